@@ -82,6 +82,15 @@ REFUSALS = (
         _has_other_mla_heads,
     ),
     Refusal(
+        LATENT_TYPES,
+        "cpu",
+        "adapters (max_adapters) beside latent attention",
+        "vLLM looks weights up by names that adapters change: a push of weights ends in the middle with KeyError: "
+        "'layers.0.self_attn.kv_a_proj_with_mqa.weight'",
+        "use max_adapters=0, and push base and adapter as one model with WeightSync(..., merged=True)",
+        lambda fields, config: config.max_adapters > 0,
+    ),
+    Refusal(
         frozenset(),
         "cpu",
         "speculative decoding",

@@ -65,6 +65,14 @@ def test_what_a_cpu_serves(tmp_path: Path, model_type: str, fields: Any, dtype: 
     check_served(RolloutConfig(model_path=write_config(tmp_path, model_type, **fields), dtype=dtype), "cpu")
 
 
+def test_adapters_beside_latent_attention_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    model = write_config(tmp_path, "deepseek_v3", **MLA)
+    with pytest.raises(
+        UnsupportedError, match=r"adapters \(max_adapters\) beside latent attention .*KeyError.* merged=True"
+    ):
+        check_served(RolloutConfig(model_path=model, max_adapters=1), "cpu")
+
+
 def test_speculative_decoding_is_refused_on_a_cpu_for_every_model(tmp_path: Path) -> None:
     model = write_config(tmp_path, "qwen3")
     config = RolloutConfig(model_path=model, engine_args={"speculative_config": {"method": "mtp"}})
