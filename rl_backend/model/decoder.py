@@ -24,7 +24,7 @@ from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
 from rl_backend.primitive.rope import Rotations
 from rl_backend.primitive.value_head import ValueHead, labels_without_values, values_of_tenants
 
-STAGE_COPIES = {"tied_head.weight": "embed_tokens.weight"}
+STAGE_COPIES = {"tied_head.weight": "embed_tokens.weight", "mtp_embed_tokens.weight": "embed_tokens.weight"}
 """See :attr:`~rl_backend.model.ModelFamily.stage_copies`."""
 
 
@@ -35,7 +35,7 @@ class Decoder(EndsInFloat32):
     unlike in transformers, ``pad_token_id`` has no part in it, because padding never reaches a model.
     """
 
-    end_names = ("embed_tokens", "norm", "score", "lm_head", "tied_head")
+    end_names = ("embed_tokens", "norm", "score", "lm_head", "tied_head", "mtp_embed_tokens")
 
     def __init__(self, spec: DecoderSpec, settings: BuildSettings) -> None:
         super().__init__()
@@ -48,13 +48,15 @@ class Decoder(EndsInFloat32):
         self.log_prob_chunk_tokens = settings.log_prob_chunk_tokens
         self.next_token_log_probs: Callable[..., NextToken] = next_token_log_probs
         self.values_of_tenants: Callable[..., Tensor] = values_of_tenants
-        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size) if stage.first else None
+        self.embed_tokens = self._make_embeddings() if stage.first else None
         self.layers = nn.ModuleDict({str(index): DecoderLayer(spec, index, settings.options) for index in stage.layers})
         self.norm = spec.norm.build(spec.hidden_size) if stage.last else None
         self.score = ValueHead(spec.hidden_size) if stage.last and settings.head == "values" else None
         self.lm_head = self._make_head() if has_language_head and not tied else None
-        self.tied_head = self._make_head() if has_language_head and tied and not stage.first else None
+        self.tied_head = self._make_embeddings() if has_language_head and tied and not stage.first else None
         self.mtp = self._make_mtp(settings.options) if has_language_head else None
+        has_embeddings = self.embed_tokens is not None or self.tied_head is not None
+        self.mtp_embed_tokens = self._make_embeddings() if self.mtp is not None and not has_embeddings else None
         if spec.trained_part is not None:
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(spec.trained_part in name.split("."))
@@ -65,6 +67,9 @@ class Decoder(EndsInFloat32):
             return None
         one_more = replace(spec, layers=(*spec.layers, spec.mtp.layer))
         return MultiTokenPrediction(spec.hidden_size, spec.norm, DecoderLayer(one_more, spec.num_layers, options))
+
+    def _make_embeddings(self) -> nn.Embedding:
+        return nn.Embedding(self.spec.vocab_size, self.spec.hidden_size)
 
     def _make_head(self) -> nn.Linear:
         return nn.Linear(self.spec.hidden_size, self.spec.vocab_size, bias=self.spec.head_bias)
@@ -124,8 +129,10 @@ class Decoder(EndsInFloat32):
         spec, second, layer = self.spec.mtp, inputs.second, cast(DecoderLayer, mtp.layer)
         assert spec is not None, "a model with such a layer has one"
         assert second is not None, "the runtime gives it in every pass"
+        embeddings = self.embed_tokens or self.tied_head or self.mtp_embed_tokens
+        assert embeddings is not None, "a stage with such a layer has them or a copy"
         # The last token of a sequence has no next one, and nothing attends to what is made of it.
-        embedding, weight = self._look_up(inputs.labels.clamp(min=0)), cast(Tensor, head.weight)
+        embedding, weight = self._look_up(embeddings, inputs.labels.clamp(min=0)), cast(Tensor, head.weight)
         bias: Tensor | None = head.bias if isinstance(head, nn.Linear) else None
         if spec.training == "detached":
             hidden, embedding, weight = hidden.detach(), embedding.detach(), weight.detach()
@@ -171,13 +178,12 @@ class Decoder(EndsInFloat32):
                     f"input_ids reach from {smallest} to {largest}; the vocabulary has {self.spec.vocab_size} tokens"
                 )
         with adapters_at_work(inputs.adapters):
-            hidden = self._look_up(inputs.input_ids)
+            hidden = self._look_up(self.embed_tokens, inputs.input_ids)
         # Above a frozen embedding something has to ask for the gradients of adapters.
         return hidden.requires_grad_() if inputs.adapters and torch.is_grad_enabled() else hidden
 
-    def _look_up(self, input_ids: Tensor) -> Tensor:
-        assert self.embed_tokens is not None, "asked of a stage that has them"
-        hidden: Tensor = self.embed_tokens(input_ids)
+    def _look_up(self, embeddings: nn.Embedding, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = embeddings(input_ids)
         if self.layer_dtype is not None:
             hidden = hidden.to(self.layer_dtype)
         if self.spec.embedding_scale == 1.0:
@@ -186,8 +192,9 @@ class Decoder(EndsInFloat32):
 
     def split_ends(self, tensor: TensorParallel) -> None:
         """Splits the vocabulary of embeddings and head; each rank has norms and a value head for its own tokens."""
-        if self.embed_tokens is not None:
-            tensor.vocabulary(self.embed_tokens)
+        for embeddings in (self.embed_tokens, self.tied_head, self.mtp_embed_tokens):
+            if embeddings is not None:
+                tensor.vocabulary(embeddings)
         if self.norm is None:
             return
         tensor.replicate(self.norm)
@@ -196,9 +203,8 @@ class Decoder(EndsInFloat32):
             tensor.gather_input(self.score, sum_gradients=False)
             tensor.replicate(self.score, partial=False)
             return
-        for head in (self.lm_head, self.tied_head):
-            if head is not None:
-                tensor.split_rows(head)
+        if self.lm_head is not None:
+            tensor.split_rows(self.lm_head)
         self.next_token_log_probs = tensor.vocabulary_head(self.spec.vocab_size)
 
 

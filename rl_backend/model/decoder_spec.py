@@ -172,13 +172,6 @@ class DecoderSpec:
         layers = self.layers if trained is None else (*self.layers, trained.layer)
         for block in dict.fromkeys(block for blocks in zip(*layers, strict=True) for block in blocks):
             block.check_layout(parallel)
-        if trained is not None and parallel.pp > 1:
-            raise ConfigError.of(
-                "ParallelConfig.pp",
-                parallel.pp,
-                f"multi-token prediction (model_cfg.mtp={trained.training!r}) needs embeddings and head on one stage; use "
-                "pp=1, or mtp='keep'",
-            )
         for name, size in (("ep", parallel.ep), ("etp", parallel.etp)):
             if size > 1 and not any(self.sparse):
                 raise ConfigError.of(f"ParallelConfig.{name}", size, "this model has no experts; use 1")

@@ -219,6 +219,9 @@ def add_gradients_of_copies(
         group: the ranks of the pipeline.
     """
     for copy, original in copies.items():
+        if copy in parameters and parameters[copy].requires_grad and parameters[copy].grad is None:
+            # A layer that is trained on detached embeddings gives them no gradient.
+            parameters[copy].grad = torch.zeros_like(parameters[copy])
         ends = [parameters[name] for name in (original, copy) if name in parameters]
         here = [_gradient(parameter) for parameter in ends if parameter.requires_grad]
         if len(here) == 2:

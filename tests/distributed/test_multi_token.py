@@ -6,21 +6,26 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
-from rl_backend.contracts import ConfigError
 from tests.distributed.test_native_layouts import Run, assert_same, train_job, whole
+from tests.distributed.test_native_pipelines import STAGES_PER_RANK
 from tests.support.drafting import write_drafting
 from tests.support.layouts import layouts
-from tests.support.native import open_runtime
+from tests.support.native import full, open_runtime, train
 from tests.support.rank_pool import RankPool
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LAYOUTS: Mapping[int, list[dict[str, int]]] = {2: [{"tp": 2}, {"cp": 2}, {"ep": 2}], 4: [{"tp": 2, "cp": 2, "ep": 2}]}
 
 
-def job(model: str, layout: Mapping[str, int], mtp: str) -> Run:
+def job(model: str, layout: Mapping[str, int], mtp: str, schedule: str = "auto") -> Run:
     """On ranks that know the family by the import of this module."""
-    options = {"model": "drafting_moe", "model_cfg": {"mtp": mtp, "mtp_loss_weight": 0.3}}
+    options = {
+        "model": "drafting_moe",
+        "model_cfg": {"mtp": mtp, "mtp_loss_weight": 0.3},
+        "pipeline_schedule": schedule,
+    }
     # Of gradients that are rounding Adam makes no whole steps then.
     return train_job(model, layout, options, {"eps": 1e-4})
 
@@ -49,16 +54,49 @@ def test_detached_it_is_the_same_in_a_layout(ranks: RankPool, model: Path) -> No
     assert_same(whole(ranks.run(job, str(model), {"tp": 2, "cp": 2}, "detached", world_size=4)), expected)
 
 
-def refusal_job(model: str) -> str:
-    with (
-        open_runtime(model, model="drafting_moe", model_cfg={"mtp": "joint"}, parallel={"pp": 2}) as runtime,
-        pytest.raises(ConfigError) as refused,
-    ):
-        runtime.build_model()
-    return str(refused.value)
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers enough for stages; on the last one are copies of the embeddings, as its head or beside it."""
+    folder = tmp_path_factory.mktemp("drafting") / "model"
+    return write_drafting(folder, "drafting_moe", tied=request.param, num_hidden_layers=4, **EXPERTS)
 
 
-def test_a_pipeline_is_refused_by_name(ranks: RankPool, model: Path) -> None:
-    for message in ranks.run(refusal_job, str(model), world_size=2):
-        assert "ParallelConfig.pp=2" in message
-        assert "mtp='keep'" in message
+@pytest.fixture(scope="module")
+def deep_on_one_rank(ranks: RankPool, deep: Path) -> Run:
+    return whole(ranks.run(job, str(deep), {}, "joint", world_size=1))
+
+
+@pytest.mark.shows(
+    "multi-token prediction: every pipeline schedule trains it as one rank to 1e-5, its copy of the embeddings too"
+)
+@pytest.mark.parametrize("schedule", STAGES_PER_RANK)
+def test_a_pipeline_trains_as_one_rank(ranks: RankPool, deep: Path, deep_on_one_rank: Run, schedule: str) -> None:
+    layout = {"pp": 2, "vpp": STAGES_PER_RANK[schedule]}
+    assert_same(whole(ranks.run(job, str(deep), layout, "joint", schedule, world_size=2)), deep_on_one_rank)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}], ids=["dp2", "tp2", "cp2"])
+def test_stages_are_laid_out_over_ranks_themselves(
+    ranks: RankPool, deep: Path, deep_on_one_rank: Run, layout: dict[str, int]
+) -> None:
+    assert_same(whole(ranks.run(job, str(deep), {"pp": 2, **layout}, "joint", world_size=4)), deep_on_one_rank)
+
+
+def copies_job(model: str, schedule: str, vpp: int) -> tuple[str, ...]:
+    """Names of the copies on this rank, after two steps of detached training, which leave each as its original."""
+    options = {"model": "drafting_moe", "model_cfg": {"mtp": "detached"}, "pipeline_schedule": schedule}
+    with open_runtime(model, parallel={"pp": 2, "vpp": vpp}, **options) as runtime:
+        handle = runtime.build_model()
+        train(runtime, handle, 2)
+        exported = {name: tensor.clone() for name, tensor in runtime.export_weights(handle)}
+        held = [name for name in handle.stage_copies if name in handle.parameters]
+        for name in held:
+            assert torch.equal(full(handle.parameters[name]), exported["model.embed_tokens.weight"]), name
+        return tuple(held)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_detached_its_copy_of_the_embeddings_follows_them(ranks: RankPool, deep: Path, schedule: str) -> None:
+    """Nothing of the layer's loss flows to the copy, which moves with its original all the same."""
+    held = ranks.run(copies_job, str(deep), schedule, STAGES_PER_RANK[schedule], world_size=2)
+    assert sum(map(len, held)) == 1

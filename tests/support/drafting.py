@@ -49,10 +49,10 @@ for family in (DRAFTING, DRAFTING_MOE):
     register_model(family)
 
 
-def write_drafting(path: Path, model_type: str = "drafting", **changes: Any) -> Path:
+def write_drafting(path: Path, model_type: str = "drafting", *, tied: bool = False, **changes: Any) -> Path:
     """A tiny directory of one of the families, its copies equal to what they are copies of."""
     kind = {"drafting": "qwen3", "drafting_moe": "qwen3_moe"}[model_type]
-    write_tiny(kind, path, max_shard_size="10GB", tie_word_embeddings=False, **changes)
+    write_tiny(kind, path, max_shard_size="10GB", tie_word_embeddings=tied, **changes)
     tensors = load_file(path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
     generator, hidden, layers = torch.Generator().manual_seed(9), config["hidden_size"], config["num_hidden_layers"]
@@ -64,7 +64,8 @@ def write_drafting(path: Path, model_type: str = "drafting", **changes: Any) -> 
         tensors[f"{module}.{norm}.weight"] = 1.0 + 0.2 * torch.randn(hidden, generator=generator)
     tensors[f"{module}.eh_proj.weight"] = 0.1 * torch.randn(hidden, 2 * hidden, generator=generator)
     tensors[f"{module}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{module}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    tensors[f"{module}.shared_head.head.weight"] = tensors[head].clone()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
     return path

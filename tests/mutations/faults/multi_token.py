@@ -57,4 +57,20 @@ FAULTS = [
         (f"{_TESTS}::test_a_directory_with_other_copies_is_read_as_its_originals",),
         "stale copies would take the place of trained embeddings",
     ),
+    Fault(
+        "copy-left-behind",
+        "rl_backend/pipeline/executor.py",
+        "            parameters[copy].grad = torch.zeros_like(parameters[copy])\n",
+        "            continue\n",
+        ("tests/distributed/test_multi_token.py::test_detached_its_copy_of_the_embeddings_follows_them[untied-1f1b]",),
+        "the last stage would draft from embeddings of the first step",
+    ),
+    Fault(
+        "second-copy-of-the-embeddings-alone",
+        "rl_backend/model/decoder.py",
+        '"mtp_embed_tokens.weight": "embed_tokens.weight"}',
+        '"mtp_embed_tokens.weight": "lm_head.weight"}',
+        ("tests/distributed/test_multi_token.py::test_a_pipeline_trains_as_one_rank[untied-1f1b]",),
+        "the last stage would draft from the rows of the head",
+    ),
 ]
