@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.edge_routes import MARGIN
 from benchmarks.family_models import FAMILIES
 from benchmarks.parity_random import FROM_FLOAT64, MOST_OVER_TRANSFORMERS
 from benchmarks.report import read_result
@@ -40,6 +41,12 @@ after each of {steps} steps: the largest mean of a push, and the largest of a to
 weights. In bfloat16, the last columns have the gap of transformers in bfloat16 to itself in float32, and the first mean
 over this one.
 """
+LOADS = """\
+## Loads of experts
+The largest load of an expert over the mean, in the layer where that is largest, on a task with few frequent tokens, with
+routers that prefer half of the experts: in the first step and over the last {last} of {steps}, with loss-free balancing and
+without.
+"""
 SPEED = """\
 ## Speed
 Native training over transformers with fused AdamW, tokens per second: sequences of equal length, and of mixed ones (packed
@@ -65,9 +72,11 @@ The same for these, 30 of each: heads, parts of them that rotate, windows, group
 ROUNDING = f"""\
 Rounding parts a shape from transformers where it is at most {MOST_OVER_TRANSFORMERS:.0f} times as far from transformers in
 float64 as transformers in float32 is, and within {FROM_FLOAT64["max_loss_rel_diff"]:.0e} of its losses and
-{FROM_FLOAT64["gradient_rel_diff"]:.0e} of the gradient of the first step. Not passed:
+{FROM_FLOAT64["gradient_rel_diff"]:.0e} of the gradient of the first step. A shape parts at an edge where it is
+within these, and the first tokens that it gives other experts than float64 does are indifferent between them by a
+margin below {MARGIN:.0e}. Not passed:
 """
-_WORDS = {"failed": "failed", "rounding": "parted by rounding"}
+_WORDS = {"failed": "failed", "rounding": "parted by rounding", "edge": "parted at an edge"}
 ENGINES = """\
 ## What vLLM cannot serve
 Refused by name before an engine starts, with what happens otherwise.
@@ -104,7 +113,13 @@ def page(results: Mapping[str, Any]) -> str:
     """
     entries: dict[str, Entry] = {name: results.get(name, {}) for name in FAMILIES}
     refusals = Refusals()
-    sections = [_parity(entries, refusals), _layouts(entries, refusals), _push(entries, refusals), _speed(entries)]
+    sections = [
+        _parity(entries, refusals),
+        _layouts(entries, refusals),
+        _push(entries, refusals),
+        _loads(entries),
+        _speed(entries),
+    ]
     sections += [_random_shapes(title, results[section]) for section, title in RANDOM.items() if section in results]
     sections.append(_engine_refusals(results["engine_refusals"]) if "engine_refusals" in results else "")
     sections.append("\n".join(["## Refusals", *refusals.lines(), ""]) if refusals.lines() else "")
@@ -172,6 +187,25 @@ def _push(entries: Mapping[str, Entry], refusals: Refusals) -> str:
     return PUSH.format(steps=steps) + "\n" + _table(("family", "float32", "bfloat16", "transformers", "over it"), rows)
 
 
+def _loads(entries: Mapping[str, Entry]) -> str:
+    measured = {name: entry["loads"] for name, entry in entries.items() if "loads" in entry}
+    if not measured:
+        return ""
+    text = LOADS.format(
+        steps=_common(part["steps"] for part in measured.values()),
+        last=_common(part["measured_over_last_steps"] for part in measured.values()),
+    )
+    rows = [
+        (
+            name,
+            *(f"{part['max_over_mean'][when]:.2f}" for when in ("before", "after")),
+            f"{part['max_over_mean_without_balancing']['after']:.2f}",
+        )
+        for name, part in measured.items()
+    ]
+    return text + "\n" + _table(("family", "first step", "last steps", "last steps without"), rows)
+
+
 def _speed(entries: Mapping[str, Entry]) -> str:
     names = ("equal_lengths", "mixed_lengths")
     rows = [
@@ -189,7 +223,7 @@ def _random_shapes(title: str, trial: Mapping[str, Any]) -> str:
             str(accepted),
             str(trial["accepted_mixtures"][runtime]),
             str(trial["passed"][runtime]),
-            str(trial.get("parted_by_rounding", {}).get(runtime, 0)),
+            *(str(trial.get(how, {}).get(runtime, 0)) for how in ("parted_by_rounding", "parted_at_an_edge")),
             str(len(trial["refusals"][runtime])),
         )
         for runtime, accepted in trial["accepted"].items()
@@ -201,7 +235,8 @@ def _random_shapes(title: str, trial: Mapping[str, Any]) -> str:
         for runtime in trial["accepted"]
         if shape.get(runtime, {}).get("outcome") in _WORDS
     ]
-    table = _table(("runtime", "accepted", "mixtures among them", "passed", "parted by rounding", "refused"), rows)
+    titles = ("runtime", "accepted", "mixtures among them", "passed", "parted by rounding", "parted at an edge", "refused")
+    table = _table(titles, rows)
     return "\n".join([title, table, *([ROUNDING, *failed, ""] if failed else [])])
 
 
@@ -209,6 +244,11 @@ def _to_float64(outcome: Entry) -> str:
     """How far both sides of a failure are from transformers in float64, where that was measured."""
     if "to_float64" not in outcome:
         return ""
+    if outcome["outcome"] == "edge":
+        step, tokens, margin = outcome["first_other_routes"].values()
+        return (
+            f". Tokens with other experts in step {step}, the first with any: {tokens}, by a margin of at most {margin:.0e}"
+        )
     sides = outcome["to_float64"].values()
     gradient, norm = (
         " and ".join(_number(found[figure]) for found in sides) for figure in ("gradient_rel_diff", "max_grad_norm_rel_diff")

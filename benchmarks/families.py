@@ -1,11 +1,12 @@
 """Every family of the project: is it exact, in which layouts, what does a push cost in exactness, how fast does it train?
 
-Each family has four parts, each of which can be measured alone (``--family``, ``--part``, both may be given several times)
-and replaces that part of the family in ``results/families.json``:
+Each family has four parts, and those whose routers have biases a fifth. Each can be measured alone (``--family``,
+``--part``, both may be given several times) and replaces that part of the family in ``results/families.json``:
 
 - ``parity``: native and bridge against transformers, one sequence at a time, and against each other;
 - ``layouts``: each layout of each runtime against one rank of it;
 - ``push``: log-probs of a vLLM engine against those of the trainer whose weights it was sent, in float32 and bfloat16;
+- ``loads``: how evenly experts are loaded before and after loss-free balancing, see :mod:`benchmarks.family_loads`;
 - ``speed``: ``native_over_transformers``, tokens per second, with the workloads and steps of :mod:`benchmarks.train_speed`.
 
 What a runtime or the engine refuses stands there with its message, and what vLLM's builds cannot serve at all under
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.family_loads import has_biases, measure_loads
 from benchmarks.family_models import FAMILIES, Family, write_timed
 from benchmarks.family_parity import measure_layouts, measure_parity
 from benchmarks.family_push import engine_refusals, is_good, measure_push
@@ -86,6 +88,9 @@ def failures(part: str, found: Mapping[str, Any]) -> list[str]:
         return [] if is_good(found) else [part]
     if part == "speed":
         return []
+    if part == "loads":
+        uneven = found["max_over_mean"]
+        return [] if uneven["after"] - 1.0 < (uneven["before"] - 1.0) / 2 else [part]
     cells: Mapping[str, Mapping[str, Any]] = found["pairs"] if part == "parity" else found["layouts"]
     # A few steps need not make the loss fall.
     least_fall = LEAST_LOSS_FALL if part == "parity" else None
@@ -104,7 +109,7 @@ def is_exact(cell: Mapping[str, Any], least_fall: float | None) -> bool:
 def main() -> int:
     """Exit status 1 when something that was measured is not as it has to be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("parity", "layouts", "push", "speed")
+    parts = ("parity", "layouts", "push", "loads", "speed")
     parser.add_argument("--family", choices=tuple(FAMILIES), action="append", help="this one (default: all)")
     parser.add_argument("--part", choices=parts, action="append", help="this one (default: all)")
     parser.add_argument("--runs", type=int, default=RUNS, help="timed steps of each implementation and workload")
@@ -115,12 +120,15 @@ def main() -> int:
         "parity": measure_parity,
         "layouts": measure_layouts,
         "push": measure_push,
+        "loads": measure_loads,
         "speed": partial(measure_speed, runs=arguments.runs, threads=arguments.threads),
     }
     update_result(RESULT, {"engine_refusals": engine_refusals()})
     wrong = []
     for name in arguments.family or FAMILIES:
         for part in arguments.part or parts:
+            if part == "loads" and not has_biases(FAMILIES[name]):
+                continue
             started = time.perf_counter()
             with tempfile.TemporaryDirectory(prefix="rl-backend-family-") as folder:
                 found = measures[part](FAMILIES[name], Path(folder))

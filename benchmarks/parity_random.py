@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.edge_routes import GROUPED_ROUTERS, MARGIN, first_parting
 from benchmarks.forked_ranks import start_forked_rank
 from benchmarks.parity_float64 import distance, float64_steps
 from benchmarks.random_hybrids import draw_hybrid
@@ -72,7 +73,8 @@ TRIALS: Mapping[str, Trial] = {
 
 
 def run_random(count: int, *, go_on: bool, trial: Trial) -> bool:
-    """Draws, compares and writes after every shape. Returns whether nothing but rounding parted an accepted shape.
+    """Draws, compares and writes after every shape. Returns whether nothing but rounding parted an accepted shape, in its
+    numbers or in the choice between experts that are nearly equal.
 
     Args:
         count: accepted shapes for each required runtime.
@@ -100,7 +102,8 @@ def run_random(count: int, *, go_on: bool, trial: Trial) -> bool:
     summary = _summary(shapes)
     print(update_result(trial.result, {trial.section: summary}))
     return all(
-        summary["passed"][name] + summary["parted_by_rounding"][name] == count for name, count in summary["accepted"].items()
+        sum(summary[how][name] for how in ("passed", "parted_by_rounding", "parted_at_an_edge")) == count
+        for name, count in summary["accepted"].items()
     )
 
 
@@ -116,7 +119,8 @@ def compare_shape(model: RandomModel, seed: int, runtimes: list[str], lengths: t
             # A shape without a reference shows nothing about the runtimes.
             return {runtime: {"outcome": "failed", "error": f"transformers: {reference}"} for runtime in runtimes}
         outcomes = {side: _verdict(configs[side], reference, found) for side, found in sides.items()}
-        return _beside_float64(outcomes, configs[TRANSFORMERS], {TRANSFORMERS: reference, **sides})
+        outcomes = _beside_float64(outcomes, configs[TRANSFORMERS], {TRANSFORMERS: reference, **sides})
+        return {side: _at_an_edge(outcome, configs[side], model) for side, outcome in outcomes.items()}
 
 
 def _beside_float64(
@@ -148,6 +152,25 @@ def is_rounding(runtime: Mapping[str, float | None], transformers: Mapping[str, 
         ours is not None and theirs is not None and ours <= min(most, MOST_OVER_TRANSFORMERS * theirs)
         for ours, theirs, most in pairs
     )
+
+
+def _at_an_edge(outcome: Outcome, config: ParityConfig, model: RandomModel) -> Outcome:
+    """Whether a failure is one of routes: the outcome is "edge" where the first token that has other experts than in float64
+    has them by a margin of rounding, and the sides stay as near as rounding leaves them.
+
+    Of the native runtime alone, which can run in this process.
+    """
+    exact = outcome.get("to_float64", {}).get("runtime")
+    if outcome["outcome"] != "failed" or exact is None or model.family not in GROUPED_ROUTERS or not model.is_mixture:
+        return outcome
+    far = any(exact[figure] is None or exact[figure] > most for figure, most in FROM_FLOAT64.items())
+    if far or config.candidate.runtime != "native":
+        return outcome
+    parting = first_parting(config)
+    if parting is None:
+        return outcome
+    kind = "edge" if parting.largest_margin < MARGIN else "failed"
+    return {**outcome, "outcome": kind, "first_other_routes": parting._asdict()}
 
 
 def _trained(sides: Mapping[str, SideRecord | Outcome]) -> dict[str, SideRecord]:
@@ -222,6 +245,9 @@ def _summary(shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "passed": {name: len(found) for name, found in passed.items()},
         "parted_by_rounding": {
             name: sum(shape[name]["outcome"] == "rounding" for shape in found) for name, found in accepted.items()
+        },
+        "parted_at_an_edge": {
+            name: sum(shape[name]["outcome"] == "edge" for shape in found) for name, found in accepted.items()
         },
         "max_loss_rel_diff": _largest(passed, "max_loss_rel_diff"),
         "max_grad_norm_rel_diff": _largest(passed, "max_grad_norm_rel_diff"),

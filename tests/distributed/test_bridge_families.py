@@ -134,6 +134,8 @@ def refused_job(model: str) -> str:
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False and num_experts_per_tok=4"),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7}}, "rope parameters"),
         ("deepseek_v3", {"q_lora_rank": None}, "latent attention without compressed queries"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False: .*rotates neighbouring features"),
+        ("glm4_moe_lite", {"tie_word_embeddings": True}, "tie_word_embeddings=True: .*a head of their own"),
         ("gpt_oss", {"hidden_size": 192}, "hidden_size=192, twice intermediate_size=96"),
     ],
 )

@@ -40,6 +40,28 @@ def complete_provider(hf_config: Any, provider: Any) -> None:
             provider.activation_func_clamp_value = float(getattr(hf_config, "swiglu_limit", 7.0))
 
 
+def require_same_latents(hf_config: Any, provider: Any) -> None:
+    """Refuses latent attention that Megatron would rotate differently, and heads that its models of it do not share.
+
+    Raises:
+        UnsupportedError: names the field.
+    """
+    if not provider.multi_latent_attention:
+        return
+    if getattr(hf_config, "rope_interleave", True) is False:
+        raise UnsupportedError(
+            "config.json has rope_interleave=False: Megatron's latent attention rotates neighbouring features, the model "
+            "halves; the native runtime may serve it",
+            rope_interleave=False,
+        )
+    if hf_config.tie_word_embeddings and not provider.share_embeddings_and_output_weights:
+        raise UnsupportedError(
+            "config.json has tie_word_embeddings=True: Megatron-Bridge's models with latent attention have a head of their "
+            "own; the native runtime may serve it",
+            tie_word_embeddings=True,
+        )
+
+
 def require_same_routing(hf_config: Any, provider: Any) -> None:
     """Refuses routers with sigmoid scores that Megatron would have choose other experts or weigh them differently.
 

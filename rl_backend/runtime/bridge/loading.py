@@ -18,7 +18,7 @@ from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, UnsupportedError
 from rl_backend.runtime.bridge.batch import CriticOutputLayer
 from rl_backend.runtime.bridge.conversion import hf_names, unconverted
-from rl_backend.runtime.bridge.families import complete_provider, require_same_routing
+from rl_backend.runtime.bridge.families import complete_provider, require_same_latents, require_same_routing
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.text_models import text_model_config
 
@@ -220,6 +220,7 @@ def _require_same_model(hf_config: Any, provider: Any) -> None:
             sliding_window=window,
         )
     _require_experts_everywhere(hf_config, provider)
+    require_same_latents(hf_config, provider)
     require_same_routing(hf_config, provider)
     if getattr(hf_config, "norm_topk_prob", None) is False and not provider.moe_router_pre_softmax:
         raise UnsupportedError(

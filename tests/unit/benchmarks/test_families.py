@@ -12,8 +12,9 @@ import pytest
 from transformers import AutoConfig
 
 from actors.rollout.vllm.capabilities import REFUSALS
-from benchmarks import families, report
+from benchmarks import families, family_loads, report
 from benchmarks.capabilities import PAGE, page
+from benchmarks.family_loads import has_biases
 from benchmarks.family_models import FAMILIES, SAME_CODE, WITHOUT_REFERENCE, write_small
 from benchmarks.family_parity import layouts
 from benchmarks.family_push import draw_tokens, engine_refusals, is_good
@@ -132,7 +133,18 @@ def test_random_shapes_that_did_not_pass_are_on_the_page() -> None:
     text = page({"random_shapes": {**trial, "parted_by_rounding": {"native": 1}, "shapes": shapes}})
     assert "- failed: native, seed 5, qwen3_next: loss (step 7): apart" in text
     assert "- parted by rounding: native, seed 6, qwen3_next: loss (step 9): apart" in text
-    assert "| native | 2 | 2 | 2 | 1 | 0 |" in text
+    assert "| native | 2 | 2 | 2 | 1 | 0 | 0 |" in text
+
+
+def test_shapes_that_part_at_an_edge_say_by_which_margin() -> None:
+    first = {"step": 4, "tokens": 1, "largest_margin": 7e-8}
+    edge = {"outcome": "edge", "error": "loss (step 4): apart", "to_float64": {}, "first_other_routes": first}
+    counts = {"native": 1}
+    trial: dict[str, Any] = dict.fromkeys(("accepted", "accepted_mixtures", "passed", "parted_at_an_edge"), counts)
+    trial |= {"refusals": {"native": {}}, "shapes": {"5": {"family": "glm4_moe_lite", "native": edge}}}
+    text = page({"random_latents": trial})
+    assert "- parted at an edge: native, seed 5, glm4_moe_lite: loss (step 4): apart" in text
+    assert "in step 4, the first with any: 1, by a margin of at most 7e-08" in text
 
 
 def test_a_shape_that_failed_stands_beside_the_rounding_of_transformers() -> None:
@@ -145,3 +157,25 @@ def test_a_shape_that_failed_stands_beside_the_rounding_of_transformers() -> Non
     text = page({"random_shapes": {**trial, "shapes": {"3": {"family": "qwen3_next", "native": failed}}}})
     assert "apart. It and transformers in float32 are from transformers in float64: 4e-06 and 3e-06 in the gradient" in text
     assert "2e-05 and 9e-06 in the gradient norm" in text
+
+
+def test_loads_of_experts_are_measured_where_routers_have_biases() -> None:
+    assert {name for name, family in FAMILIES.items() if has_biases(family)} == {
+        "deepseek_v3",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "minimax_m2",
+    }
+    even, uneven = ({"max_over_mean": {"before": 3.0, "after": after}} for after in (1.5, 2.5))
+    assert not families.failures("loads", even)
+    assert families.failures("loads", uneven)
+
+
+def test_the_page_has_loads_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family_loads, "STEPS", 12)
+    found = family_loads.measure_loads(FAMILIES["glm4_moe"], tmp_path)
+    balanced, without = found["max_over_mean"], found["max_over_mean_without_balancing"]
+    assert balanced["before"] == without["before"] > 1.5, "the first step is not balanced yet"
+    assert 1.0 <= balanced["after"] < without["after"]
+    text = page({"glm4_moe": {"loads": found}})
+    assert f"| glm4_moe | {balanced['before']:.2f} | {balanced['after']:.2f} | {without['after']:.2f} |" in text
