@@ -10,8 +10,10 @@ _HYBRIDS = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
 """Model types with gated DeltaNet in most layers and gated attention in the others."""
 _ROUTED = frozenset({"glm4_moe", "gpt_oss", "minimax_m2"})
 """Model types whose routers, or whose attention and experts, have parts that no other family has."""
-_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", *_HYBRIDS, *_ROUTED})
-"""Model types of which it is known what they have of ``_ABSENT``: none of it, but for hybrids and ``_ROUTED``."""
+_LATENT = frozenset({"deepseek_v3", "glm4_moe_lite", "kimi_k2"})
+"""Model types with latent attention, and routers as GLM-4.5 has them."""
+_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", *_HYBRIDS, *_ROUTED, *_LATENT})
+"""Model types of which it is known what they have of ``_ABSENT``: none of it, but for the sets above."""
 
 _ABSENT: Mapping[str, Any] = {
     **dict.fromkeys(
@@ -122,14 +124,14 @@ def text_config(hf_config: Any) -> Any:
 
 
 def _sizes(config: Any, has_experts: bool) -> dict[str, Any]:
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    heads = getattr(config, "num_attention_heads", None)
     found = {
         "num_layers": getattr(config, "num_hidden_layers", None),
-        "hidden_size": hidden,
+        "hidden_size": getattr(config, "hidden_size", None),
         "num_attention_heads": heads,
         "num_query_groups": getattr(config, "num_key_value_heads", None) or heads,
         "ffn_hidden_size": getattr(config, "intermediate_size", None),
-        "kv_channels": getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None),
+        "kv_channels": _head_size(config),
         "layernorm_epsilon": getattr(config, "rms_norm_eps", None),
     }
     if has_experts:
@@ -142,6 +144,14 @@ def _sizes(config: Any, has_experts: bool) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def _head_size(config: Any) -> int | None:
+    """None in latent attention, where keys and values differ and Megatron reads sizes of their own."""
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if getattr(config, "model_type", None) in _LATENT:
+        return None
+    return getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+
+
 def _structure(config: Any, has_experts: bool) -> dict[str, Any]:
     kind = getattr(config, "model_type", None)
     if kind not in _FAMILIES:
@@ -149,6 +159,8 @@ def _structure(config: Any, has_experts: bool) -> dict[str, Any]:
     found = {**_ABSENT, "gated_linear_unit": True, "qk_layernorm": kind in ("qwen3", "qwen3_moe", *_HYBRIDS)}
     if kind in _ROUTED:
         return {**found, **_of_routed(config)}
+    if kind in _LATENT:
+        return {**found, **_of_latent(config, has_experts)}
     if kind in _HYBRIDS:
         found |= _of_hybrid(config)
     biased = bool(getattr(config, "attention_bias", False))
@@ -185,21 +197,46 @@ def _of_hybrid(config: Any) -> dict[str, Any]:
     }
 
 
+def _of_latent(config: Any, has_experts: bool) -> dict[str, Any]:
+    """What DeepSeek-V3 and its kin have of ``_ABSENT``, and how they route; norms are those of latents."""
+    found: dict[str, Any] = {"multi_latent_attention": True, "qk_layernorm": True, "window_size": None}
+    if not getattr(config, "attention_bias", False):
+        found |= {"add_bias_linear": False, "add_qkv_bias": False}
+    if not has_experts:
+        return {**found, "num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_router_pre_softmax": False}
+    kinds = getattr(config, "mlp_layer_types", None)
+    dense = getattr(config, "first_k_dense_replace", 0)
+    layers = range(config.num_hidden_layers)
+    return {
+        **found,
+        **_grouped(config),
+        "moe_layer_freq": [int(kinds[layer] == "sparse" if kinds else layer >= dense) for layer in layers],
+        "moe_router_score_function": "sigmoid",
+    }
+
+
+def _grouped(config: Any) -> dict[str, Any]:
+    """Of a router that chooses within groups, and of the experts of all tokens beside it."""
+    return {
+        "moe_router_num_groups": config.n_group,
+        "moe_router_group_topk": config.topk_group,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_shared_expert_intermediate_size": config.moe_intermediate_size * (config.n_shared_experts or 0) or None,
+    }
+
+
 def _of_routed(config: Any) -> dict[str, Any]:
     """What GLM-4.5, gpt-oss and MiniMax-M2 have of ``_ABSENT``, and how they route."""
     sigmoid = {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False, "add_bias_linear": False}
     match config.model_type:
         case "glm4_moe":
-            dense, shared = config.first_k_dense_replace, config.n_shared_experts or 0
+            dense = config.first_k_dense_replace
             found = {
                 **sigmoid,
+                **_grouped(config),
                 "add_qkv_bias": bool(config.attention_bias),
                 "qk_layernorm": bool(config.use_qk_norm),
                 "moe_layer_freq": [int(layer >= dense) for layer in range(config.num_hidden_layers)],
-                "moe_router_num_groups": config.n_group,
-                "moe_router_group_topk": config.topk_group,
-                "moe_router_topk_scaling_factor": config.routed_scaling_factor,
-                "moe_shared_expert_intermediate_size": config.moe_intermediate_size * shared or None,
             }
         case "minimax_m2":
             found = {**sigmoid, "add_qkv_bias": False, "qk_layernorm": True, "moe_layer_freq": 1, "window_size": None}

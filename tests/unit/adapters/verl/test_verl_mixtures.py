@@ -1,4 +1,4 @@
-"""What verl's roles ask of GLM-4.5, gpt-oss and MiniMax-M2."""
+"""What verl's roles ask of GLM-4.5, gpt-oss, MiniMax-M2, DeepSeek-V3 and GLM-4.7-Flash."""
 
 from __future__ import annotations
 
@@ -17,6 +17,22 @@ from tests.support.verl_configs import ROLES, RoleConfigs, changed, role_configs
 ENGINES = {"actor": "actor_rollout_ref.actor.megatron", "ref": "actor_rollout_ref.ref.megatron"}
 ENGINES |= {"critic": "critic.megatron", "sft": "engine"}
 LAYERS = 4
+LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "num_attention_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 2.5,
+}
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "glm4_moe": (
         "Glm4MoeForCausalLM",
@@ -40,6 +56,11 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "minimax_m2": (
         "MiniMaxM2ForCausalLM",
         {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 48},
+    ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**LATENT, "first_k_dense_replace": 1}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteForCausalLM",
+        {**LATENT, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
     ),
 }
 DECIDED: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
@@ -75,6 +96,25 @@ DECIDED: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
         "moe_layer_freq": (1, [0, 1, 1, 1]),
         "moe_ffn_hidden_size": (48, 96),
     },
+    "deepseek_v3": {
+        "multi_latent_attention": (True, False),
+        "moe_layer_freq": ([0, 1, 1, 1], 1),
+        "moe_router_score_function": ("sigmoid", "softmax"),
+        "moe_router_num_groups": (4, None),
+        "moe_router_group_topk": (2, 1),
+        "moe_router_topk_scaling_factor": (2.5, None),
+        "moe_shared_expert_intermediate_size": (96, 48),
+        "add_qkv_bias": (False, True),
+        "add_bias_linear": (False, True),
+        "qk_layernorm": (True, False),
+        "moe_ffn_hidden_size": (48, 96),
+    },
+    "glm4_moe_lite": {
+        "multi_latent_attention": (True, False),
+        "moe_layer_freq": ([0, 0, 1, 1], [0, 1, 1, 1]),
+        "moe_router_num_groups": (4, None),
+        "num_moe_experts": (8, 4),
+    },
 }
 """Family -> Megatron's field -> its value by ``config.json``, and another one."""
 
@@ -98,7 +138,9 @@ def role(name: str, model: Path) -> RoleConfigs:
     return role_configs(name, model, f"{ENGINES[name]}.tensor_model_parallel_size=2")
 
 
-@pytest.mark.shows("verl: every role takes GLM-4.5, gpt-oss and MiniMax-M2; the actor replays routes by R2 and R3")
+@pytest.mark.shows(
+    "verl: every role takes GLM-4.5, gpt-oss, MiniMax-M2 and DeepSeek-V3; the actor replays routes by R2 and R3"
+)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("kind", ["actor", *(pytest.param(kind, marks=pytest.mark.long) for kind in ROLES[1:])])
 def test_every_role_takes_each_family(kind: str, name: str, models: dict[str, Path]) -> None:
@@ -120,7 +162,9 @@ def test_losses_of_routers_name_the_family(name: str, models: dict[str, Path]) -
     assert isinstance(options.model_cfg, MoEOptions) and options.model_cfg.router_aux_loss_coef == 0.01
 
 
-@pytest.mark.shows("verl: what config.json decides of GLM-4.5, gpt-oss and MiniMax-M2 may be repeated, not changed")
+@pytest.mark.shows(
+    "verl: what config.json decides of GLM-4.5, gpt-oss, MiniMax-M2 and DeepSeek-V3 may be repeated, not changed"
+)
 @pytest.mark.parametrize(("name", "field"), [(name, field) for name in DECIDED for field in DECIDED[name]])
 def test_what_config_json_decides_may_be_repeated_and_not_changed(name: str, field: str, models: dict[str, Path]) -> None:
     actor = role("actor", models[name])
@@ -138,3 +182,12 @@ def test_windows_that_do_not_alternate_are_megatrons_list(models: dict[str, Path
     kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
     hf_config = changed(role("actor", models["gpt_oss"]), model__hf_config__layer_types=kinds).model.hf_config
     assert model_facts(hf_config, has_experts=True, dtype="bfloat16").decided["window_attn_skip_freq"] == [0, 1, 1, 0]
+
+
+def test_a_size_of_heads_says_nothing_of_latents(models: dict[str, Path]) -> None:
+    """Keys and values have sizes of their own, and ``kv_channels`` would be read by nothing."""
+    hf_config = role("actor", models["deepseek_v3"]).model.hf_config
+    assert "kv_channels" not in model_facts(hf_config, has_experts=True, dtype="bfloat16").decided
+    asked = changed(role("actor", models["deepseek_v3"]), engine__override_transformer_config={"kv_channels": 8})
+    with pytest.raises(ConfigError, match="kv_channels"):
+        settings(asked)
