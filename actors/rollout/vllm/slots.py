@@ -83,20 +83,13 @@ class SlotTable:
 
         vLLM's own way, module by module with zeros before each copy, takes several times as long.
         """
-        places, given, empty = list[Tensor](), list[Tensor](), list[Tensor]()
         for place in self._places_in(index, rank):
             factor = place.of(factors)
             if factor is None:
-                empty.append(place.memory)
+                place.memory.zero_()
             else:
-                places.append(place.memory)
-                given.append(factor)
-            if place.beyond.numel():
-                empty.append(place.beyond)
-        for into, values in zip(places, given, strict=True):
-            into.copy_(values)
-        for memory in empty:
-            memory.zero_()
+                place.memory.copy_(factor)
+            place.beyond.zero_()
         for layer in self.others:
             layer.reset_lora(index)
 

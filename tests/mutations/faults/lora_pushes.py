@@ -109,15 +109,15 @@ FAULTS = [
     Fault(
         "slots-keep-ranks-of-the-adapter-before",
         "actors/rollout/vllm/slots.py",
-        "                empty.append(place.beyond)\n",
-        "                pass\n",
+        "            place.beyond.zero_()\n",
+        "            pass\n",
         (f"{_SLOTS}::test_a_slot_holds_an_adapter_and_nothing_of_the_one_before",),
         "a tenant would be served with a part of another's adapter",
     ),
     Fault(
         "slots-keep-modules-of-the-adapter-before",
         "actors/rollout/vllm/slots.py",
-        "                empty.append(place.memory)\n",
+        "                place.memory.zero_()\n",
         "                pass\n",
         (f"{_SLOTS}::test_a_slot_holds_an_adapter_and_nothing_of_the_one_before",),
         "a tenant would be served with modules of another's adapter",
