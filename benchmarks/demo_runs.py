@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from actors.cluster.session import ray_session
+from actors.run.command_line import parse_config
 from benchmarks.report import machine, read_result, with_accuracies, write_result
 from examples.demo.__main__ import DemoConfig, demo_settings, warm_start
 from examples.demo.task import write_task
+from rl_backend.contracts import ConfigError
 from tests.support.clusters import HeadNode, TwoNodes
 
 STEPS = 60
@@ -45,6 +47,16 @@ def run_demo(options: Sequence[str], folder: Path) -> dict[str, Any]:
     """What the demo writes to ``summary.json``."""
     command = (sys.executable, "-m", "examples.demo", "--run-dir", str(folder), "--steps", str(STEPS), *options)
     subprocess.run(command, check=True, timeout=SECONDS)
+    return summary_of(folder)
+
+
+def made_demo(name: str, folder: Path) -> dict[str, Any]:
+    """As :func:`run_demo`, of a run that was made before; it must have had the options of ``name``."""
+    options = ("--run-dir", str(folder), "--steps", str(STEPS), *DEMOS[name])
+    asked = parse_config(DemoConfig, "", options)
+    had = DemoConfig.model_validate_json((folder / "demo.json").read_text()).replace(run_dir=str(folder))
+    if had != asked:
+        raise ConfigError.of("--made", str(folder), f"this run of the demo had other options than {' '.join(DEMOS[name])}")
     return summary_of(folder)
 
 
@@ -112,7 +124,15 @@ def record(name: str, found: Mapping[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=tuple(RUNS), action="append", help="this run (may be given several times)")
+    parser.add_argument(
+        "--made", type=Path, metavar="FOLDER", help="record --only's run from FOLDER, where it was made before"
+    )
     arguments = parser.parse_args()
+    if arguments.made is not None:
+        if arguments.only is None or len(arguments.only) > 1 or arguments.only[0] not in DEMOS:
+            parser.error(f"--made is of one run: give --only once, one of {', '.join(DEMOS)}")
+        record(arguments.only[0], made_demo(arguments.only[0], arguments.made))
+        return
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only or RUNS:
             started = time.perf_counter()
