@@ -65,7 +65,7 @@ class LayerSizes(NamedTuple):
     model_type: str = ""
 
 
-_WHOLE_WITHOUT_TRANSFORMER_ENGINE = frozenset({"deepseek_v3", "glm4_moe_lite", "gpt_oss"})
+_WHOLE_WITHOUT_TRANSFORMER_ENGINE = frozenset({"deepseek_v3", "glm4_moe_lite"})
 """``model_type`` of models whose gradients, with Megatron's own layers, differ between tp=2 and one rank."""
 
 
@@ -135,7 +135,7 @@ def require_layout(options: BridgeConfig, sizes: LayerSizes, *, transformer_engi
 
 def _require_whole(tp: int, model_type: str, *, transformer_engine: bool) -> None:
     reason = ""
-    if model_type == "minimax_m2":
+    if model_type == "minimax_m2" and transformer_engine:
         reason = "Megatron-Bridge's norm over all heads adds up squares over the ranks, but not their gradients"
     elif model_type in _WHOLE_WITHOUT_TRANSFORMER_ENGINE and not transformer_engine:
         reason = "Megatron's own layers give other gradients on several ranks, only Transformer Engine's may not"

@@ -18,7 +18,7 @@ from tests.support.families import random_sequences
 from tests.support.layouts import layouts
 from tests.support.native import assert_equal_tensors
 from tests.support.rank_pool import RankPool
-from tests.support.released_mixtures import YARN, write_mixture
+from tests.support.released_mixtures import PLAIN, YARN, write_mixture
 from tests.support.transformers_gradients import stored_gradients
 
 FAMILIES = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "minimax_m2", "gpt_oss")
@@ -57,6 +57,8 @@ def one_rank_job(model: str) -> tuple[dict[str, Tensor], list[Tensor], dict[str,
         ),
         ("glm4_moe_lite", {"rms_norm_eps": 1e-3}),
         ("glm4_moe", {"n_shared_experts": 2, "use_qk_norm": False}),
+        ("glm4_moe", {"tie_word_embeddings": True}),
+        ("gpt_oss", {"tie_word_embeddings": True}),
         ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
     ],
 )
@@ -110,13 +112,18 @@ def test_layouts_train_as_one_rank(
     assert_same(whole(ranks.run(train_job, models[name], layout, STEPS, {}, world_size=world_size)), on_one_rank[name])
 
 
-@pytest.mark.shows("bridge: GLM-4.5 trains alike with tp, alone and with ep")
+@pytest.mark.shows("bridge: GLM-4.5, gpt-oss and MiniMax-M2 train alike with tp, alone and with ep")
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "minimax_m2"])
 @pytest.mark.parametrize(("world_size", "layout"), layouts(WITH_TP))
 def test_tensor_parallel_ranks_train_as_one(
-    ranks: RankPool, models: dict[str, str], on_one_rank: dict[str, Run], world_size: int, layout: dict[str, int]
+    ranks: RankPool,
+    models: dict[str, str],
+    on_one_rank: dict[str, Run],
+    name: str,
+    world_size: int,
+    layout: dict[str, int],
 ) -> None:
-    run = whole(ranks.run(train_job, models["glm4_moe"], layout, STEPS, {}, world_size=world_size))
-    assert_same(run, on_one_rank["glm4_moe"])
+    assert_same(whole(ranks.run(train_job, models[name], layout, STEPS, {}, world_size=world_size)), on_one_rank[name])
 
 
 def refused_job(model: str) -> str:
@@ -137,6 +144,12 @@ def refused_job(model: str) -> str:
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False: .*rotates neighbouring features"),
         ("glm4_moe_lite", {"tie_word_embeddings": True}, "tie_word_embeddings=True: .*a head of their own"),
         ("gpt_oss", {"hidden_size": 192}, "hidden_size=192, twice intermediate_size=96"),
+        ("gpt_oss", {"rope_parameters": PLAIN}, "'rope_type': 'default'.*gives every gpt_oss YaRN"),
+        (
+            "glm4_moe",
+            {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+            "which Megatron would compute differently",
+        ),
     ],
 )
 def test_what_megatron_computes_differently_is_refused(
@@ -148,9 +161,17 @@ def test_what_megatron_computes_differently_is_refused(
         raise UnsupportedError(said)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite", "minimax_m2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite"])
 def test_ranks_that_share_heads_are_refused_before_a_start(tmp_path: Path, model_type: str) -> None:
     path = write_mixture(tmp_path, model_type)
     with pytest.raises(ConfigError, match=rf"BridgeConfig\.parallel\.tp=2: {model_type}: .*; use 1, or backend='native'"):
         check_config(bridge_config(path, {"tp": 2}))
     check_config(bridge_config(path, {"ep": 2}))
+
+
+def test_norms_over_heads_of_several_ranks_are_refused_with_transformer_engine(tmp_path: Path) -> None:
+    config = bridge_config(write_mixture(tmp_path, "minimax_m2"), {"tp": 2})
+    check_config(config)
+    on_gpus = config.replace(backend_cfg=config.backend_cfg.replace(device="cuda"))
+    with pytest.raises(ConfigError, match=r"tp=2: minimax_m2: .*not their gradients; use 1, or backend='native'"):
+        check_config(on_gpus)

@@ -66,6 +66,7 @@ FOR_DELTANET = (
     f"{_DELTANET}.gdn.causal_conv1d",
     f"{_DELTANET}.gdn.chunk_gated_delta_rule",
 )
+FOR_MINIMAX = "megatron.bridge.models.minimax_m2.minimax_m2_bridge._FullDimQKNormMapping"
 FOR_RANDOM_STATES = {"torch.cuda.manual_seed", "megatron.core.tensor_parallel.random._set_cuda_rng_state"}
 """Without these nothing is raised, but random states are not what Megatron set."""
 
@@ -82,7 +83,7 @@ def deltanet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_patch_has_a_test() -> None:
-    assert {name(patch) for patch in PATCHES} == NEEDED_BY.keys() | FOR_RANDOM_STATES | set(FOR_DELTANET)
+    assert {name(patch) for patch in PATCHES} == NEEDED_BY.keys() | FOR_RANDOM_STATES | {*FOR_DELTANET, FOR_MINIMAX}
 
 
 @pytest.mark.parametrize("patch", NEEDED_BY)
@@ -96,6 +97,12 @@ def test_megatron_raises_without_the_patch(ranks: RankPool, mixture: Path, patch
 def test_gated_deltanet_raises_without_the_patch(ranks: RankPool, deltanet: Path, patch: str) -> None:
     (result,) = ranks.run(error_job, str(deltanet), {}, patch, world_size=1)
     assert result is not None, "Megatron computes gated DeltaNet on a CPU without this patch: remove it"
+
+
+def test_norms_over_all_heads_raise_without_the_patch(ranks: RankPool, tmp_path: Path) -> None:
+    model = str(write_moe("minimax_m2", tmp_path / "model", num_hidden_layers=1))
+    assert all(ranks.run(error_job, model, {"tp": 2}, FOR_MINIMAX, world_size=2)), "Megatron-Bridge loads them on a CPU"
+    assert ranks.run(error_job, model, {"tp": 2}, "", world_size=2) == [None, None]
 
 
 def compiled_job(model: str, stance: Mapping[str, Any]) -> int:

@@ -15,6 +15,8 @@ def complete_provider(hf_config: Any, provider: Any) -> None:
     Raises:
         UnsupportedError: sizes with which it would misread weights.
     """
+    if hf_config.model_type in ("glm4_moe", "gpt_oss"):
+        provider.share_embeddings_and_output_weights = bool(hf_config.tie_word_embeddings)
     match hf_config.model_type:
         case "glm4_moe" | "glm4_moe_lite":
             shared = getattr(hf_config, "n_shared_experts", None) or 1
@@ -31,6 +33,12 @@ def complete_provider(hf_config: Any, provider: Any) -> None:
                     hidden_size=hf_config.hidden_size,
                 )
             rope = hf_config.rope_parameters
+            if rope.get("rope_type") != "yarn":
+                raise UnsupportedError(
+                    f"config.json has rope parameters {rope!r}: Megatron-Bridge gives every gpt_oss YaRN; the native "
+                    "runtime may serve it",
+                    rope_type=rope.get("rope_type"),
+                )
             provider.yarn_rotary_scaling_factor = float(rope["factor"])
             provider.yarn_original_max_position_embeddings = rope["original_max_position_embeddings"]
             provider.yarn_beta_fast = float(rope.get("beta_fast") or 32.0)

@@ -23,6 +23,7 @@ from rl_backend.contracts import (
 from rl_backend.contracts.operations import Part
 from rl_backend.model import model_kept_prefixes
 from rl_backend.runtime.bridge.adapters import attach_adapters
+from rl_backend.runtime.bridge.all_heads import NormOfAllHeads
 from rl_backend.runtime.bridge.balance import ExpertBalance, PassLoads
 from rl_backend.runtime.bridge.batch import OutputProcessor
 from rl_backend.runtime.bridge.conversion import WeightConverter
@@ -264,6 +265,9 @@ def build_handle(
 def _connect(provider: Any, chunks: Sequence[Any], ddp_config: Any) -> None:
     """What the pipeline schedules call, as Megatron's own training loop sets it."""
     provider.finalize_model_grads_func = finalize_model_grads
+    if any(isinstance(module, NormOfAllHeads) for chunk in chunks for module in chunk.modules()):
+        # finalize_model_grads takes norms of queries for the same on all ranks, and would add up those of other heads.
+        provider.qk_layernorm = False
     if ddp_config.overlap_grad_reduce:
         functions = [chunk.no_sync for chunk in chunks]
         provider.no_sync_func = functions if len(functions) > 1 else functions[0]

@@ -197,7 +197,9 @@ def _require_same_model(hf_config: Any, provider: Any) -> None:
     known = {
         "default": True,
         "linear": not latent,
+        # Of heads that rotate in part Megatron's YaRN gives other angles.
         "yarn": (_is_yarn_of_latents(rope) if latent else provider.position_embedding_type == "yarn")
+        and (latent or provider.rotary_percent == 1.0)
         and rope.get("attention_factor") is None,
         "llama3": not latent
         and provider.rope_scaling

@@ -9,14 +9,18 @@ from typing import Any
 import torch.nn.functional as F
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.gpt_provider import default_layer_spec
-from megatron.bridge.models.minimax_m2.minimax_m2_provider import FullDimKNorm, FullDimQNorm, minimax_m2_layer_spec
+from megatron.bridge.models.minimax_m2.minimax_m2_provider import minimax_m2_layer_spec
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_linear_attention_pattern,
     get_transformer_block_with_experimental_attention_variant_spec,
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -26,6 +30,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from rl_backend.contracts import UnsupportedError
+from rl_backend.runtime.bridge.all_heads import of_keys, of_queries
 from rl_backend.runtime.bridge.deltanet import has_deltanet
 from rl_backend.runtime.bridge.latent_attention import LATENT_EPS, LatentCoreAttention
 from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE
@@ -71,11 +76,29 @@ class RMSNormFromOne(SequenceParallelRMSNorm):
 class CopyingRowParallelLinear(RowParallelLinear):
     """Its output is a tensor of its own: Megatron adds the bias of an expert in place, to the result of a function that
     needs it in the backward pass.
+
+    The bias of an expert is not marked for a sum over the tensor-parallel ranks. With etp=1, the only size that Megatron has
+    biases of experts for, these are data parallel to experts, or have other experts: Megatron would count gradients twice or
+    mix them.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        bias: Any = self.bias
+        if self.is_expert and bias is not None:
+            bias.sequence_parallel = False
 
     def forward(self, input_: Tensor) -> Any:
         output, bias = super().forward(input_)
         return output.clone(), bias
+
+
+class AttentionWithSinks(DotProductAttention):
+    """Its sinks are marked as a part of all heads': unmarked, the global gradient norm has those of the first rank alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
 
 def use_local_layers(provider: Any) -> None:
@@ -110,12 +133,15 @@ def use_local_layers(provider: Any) -> None:
                 "package transformer-engine; the native runtime may serve the model"
             )
         replaced[DotProductAttention] = LatentCoreAttention
+    # Megatron-Bridge knows by its name how a module is split over ranks.
+    if provider.softmax_type == "learnable":
+        AutoMapping.register_module_type(AttentionWithSinks.__name__, "column")
+        replaced[DotProductAttention] = AttentionWithSinks
     if provider.add_bias_linear and provider.num_moe_experts is not None:
-        # Megatron-Bridge knows by its name how a module is split over ranks.
         AutoMapping.register_module_type(CopyingRowParallelLinear.__name__, "row")
         replaced[RowParallelLinear] = CopyingRowParallelLinear
 
-    norms: dict[str, Any] = {"q_layernorm": FullDimQNorm, "k_layernorm": FullDimKNorm} if of_all_heads else {}
+    norms: dict[str, Any] = {"q_layernorm": of_queries, "k_layernorm": of_keys} if of_all_heads else {}
     if provider.multi_latent_attention:
         norms = {"q_layernorm": LatentNorm, "kv_layernorm": LatentNorm}
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rl_backend.runtime.bridge import deltanet_cpu
+from rl_backend.runtime.bridge.all_heads import NormMapping
 
 
 class Patch(NamedTuple):
@@ -64,6 +65,7 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _DELTANET = "megatron.core.ssm.gated_delta_net"
+_MINIMAX = "megatron.bridge.models.minimax_m2.minimax_m2_bridge"
 
 PATCHES = (
     Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of every buffer that Megatron makes"),
@@ -81,6 +83,7 @@ PATCHES = (
     Patch(f"{_DELTANET}.common", "l2norm", deltanet_cpu.l2norm, "its kernels are called for queries and keys"),
     Patch(f"{_DELTANET}.gdn", "causal_conv1d", deltanet_cpu.causal_conv1d, "for the short convolution"),
     Patch(f"{_DELTANET}.gdn", "chunk_gated_delta_rule", deltanet_cpu.chunk_gated_delta_rule, "and for the rule itself"),
+    Patch(_MINIMAX, "_FullDimQKNormMapping", NormMapping, "it broadcasts weights of norms between CUDA devices"),
 )
 
 

@@ -4,6 +4,7 @@ from tests.mutations.fault import Fault
 
 _SINKS = "tests/unit/rl_backend/primitive/test_attention_sinks.py"
 _MIXTURES = "tests/unit/rl_backend/model/test_mixtures.py"
+_BRIDGE = "tests/distributed/test_bridge_families.py::test_tensor_parallel_ranks_train_as_one"
 _MXFP4 = "tests/unit/rl_backend/checkpoint/test_mxfp4.py"
 
 FAULTS = [
@@ -70,5 +71,56 @@ FAULTS = [
         "_TO_THE_LOWER = (0.25,)\n_TO_THE_HIGHER = (0.75, 1.25, 1.75, 2.5, 3.5, 5.0)\n",
         (f"{_MXFP4}::test_numbers_are_rounded_to_the_nearest_and_ties_to_even",),
         "weights would grow a little with every export",
+    ),
+    Fault(
+        "biases-of-experts-added-up",
+        "rl_backend/runtime/bridge/local_layers.py",
+        "            bias.sequence_parallel = False\n",
+        "            pass\n",
+        (f"{_BRIDGE}[2-ranks-tp2-gpt_oss]",),
+        "Megatron would count gradients of an expert's bias twice, or those of other experts",
+    ),
+    Fault(
+        "squares-of-other-heads-without-gradient",
+        "rl_backend/runtime/bridge/all_heads.py",
+        "            squares = copy_to_tensor_model_parallel_region(squares, group=group)\n",
+        "",
+        (f"{_BRIDGE}[2-ranks-tp2-minimax_m2]",),
+        "each rank would have only its outputs' part of the gradient of a norm over all heads",
+    ),
+    Fault(
+        "norms-of-other-heads-added-up",
+        "rl_backend/runtime/bridge/handle.py",
+        "        provider.qk_layernorm = False\n",
+        "",
+        (f"{_BRIDGE}[2-ranks-tp2-minimax_m2]",),
+        "Megatron adds up gradients of whatever is called a norm of queries over the ranks",
+    ),
+    Fault(
+        "sinks-of-the-first-rank",
+        "rl_backend/runtime/bridge/local_layers.py",
+        "        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)\n",
+        "",
+        (f"{_BRIDGE}[2-ranks-tp2-gpt_oss]",),
+        "the gradient norm would leave out the sinks of all ranks but the first",
+    ),
+    Fault(
+        "no-yarn-is-yarn",
+        "rl_backend/runtime/bridge/loading.py",
+        "        and (latent or provider.rotary_percent == 1.0)\n",
+        "",
+        (
+            "tests/distributed/test_bridge_families.py::test_what_megatron_computes_differently_is_refused"
+            "[glm4_moe-fields7-which Megatron would compute differently]",
+        ),
+        "Megatron would rotate a part of a head by other angles",
+    ),
+    Fault(
+        "rounding-without-bound",
+        "benchmarks/parity_random.py",
+        "ours <= min(most, MOST_OVER_TRANSFORMERS * theirs)",
+        "ours <= MOST_OVER_TRANSFORMERS * theirs",
+        ("tests/unit/benchmarks/test_parity_float64.py::test_rounding_is_what_transformers_has_too_within_bounds",),
+        "a shape on which nothing can be compared would count as one that agrees",
     ),
 ]
