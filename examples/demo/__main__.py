@@ -21,11 +21,11 @@ from actors.cluster.session import ray_session
 from actors.run.command_line import parse_config, run_command
 from actors.run.lock import usable_run_dir, written_to
 from actors.run.options import Follows, merged
-from actors.run.rank_options import RankOptions
+from actors.run.rank_options import RankOptions, resolve_dtype
 from actors.run.rl_run import RunResult
 from actors.train.model import RouterReplayMode
 from examples import grpo, ppo, sft
-from examples.demo.task import HELD_OUT, MIXTURES, ModelName, layers_for, write_task
+from examples.demo.task import BFLOAT16_ALONE, HELD_OUT, MIXTURES, ModelName, layers_for, write_task
 from rl_backend.contracts import ConfigError
 from rl_backend.lab.text import json_text
 
@@ -40,7 +40,12 @@ MODELS: dict[ModelName, str] = {
     "deepseek_v3": "a DeepSeek-V3 of random weights",
     "glm4_moe": "a GLM-4.5 of random weights",
     "minimax_m2": "a MiniMax-M2 of random weights",
+    "gpt_oss": "a gpt-oss of random weights, trained and served in bfloat16,",
 }
+
+
+LARGEST_ROUNDING = {"float32": 1e-5, "bfloat16": 3e-2}
+"""dtype -> mean log-prob gap in a step that is rounding at most, nats. Weights that are not the trainer's come to 0.1."""
 
 
 class DemoConfig(RankOptions):
@@ -55,7 +60,7 @@ class DemoConfig(RankOptions):
     model: ModelName = Field(
         default="qwen3",
         description="qwen3; qwen3_5, layers with a recurrent state; mixtures of 8 experts: qwen3_moe, qwen3_5_moe, "
-        "deepseek_v3, glm4_moe, minimax_m2",
+        "deepseek_v3, glm4_moe, minimax_m2, gpt_oss",
     )
     algorithm: Algorithm = Field(
         default="grpo", description="grpo, ppo, or a recipe: cispo, dapo, dr_grpo, gspo, reinforce_plus_plus, rloo"
@@ -70,8 +75,16 @@ class DemoConfig(RankOptions):
     trace: bool = Field(default=True, description="record all actors, for Perfetto and the report's timeline")
     shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
 
+    @classmethod
+    def fitted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"dtype": "bfloat16"} if given.get("model") in BFLOAT16_ALONE else {}
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.model in BFLOAT16_ALONE and self.dtype != "bfloat16":
+            raise ConfigError.of(
+                "DemoConfig.dtype", self.dtype, f"vLLM serves model={self.model!r} in bfloat16 alone; leave dtype out"
+            )
         if self.router_replay != "off" and self.model not in MIXTURES:
             raise ConfigError.of(
                 "DemoConfig.router_replay",
@@ -166,12 +179,15 @@ def main() -> None:
         model = warm_start(config, task, run_dir)
         print(f"\n[2/2] {config.algorithm}: vLLM samples, right answers are rewarded, weights go to vLLM after each step")
         result = reinforce(config, task, model, run_dir)
+        dtype = resolve_dtype(config.dtype)
     # The task's rewards are 0 or 1, and their mean is the share of right answers.
     before, after = result.held_out_reward_before, result.held_out_reward_after
     summary = {
         "accuracy_before": before,
         "accuracy_after": after,
         "max_log_prob_gap": result.max_log_prob_gap,
+        "computed_in": dtype,
+        "gap_is_rounding": result.max_log_prob_gap <= LARGEST_ROUNDING[dtype],
         "step_seconds": result.step_seconds,
         "seconds": time.perf_counter() - started,
         **config.model_dump(mode="json", exclude={"run_dir"}),
@@ -181,10 +197,11 @@ def main() -> None:
     gap = "largest mean log-prob gap between trainer and vLLM in a step"
     if config.max_staleness:
         gap += ", between new and old weights too"
+    kind = "rounding" if summary["gap_is_rounding"] else "more than rounding"
     print(
         f"""
 held-out accuracy  {before:.3f} -> {after:.3f}  (greedy, {HELD_OUT} prompts not trained on)
-{gap}  {result.max_log_prob_gap:.1e} nats
+{gap}  {result.max_log_prob_gap:.1e} nats, {kind} in {dtype} (at most {LARGEST_ROUNDING[dtype]:.0e})
 time  {summary["seconds"]:.0f} s
 
 look at it    {run_dir}/{config.algorithm}/report.html

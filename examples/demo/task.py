@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-type ModelName = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "minimax_m2"]
+type ModelName = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss"]
 
 MODEL_TYPES: Mapping[ModelName, str] = {
     "qwen3": "qwen3",
@@ -28,11 +28,15 @@ MODEL_TYPES: Mapping[ModelName, str] = {
     "deepseek_v3": "deepseek_v3",
     "glm4_moe": "glm4_moe",
     "minimax_m2": "minimax_m2",
+    "gpt_oss": "gpt_oss",
 }
 """transformers' names. Those of Qwen3.5 are of its text model, without a vision tower."""
 
-MIXTURES: tuple[ModelName, ...] = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "minimax_m2")
+MIXTURES: tuple[ModelName, ...] = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss")
 """Models with experts."""
+
+BFLOAT16_ALONE: tuple[ModelName, ...] = ("gpt_oss",)
+"""Models that vLLM serves in no other dtype."""
 
 HYBRIDS: tuple[ModelName, ...] = ("qwen3_5", "qwen3_5_moe")
 """Models whose layers have gated DeltaNet, but for every fourth, or the last of fewer, which has gated attention."""
@@ -80,6 +84,22 @@ EXPERTS: Mapping[ModelName, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "gpt_oss": {
+        # Other than the hidden size, which would hide transposed experts.
+        "intermediate_size": 192,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        # Shorter than a sum with its answer.
+        "sliding_window": 8,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
     },
 }
 """Fields of mixtures that differ from those of all models."""

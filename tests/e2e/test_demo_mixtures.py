@@ -1,4 +1,4 @@
-"""The demo as its command runs it, with mixtures whose routers score each expert by itself."""
+"""The demo as its command runs it, with mixtures whose routers score each expert by itself, and with gpt-oss."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.demo_runs import DEMOS, STEPS
 from tests.support.demos import run_demo
 
 pytestmark = pytest.mark.long
@@ -23,4 +24,13 @@ def test_the_demo_learns_its_task_with_sigmoid_routers(model: str, tmp_path: Pat
     summary = run_demo(tmp_path / "demo", "--model", model, "--steps", str(STEPS[model]), "--router-replay", "R3")
     assert summary["model"] == model
     assert summary["accuracy_before"] < LEARNED <= summary["accuracy_after"]
-    assert summary["max_log_prob_gap"] <= 1e-5
+    assert summary["max_log_prob_gap"] <= 1e-5 and summary["gap_is_rounding"]
+
+
+def test_the_demo_learns_its_task_in_bfloat16_with_attention_sinks(tmp_path: Path) -> None:
+    summary = run_demo(tmp_path / "demo", *DEMOS["gpt_oss_R3"], "--steps", str(STEPS))
+    assert (summary["model"], summary["computed_in"]) == ("gpt_oss", "bfloat16")
+    assert summary["accuracy_before"] < LEARNED <= summary["accuracy_after"]
+    # More than float32 rounds: the engine did compute in bfloat16.
+    assert summary["max_log_prob_gap"] > 1e-5
+    assert summary["gap_is_rounding"]

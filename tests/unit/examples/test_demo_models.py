@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from actors.run.command_line import parse_config
-from examples.demo.__main__ import DemoConfig
+from examples.demo.__main__ import LARGEST_ROUNDING, DemoConfig
 from examples.demo.task import HYBRIDS, MIXTURES, MODEL_TYPES, mixer_fields, write_task
+from rl_backend.contracts import ConfigError
 from rl_backend.model import find_model
 
 
@@ -29,3 +32,17 @@ def test_every_fourth_layer_of_the_demos_hybrids_or_the_last_of_fewer_has_attent
     for layers, expected in ((3, [2]), (4, [3]), (8, [3, 7]), (1, [0])):
         kinds = mixer_fields(layers)["layer_types"]
         assert [index for index, kind in enumerate(kinds) if kind == "full_attention"] == expected
+
+
+def test_a_model_that_vllm_serves_in_bfloat16_alone_is_trained_in_it_too() -> None:
+    config = DemoConfig.model_validate({"model": "gpt_oss"})
+    assert config.dtype == config.shared()["dtype"] == "bfloat16"
+    assert DemoConfig().dtype == "auto"
+    with pytest.raises(ConfigError, match="vLLM serves model='gpt_oss' in bfloat16 alone; leave dtype out"):
+        DemoConfig.model_validate({"model": "gpt_oss", "dtype": "float32"})
+
+
+def test_what_stale_experts_come_to_is_no_rounding_in_any_dtype() -> None:
+    # tests/e2e/test_vllm_families.py measures more than 0.1 for gpt-oss in bfloat16, and 1e-6 for others in float32.
+    assert LARGEST_ROUNDING["float32"] <= 1e-5
+    assert LARGEST_ROUNDING["bfloat16"] < 0.1
