@@ -144,7 +144,12 @@ def _parity(entries: Mapping[str, Entry], refusals: Refusals) -> str:
         (name, *(_cell(name, entry.get("parity", {}).get("pairs", {}).get(pair), refusals, show) for pair in pairs))
         for name, entry in entries.items()
     ]
-    return text + "\n" + _table(("family", "native", "bridge", "native against bridge"), rows)
+    table = _table(("family", "native", "bridge", "native against bridge"), rows)
+    corrected = {
+        name: entry["parity"]["corrected"] for name, entry in entries.items() if "corrected" in entry.get("parity", {})
+    }
+    notes = [f"- {name}: {what}" for name, what in corrected.items()]
+    return "\n".join([text, table, *(["Corrected in transformers:", "", *notes, ""] if notes else [])])
 
 
 def _layouts(entries: Mapping[str, Entry], refusals: Refusals) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.family_loads import has_biases, measure_loads
-from benchmarks.family_models import FAMILIES, Family, write_timed
+from benchmarks.family_models import FAMILIES, WITHOUT_SPEED, Family, write_timed
 from benchmarks.family_parity import measure_layouts, measure_parity
 from benchmarks.family_push import engine_refusals, is_good, measure_push
 from benchmarks.report import machine, read_result, require_sleeping_threads, update_result
@@ -128,6 +128,9 @@ def main() -> int:
     for name in arguments.family or FAMILIES:
         for part in arguments.part or parts:
             if part == "loads" and not has_biases(FAMILIES[name]):
+                continue
+            if part == "speed" and name in WITHOUT_SPEED:
+                print(f"{name} speed: not measured, transformers is {FAMILIES[name].corrected}", flush=True)
                 continue
             started = time.perf_counter()
             with tempfile.TemporaryDirectory(prefix="rl-backend-family-") as folder:

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.family_models import Family, write_small
 from benchmarks.parity import STEPS, Pair, Recorder, Side, in_words, make_folder
 from benchmarks.report import machine
+from benchmarks.sparse_reference import record_corrected
 
 LAYOUT_STEPS = 5
 LENGTHS = {"min_length": 1, "max_length": 150}
@@ -32,14 +33,16 @@ def layouts(family: Family) -> Iterator[Side]:
 
 def measure_parity(family: Family, folder: Path) -> dict[str, Any]:
     """Pair -> figures of as many steps as ``benchmarks.parity`` takes, or a refusal."""
-    recorder = Recorder(write_small(family, folder / "model"), "float32", make_folder(folder / "sides"), LENGTHS)
+    corrected = record_corrected if family.corrected else None
+    recorder = Recorder(write_small(family, folder / "model"), "float32", make_folder(folder / "sides"), LENGTHS, corrected)
     cells: dict[str, dict[str, Any]] = {}
     for name, (reference, candidate) in PAIRS.items():
         if name == "native_to_bridge" and "refused" in cells["bridge"]:
             continue
         cells[name] = recorder.compare(Pair(family.model_type, reference, candidate))
         print(f"parity {name}: {in_words(cells[name])}", flush=True)
-    return {"pairs": cells, **_settings(family, STEPS)}
+    corrections = {"corrected": family.corrected} if family.corrected else {}
+    return {"pairs": cells, **corrections, **_settings(family, STEPS)}
 
 
 def measure_layouts(family: Family, folder: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ MOST_OVER_TRANSFORMERS = 3.0
 
 def measure_push(family: Family, folder: Path) -> dict[str, Any]:
     """dtype -> gaps, or a refusal of the runtime or the engine."""
-    directory = write_small(family, folder / "model")
+    directory = write_small(family, folder / "model", **family.pushed)
     found: dict[str, Any] = {}
     with ray_session(1, 1):
         for dtype in DTYPES:
@@ -55,7 +55,7 @@ def measure_push(family: Family, folder: Path) -> dict[str, Any]:
         "samples_per_prompt": SAMPLES_PER_PROMPT,
         "new_tokens": NEW_TOKENS,
         "lr": LEARNING_RATE,
-        "model": {"model_type": family.model_type, **family.settings("small")},
+        "model": {"model_type": family.model_type, **family.settings("small"), **family.pushed},
         "machine": machine(),
     }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from benchmarks.parity_lora import run_lora
 from benchmarks.parity_random import TRIALS, is_refusal, run_random
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ParallelConfig, RLBackendError
-from rl_backend.lab.parity.config import DType, ParityConfig, ParitySide
+from rl_backend.lab.parity.config import TRANSFORMERS, DType, ParityConfig, ParitySide
 from rl_backend.lab.parity.differences import Tolerances
 from rl_backend.lab.parity.record import SideRecord
 from rl_backend.lab.parity.run import compare_sides, record_side
@@ -114,16 +114,28 @@ class Recorder:
 
     Args:
         settings: fields of :class:`ParityConfig` in place of those of this benchmark.
+        transformers: records the side of transformers, given a folder to make, where the command's own cannot.
     """
 
-    def __init__(self, model: Path, dtype: DType, folder: Path, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        dtype: DType,
+        folder: Path,
+        settings: Mapping[str, Any] | None = None,
+        transformers: Callable[[ParityConfig, Path], SideRecord] | None = None,
+    ) -> None:
         self._model, self._dtype, self._folder, self._settings = model, dtype, folder, settings or {}
+        self._transformers = transformers
         self._records: dict[str, SideRecord | RLBackendError] = {}
 
     def record(self, side: Side) -> SideRecord:
         """Raises the :class:`RLBackendError` that ended the side."""
         if side.name not in self._records:
             folder = self._folder / side.name.replace(" ", "-")
+            if side.runtime == TRANSFORMERS and self._transformers is not None:
+                self._records[side.name] = self._transformers(self.config(side), folder)
+                return self.record(side)
             try:
                 self._records[side.name] = record_side(self.config(side), "candidate", folder, start_forked_rank)
             except RLBackendError as error:

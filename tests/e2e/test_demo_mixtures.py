@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.demo_runs import DEMOS, STEPS
+from benchmarks import demo_runs
 from tests.support.demos import run_demo
 
 pytestmark = pytest.mark.long
@@ -28,7 +28,7 @@ def test_the_demo_learns_its_task_with_sigmoid_routers(model: str, tmp_path: Pat
 
 
 def test_the_demo_learns_its_task_in_bfloat16_with_attention_sinks(tmp_path: Path) -> None:
-    summary = run_demo(tmp_path / "demo", *DEMOS["gpt_oss_R3"], "--steps", str(STEPS))
+    summary = run_demo(tmp_path / "demo", *demo_runs.DEMOS["gpt_oss_R3"], "--steps", str(demo_runs.STEPS))
     assert (summary["model"], summary["computed_in"]) == ("gpt_oss", "bfloat16")
     assert summary["accuracy_before"] < LEARNED <= summary["accuracy_after"]
     # More than float32 rounds: the engine did compute in bfloat16.

@@ -7,7 +7,7 @@ attention; indexers rotate neighbours in GLM-5 and halves in DeepSeek-V3.2. Both
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,26 +82,37 @@ def _mtp_tensors(tensors: dict[str, Tensor], layers: int, hidden: int) -> dict[s
 def reference(path: Path) -> Iterator[nn.Module]:
     """transformers' model of a directory of either family, with its eager attention, which alone is causal."""
     config = json.loads((path / "config.json").read_text())
-    layers, is_glm = config["num_hidden_layers"], config["model_type"] == "glm_moe_dsa"
-    kinds = config.get("indexer_types", ["full"] * layers)
-    dense = config.get("first_k_dense_replace", 0)
-    kinds_of_mlp = config.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
-    fields = {**config, "model_type": "glm_moe_dsa", "indexer_types": kinds, "mlp_layer_types": kinds_of_mlp}
     # What a layer that follows has of an indexer is never used.
     model = GlmMoeDsaForCausalLM.from_pretrained(
-        path, config=GlmMoeDsaConfig(**fields), attn_implementation="eager", dtype=torch.float32
+        path, config=GlmMoeDsaConfig(**as_glm(config)), attn_implementation="eager", dtype=torch.float32
     )
+    with corrected_rotations(config["model_type"]):
+        yield model
+
+
+def as_glm(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``config.json`` of either family as transformers' GLM-5 reads them."""
+    layers = config["num_hidden_layers"]
+    dense = config.get("first_k_dense_replace", 0)
+    kinds_of_mlp = config.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
+    kinds = config.get("indexer_types", ["full"] * layers)
+    return {**config, "model_type": "glm_moe_dsa", "indexer_types": kinds, "mlp_layer_types": kinds_of_mlp}
+
+
+@contextmanager
+def corrected_rotations(model_type: str) -> Iterator[None]:
+    """transformers' GLM-5 rotates as released models of ``model_type`` do."""
     original = modeling_glm_moe_dsa.apply_rotary_pos_emb
 
     def rotate(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
         of_indexer = unsqueeze_dim == 2
-        if is_glm or not of_indexer:
+        if model_type == "glm_moe_dsa" or not of_indexer:
             x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return original(x, cos, sin, unsqueeze_dim)  # type: ignore[no-any-return]
 
     modeling_glm_moe_dsa.apply_rotary_pos_emb = rotate
     try:
-        yield model
+        yield
     finally:
         modeling_glm_moe_dsa.apply_rotary_pos_emb = original
 

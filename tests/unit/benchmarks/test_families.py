@@ -15,8 +15,8 @@ from actors.rollout.vllm.capabilities import REFUSALS
 from benchmarks import families, family_loads, report
 from benchmarks.capabilities import PAGE, page
 from benchmarks.family_loads import has_biases
-from benchmarks.family_models import FAMILIES, SAME_CODE, WITHOUT_REFERENCE, write_small
-from benchmarks.family_parity import layouts
+from benchmarks.family_models import FAMILIES, SAME_CODE, WITHOUT_SPEED, write_small
+from benchmarks.family_parity import LENGTHS, layouts
 from benchmarks.family_push import draw_tokens, engine_refusals, is_good
 from benchmarks.train_speed import LONGEST
 from rl_backend.checkpoint.hf_reader import read_hf_config
@@ -36,10 +36,10 @@ def test_every_family_of_the_native_runtime_is_measured() -> None:
     # A process of its own: other tests register families too.
     code = "from rl_backend.model import MODEL_FAMILIES; print(*MODEL_FAMILIES)"
     names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert sorted({*FAMILIES, *SAME_CODE, *WITHOUT_REFERENCE}) == sorted(names)
+    assert sorted({*FAMILIES, *SAME_CODE}) == sorted(names)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_SPEED])
 def test_both_models_of_a_family_are_transformers_and_ours(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     for size in ("small", "timed"):
@@ -49,6 +49,19 @@ def test_both_models_of_a_family_are_transformers_and_ours(name: str, tmp_path: 
         architecture = find_model("auto", config).parse_config(config)
         assert architecture.max_length >= LONGEST
         assert (architecture.routed_layers is not None) == family.is_mixture
+
+
+@pytest.mark.parametrize("name", WITHOUT_SPEED)
+def test_a_family_without_a_right_reference_has_a_small_model_that_is_sparse_until_it_is_pushed(
+    name: str, tmp_path: Path
+) -> None:
+    family = FAMILIES[name]
+    config = read_hf_config(write_small(family, tmp_path / "small"))
+    assert find_model("auto", config).name == name
+    assert config["index_topk"] < LENGTHS["max_length"]
+    assert find_model("auto", config).parse_config(config).routed_layers is not None and family.is_mixture
+    assert family.corrected and not any(each.corrected for key, each in FAMILIES.items() if key not in WITHOUT_SPEED)
+    assert read_hf_config(write_small(family, tmp_path / "pushed", **family.pushed))["index_topk"] == 256
 
 
 def test_a_mixture_is_also_spread_over_expert_ranks() -> None:
