@@ -92,7 +92,7 @@ FAULTS = [
         "norms-of-other-heads-added-up",
         "rl_backend/runtime/bridge/handle.py",
         "        provider.qk_layernorm = False\n",
-        "",
+        "        provider.qk_layernorm = True\n",
         (f"{_BRIDGE}[2-ranks-tp2-minimax_m2]",),
         "Megatron adds up gradients of whatever is called a norm of queries over the ranks",
     ),

@@ -175,8 +175,10 @@ def test_a_shape_that_failed_stands_beside_the_rounding_of_transformers() -> Non
 def test_loads_of_experts_are_measured_where_routers_have_biases() -> None:
     assert {name for name, family in FAMILIES.items() if has_biases(family)} == {
         "deepseek_v3",
+        "deepseek_v32",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm_moe_dsa",
         "minimax_m2",
     }
     even, uneven = ({"max_over_mean": {"before": 3.0, "after": after}} for after in (1.5, 2.5))
