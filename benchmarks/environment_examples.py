@@ -37,8 +37,8 @@ RUNS: Mapping[str, tuple[Task, tuple[str, ...]]] = {
     "calculator": ("calculator", ("--steps", "30", "--lr", "3e-4")),
     "calculator_ppo": ("calculator", ("--steps", "40", "--lr", "3e-4", "--algorithm", "ppo", "--critic-lr", "1e-3")),
     "calculator_shuffled": ("calculator", ("--steps", "30", "--lr", "3e-4", "--shuffle-rewards")),
-    "guess": ("guess", ("--steps", "30", "--lr", "5e-4")),
-    "guess_shuffled": ("guess", ("--steps", "30", "--lr", "5e-4", "--shuffle-rewards")),
+    "guess": ("guess", ("--steps", "24", "--lr", "6e-4")),
+    "guess_shuffled": ("guess", ("--steps", "24", "--lr", "6e-4", "--shuffle-rewards")),
 }
 ENVIRONMENTS: Mapping[Task, str] = {"calculator": "Calculator", "guess": "GuessingGame"}
 

@@ -1,6 +1,6 @@
 """Unmodified environments of tinker-cookbook and verifiers, trained with GRPO for some steps after a supervised warm start.
 
-    python -m tests.support.libraries && python -m benchmarks.environment_libraries [cookbook] [verifiers]
+    make libraries && python -m benchmarks.environment_libraries [cookbook] [verifiers]
 
 A small model in one process: the native runtime trains, transformers samples with the weights that it exports. Writes
 ``results/environment_libraries.json``: the mean reward of an episode before and after, the same with rewards shuffled over
@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -40,7 +40,9 @@ TOKENIZER = chat_tokenizer(CHATML)
 END = int(TOKENIZER.convert_tokens_to_ids("<|im_end|>"))
 CONTEXT = 1024
 MOST_TOKENS = 16_384
-GROUPS, GROUP_SIZE, STEPS, HELD_OUT = 6, 8, 12, 12
+GROUP_SIZE, HELD_OUT = 8, 12
+ROUNDS = 3
+"""Of the warm start: in the first the model comes no further than the first turn."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Library:
         row: of a task's number.
         write: a turn of the warm start, as good or bad as its generator says.
         turns: of an episode, at most.
-        warm_steps: of the warm start.
+        warm_steps: of each round of the warm start.
+        lr, groups, steps: of GRPO, with so many groups of ``GROUP_SIZE`` episodes a step.
     """
 
     player: Player
@@ -60,6 +63,9 @@ class Library:
     write: Callable[[random.Random], str]
     turns: int
     warm_steps: int
+    lr: float
+    groups: int
+    steps: int
 
 
 @contextmanager
@@ -75,29 +81,32 @@ def guess_number() -> Iterator[Library]:
     def write(generator: random.Random) -> str:
         return f"{'Guess' if generator.random() < 0.5 else 'I say'}: {generator.randrange(1024)}"
 
-    yield Library(player, lambda number: {"answer": 37 * number % 1024}, write, turns=2, warm_steps=60)
+    yield Library(
+        player, lambda number: {"answer": 37 * number % 1024}, write, turns=2, warm_steps=30, lr=2e-3, groups=6, steps=12
+    )
 
 
 @contextmanager
 def openenv() -> Iterator[Library]:
-    """verifiers' OpenEnv taskset with a number below 8 in three turns; an action that is no JSON object fails."""
+    """verifiers' OpenEnv taskset with a number below 4 in three turns; an action that is no JSON ends the episode."""
     with tempfile.TemporaryDirectory() as folder, served_game() as url:
         TOKENIZER.save_pretrained(folder)
         settings = VerifiersSettings(
             python=str(verifiers()),
-            environment={"taskset": {"id": "openenv", "base_url": url, "resets": [{"number": each} for each in range(8)]}},
+            environment={"taskset": {"id": "openenv", "base_url": url, "resets": [{"number": each} for each in range(4)]}},
             roles=("player",),
             tokenizer=folder,
             stop_token_ids=(END,),
         )
 
         def write(generator: random.Random) -> str:
-            return (
-                f'{{"guess": {generator.randrange(8)}}}' if generator.random() < 0.8 else f"it is {generator.randrange(8)}"
-            )
+            number = generator.randrange(4)
+            return f'{{"guess": {number}}}' if generator.random() < 0.6 else f"it is {number}"
 
         with VerifiersPlayer(settings, context_tokens=CONTEXT) as player:
-            yield Library(player, lambda number: {"task": number % 8}, write, turns=3, warm_steps=150)
+            yield Library(
+                player, lambda number: {"task": number % 4}, write, turns=3, warm_steps=80, lr=2e-3, groups=4, steps=10
+            )
 
 
 class Trained:
@@ -129,7 +138,7 @@ class Trained:
 
 def play(library: Library, source: TransformersSource, tasks: Sequence[GroupTask]) -> list[list[Episode]]:
     """Episodes by group; one that fails has a reward of 0."""
-    limits = Limits(turns=library.turns, turn_tokens=16, episode_seconds=240)
+    limits = Limits(turns=library.turns, turn_tokens=16, episode_seconds=600, concurrent=24)
     options = PlayOptions(limits=limits, on_failure="zero")
     return [list(group.episodes) for group in asyncio.run(play_groups(library.player, tasks, source, options))]
 
@@ -139,35 +148,53 @@ def tasks_of(library: Library, step: int, groups: int) -> list[GroupTask]:
     return [GroupTask(library.row(each), each, [1000 * each + sample for sample in range(GROUP_SIZE)]) for each in numbers]
 
 
-def warm_start(library: Library, trained: Trained) -> None:
-    """Imitates turns of all kinds behind the prompts that the environment gives."""
+def warm_start(library: Library, model: Path, out: Path) -> None:
+    """Writes a model that imitates turns of all kinds, behind the prompts of each turn that the environment gives."""
     generator = random.Random(0)
-    trained.push()
-    prompts: list[Sequence[int]] = []
-    for group in play(library, trained.source, tasks_of(library, 0, 2)):
-        for episode in group:
-            prompts += [each.token_ids[: each.sampled.index(True)] for each in episode.segments]
-    for _ in range(library.warm_steps):
-        turns = [[*TOKENIZER.encode(library.write(generator), add_special_tokens=False), END] for _ in range(16)]
-        trained.update([TokenSequence.from_prompt_and_response(generator.choice(prompts), turn) for turn in turns], sft_loss)
+    with trained(model, OptimizerConfig(lr=2e-3, clip_grad=1.0)) as policy:
+        for round_ in range(ROUNDS):
+            policy.push()
+            prompts = [
+                prompt
+                for group in play(library, policy.source, tasks_of(library, round_, 2))
+                for episode in group
+                for prompt in prompts_of(episode)
+            ]
+            for _ in range(library.warm_steps):
+                turns = [[*TOKENIZER.encode(library.write(generator), add_special_tokens=False), END] for _ in range(16)]
+                sequences = [TokenSequence.from_prompt_and_response(generator.choice(prompts), turn) for turn in turns]
+                policy.update(sequences, sft_loss)
+        policy.runtime.save_checkpoint(policy.policy, out, hf=True)
 
 
-def train(library: Library, trained: Trained, *, shuffled: bool) -> float:
+def prompts_of(episode: Episode) -> Iterator[Sequence[int]]:
+    """What each of its turns was sampled behind."""
+    for segment in episode.segments:
+        before = [False, *segment.sampled]
+        for place, (earlier, sampled) in enumerate(zip(before, segment.sampled, strict=False)):
+            if sampled and not earlier:
+                yield segment.token_ids[:place]
+
+
+def train(library: Library, policy: Trained, *, shuffled: bool) -> float:
     """Some steps of GRPO; returns the largest gap of log-probs."""
     gap = 0.0
-    for step in range(1, STEPS + 1):
-        trained.push()
-        episodes = [each for group in play(library, trained.source, tasks_of(library, step, GROUPS)) for each in group]
+    for step in range(1, library.steps + 1):
+        policy.push()
+        episodes = [
+            each for group in play(library, policy.source, tasks_of(library, step, library.groups)) for each in group
+        ]
         rewards = [episode.reward for episode in episodes]
         if shuffled:
             random.Random(step).shuffle(rewards)
         advantages = grpo_advantages(torch.tensor(rewards), group_size=GROUP_SIZE)
-        sequences = episode_sequences(episodes)
-        old = trained.log_probs(sequences)
+        if not (sequences := episode_sequences(episodes)):
+            raise RuntimeError(f"step {step}: no episode has a turn; the first ended with: {episodes[0].error}")
+        old = policy.log_probs(sequences)
         for sequence, log_probs in zip(sequences, old, strict=True):
             differ = (log_probs - sequence.token_fields["rollout_log_probs"]).abs() * sequence.token_fields["loss_mask"]
             gap = max(gap, float(differ.max()))
-        trained.update(
+        policy.update(
             [
                 sequence.with_fields(
                     {"old_log_probs": log_probs},
@@ -181,31 +208,40 @@ def train(library: Library, trained: Trained, *, shuffled: bool) -> float:
     return gap
 
 
-def held_out(library: Library, trained: Trained) -> float:
+def held_out(library: Library, policy: Trained) -> float:
     """The mean reward on tasks of no step."""
-    trained.push()
-    return fmean(each.reward for group in play(library, trained.source, tasks_of(library, 1000, HELD_OUT)) for each in group)
+    policy.push()
+    return fmean(each.reward for group in play(library, policy.source, tasks_of(library, 1000, HELD_OUT)) for each in group)
 
 
-def measure(name: str, library: Library, *, shuffled: bool) -> dict[str, float]:
+@contextmanager
+def trained(model: Path, optimizer: OptimizerConfig) -> Iterator[Trained]:
+    config = RuntimeConfig(
+        hf_path=str(model), max_tokens_per_micro_batch=MOST_TOKENS, backend_cfg=NativeConfig(optimizer=optimizer)
+    )
+    with closing(create_runtime(config)) as runtime:
+        yield Trained(model, runtime)
+
+
+def measure(name: str, library: Library) -> Iterator[dict[str, float]]:
+    """What is known after GRPO, and then after GRPO on shuffled rewards, both from the same warm start."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_qwen3(Path(folder) / "model", vocab_size=len(TOKENIZER), max_position_embeddings=CONTEXT)
-        optimizer = OptimizerConfig(lr=2e-3, clip_grad=1.0)
-        config = RuntimeConfig(
-            hf_path=str(model), max_tokens_per_micro_batch=MOST_TOKENS, backend_cfg=NativeConfig(optimizer=optimizer)
-        )
-        runtime = create_runtime(config)
-        try:
-            trained = Trained(model, runtime)
-            warm_start(library, trained)
-            before = held_out(library, trained)
-            print(f"{name}{', rewards shuffled' if shuffled else ''}: {before:.3f} before", flush=True)
-            gap = train(library, trained, shuffled=shuffled)
-            after = held_out(library, trained)
-        finally:
-            runtime.close()
-    print(f"{name}{', rewards shuffled' if shuffled else ''}: {after:.3f} after; gap {gap:.1e}", flush=True)
-    return {"before": before, "after": after, "max_log_prob_gap": gap}
+        warm_start(library, model, warm := Path(folder) / "warm")
+        found: dict[str, float] = {}
+        for shuffled in (False, True):
+            label = f"{name}{', rewards shuffled' if shuffled else ''}"
+            with trained(warm, OptimizerConfig(lr=library.lr, clip_grad=1.0)) as policy:
+                before = held_out(library, policy)
+                print(f"{label}: {before:.3f} before", flush=True)
+                gap = train(library, policy, shuffled=shuffled)
+                after = held_out(library, policy)
+            print(f"{label}: {after:.3f} after; gap {gap:.1e}", flush=True)
+            if shuffled:
+                found |= {"after_shuffled_rewards": after}
+            else:
+                found |= {"before": before, "after": after, "max_log_prob_gap": gap}
+            yield found
 
 
 LIBRARIES = {"cookbook_guess_number": guess_number, "verifiers_openenv": openenv}
@@ -216,10 +252,8 @@ def main(arguments: Sequence[str]) -> None:
         if arguments and not any(name.startswith(each) for each in arguments):
             continue
         with opened() as library:
-            found = measure(name, library, shuffled=False)
-            update_result("environment_libraries", {name: found})
-            found["after_shuffled_rewards"] = measure(name, library, shuffled=True)["after"]
-            update_result("environment_libraries", {name: found})
+            for found in measure(name, library):
+                update_result("environment_libraries", {name: found})
 
 
 if __name__ == "__main__":

@@ -43,12 +43,12 @@ MODEL = RandomModel(
 RUNS = 3
 
 
-def shape_of(seed: int) -> tuple[list[int], list[tuple[float, list[int]]]]:
+def shape_of(seed: int, vocabulary: int = VOCABULARY) -> tuple[list[int], list[tuple[float, list[int]]]]:
     """The prompt of an episode, and of each turn how long its environment takes and what it answers."""
     draw = random.Random(seed)
     turns = draw.randint(1, MOST_TURNS)
-    steps = [(draw.uniform(0, STEP_SECONDS), draw.choices(range(VOCABULARY), k=ANSWER_TOKENS)) for _ in range(turns)]
-    return draw.choices(range(VOCABULARY), k=PROMPT_TOKENS), steps
+    steps = [(draw.uniform(0, STEP_SECONDS), draw.choices(range(vocabulary), k=ANSWER_TOKENS)) for _ in range(turns)]
+    return draw.choices(range(vocabulary), k=PROMPT_TOKENS), steps
 
 
 async def player(row: Mapping[str, Any], sampler: Sampler) -> Result:
@@ -91,17 +91,20 @@ def play_in_waves(rollout: RolloutGroup, seeds: Sequence[int], wait: float) -> l
 
 def measure() -> dict[str, Any]:
     """``continuous_over_waves``, and what it is made of under ``waves``."""
-    with tempfile.TemporaryDirectory() as folder, ray_session(1, 1):
-        config = RolloutConfig(
-            model_path=str(write_model(MODEL, 0, Path(folder) / "model")),
-            device="cpu",
-            dtype="float32",
-            max_model_len=384,
-            kv_cache_gib=1.0,
-            engine_args={"block_size": 32},
-        )
-        with RolloutGroup(config) as rollout:
-            return measure_over(rollout)
+    with tempfile.TemporaryDirectory() as folder, ray_session(1, 1), RolloutGroup(engine_config(Path(folder))) as rollout:
+        return measure_over(rollout)
+
+
+def engine_config(folder: Path) -> RolloutConfig:
+    """Of an engine with a random model, which is written into ``folder``."""
+    return RolloutConfig(
+        model_path=str(write_model(MODEL, 0, folder / "model")),
+        device="cpu",
+        dtype="float32",
+        max_model_len=384,
+        kv_cache_gib=1.0,
+        engine_args={"block_size": 32},
+    )
 
 
 def measure_over(rollout: RolloutGroup) -> dict[str, Any]:

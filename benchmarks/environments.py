@@ -9,12 +9,13 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import environment_examples, environment_waves
+from benchmarks import environment_examples, environment_failures, environment_waves
 from benchmarks.report import require_sleeping_threads, update_result
 
 RESULT = "environments"
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "continuous_over_waves": environment_waves.measure,
+    "failures": environment_failures.measure,
     "examples": environment_examples.measure,
 }
 

@@ -75,17 +75,16 @@ class _Watchdog:
                 limit = 2 * seconds
 
     def _what_blocks(self, seconds: float) -> str:
-        task = asyncio.current_task(self._loop)
-        if task is None:
-            return (
-                f"the event loop of all episodes has not run for {seconds:.1f} s, and no episode's code runs in it: threads "
-                "hold the interpreter, or the machine has no time for it"
-            )
-        at = ""
+        task, at = asyncio.current_task(self._loop), ""
         if frame := sys._current_frames().get(self._of_loop):
             # The innermost line: of the environment itself, or of a library that it called.
             place = traceback.extract_stack(frame, limit=1)[-1]
             at = f", at {Path(place.filename).name}:{place.lineno} in {place.name}"
+        if task is None:
+            return (
+                f"the event loop of all episodes has not run for {seconds:.1f} s{at}; it is in no episode's code: a source "
+                "of tokens blocks it, or a thread that holds the interpreter"
+            )
         return (
             f"{task.get_name()} has blocked the event loop for {seconds:.1f} s{at}; all episodes wait for it: await what "
             "takes time, or make it a plain method, which gets a thread"

@@ -95,6 +95,17 @@ def watched(work: Callable[[], Any], tell: Callable[[str], None]) -> None:
     asyncio.run(run())
 
 
+def test_a_callback_that_blocks_is_told_by_its_line() -> None:
+    told: list[str] = []
+
+    async def work() -> None:
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 1.5)
+        await asyncio.sleep(0.3)
+
+    watched(work, told.append)
+    assert re.match(r"the event loop of all episodes has not run for .* s, at .* it is in no episode's code", told[0])
+
+
 def test_a_loop_that_waits_is_not_blocked_and_leaves_no_thread() -> None:
     told: list[str] = []
     watched(lambda: asyncio.sleep(0.8), told.append)
