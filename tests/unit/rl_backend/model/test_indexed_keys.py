@@ -57,12 +57,13 @@ def test_recorded_keys_are_attended_to(model: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_tokens_without_recorded_keys_choose_for_themselves(model: Path) -> None:
-    """As the last sampled token, which no rollout has computed."""
+    """As the last sampled token does, which no rollout has computed; and any other."""
     (sequence,) = random_sequences((TOP_K + 9,))
     data = PackedBatch(sequence, torch.tensor([len(sequence)]))
     keys = recorded(model, data)
     fields = key_fields(keys[:-1], len(sequence))
     assert bool((fields[KEYS][-1] == -1).all())
+    fields[KEYS][TOP_K + 2] = -1
     found, expected = pass_over(model, with_keys(data, fields[KEYS])), pass_over(model, data)
     assert torch.equal(found[0][0], expected[0][0])
     assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
