@@ -27,6 +27,9 @@ _SHORT_YARN: Fields = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
     "factor": 8.0,
+    # vLLM has no defaults for them.
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
     "truncate": False,
     "original_max_position_embeddings": 64,
 }

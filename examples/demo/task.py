@@ -97,6 +97,8 @@ EXPERTS: Mapping[ModelName, Mapping[str, Any]] = {
             "rope_type": "yarn",
             "rope_theta": 1e4,
             "factor": 2.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
             "truncate": False,
             "original_max_position_embeddings": 32,
         },
