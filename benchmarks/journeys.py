@@ -45,9 +45,11 @@ class Journey(NamedTuple):
 
 JOURNEYS: Mapping[str, Journey] = {
     "batch to gradient": Journey(
-        ("RLRun.collect", True), ("GuardedRuntime.forward_backward", True), frozenset({"tokens", "tensor", "pickle"})
+        ("SampledRun.collect", True), ("GuardedRuntime.forward_backward", True), frozenset({"tokens", "tensor", "pickle"})
     ),
-    "weights to vLLM": Journey(("RLRun.push", False), ("RLRun.push", True), frozenset({"weights", "tensor", "stream"})),
+    "weights to vLLM": Journey(
+        ("SampledRun.push", False), ("SampledRun.push", True), frozenset({"weights", "tensor", "stream"})
+    ),
     "checkpoint to disk": Journey(
         ("RunSaver.save", False), ("RunSaver.commit", True), frozenset({"path", "manifest", "tensor", "stream"})
     ),

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from actors.cluster.local_ray import init_local_ray, join_ray
 from actors.cluster.placement import usable_cores
-from actors.cluster.watch import ray_is_usable, watch_cluster
+from actors.cluster.ray_watch import ray_is_usable, watch_cluster
 from rl_backend.contracts import ConfigError
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -40,7 +40,7 @@ def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
 
     Raises:
         ConfigError: no cluster answers at ``RAY_ADDRESS``, or it refuses this process's token.
-        ClusterLostError: Ray's servers ended meanwhile; see :func:`~actors.cluster.watch.watch_cluster`.
+        ClusterLostError: Ray's servers ended meanwhile; see :func:`~actors.cluster.ray_watch.watch_cluster`.
     """
     if ray.is_initialized():
         with raised_on_sigterm():

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from actors.cluster.watch import ray_is_usable
+from actors.cluster.ray_watch import ray_is_usable
 from actors.rollout.calls import outcome_of
 from actors.rollout.config import SamplingConfig
 from actors.rollout.messages import AdapterVersion, Request, TurnAnswer, TurnRequest

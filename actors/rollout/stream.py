@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -56,7 +57,7 @@ class StreamPosition:
     drawn: Sequence[Sequence[Sample]] = ()
 
 
-class BatchStream[P, S]:
+class BatchStream[P, S](ABC):
     """Samples one batch of prompts after the other. A kind of stream says how, in :meth:`_draw`.
 
     Args:
@@ -106,13 +107,8 @@ class BatchStream[P, S]:
 
     @property
     def position(self) -> StreamPosition:
-        """For a stream that continues from here; it samples again what is being sampled now."""
-        drawn: list[list[S]] = []
-        for batch in self._waiting:
-            if not batch.done() or batch.exception() is not None:
-                break
-            drawn.append(batch.result().samples)
-        return StreamPosition(self._taken, self._kept(drawn))
+        """For a stream that continues from here; it samples again what is not kept in it."""
+        return StreamPosition(self._taken)
 
     @contextmanager
     def between_batches(self) -> Iterator[None]:
@@ -142,11 +138,6 @@ class BatchStream[P, S]:
         for _ in range(position.taken):
             next(self._batches)
         self._taken = self._begun = position.taken
-        for samples in position.drawn:
-            self._begun += 1
-            batch: Future[DrawnBatch[P, S]] = Future()
-            batch.set_result(self._restored(self._begun, next(self._batches), samples))
-            self._waiting.append(batch)
 
     def _begin(self) -> None:
         self._begun += 1
@@ -161,17 +152,9 @@ class BatchStream[P, S]:
         self._on_sampled(batch)
         return batch
 
+    @abstractmethod
     def _draw(self, number: int, prompts: list[P]) -> DrawnBatch[P, S]:
         """Samples a batch."""
-        raise NotImplementedError
-
-    def _kept(self, drawn: Sequence[Sequence[S]]) -> Sequence[Sequence[Sample]]:
-        """Of the batches that are drawn ahead, what a checkpoint keeps; what it does not keep is drawn again."""
-        return ()
-
-    def _restored(self, number: int, prompts: list[P], samples: Sequence[Sample]) -> DrawnBatch[P, S]:
-        """A batch of what a checkpoint has kept."""
-        raise NotImplementedError
 
 
 class SampleStream(BatchStream[Prompt, Sample]):
@@ -212,11 +195,23 @@ class SampleStream(BatchStream[Prompt, Sample]):
         )
         return _answered(number, prompts, samples)
 
-    def _kept(self, drawn: Sequence[Sequence[Sample]]) -> Sequence[Sequence[Sample]]:
-        return drawn
+    @property
+    def position(self) -> StreamPosition:
+        """With the batches that are complete; what is being sampled now is sampled again."""
+        drawn: list[list[Sample]] = []
+        for batch in self._waiting:
+            if not batch.done() or batch.exception() is not None:
+                break
+            drawn.append(batch.result().samples)
+        return StreamPosition(self._taken, drawn)
 
-    def _restored(self, number: int, prompts: list[Prompt], samples: Sequence[Sample]) -> SampledBatch:
-        return _answered(number, prompts, samples)
+    def _go_to(self, position: StreamPosition) -> None:
+        super()._go_to(position)
+        for samples in position.drawn:
+            self._begun += 1
+            batch: Future[SampledBatch] = Future()
+            batch.set_result(_answered(self._begun, next(self._batches), samples))
+            self._waiting.append(batch)
 
 
 def _answered(number: int, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> SampledBatch:

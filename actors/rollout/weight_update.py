@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actors.cluster import prometheus
 from actors.rollout.config import RolloutConfig
-from actors.rollout.state import VllmInProcess
+from actors.rollout.engine_state import VllmInProcess
 from actors.wire.gloo_group import Address, GlooGroup, receive_into
 from actors.wire.segment import Segment, SharedSegment, map_segment
 from rl_backend.contracts import (

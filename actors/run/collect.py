@@ -15,8 +15,8 @@ from actors.rollout.sample import Sample
 from actors.rollout.stream import SampledBatch, SampleStream
 from actors.run.clock import Clock
 from actors.run.eval_sets import HeldOutSet, load_held_out
+from actors.run.reward_scores import begin_scoring, load_scorer
 from actors.run.rl_config import RLConfig
-from actors.run.scoring import begin_scoring, load_scorer
 from actors.run.state import read_object
 from actors.run.versions import VersionedCollector
 from actors.run.vital_signs import sample_metrics
@@ -151,7 +151,7 @@ class _Group:
         return [score.value for score in self.scores]
 
 
-class BatchCollector(VersionedCollector):
+class BatchCollector(VersionedCollector[TrainingBatch]):
     """Takes batches from the stream until there is enough to train on.
 
     Args:

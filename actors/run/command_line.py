@@ -16,8 +16,8 @@ from pydantic import create_model
 from pydantic_settings import CliSettingsSource
 from pydantic_settings.exceptions import SettingsError
 
+from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import EXIT_TERMINATED, RunTerminated
-from actors.cluster.watch import cluster_loss
 from actors.run.config_file import ConfigFile, as_yaml, place_of
 from actors.run.help import nearest, write_help
 from actors.run.options import Options, declared, has, merged, sections_of

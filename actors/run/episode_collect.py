@@ -43,7 +43,7 @@ class EpisodeBatch:
     failures: list[str] = field(default_factory=list)
 
 
-class EpisodeCollector(VersionedCollector):
+class EpisodeCollector(VersionedCollector[EpisodeBatch]):
     """Takes a batch of groups from the stream for each step.
 
     Args:

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from actors.rollout.config import SamplingConfig
 from actors.rollout.tokens import RolloutTokens
 from actors.run.console import warn
 from actors.run.episode_collect import EpisodeBatch, EpisodeCollector
 from actors.run.episode_config import EpisodeConfig
-from actors.run.episode_inputs import load_episode_inputs
+from actors.run.episode_inputs import EpisodeInputs, load_episode_inputs
 from actors.run.episode_stream import EpisodeStream
-from actors.run.eval_sets import HeldOutSet
 from actors.run.held_out import HeldOutResult
 from actors.run.held_out_episodes import play_held_out
-from actors.run.rl_run import SampledRun
-from actors.run.run import OnStep
+from actors.run.sampled_run import SampledRun
 from actors.run.saver import stream_position
-from actors.run.session import Session
-from actors.run.stop import StopRequest
 from actors.run.transcripts import describe_episodes
 from rl_backend.contracts import ConfigError
 from rl_backend.environment import Limits
 from rl_backend.environment.groups import PlayOptions
 
 
-class EpisodeRun(SampledRun[EpisodeConfig]):
+class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
     """A run that plays groups of episodes, and trains on them::
 
         with EpisodeRun(config) as run:
@@ -50,38 +45,16 @@ class EpisodeRun(SampledRun[EpisodeConfig]):
         inputs: tokenizer, player and rows.
     """
 
-    _collector: EpisodeCollector
-
-    def __init__(
-        self,
-        config: EpisodeConfig,
-        session: Session | None = None,
-        on_step: OnStep | None = None,
-        *,
-        label: str = "",
-        stop: StopRequest | None = None,
-    ) -> None:
-        super().__init__(config, session, on_step, label=label, stop=stop)
-        with self.phase("data", f"reading {config.dataset}, and {config.task}"):
-            self.inputs = load_episode_inputs(self.config)
-
-    def collect(self) -> EpisodeBatch:
-        """The step's episodes: the phase ``sample``."""
-        self._batch = self._collector.collect(self._step, self._clock)
-        self._say_failures(f"step {self._step}", self._batch.failures)
-        return self._batch
-
     @property
-    def _tokenizer(self) -> Any:
-        return self.inputs.tokenizer
+    def _sources(self) -> str:
+        return f"{self.config.dataset}, and {self.config.task}"
+
+    def _load_inputs(self) -> EpisodeInputs:
+        return load_episode_inputs(self.config)
 
     @property
     def _data_facts(self) -> Sequence[str]:
         return [f"{len(self.inputs.rows)} rows", self.config.task, *self.inputs.notes]
-
-    @property
-    def _held_out_sets(self) -> Sequence[HeldOutSet]:
-        return self.inputs.held_out
 
     def _open_stream(self, batches_with_signal: int | None) -> None:
         if batches_with_signal is not None:
@@ -125,7 +98,7 @@ class EpisodeRun(SampledRun[EpisodeConfig]):
         return PlayOptions(limits, config.on_episode_failure, config.least_episodes, self.inputs.score, warned)
 
     def _log_samples(self, step: int) -> None:
-        batch, most, tokenizer = self._batch, self.config.samples_logged, self._tokenizer
+        batch, most, tokenizer = self._batch, self.config.samples_logged, self.inputs.tokenizer
         lines = describe_episodes(batch.episodes[:most], tokenizer)
         left = max(most - len(lines), 0)
         self.folder.log_samples(step, [*lines, *describe_episodes(batch.dropped[:left], tokenizer, dropped=True)])

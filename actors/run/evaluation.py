@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,7 @@ from actors.rollout.lengths import more_than, positions_of
 from actors.rollout.placement import with_share
 from actors.run.collect import stop_token_ids
 from actors.run.console import Phases
+from actors.run.dtype import ChosenDtype, resolve_dtype
 from actors.run.eval_sets import EvalDatasets, EvalSet, load_held_out, sets_by_name
 from actors.run.held_out import HeldOutResult, answer
 from actors.run.lengths import fitted_lengths
@@ -25,11 +26,10 @@ from actors.run.lock import require_writable, usable_run_dir
 from actors.run.options import Follows, Options
 from actors.run.preflight.machine import require_engines
 from actors.run.preflight.model import require_readable_weights, require_whole_model
-from actors.run.rank_options import resolve_dtype
+from actors.run.reward_scores import load_scorer
 from actors.run.rl_config import REWARD_OPTIONS
-from actors.run.scoring import load_scorer
 from actors.run.session import log_of_engines, ray_is
-from rl_backend.checkpoint.durable import replace_text
+from rl_backend.checkpoint.durable_commit import replace_text
 from rl_backend.contracts import ConfigError
 from rl_backend.data.config import DataConfig
 from rl_backend.data.hub import local_model
@@ -82,9 +82,7 @@ class EvalConfig(Options):
     pass_threshold: float = Field(default=1.0, description="a response passes whose reward is at least this")
     data: DataConfig = Field(default=DataConfig(), description="how rows are read, see docs/data.md")
     max_prompt_tokens: int = Field(default=512, ge=1, description="longest prompt")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="of weights and activations; auto: bfloat16 with GPUs"
-    )
+    dtype: ChosenDtype = Field(default="auto", description="of weights and activations; auto: bfloat16 with GPUs")
     out: str | None = Field(default=None, description=f"new folder for {RESULTS} and {ANSWERS}; none: nothing is written")
 
     @classmethod

@@ -17,8 +17,8 @@ from typing import Any, Self
 import xxhash
 
 from actors.cluster.prometheus import export_step
+from actors.cluster.ray_watch import cluster_loss, last_words
 from actors.cluster.session import RunStopped, termination
-from actors.cluster.watch import cluster_loss, last_words
 from actors.run.lock import RunLock, cannot_write, usable_run_dir, written_to
 from actors.run.log_file import LogFile
 from actors.run.metrics import Curves, WriterFacts
@@ -26,7 +26,7 @@ from actors.run.start import LOGS, RunStart, read_file_of_run, require_new_run
 from actors.run.state import RunState, RunWatch
 from actors.run.store import CHECKPOINTS, RunCheckpoints
 from actors.run.trace import TraceCollector, TraceSource
-from rl_backend.checkpoint.durable import replace_text
+from rl_backend.checkpoint.durable_commit import replace_text
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RunFolderError
 from rl_backend.lab.report.page import write_report
 from rl_backend.lab.text import json_text

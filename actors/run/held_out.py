@@ -11,7 +11,7 @@ from typing import Any
 from actors.rollout.group import RolloutGroup
 from actors.rollout.sample import Sample, sample_seeds
 from actors.run.eval_sets import HeldOutSet
-from actors.run.scoring import describe, score
+from actors.run.reward_scores import describe, score
 from rl_backend.algorithm.estimates import Estimate, mean_over_prompts, pass_at_k
 from rl_backend.data.rewards import RewardScorer, Score
 

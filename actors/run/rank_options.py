@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
-import ray
 from pydantic import ConfigDict, Field, model_validator
 
+from actors.run.dtype import ChosenDtype, resolve_dtype
 from actors.run.options import Follows, Options, get, has
 from rl_backend.contracts import BACKEND_CONFIGS, MAY_CHANGE, BaseConfig, ConfigError, ParallelConfig, RuntimeConfig
 from rl_backend.contracts.runtime_config import import_plugins
@@ -46,7 +46,7 @@ class RankOptions(Options):
         default=1, ge=1, description="training ranks; data parallel as far as tp, pp and cp leave"
     )
     # A resumed run is checked for the dtype that comes of it, see actors.run.resume.
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], MAY_CHANGE] = Field(
+    dtype: Annotated[ChosenDtype, MAY_CHANGE] = Field(
         default="auto", description="of training and sampling; auto: bfloat16 with GPUs"
     )
 
@@ -91,10 +91,3 @@ class RankOptions(Options):
         """Of the trained model, with what follows from other options; needs Ray, which knows the GPUs."""
         config: RuntimeConfig = self.filled("train")
         return config
-
-
-def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"]) -> Literal["float32", "bfloat16"]:
-    """``auto`` is bfloat16 on a cluster with GPUs, else float32."""
-    if dtype == "auto":
-        return "bfloat16" if ray.cluster_resources().get("GPU", 0) > 0 else "float32"
-    return dtype

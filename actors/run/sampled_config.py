@@ -15,10 +15,10 @@ from actors.cluster.placement import ClusterShare
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.placement import with_share
 from actors.run.config import TrainingConfig
+from actors.run.dtype import resolve_dtype
 from actors.run.lengths import fitted_lengths
 from actors.run.options import Follows
 from actors.run.policy_options import PolicyLoRA, PolicyLoss
-from actors.run.rank_options import resolve_dtype
 from actors.sync.push import TransportName
 from actors.train.model import RouterReplayMode
 from rl_backend.contracts import MAY_CHANGE, ConfigError, HasEffect

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Literal
 
+from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import RunStopped, RunTerminated
-from actors.cluster.watch import cluster_loss
 
 type Reason = Literal["Ctrl-C", "SIGTERM"]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.cluster.watch import ray_is_usable
+from actors.cluster.ray_watch import ray_is_usable
 from rl_backend.contracts import ConfigError
 from rl_backend.trace.chrome import ChromeTraceWriter
 from rl_backend.trace.recorder import Event, TraceBatch, clock_identity, recorder

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from actors.run.clock import Clock
 from actors.run.sampled_config import SampledConfig
 from rl_backend.contracts import WeightVersionError
 
 
-class VersionedCollector:
-    """What collects the batches of a run, as far as it knows which training step made which weights.
+class VersionedCollector[B](ABC):
+    """What collects the batches of a run, and knows which training step made which weights.
 
     Args:
         earlier: the :attr:`state` of the run that this one continues; empty at the first step.
@@ -19,6 +21,10 @@ class VersionedCollector:
     def __init__(self, config: SampledConfig, earlier: Mapping[str, Any] | None = None) -> None:
         self._batches_ahead = config.batches_ahead
         self._step_of_version: dict[int, int] = dict((earlier or {}).get("step_of_version", []))
+
+    @abstractmethod
+    def collect(self, step: int, clock: Clock) -> B:
+        """The batch of ``step``, counted from 1; phases of the clock while it is waited for."""
 
     @property
     def state(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from actors.train.context import HandleRef
 from actors.train.outcome import BuiltModel, RankForward, TenantForward
 from rl_backend.contracts import BatchError, ForwardResult, HandleError, RLBackendError, merge_metrics
+from rl_backend.contracts.atoms import ATOMS, Join, Operation
 from rl_backend.contracts.lora import LORA_FIELD
-from rl_backend.contracts.operations import ATOMS, Join, Operation
 from rl_backend.data import (
     MicroBatchPlan,
     check_same_fields,
@@ -29,7 +29,7 @@ class Shares(NamedTuple):
     """An operation, divided over the ranks.
 
     Attributes:
-        calls: the pickled :class:`~rl_backend.contracts.operations.Operation` of each rank.
+        calls: the pickled :class:`~rl_backend.contracts.atoms.Operation` of each rank.
         plan, seq_lens: which sequences went where, and their lengths, for an operation that splits sequences.
         tenants: whose they are, by ``lora_id``; empty without LoRA tenants.
     """

@@ -16,7 +16,7 @@ from actors.train.outcome import RankInfo
 from actors.train.ranks import GroupMembers, TrainRanks
 from actors.train.start import start_ranks
 from rl_backend.contracts import RLBackendError, RuntimeConfig
-from rl_backend.contracts.operations import Operation
+from rl_backend.contracts.atoms import Operation
 
 
 class TrainGroup(TrainOperations):

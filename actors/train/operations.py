@@ -23,7 +23,7 @@ from rl_backend.contracts import (
     RuntimeConfig,
     TokenSequence,
 )
-from rl_backend.contracts.operations import ATOMS, Operation
+from rl_backend.contracts.atoms import ATOMS, Operation
 from rl_backend.runtime import RouterReplay
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class TrainOperations(TenantOperations):
         return self.submit("weight_version", handle=handle)
 
     def submit(self, name: str, loss: Losses | None = None, /, **arguments: Any) -> GroupFuture[Any]:
-        """Starts an operation by its name in :data:`~rl_backend.contracts.operations.ATOMS`.
+        """Starts an operation by its name in :data:`~rl_backend.contracts.atoms.ATOMS`.
 
         The methods of those names say what its arguments are.
 

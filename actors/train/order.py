@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import ray
 
 from rl_backend.contracts import OperationOrderError
-from rl_backend.contracts.operations import Operation
+from rl_backend.contracts.atoms import Operation
 
 
 @dataclass(frozen=True)

@@ -111,11 +111,6 @@ def separate(outcome: Outcome) -> tuple[Outcome, Any]:
     return outcome, None
 
 
-def completed(value: Any) -> Completed:
-    """An answer of this process, with its memory."""
-    return Completed(value, peak_memory())
-
-
 def peak_memory() -> int:
     """Bytes, the most that this process has held so far: allocated on its GPU, or without one resident in host memory."""
     if torch.cuda.is_initialized():

@@ -14,12 +14,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.cluster.watch import ray_is_usable
+from actors.cluster.ray_watch import ray_is_usable
 from actors.train.loss import SentLoss
 from actors.train.order import Driver, OperationHeader
 from actors.train.outcome import Completed, Failed, RankInfo, breaks_process_group, with_origin
 from rl_backend.contracts import GroupFailedError, HandleError, OperationOrderError, RLBackendError
-from rl_backend.contracts.operations import Operation
+from rl_backend.contracts.atoms import Operation
 
 POLL_SECONDS = 0.02
 LEDGER_TIMEOUT_SECONDS = 30.0

@@ -25,13 +25,13 @@ from actors.train.outcome import (
     RankForward,
     RankInfo,
     TenantForward,
-    completed,
     failed,
+    peak_memory,
     separate,
 )
 from rl_backend.contracts import HandleError, LossFn, ModelHandle, PackedBatch, PendingStepResult, RLBackendError, StepResult
+from rl_backend.contracts.atoms import ATOMS, Operation
 from rl_backend.contracts.backend_info import OptimizerState
-from rl_backend.contracts.operations import ATOMS, Operation
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.parallel.store import store_environment
 from rl_backend.runtime import create_runtime
@@ -84,7 +84,7 @@ class TrainWorker:
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def execute(self, header: OperationHeader, pickled_call: bytes, loss: SentLoss | None) -> tuple[Outcome, Any]:
-        """Runs a pickled :class:`~rl_backend.contracts.operations.Operation`. Answers in two parts, as ``separate`` says."""
+        """Runs a pickled :class:`~rl_backend.contracts.atoms.Operation`. Answers in two parts, as ``separate`` says."""
         outcome: Outcome
         try:
             self._sequence.start(header)
@@ -94,7 +94,7 @@ class TrainWorker:
             operation: Operation = cloudpickle.loads(pickled_call)
             loss_fn = None if loss is None else self._losses.receive(loss)
             with _observed(self._context, header, operation):
-                outcome = completed(run(self._context, operation, loss_fn))
+                outcome = Completed(run(self._context, operation, loss_fn), peak_memory())
         except Exception as error:  # noqa: BLE001, every error is the driver's to judge
             outcome = failed(error)
         self._sequence.finish(repr(outcome.error) if isinstance(outcome, Failed) else None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 
-from rl_backend.checkpoint.durable import rename_synced, write_synced
+from rl_backend.checkpoint.durable_commit import rename_synced, write_synced
 from rl_backend.checkpoint.training_state import on_every_rank, raise_on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle
 from rl_backend.parallel.groups import world_group

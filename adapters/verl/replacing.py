@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rl_backend.checkpoint.durable import rename_synced
+from rl_backend.checkpoint.durable_commit import rename_synced
 from rl_backend.checkpoint.training_state import on_every_rank
 from rl_backend.parallel.groups import world_group
 

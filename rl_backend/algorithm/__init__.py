@@ -10,23 +10,23 @@ from rl_backend.algorithm.advantages import (
     reinforce_plus_plus_baseline_advantages as reinforce_plus_plus_baseline_advantages,
 )
 from rl_backend.algorithm.advantages import rloo_advantages as rloo_advantages
-from rl_backend.algorithm.aggregation import LOSS_AGG_MODES as LOSS_AGG_MODES
-from rl_backend.algorithm.aggregation import LossAggMode as LossAggMode
-from rl_backend.algorithm.aggregation import aggregate_loss as aggregate_loss
-from rl_backend.algorithm.aggregation import broadcast_to_tokens as broadcast_to_tokens
-from rl_backend.algorithm.aggregation import masked_sum as masked_sum
-from rl_backend.algorithm.aggregation import token_mean_metric as token_mean_metric
-from rl_backend.algorithm.aggregation import zero_masked as zero_masked
 from rl_backend.algorithm.episodes import episode_lengths as episode_lengths
 from rl_backend.algorithm.episodes import episode_rewards as episode_rewards
 from rl_backend.algorithm.episodes import episode_sequences as episode_sequences
+from rl_backend.algorithm.loss_aggregation import LOSS_AGG_MODES as LOSS_AGG_MODES
+from rl_backend.algorithm.loss_aggregation import LossAggMode as LossAggMode
+from rl_backend.algorithm.loss_aggregation import aggregate_loss as aggregate_loss
+from rl_backend.algorithm.loss_aggregation import broadcast_to_tokens as broadcast_to_tokens
+from rl_backend.algorithm.loss_aggregation import masked_sum as masked_sum
+from rl_backend.algorithm.loss_aggregation import token_mean_metric as token_mean_metric
+from rl_backend.algorithm.loss_aggregation import zero_masked as zero_masked
 from rl_backend.algorithm.policy import cispo_loss as cispo_loss
 from rl_backend.algorithm.policy import grpo_loss as grpo_loss
 from rl_backend.algorithm.policy import gspo_loss as gspo_loss
+from rl_backend.algorithm.policy import kl_penalty as kl_penalty
 from rl_backend.algorithm.policy import policy_loss as policy_loss
 from rl_backend.algorithm.policy import sft_loss as sft_loss
 from rl_backend.algorithm.rewards import kl_in_reward as kl_in_reward
-from rl_backend.algorithm.rewards import kl_penalty as kl_penalty
 from rl_backend.algorithm.rewards import overlong_penalty as overlong_penalty
 from rl_backend.algorithm.rewards import token_rewards as token_rewards
 from rl_backend.algorithm.surrogates import cispo_policy_loss as cispo_policy_loss

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm.aggregation import broadcast_to_tokens, check_packed
+from rl_backend.algorithm.loss_aggregation import broadcast_to_tokens, check_packed
 from rl_backend.algorithm.value import gae_advantages, masked_whiten
 from rl_backend.contracts import BatchError, ConfigError
 

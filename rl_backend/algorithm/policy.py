@@ -1,7 +1,7 @@
-"""Losses of a policy: composed of the parts in this package, by their usual names, and supervised."""
+"""Losses of a policy, by their usual names and supervised, and the estimates of KL that they add."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.algorithm import surrogates
-from rl_backend.algorithm.aggregation import (
+from rl_backend.algorithm.loss_aggregation import (
     aggregate_loss,
     aggregation_terms,
     check_loss_agg_mode,
@@ -21,10 +21,59 @@ from rl_backend.algorithm.aggregation import (
     token_vector,
     zero_masked,
 )
-from rl_backend.algorithm.rewards import check_kl_type, kl_penalty
 from rl_backend.contracts import EPISODE_SHARE, ConfigError, MetricValue, ModelOutput, PackedBatch
 
 SURROGATES = ("ppo", "gspo", "cispo")
+
+
+def _k3(difference: Tensor) -> Tensor:
+    negated = (-difference).clamp(min=-20.0, max=20.0)
+    return (negated.exp() - negated - 1.0).clamp(min=-10.0, max=10.0)
+
+
+_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys(("k1", "kl"), lambda difference: difference),
+    **dict.fromkeys(("k2", "mse"), lambda difference: 0.5 * difference.square()),
+    **dict.fromkeys(("k3", "low_var_kl"), _k3),
+    "abs": Tensor.abs,
+}
+
+KL_TYPES: tuple[str, ...] = (*_ESTIMATORS, *(f"{name}+" for name in _ESTIMATORS))
+
+
+def check_kl_type(kl_type: str) -> None:
+    """Raises :class:`ConfigError` for an unknown estimator."""
+    if kl_type not in KL_TYPES:
+        raise ConfigError.of("kl_type", kl_type, f"must be one of {', '.join(KL_TYPES)}")
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kl_type: str = "k3") -> Tensor:
+    """One estimate per token, nats, in the shape of ``log_probs``. With ``d = log_probs - ref_log_probs``:
+
+    - ``k1`` (``kl``): ``d``; unbiased, its gradient is 0 in expectation.
+    - ``k2`` (``mse``): ``d**2 / 2``; biased, its gradient is that of the KL in expectation.
+    - ``k3`` (``low_var_kl``): ``exp(-d) + d - 1``; unbiased and never negative; ``-d`` is limited to [-20, 20] and the
+      result to [-10, 10], beyond which the gradient is 0.
+    - ``abs``: ``|d|``.
+    - a name with ``+``, for example ``k3+``: that value with the gradient of ``k2`` (straight through).
+
+    Sources: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; names and limits are verl's
+    ``kl_penalty``.
+
+    Args:
+        log_probs: (T,) floating, of the policy.
+        ref_log_probs: (T,) of the reference.
+
+    Raises:
+        ConfigError: an unknown ``kl_type``.
+    """
+    check_kl_type(kl_type)
+    difference = log_probs - ref_log_probs
+    value = _ESTIMATORS[kl_type.removesuffix("+")](difference)
+    if not kl_type.endswith("+"):
+        return value
+    surrogate = 0.5 * difference.square()
+    return surrogate - surrogate.detach() + value.detach()
 
 
 def policy_loss(
@@ -59,15 +108,15 @@ def policy_loss(
         alone: ``rollout_log_probs``, and ``old_entropy``, of the policy of ``old_log_probs``.
 
     Reads from ``data.meta``: ``dp_size`` and ``batch_num_tokens`` or ``global_batch_size``, see
-    :func:`~rl_backend.algorithm.aggregation.aggregate_loss`.
+    :func:`~rl_backend.algorithm.loss_aggregation.aggregate_loss`.
 
     Args:
         surrogate: ``ppo``, ``gspo`` or ``cispo``, see :mod:`rl_backend.algorithm.surrogates`.
         clip_ratio_low, clip_ratio_high: where the surrogate's importance ratio is clipped: 1 - low, 1 + high.
         clip_ratio_c: dual clip, of ``ppo`` alone; None switches it off.
-        loss_agg_mode, loss_scale_factor: see :func:`~rl_backend.algorithm.aggregation.aggregation_terms`.
+        loss_agg_mode, loss_scale_factor: see :func:`~rl_backend.algorithm.loss_aggregation.aggregation_terms`.
         kl_coef: may be annealed to 0, where no reference is needed.
-        kl_type: see :func:`~rl_backend.algorithm.rewards.kl_penalty`.
+        kl_type: see :func:`~rl_backend.algorithm.policy.kl_penalty`.
         tis_cap: see :func:`~rl_backend.algorithm.surrogates.truncated_importance_weights`.
         mis_bounds: see :func:`~rl_backend.algorithm.surrogates.masked_importance_weights`; instead of ``tis_cap``.
         importance_level: ``token`` or ``sequence``, of either.
@@ -194,7 +243,7 @@ def sft_loss(
     """Negative log-likelihood of the tokens that ``loss_mask`` selects; a :class:`~rl_backend.contracts.LossFn`.
 
     ``token-mean`` is verl's ``sft_loss``. Reads the token field ``loss_mask`` and the denominators of
-    :func:`~rl_backend.algorithm.aggregation.aggregate_loss` from ``data.meta``. ``dp_group`` is not needed, since these
+    :func:`~rl_backend.algorithm.loss_aggregation.aggregate_loss` from ``data.meta``. ``dp_group`` is not needed, since these
     are counted over all ranks.
 
     Metrics: ``nll``, the mean over the selected tokens, nats.

@@ -1,63 +1,14 @@
 """Rewards of tokens, and the KL penalty and length penalty that are taken off them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from rl_backend.algorithm.advantages import Rewards, finite_rewards, result_dtype
-from rl_backend.algorithm.aggregation import check_not_negative, check_packed, zero_masked
+from rl_backend.algorithm.loss_aggregation import check_not_negative, check_packed, zero_masked
+from rl_backend.algorithm.policy import check_kl_type, kl_penalty
 from rl_backend.contracts import BatchError, ConfigError
-
-
-def _k3(difference: Tensor) -> Tensor:
-    negated = (-difference).clamp(min=-20.0, max=20.0)
-    return (negated.exp() - negated - 1.0).clamp(min=-10.0, max=10.0)
-
-
-_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    **dict.fromkeys(("k1", "kl"), lambda difference: difference),
-    **dict.fromkeys(("k2", "mse"), lambda difference: 0.5 * difference.square()),
-    **dict.fromkeys(("k3", "low_var_kl"), _k3),
-    "abs": Tensor.abs,
-}
-
-KL_TYPES: tuple[str, ...] = (*_ESTIMATORS, *(f"{name}+" for name in _ESTIMATORS))
-
-
-def check_kl_type(kl_type: str) -> None:
-    """Raises :class:`ConfigError` for an unknown estimator."""
-    if kl_type not in KL_TYPES:
-        raise ConfigError.of("kl_type", kl_type, f"must be one of {', '.join(KL_TYPES)}")
-
-
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kl_type: str = "k3") -> Tensor:
-    """One estimate per token, nats, in the shape of ``log_probs``. With ``d = log_probs - ref_log_probs``:
-
-    - ``k1`` (``kl``): ``d``; unbiased, its gradient is 0 in expectation.
-    - ``k2`` (``mse``): ``d**2 / 2``; biased, its gradient is that of the KL in expectation.
-    - ``k3`` (``low_var_kl``): ``exp(-d) + d - 1``; unbiased and never negative; ``-d`` is limited to [-20, 20] and the
-      result to [-10, 10], beyond which the gradient is 0.
-    - ``abs``: ``|d|``.
-    - a name with ``+``, for example ``k3+``: that value with the gradient of ``k2`` (straight through).
-
-    Sources: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; names and limits are verl's
-    ``kl_penalty``.
-
-    Args:
-        log_probs: (T,) floating, of the policy.
-        ref_log_probs: (T,) of the reference.
-
-    Raises:
-        ConfigError: an unknown ``kl_type``.
-    """
-    check_kl_type(kl_type)
-    difference = log_probs - ref_log_probs
-    value = _ESTIMATORS[kl_type.removesuffix("+")](difference)
-    if not kl_type.endswith("+"):
-        return value
-    surrogate = 0.5 * difference.square()
-    return surrogate - surrogate.detach() + value.detach()
 
 
 def token_rewards(rewards: Rewards, loss_mask: Tensor, seq_lens: Tensor) -> Tensor:
@@ -102,7 +53,7 @@ def kl_in_reward(
         ref_log_probs: (T,) of the reference.
         loss_mask: (T,); the other tensors are not read where it is 0.
         kl_coef: 0 or above.
-        kl_type: see :func:`~rl_backend.algorithm.rewards.kl_penalty`.
+        kl_type: see :func:`~rl_backend.algorithm.policy.kl_penalty`.
 
     Raises:
         ConfigError: ``kl_coef`` or ``kl_type``.

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rl_backend.algorithm import advantages
-from rl_backend.algorithm.aggregation import sum_by_sequence, zero_masked
 from rl_backend.algorithm.episodes import EPISODE, TOKEN_REWARDS, episode_lengths, final_values
+from rl_backend.algorithm.loss_aggregation import sum_by_sequence, zero_masked
 from rl_backend.algorithm.rewards import kl_in_reward, token_rewards
 from rl_backend.algorithm.value import gae_advantages, masked_whiten
 from rl_backend.contracts import TokenSequence

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm.aggregation import (
+from rl_backend.algorithm.loss_aggregation import (
     broadcast_to_tokens,
     check_not_negative,
     sum_by_sequence,

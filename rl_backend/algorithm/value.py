@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm.aggregation import (
+from rl_backend.algorithm.loss_aggregation import (
     aggregate_loss,
     aggregation_terms,
     check_finite,
@@ -168,11 +168,11 @@ def value_loss(
 
     Reads ``model_output.values`` and the token fields ``loss_mask``, ``returns`` and, with ``cliprange_value``,
     ``old_values``, each (T,). Entry t of all of them is about the choice of token t+1.
-    Reads the denominators of :func:`~rl_backend.algorithm.aggregation.aggregate_loss` from ``data.meta``.
+    Reads the denominators of :func:`~rl_backend.algorithm.loss_aggregation.aggregate_loss` from ``data.meta``.
 
     Args:
         cliprange_value: how far a value may move from ``old_values`` before its gradient is 0; None: no clip.
-        loss_agg_mode, loss_scale_factor: see :func:`~rl_backend.algorithm.aggregation.aggregation_terms`.
+        loss_agg_mode, loss_scale_factor: see :func:`~rl_backend.algorithm.loss_aggregation.aggregation_terms`.
 
     Returns:
         The loss, and metrics as (sum, weight) pairs: ``value_loss`` (the mean that is optimised), ``value_mean``,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint.block_fp8 import without_quantisation
 from rl_backend.checkpoint.confined import require_inside_model
-from rl_backend.checkpoint.durable import commit_draft, discard_draft, draft_of, sync_tree
+from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync_tree
 from rl_backend.checkpoint.hf_reader import SINGLE_FILE, TORCH_DTYPES, WEIGHTS_INDEX, other_files, read_hf_config
 from rl_backend.checkpoint.kept_weights import open_kept
 from rl_backend.checkpoint.mxfp4 import mxfp4_config

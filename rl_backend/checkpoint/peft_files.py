@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_backend.checkpoint.durable import commit_draft, discard_draft, draft_of, sync_tree, write_synced
+from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync_tree, write_synced
 from rl_backend.checkpoint.training_state import require_free
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, UnsupportedError
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAKind, LoRAPart, part_name

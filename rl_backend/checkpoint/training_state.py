@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rl_backend.checkpoint.durable import commit_draft, discard_draft, draft_of, sync, with_notes, write_synced
+from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest
 from rl_backend.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
 from rl_backend.checkpoint.state_files import DigestingWriter, TensorsReader

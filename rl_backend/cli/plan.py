@@ -7,8 +7,8 @@ from typing import Any
 
 from rl_backend.cli.command import CommandError, add_fields, add_plugins, given, in_flags, json_object
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig
+from rl_backend.contracts.atoms import PARTS
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.contracts.operations import PARTS
 from rl_backend.lab.plan.make import GIB, as_json, as_text, make_plan, suggest_layout
 from rl_backend.lab.plan.memory import Workload
 

@@ -1,5 +1,8 @@
 """Everything that crosses a boundary: configurations, batches, losses, results, handles, errors and weight manifests."""
 
+from rl_backend.contracts.atoms import VALUE_HEAD_WEIGHTS as VALUE_HEAD_WEIGHTS
+from rl_backend.contracts.atoms import Head as Head
+from rl_backend.contracts.atoms import ModelHandle as ModelHandle
 from rl_backend.contracts.base_config import MAY_CHANGE as MAY_CHANGE
 from rl_backend.contracts.base_config import SAME_CONTENTS as SAME_CONTENTS
 from rl_backend.contracts.base_config import BaseConfig as BaseConfig
@@ -41,9 +44,6 @@ from rl_backend.contracts.indexed_keys import key_fields as key_fields
 from rl_backend.contracts.lora import LORA_FIELD as LORA_FIELD
 from rl_backend.contracts.lora import LoRAConfig as LoRAConfig
 from rl_backend.contracts.lora import LoRAInfo as LoRAInfo
-from rl_backend.contracts.operations import VALUE_HEAD_WEIGHTS as VALUE_HEAD_WEIGHTS
-from rl_backend.contracts.operations import Head as Head
-from rl_backend.contracts.operations import ModelHandle as ModelHandle
 from rl_backend.contracts.optimizer_config import OptimizerConfig as OptimizerConfig
 from rl_backend.contracts.result import ForwardResult as ForwardResult
 from rl_backend.contracts.result import Losses as Losses

@@ -6,9 +6,9 @@ from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from rl_backend.contracts.atoms import Head
 from rl_backend.contracts.base_config import BaseConfig
 from rl_backend.contracts.errors import ConfigError
-from rl_backend.contracts.operations import Head
 
 type LoRAKind = Literal["attention", "feed_forward", "experts", "embedding", "head"]
 """What a module is part of: a mixer, a dense feed-forward block, the experts of a mixture, the embedding or the head."""

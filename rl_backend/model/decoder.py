@@ -111,7 +111,7 @@ class Decoder(EndsInFloat32):
         log_probs, entropy = self.next_token_log_probs(
             hidden,
             head.weight,
-            labels_without_values(inputs.labels, inputs.adapters),
+            labels_without_values(inputs.labels, inputs.adapters) if inputs.adapters else inputs.labels,
             bias=head.bias if isinstance(head, nn.Linear) else None,
             temperature=inputs.temperature / self.spec.logit_scale,
             chunk_tokens=self.log_prob_chunk_tokens,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint import training_state
-from rl_backend.checkpoint.durable import discard_draft
+from rl_backend.checkpoint.durable_commit import discard_draft
 from rl_backend.checkpoint.hf_writer import critic_config, write_hf_directory
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.pieces import HostBuffers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rl_backend import contracts
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts.operations import Part
+from rl_backend.contracts.atoms import Part
 from rl_backend.parallel.groups import RankGroups
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.runtime.adaptable import Adaptable

@@ -1,4 +1,4 @@
-"""Runtimes whose atoms check their model first, as :mod:`rl_backend.contracts.operations` declares."""
+"""Runtimes whose atoms check their model first, as :mod:`rl_backend.contracts.atoms` declares."""
 
 import gc
 import logging
@@ -24,7 +24,7 @@ from rl_backend.contracts import (
     RuntimeConfig,
     StepResult,
 )
-from rl_backend.contracts.operations import ATOMS, Part
+from rl_backend.contracts.atoms import ATOMS, Part
 from rl_backend.parallel.groups import RankGroups
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.checkpoint_writer import CheckpointWriter

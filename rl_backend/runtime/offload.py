@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import HandleError, UnsupportedError
-from rl_backend.contracts.operations import PARTS, Part
+from rl_backend.contracts.atoms import PARTS, Part
 
 type MovedStorage = tuple[torch.UntypedStorage, Tensor]
 """A storage that is empty, and its contents in host memory."""

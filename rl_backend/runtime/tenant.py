@@ -24,8 +24,8 @@ from rl_backend.contracts import (
     TensorInfo,
     UnsupportedError,
 )
+from rl_backend.contracts.atoms import Part
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAInfo, LoRAKind
-from rl_backend.contracts.operations import Part
 from rl_backend.lora.modules import AdaptedModule
 from rl_backend.lora.rows import Section, TenantRows, factors_of, head_parameters
 from rl_backend.parallel.collectives import all_gather

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from actors.run.rl_run import RunResult
+from actors.run import RunResult
 from actors.run.session import Session
 from examples import grpo, ppo
 from examples.demo.__main__ import Algorithm, DemoConfig, demo_settings, reinforce

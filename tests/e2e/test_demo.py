@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from actors.run.rl_run import RunResult
+from actors.run import RunResult
 from actors.run.session import Session
 from examples import grpo
 from examples.demo.__main__ import DemoConfig, demo_settings, reinforce

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.run.rl_run import RunResult
+from actors.run import RunResult
 from actors.run.session import Session
 from examples import grpo
 from examples.demo.__main__ import Algorithm, DemoConfig, demo_settings, reinforce

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pytest
 import ray
 
-from actors.run.rl_run import RunResult
+from actors.run import RunResult
 from actors.run.session import Session, open_session
 from actors.run.start import checkpoints_of
 from examples import grpo, ppo, sft

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rl_backend.contracts import StepResult
-from rl_backend.contracts.operations import PARTS
+from rl_backend.contracts.atoms import PARTS
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.runtime import BridgeRuntime
 from rl_backend.runtime.native import NativeHandle, NativeRuntime

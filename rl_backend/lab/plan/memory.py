@@ -8,9 +8,9 @@ import torch
 from pydantic import Field, model_validator
 
 from rl_backend.contracts import ConfigError, HasEffect, Head, PackedBatch
+from rl_backend.contracts.atoms import Part
 from rl_backend.contracts.base_config import BaseConfig
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.contracts.operations import Part
 
 type Phase = Literal["training", "optimizer_step", "log_probs", "weight_sync", "rollout"]
 PHASES: tuple[Phase, ...] = ("training", "optimizer_step", "log_probs", "weight_sync", "rollout")

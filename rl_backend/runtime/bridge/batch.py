@@ -163,7 +163,7 @@ class OutputProcessor:
             context.pack(self._gather(hidden_states, every_rank_the_same=False)),
             # Without the rows by which Megatron pads the vocabulary.
             weight if rows == weight.shape[0] else weight[:rows],
-            labels_without_values(batch.labels, context.adapters),
+            labels_without_values(batch.labels, context.adapters) if context.adapters else batch.labels,
             temperature=batch.temperature,
             chunk_tokens=self.chunk_tokens,
             calculate_entropy=calculate_entropy,

@@ -20,7 +20,7 @@ from rl_backend.contracts import (
     UnsupportedError,
     text_config,
 )
-from rl_backend.contracts.operations import Part
+from rl_backend.contracts.atoms import Part
 from rl_backend.model import model_kept_prefixes
 from rl_backend.runtime.bridge.adapters import attach_adapters
 from rl_backend.runtime.bridge.all_heads import NormOfAllHeads

@@ -145,7 +145,7 @@ def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResu
                 fsdp.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
             _run_one(handle, request, index, routes, loads, results)
     loads.commit()
-    return results.result(routes.outputs(data))
+    return results.result(routes.outputs(data) if routes.recorded is not None else {})
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rl_backend import contracts
-from rl_backend.contracts.operations import Part
+from rl_backend.contracts.atoms import Part
 from rl_backend.model import ModelFamily
 from rl_backend.parallel import fsdp
 from rl_backend.parallel.groups import ParallelGroups

@@ -9,9 +9,10 @@ from torch import Tensor
 from rl_backend.contracts import ForwardResult, ModelOutput, text_config
 from rl_backend.parallel import fsdp
 from rl_backend.pipeline.catalog import make_schedule
-from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copies
+from rl_backend.pipeline.executor import PipelineExecutor
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
+from rl_backend.pipeline.tied_weights import add_gradients_of_copies, drop_gradients_of_copies
 from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.native.forward_backward import abandoned_on_error, lay_out
 from rl_backend.runtime.native.handle import NativeHandle
@@ -67,9 +68,7 @@ class PipelinePass:
     def run(self) -> None:
         handle, trains = self._handle, not self._request.forward_only
         if trains:
-            # The originals already have what the copies gathered in earlier calls.
-            for copy in handle.stage_copies.keys() & handle.parameters.keys():
-                handle.parameters[copy].grad = None
+            drop_gradients_of_copies(handle.parameters, handle.stage_copies)
         with torch.set_grad_enabled(trains):
             self._executor.run()
         if trains:
@@ -79,7 +78,8 @@ class PipelinePass:
             add_gradients_of_copies(handle.parameters, handle.stage_copies, handle.groups.pp_group)
 
     def result(self) -> ForwardResult:
-        return self._work.results.result(self._work.routes.outputs(self._request.data))
+        results, routes = self._work.results, self._work.routes
+        return results.result(routes.outputs(self._request.data) if routes.recorded is not None else {})
 
 
 def pass_schedule(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> Schedule:

@@ -69,9 +69,8 @@ class PassRoutes:
             self._chosen[micro_batch, stage] = rows
 
     def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
-        """``routed_experts`` on source ranks, when routes are recorded; then a collective over the replica."""
-        if self.recorded is None:
-            return {}
+        """``routed_experts`` on source ranks, of a pass that has recorded routes. A collective over the replica."""
+        assert self.recorded is not None, "routes are recorded"
         groups = self._handle.groups
         places = _places_on_ranks(self._handle, self.recorded)
         routes = gather_stages(self._chosen, data, places, self.recorded, groups.pp_group, groups.device)

@@ -86,7 +86,7 @@ FAULTS = [
     ),
     Fault(
         "loss-not-multiplied-by-dp-size",
-        f"{_ALGORITHM}/aggregation.py",
+        f"{_ALGORITHM}/loss_aggregation.py",
         'return total / _positive_number(data, name) * _positive_number(data, "dp_size")',
         "return total / _positive_number(data, name)",
         (f"{_LOSSES}::test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_gradient_and_metrics",),
@@ -94,7 +94,7 @@ FAULTS = [
     ),
     Fault(
         "denominator-of-the-micro-batch",
-        f"{_ALGORITHM}/aggregation.py",
+        f"{_ALGORITHM}/loss_aggregation.py",
         "return total / _positive_number(data, name) *",
         'return total / (loss_mask.sum() if mode == "token-mean" else _positive_number(data, name)) *',
         (f"{_LOSSES}::test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_gradient_and_metrics",),
@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "sequence-mean-without-its-lengths",
-        f"{_ALGORITHM}/aggregation.py",
+        f"{_ALGORITHM}/loss_aggregation.py",
         "sums = sums / count.where(count > 0, 1.0)",
         "sums = sums / 1.0",
         ("tests/unit/rl_backend/algorithm/test_algorithm_verl.py::test_aggregated_loss_and_gradient_equal_verls",),
@@ -174,7 +174,7 @@ FAULTS = [
     ),
     Fault(
         "k3-without-its-linear-term",
-        f"{_ALGORITHM}/rewards.py",
+        f"{_ALGORITHM}/policy.py",
         "(negated.exp() - negated - 1.0)",
         "(negated.exp() - 1.0)",
         ("tests/unit/rl_backend/algorithm/test_algorithm_verl.py::test_kl_and_its_gradient_equal_verls",),

@@ -200,7 +200,7 @@ FAULTS = [
     ),
     Fault(
         "failed-save-keeps-its-name",
-        f"{_CHECKPOINT}/durable.py",
+        f"{_CHECKPOINT}/durable_commit.py",
         "            new.rename(old)\n",
         "            pass\n",
         (

@@ -148,7 +148,7 @@ FAULTS = [
     ),
     Fault(
         "restarted-engines-without-tenants",
-        "actors/rollout/group.py",
+        "actors/rollout/engine_lifecycle.py",
         "                self._bring_adapters(actors)\n",
         "",
         ("tests/e2e/test_adapter_failures.py::test_an_engine_that_is_killed_in_mid_push[keep_adapter]",),

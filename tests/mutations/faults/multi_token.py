@@ -59,7 +59,7 @@ FAULTS = [
     ),
     Fault(
         "copy-left-behind",
-        "rl_backend/pipeline/executor.py",
+        "rl_backend/pipeline/tied_weights.py",
         "            parameters[copy].grad = torch.zeros_like(parameters[copy])\n",
         "            continue\n",
         ("tests/distributed/test_multi_token.py::test_detached_its_copy_of_the_embeddings_follows_them[untied-1f1b]",),

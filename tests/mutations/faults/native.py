@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.fault import Fault
 
 _NATIVE = "rl_backend/runtime/native"
-_TIED_EMBEDDINGS = "rl_backend/pipeline/executor.py"
+_TIED_WEIGHTS = "rl_backend/pipeline/tied_weights.py"
 _OPTIMIZER = "tests/unit/rl_backend/runtime/test_optimizer.py"
 _RUNTIME = "tests/unit/rl_backend/runtime/test_native_runtime.py"
 _CHECKPOINTS = "tests/distributed/test_checkpoints.py"
@@ -153,7 +153,7 @@ FAULTS = [
     ),
     Fault(
         "tied-embeddings-not-summed",
-        _TIED_EMBEDDINGS,
+        _TIED_WEIGHTS,
         "            here[0].add_(_of_other_end(here[0], group))\n",
         "            _of_other_end(here[0], group)\n",
         (f"{_PIPELINES}::test_every_schedule_trains_as_one_rank[1f1b-2]",),
@@ -161,9 +161,9 @@ FAULTS = [
     ),
     Fault(
         "gradients-of-copies-added-again",
-        f"{_NATIVE}/pipeline.py",
-        "                handle.parameters[copy].grad = None\n",
-        "                pass\n",
+        _TIED_WEIGHTS,
+        "        parameters[copy].grad = None\n",
+        "        pass\n",
         (f"{_PIPELINES}::test_gradients_of_several_calls_add_up_also_where_embeddings_are_tied[ends on two ranks]",),
         "a second call would add the first one's gradients again",
     ),

@@ -39,7 +39,7 @@ FAULTS = [
     ),
     Fault(
         "files-named-before-they-are-on-the-disk",
-        "rl_backend/checkpoint/durable.py",
+        "rl_backend/checkpoint/durable_commit.py",
         "        stream.flush()\n        os.fsync(stream.fileno())\n",
         "        stream.flush()\n",
         (f"{_START}::test_files_that_a_resume_reads_are_on_the_disk_before_they_get_their_names",),

@@ -16,7 +16,9 @@ def test_every_question_of_the_page_is_asked_without_its_answer() -> None:
     asked = questions()
     assert [question.number for question in asked] == list(range(1, 41))
     assert all(question.text.endswith("?") and ".py" not in question.text and question.places for question in asked)
-    assert asked[15] == Question(16, "Where is a checkpoint committed atomically?", ("rl_backend/checkpoint/durable.py",))
+    assert asked[15] == Question(
+        16, "Where is a checkpoint committed atomically?", ("rl_backend/checkpoint/durable_commit.py",)
+    )
 
 
 def test_any_place_that_the_page_names_is_right_and_no_other() -> None:

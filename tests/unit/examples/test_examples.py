@@ -16,7 +16,7 @@ from actors.cluster.placement import gpus_each
 from actors.run.collect import TrainingBatch, load_inputs, stop_token_ids
 from actors.run.command_line import parse_config
 from actors.run.folder import RunFolder
-from actors.run.scoring import score
+from actors.run.reward_scores import score
 from examples.demo.__main__ import RECIPES, Algorithm, DemoConfig, demo_settings
 from examples.demo.task import careless_answer, character_tokenizer, has_carry, right_answer, write_task
 from examples.grpo import GRPOConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError, model_validator
 
-from actors.rollout import group
+from actors.rollout import engine_lifecycle, group
 from actors.rollout.config import RolloutConfig
 from actors.rollout.lengths import within_model
 from actors.rollout.vllm.process import _check_states, in_our_words
@@ -80,7 +80,7 @@ def test_engines_take_no_longer_sequences_than_their_model(tmp_path: Path, monke
     assert within_model(RolloutConfig(model_path=model)).max_model_len == 512
     assert within_model(RolloutConfig(model_path=model, max_model_len=64)).max_model_len == 64
     assert within_model(RolloutConfig(model_path="elsewhere", max_model_len=9999)).max_model_len == 9999
-    monkeypatch.setattr(group.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(engine_lifecycle.ray, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"RolloutConfig\.max_model_len=536: \S+ has 512 positions .*; use at most 512$"):
         group.RolloutGroup(RolloutConfig(model_path=model, max_model_len=536))
 

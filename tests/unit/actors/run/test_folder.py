@@ -166,17 +166,17 @@ def test_laps_of_a_clock_are_seconds_and_events_of_the_trace() -> None:
 
 FORCED_END = """
 import signal, sys, time
-from actors.cluster import watch as cluster_watch
+from actors.cluster import ray_watch
 from actors.run.folder import RunFolder
 from rl_backend.contracts import BaseConfig
 
-cluster_watch.END_SECONDS = 0.1
-watch = cluster_watch._Watch.__new__(cluster_watch._Watch)
+ray_watch.END_SECONDS = 0.1
+watch = ray_watch._Watch.__new__(ray_watch._Watch)
 watch._family, watch._ours, watch._reason, watch._told = {}, False, "", False
-watch._stopped = cluster_watch.threading.Event()
+watch._stopped = ray_watch.threading.Event()
 signal.signal(signal.SIGINT, lambda *_: None)  # of a run that does not hear of it
 with RunFolder(sys.argv[1], BaseConfig()):
-    cluster_watch.threading.Thread(target=watch._end, args=("its raylet has ended",)).start()
+    ray_watch.threading.Thread(target=watch._end, args=("its raylet has ended",)).start()
     time.sleep(300)
 """
 

@@ -15,14 +15,13 @@ import ray
 from actors import Sample
 from actors.rollout.config import SamplingConfig
 from actors.rollout.sample import VersionSpan, sample_seeds
-from actors.run import EvalConfig, evaluate, parse_config
+from actors.run import EvalConfig, RunResult, evaluate, parse_config
 from actors.run.collect import load_inputs
 from actors.run.console import SHOWN
 from actors.run.eval_sets import EvalSet, HeldOutSet
 from actors.run.folder import RunFolder
 from actors.run.held_out import answer
 from actors.run.resume import saved_facts
-from actors.run.rl_run import RunResult
 from examples.demo.task import write_task
 from examples.grpo import GRPOConfig
 from rl_backend.checkpoint.hf_reader import SINGLE_FILE

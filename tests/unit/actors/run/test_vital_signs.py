@@ -18,7 +18,7 @@ from actors.rollout.sample import Sample, VersionSpan
 from actors.run.stop import StopRequest
 from actors.run.vital_signs import CAUSES, STEPS, VitalSigns, sample_metrics
 from actors.train.model import GroupModel
-from actors.train.outcome import completed
+from actors.train.outcome import peak_memory
 from examples.sft import SFTConfig
 from tests.support import memory
 from tests.support.page import read_page
@@ -146,7 +146,7 @@ def test_metrics_of_samples_count_lengths_ends_and_groups_of_equal_rewards() -> 
 
 
 def test_the_peak_memory_of_a_rank_is_the_kernel_s() -> None:
-    assert completed(None).peak_memory == pytest.approx(memory.peak_memory(), rel=0.02)
+    assert peak_memory() == pytest.approx(memory.peak_memory(), rel=0.02)
 
 
 def test_a_run_prints_and_logs_warnings_and_measures_speed_and_memory(

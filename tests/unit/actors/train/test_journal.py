@@ -18,8 +18,8 @@ from actors.train.operations import TrainOperations
 from actors.train.order import OperationHeader
 from actors.train.worker import run
 from rl_backend.contracts import HandleError, OptimizerConfig
+from rl_backend.contracts.atoms import Operation
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
-from rl_backend.contracts.operations import Operation
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime
 from tests.support.sft_batches import random_token_sequences

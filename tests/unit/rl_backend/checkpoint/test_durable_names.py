@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from actors.run.store import RunCheckpoints
-from rl_backend.checkpoint.durable import rename_synced
+from rl_backend.checkpoint.durable_commit import rename_synced
 from rl_backend.contracts import CheckpointError
 from tests.support.native import open_runtime
 

@@ -13,7 +13,7 @@ import pytest
 from actors import HandleRef, RankContext, TrainGroup
 from actors.train.worker import run
 from rl_backend.contracts import HandleError, OptimizerConfig
-from rl_backend.contracts.operations import ATOMS, PARTS, Operation
+from rl_backend.contracts.atoms import ATOMS, PARTS, Operation
 from rl_backend.runtime import Runtime
 from rl_backend.runtime.native import NativeRuntime
 from rl_backend.runtime.tenant_interface import TenantAtoms

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import raise_if_terminated
-from actors.cluster.watch import cluster_loss
 from actors.rollout.sample import Sample
 from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import RewardCall, RewardConfig, RewardScorer, Score, Scoring
