@@ -51,6 +51,20 @@ def _reads_fewer_tokens(fields: Fields, config: RolloutConfig) -> bool:
     return int(fields.get("index_topk") or 0) < config.max_model_len
 
 
+def _has_other_windows(fields: Fields, config: RolloutConfig) -> bool:
+    kinds = fields.get("layer_types")
+    return kinds is not None and [kind == "sliding_attention" for kind in kinds] != [not n % 2 for n in range(len(kinds))]
+
+
+def _has_another_epsilon(fields: Fields, config: RolloutConfig) -> bool:
+    return bool(fields.get("rms_norm_eps", 1e-5) != 1e-5)
+
+
+def _lacks_parts_of_yarn(fields: Fields, config: RolloutConfig) -> bool:
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling")
+    return rope is not None and not {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"} <= rope.keys()
+
+
 def _has_other_mla_heads(fields: Fields, config: RolloutConfig) -> bool:
     return any(fields.get(name, size) != size for name, size in _MLA_HEADS.items())
 
@@ -63,6 +77,30 @@ REFUSALS = (
         'the first prompt ends with "expected scalar type BFloat16"',
         "use dtype='bfloat16'",
         lambda fields, config: config.dtype != "bfloat16",
+    ),
+    *(
+        Refusal(frozenset({"gpt_oss"}), device, what, measured, instead, applies)
+        for device in ("cpu", "cuda")
+        for what, measured, instead, applies in (
+            (
+                "windows in other layers than every second one, beginning with the first",
+                "log-probs are others, without an error: vLLM does not read layer_types",
+                "train it without vLLM",
+                _has_other_windows,
+            ),
+            (
+                "norms with another epsilon than 1e-5",
+                "log-probs are others, without an error: vLLM does not read rms_norm_eps",
+                "use a model with rms_norm_eps=1e-5, as released ones have",
+                _has_another_epsilon,
+            ),
+            (
+                "rotary embeddings without all fields of YaRN",
+                "the engine does not start: KeyError 'beta_fast', for example",
+                "give rope_parameters factor, original_max_position_embeddings, beta_fast (32) and beta_slow (1)",
+                _lacks_parts_of_yarn,
+            ),
+        )
     ),
     Refusal(
         SPARSE_TYPES,

@@ -65,6 +65,33 @@ def test_what_a_cpu_serves(tmp_path: Path, model_type: str, fields: Any, dtype: 
     check_served(RolloutConfig(model_path=write_config(tmp_path, model_type, **fields), dtype=dtype), "cpu")
 
 
+GPT_OSS_YARN = {"factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+WINDOW, WHOLE = "sliding_attention", "full_attention"
+
+
+@pytest.mark.shows("rollout: a gpt-oss that vLLM would compute differently, without an error, is refused by name")
+@pytest.mark.parametrize(
+    ("served", "refused", "what"),
+    [
+        ({"layer_types": [WINDOW, WHOLE, WINDOW]}, {"layer_types": [WHOLE, WINDOW, WHOLE]}, "windows in other layers"),
+        ({"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-6}, "norms with another epsilon than 1e-5"),
+        (
+            {"rope_scaling": GPT_OSS_YARN},
+            {"rope_parameters": {"factor": 2.0}},
+            "rotary embeddings without all fields of YaRN .*beta_fast",
+        ),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_vllm_does_not_read_of_gpt_oss(
+    tmp_path: Path, device: str, served: dict[str, Any], refused: dict[str, Any], what: str
+) -> None:
+    check_served(RolloutConfig(model_path=write_config(tmp_path, "gpt_oss", **served), dtype="bfloat16"), device)
+    config = RolloutConfig(model_path=write_config(tmp_path, "gpt_oss", **refused), dtype="bfloat16")
+    with pytest.raises(UnsupportedError, match=rf"is a gpt_oss, .*on a {device.upper()} does not serve {what}"):
+        check_served(config, device)
+
+
 def test_adapters_beside_latent_attention_are_refused_on_a_cpu(tmp_path: Path) -> None:
     model = write_config(tmp_path, "deepseek_v3", **MLA)
     with pytest.raises(
