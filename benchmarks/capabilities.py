@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.edge_routes import MARGIN
 from benchmarks.family_models import FAMILIES
-from benchmarks.parity_random import FROM_FLOAT64, MOST_OVER_TRANSFORMERS
+from benchmarks.markdown import number, table
+from benchmarks.random_section import RANDOM, random_shapes
 from benchmarks.report import read_result
 
 PAGE = Path(__file__).parents[1] / "docs" / "capabilities.md"
@@ -52,31 +52,6 @@ SPEED = """\
 Native training over transformers with fused AdamW, tokens per second: sequences of equal length, and of mixed ones (packed
 against padded). Medians of interleaved steps in float32 on a CPU; the workloads are those of `benchmarks/train_speed.py`.
 """
-RANDOM = {
-    "random_shapes": """\
-## Random shapes
-Odd shapes of stacks with gated DeltaNet (heads, sizes, kinds of layers, vocabularies), drawn by seed and compared with
-transformers.
-""",
-    "random_latents": """\
-### Latent attention and grouped routers
-The same for stacks of latent attention (heads, ranks, widths of keys and values, rotary embeddings) and of mixtures behind
-routers with groups. Where two groups are equal to a token but for rounding, sides that agree in the first step part later.
-""",
-    "random_mixtures": """\
-### GLM-4.5, gpt-oss and MiniMax-M2
-The same for these, 30 of each: heads, parts of them that rotate, windows, groups, widths of experts and of dense blocks.
-""",
-}
-"""Section of the results -> what it is."""
-ROUNDING = f"""\
-Rounding parts a shape from transformers where it is at most {MOST_OVER_TRANSFORMERS:.0f} times as far from transformers in
-float64 as transformers in float32 is, and within {FROM_FLOAT64["max_loss_rel_diff"]:.0e} of its losses and
-{FROM_FLOAT64["gradient_rel_diff"]:.0e} of the gradient of the first step. A shape parts at an edge where it is
-within these, and the first tokens that it gives other experts than float64 does are indifferent between them by a
-margin below {MARGIN:.0e}. Not passed:
-"""
-_WORDS = {"failed": "failed", "rounding": "parted by rounding", "edge": "parted at an edge"}
 ENGINES = """\
 ## What vLLM cannot serve
 Refused by name before an engine starts, with what happens otherwise.
@@ -120,7 +95,7 @@ def page(results: Mapping[str, Any]) -> str:
         _loads(entries),
         _speed(entries),
     ]
-    sections += [_random_shapes(title, results[section]) for section, title in RANDOM.items() if section in results]
+    sections += [random_shapes(title, results[section]) for section, title in RANDOM.items() if section in results]
     sections.append(_engine_refusals(results["engine_refusals"]) if "engine_refusals" in results else "")
     sections.append("\n".join(["## Refusals", *refusals.lines(), ""]) if refusals.lines() else "")
     return "\n".join([HEAD, *filter(None, sections)])
@@ -137,19 +112,19 @@ def _parity(entries: Mapping[str, Entry], refusals: Refusals) -> str:
     )
 
     def show(cell: Entry) -> str:
-        return f"{_first_step(cell)}, {_number(cell['max_loss_rel_diff'])}"
+        return f"{_first_step(cell)}, {number(cell['max_loss_rel_diff'])}"
 
     pairs = ("native", "bridge", "native_to_bridge")
     rows = [
         (name, *(_cell(name, entry.get("parity", {}).get("pairs", {}).get(pair), refusals, show) for pair in pairs))
         for name, entry in entries.items()
     ]
-    table = _table(("family", "native", "bridge", "native against bridge"), rows)
+    columns = table(("family", "native", "bridge", "native against bridge"), rows)
     corrected = {
         name: entry["parity"]["corrected"] for name, entry in entries.items() if "corrected" in entry.get("parity", {})
     }
     notes = [f"- {name}: {what}" for name, what in corrected.items()]
-    return "\n".join([text, table, *(["Corrected in transformers:", "", *notes, ""] if notes else [])])
+    return "\n".join([text, columns, *(["Corrected in transformers:", "", *notes, ""] if notes else [])])
 
 
 def _layouts(entries: Mapping[str, Entry], refusals: Refusals) -> str:
@@ -162,7 +137,7 @@ def _layouts(entries: Mapping[str, Entry], refusals: Refusals) -> str:
             (name, *(_cell(name, cells.get(layout), refusals, _first_step) for layout in own))
             for name, cells in found.items()
         ]
-        tables.append(_table((runtime, *(layout.removeprefix(f"{runtime} ") for layout in own)), rows))
+        tables.append(table((runtime, *(layout.removeprefix(f"{runtime} ") for layout in own)), rows))
     return "\n".join([LAYOUTS, *tables]) if found else ""
 
 
@@ -189,7 +164,7 @@ def _push(entries: Mapping[str, Entry], refusals: Refusals) -> str:
             )
         )
     steps = _common(part["steps"] for part in measured.values())
-    return PUSH.format(steps=steps) + "\n" + _table(("family", "float32", "bfloat16", "transformers", "over it"), rows)
+    return PUSH.format(steps=steps) + "\n" + table(("family", "float32", "bfloat16", "transformers", "over it"), rows)
 
 
 def _loads(entries: Mapping[str, Entry]) -> str:
@@ -208,7 +183,7 @@ def _loads(entries: Mapping[str, Entry]) -> str:
         )
         for name, part in measured.items()
     ]
-    return text + "\n" + _table(("family", "first step", "last steps", "last steps without"), rows)
+    return text + "\n" + table(("family", "first step", "last steps", "last steps without"), rows)
 
 
 def _speed(entries: Mapping[str, Entry]) -> str:
@@ -218,50 +193,7 @@ def _speed(entries: Mapping[str, Entry]) -> str:
         for name, entry in entries.items()
         if "native_over_transformers" in entry
     ]
-    return SPEED + "\n" + _table(("family", "equal lengths", "mixed lengths"), rows) if rows else ""
-
-
-def _random_shapes(title: str, trial: Mapping[str, Any]) -> str:
-    rows = [
-        (
-            runtime,
-            str(accepted),
-            str(trial["accepted_mixtures"][runtime]),
-            str(trial["passed"][runtime]),
-            *(str(trial.get(how, {}).get(runtime, 0)) for how in ("parted_by_rounding", "parted_at_an_edge")),
-            str(len(trial["refusals"][runtime])),
-        )
-        for runtime, accepted in trial["accepted"].items()
-    ]
-    failed = [
-        f"- {_WORDS[shape[runtime]['outcome']]}: {runtime}, seed {seed}, {shape['family']}: {shape[runtime]['error']}"
-        f"{_to_float64(shape[runtime])}"
-        for seed, shape in trial["shapes"].items()
-        for runtime in trial["accepted"]
-        if shape.get(runtime, {}).get("outcome") in _WORDS
-    ]
-    titles = ("runtime", "accepted", "mixtures among them", "passed", "parted by rounding", "parted at an edge", "refused")
-    table = _table(titles, rows)
-    return "\n".join([title, table, *([ROUNDING, *failed, ""] if failed else [])])
-
-
-def _to_float64(outcome: Entry) -> str:
-    """How far both sides of a failure are from transformers in float64, where that was measured."""
-    if "to_float64" not in outcome:
-        return ""
-    if outcome["outcome"] == "edge":
-        step, tokens, margin = outcome["first_other_routes"].values()
-        return (
-            f". Tokens with other experts in step {step}, the first with any: {tokens}, by a margin of at most {margin:.0e}"
-        )
-    sides = outcome["to_float64"].values()
-    gradient, norm = (
-        " and ".join(_number(found[figure]) for found in sides) for figure in ("gradient_rel_diff", "max_grad_norm_rel_diff")
-    )
-    return (
-        f". It and transformers in float32 are from transformers in float64: {gradient} in the gradient of the first step, "
-        f"{norm} in the gradient norm of a step"
-    )
+    return SPEED + "\n" + table(("family", "equal lengths", "mixed lengths"), rows) if rows else ""
 
 
 def _engine_refusals(refusals: Iterable[Entry]) -> str:
@@ -269,15 +201,11 @@ def _engine_refusals(refusals: Iterable[Entry]) -> str:
         (", ".join(each["model_types"]) or "all", each["device"], each["what"], each["measured"], each["instead"])
         for each in refusals
     ]
-    return ENGINES + "\n" + _table(("models", "device", "what", "what happens", "instead"), rows)
+    return ENGINES + "\n" + table(("models", "device", "what", "what happens", "instead"), rows)
 
 
 def _first_step(cell: Entry) -> str:
-    return f"{_number(cell['max_log_prob_diff'])}, {_number(cell['max_gradient_rel_diff'])}"
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.0e}"
+    return f"{number(cell['max_log_prob_diff'])}, {number(cell['max_gradient_rel_diff'])}"
 
 
 def _cell(family: str, cell: Entry | None, refusals: Refusals, show: Callable[[Entry], str]) -> str:
@@ -293,11 +221,6 @@ def _cell(family: str, cell: Entry | None, refusals: Refusals, show: Callable[[E
 def _common(values: Iterable[int]) -> str:
     """The value that all parts have, or each of them."""
     return " or ".join(map(str, sorted(set(values))))
-
-
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 if __name__ == "__main__":
