@@ -1,18 +1,27 @@
-"""Runs on episodes with Ray and vLLM: critic, reference, adapters, the bridge, resume, and one episode that is shown."""
+"""Runs on episodes with Ray and vLLM: critic, reference, adapters, routes, the bridge, resume, and Ctrl-C."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from actors.run.session import Session, open_session
-from benchmarks.environment_tasks import write_task
+from benchmarks.environment_tasks import bpe_tokenizer, write_jsonl, write_task
 from examples import episodes
 from rl_backend.cli.main import main
+from tests.support import hanging_game
+from tests.support.clusters import ROOT
+from tests.support.models import write_tiny
 from tests.support.runs import of_the_run
 
 pytestmark = pytest.mark.long
@@ -21,7 +30,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": "ppo", "critic_lr": 1e-3, "kl_coef": 1e-3, "loss": {"loss_agg_mode": "seq-mean-token-mean"}},
     "lora": {"lora": {"rank": 4}, "max_staleness": 1, "push_during_episodes": True},
     "bridge": {"backend": "bridge", "kl_coef": 1e-3},
+    "R2": {"router_replay": "R2"},
+    "R3": {"router_replay": "R3"},
 }
+SECONDS = 180.0
 OF_THE_MACHINE = frozenset({"environment_share", "prompt_tokens_cached", "metrics"})
 """What depends on times and on what an engine has served; ``metrics`` are those of a line of samples.jsonl."""
 
@@ -29,6 +41,17 @@ OF_THE_MACHINE = frozenset({"environment_share", "prompt_tokens_cached", "metric
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_task(tmp_path_factory.mktemp("calculator"), "calculator")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts with the task's tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("mixture"), bpe_tokenizer()
+    write_tiny(
+        "qwen3_moe", folder, vocab_size=len(tokenizer), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +89,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.shows(
-    "episodes: PPO with a reference, LoRA with pushes in mid-episode, and the bridge with a reference train on what vLLM "
-    "samples"
+    "episodes: PPO with a reference, LoRA with pushes in mid-episode, the bridge with a reference, and a mixture with R2 "
+    "and R3 train on what vLLM samples"
 )
 @pytest.mark.parametrize("name", OPTIONS)
-def test_episodes_train_with_adapters_critics_and_on_the_bridge(
-    task: Path, session: Session, tmp_path: Path, name: str
+def test_episodes_train_with_adapters_critics_routes_and_on_the_bridge(
+    task: Path, mixture: Path, session: Session, tmp_path: Path, name: str
 ) -> None:
-    config = settings(task, tmp_path / "run", **OPTIONS[name])
+    options = OPTIONS[name] | ({"model": str(mixture)} if name in ("R2", "R3") else {})
+    config = settings(task, tmp_path / "run", **options)
     result = episodes.train(config, session if name == "ppo" else None)
     steps = lines(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 2 and all(step["step_ok"] == 1 for step in steps)
@@ -122,3 +146,38 @@ def test_an_episode_is_shown_by_a_command(task: Path, ray_cluster: None, capsys:
     output = capsys.readouterr().out
     prompt = lines(task / "train.jsonl")[2]["prompt"]
     assert prompt in output and "trained tokens in brackets:" in output and "ended: " in output
+
+
+@pytest.mark.shows("episodes: Ctrl-C in the middle of steps that hang ends a run after every environment has been closed")
+def test_ctrl_c_closes_every_environment(task: Path, tmp_path: Path, ray_cluster: None) -> None:
+    log, rows = tmp_path / "log", tmp_path / "rows.jsonl"
+    write_jsonl(rows, [{"log": str(log)}] * 4)
+    log.touch()
+    game = f"{hanging_game.__file__}:HangingGame"
+    options = fields(task, tmp_path / "run", dataset=str(rows), environment=game, max_turns=1)
+    (tmp_path / "options.json").write_text(json.dumps(options))
+    with (tmp_path / "output").open("w") as output:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "examples.episodes", "--config", str(tmp_path / "options.json")],
+            env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            deadline = time.monotonic() + SECONDS
+            while log.read_text().count("stepped") < 16:
+                assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
+                time.sleep(0.1)
+            run.send_signal(signal.SIGINT)
+            time.sleep(1.0)
+            assert run.poll() is None, "the first waits for the step"
+            run.send_signal(signal.SIGINT)
+            assert run.wait(SECONDS) == 130
+        finally:
+            run.kill()
+    told = log.read_text().split()
+    # One more is made when the run begins, for the check of the chat template with its tools; it is closed, never started.
+    assert told.count("opened") == 16 and told.count("closed") == 17
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "interrupted"
