@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -18,6 +19,8 @@ from actors.rollout.vllm.capabilities import REFUSALS
 from benchmarks.family_models import Family, write_small
 from benchmarks.parity_random import is_refusal
 from benchmarks.report import machine
+from benchmarks.sparse_reference import as_transformers_reads
+from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RLBackendError, RuntimeConfig, TokenSequence
 from rl_backend.lab.parity.config import DType
 
@@ -43,7 +46,7 @@ def measure_push(family: Family, folder: Path) -> dict[str, Any]:
     with ray_session(1, 1):
         for dtype in DTYPES:
             try:
-                found[dtype] = push_gaps(directory, dtype)
+                found[dtype] = push_gaps(directory, dtype, corrected=bool(family.corrected))
             except RLBackendError as error:
                 message = str(error).replace(str(directory), "MODEL")
                 found[dtype] = {"refused" if is_refusal(error) else "failed": message}
@@ -60,10 +63,13 @@ def measure_push(family: Family, folder: Path) -> dict[str, Any]:
     }
 
 
-def push_gaps(directory: Path, dtype: DType) -> dict[str, Any]:
+def push_gaps(directory: Path, dtype: DType, *, corrected: bool = False) -> dict[str, Any]:
     """Gaps after a push of the weights of ``directory`` and after one of each step's; the engine starts with others.
 
     In bfloat16 also those of transformers to itself in float32, on the samples of the first push.
+
+    Args:
+        corrected: transformers has to be corrected (:mod:`benchmarks.sparse_reference`).
 
     Raises:
         RLBackendError: the native runtime or vLLM does not serve the model in ``dtype``.
@@ -72,7 +78,7 @@ def push_gaps(directory: Path, dtype: DType) -> dict[str, Any]:
     engine = RolloutConfig(
         model_path=str(directory), device="cpu", dtype=dtype, load_format="dummy", max_model_len=256, kv_cache_gib=0.25
     )
-    vocab_size = _vocab_size(directory)
+    vocab_size = int(read_hf_config(directory)["vocab_size"])
     prompts, data = draw_tokens(LENGTHS, vocab_size, seed=1), draw_tokens((12, 20, 9, 131), vocab_size, seed=2)
     sampling = SamplingConfig(n=SAMPLES_PER_PROMPT, max_new_tokens=NEW_TOKENS)
     gaps: list[list[float]] = []
@@ -95,10 +101,15 @@ def push_gaps(directory: Path, dtype: DType) -> dict[str, Any]:
     found = {"mean_gap": largest, "max_gap": max(map(max, gaps)), "mean_gaps": list(map(mean, gaps))}
     if dtype == "float32":
         return found
-    exact, rounded = (transformers_log_probs(directory, first, kind) for kind in (torch.float32, getattr(torch, dtype)))
+    theirs = directory.with_name("corrected") if corrected else directory
+    with as_transformers_reads(directory, theirs) if corrected else nullcontext():
+        exact, rounded = (
+            transformers_log_probs(theirs, first, kind, "eager" if corrected else None)
+            for kind in (torch.float32, getattr(torch, dtype))
+        )
     own = [float(gap) for one, other in zip(exact, rounded, strict=True) for gap in (one - other).abs()]
-    theirs = {"mean_gap": mean(own), "max_gap": max(own)}
-    return {**found, "transformers_to_float32": theirs, "mean_gap_over_transformers": largest / theirs["mean_gap"]}
+    rounding = {"mean_gap": mean(own), "max_gap": max(own)}
+    return {**found, "transformers_to_float32": rounding, "mean_gap_over_transformers": largest / rounding["mean_gap"]}
 
 
 def is_good(push: Mapping[str, Any]) -> bool:
@@ -146,11 +157,13 @@ def gaps_to(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> list[floa
     ]
 
 
-def transformers_log_probs(directory: Path, samples: Sequence[Sample], dtype: torch.dtype) -> list[Tensor]:
-    """Of the response of each sample, (R,), one at a time."""
+def transformers_log_probs(
+    directory: Path, samples: Sequence[Sample], dtype: torch.dtype, attention: str | None = None
+) -> list[Tensor]:
+    """Of the response of each sample, (R,), one at a time; ``attention`` is what transformers calls an implementation."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention).eval()
     found = []
     for sample in samples:
         row = torch.tensor([*sample.prompt_ids, *sample.response_ids])
@@ -165,9 +178,3 @@ def draw_tokens(lengths: Sequence[int], vocab_size: int, seed: int) -> list[list
     tokens = torch.randint(vocab_size, (sum(lengths),), generator=generator).tolist()
     ends = [sum(lengths[:count]) for count in range(len(lengths) + 1)]
     return [tokens[start:end] for start, end in pairwise(ends)]
-
-
-def _vocab_size(directory: Path) -> int:
-    from transformers import AutoConfig
-
-    return int(AutoConfig.from_pretrained(directory).vocab_size)

@@ -6,7 +6,8 @@ transformers has no class of the former and rotates other features of the latter
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,17 @@ EAGER = ParitySide(runtime=TRANSFORMERS, options={"attn_implementation": "eager"
 """The only attention of transformers' GLM-5 that is causal."""
 
 
+@contextmanager
+def as_transformers_reads(source: Path, folder: Path) -> Iterator[None]:
+    """Makes ``folder`` the model of ``source`` as transformers' GLM-5, which has the right rotations meanwhile."""
+    fields = read_hf_config(source)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(as_glm(fields)))
+    (folder / "model.safetensors").symlink_to(source / "model.safetensors")
+    with corrected_rotations(str(fields["model_type"])):
+        yield
+
+
 def record_corrected(config: ParityConfig, folder: Path) -> SideRecord:
     """Trains on the batch of ``config``.
 
@@ -32,11 +44,8 @@ def record_corrected(config: ParityConfig, folder: Path) -> SideRecord:
     Args:
         folder: for the directory as transformers reads it; is made.
     """
-    source, fields = Path(config.model), read_hf_config(config.model)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(as_glm(fields)))
-    (folder / "model.safetensors").symlink_to(source / "model.safetensors")
-    with corrected_rotations(str(fields["model_type"])):
+    source = Path(config.model)
+    with as_transformers_reads(source, folder):
         rank = record_transformers(config.replace(model=str(folder), reference=EAGER), EAGER)
     stored = HFReader(source).infos.keys()
 

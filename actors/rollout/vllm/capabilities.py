@@ -71,6 +71,14 @@ def _has_other_mla_heads(fields: Fields, config: RolloutConfig) -> bool:
 
 REFUSALS = (
     Refusal(
+        frozenset({"minimax_m2"}),
+        "cpu",
+        "dtypes other than float32",
+        "log-probs in bfloat16 are not numbers, without an error",
+        "use dtype='float32', or engines on a GPU",
+        lambda fields, config: config.dtype != "float32",
+    ),
+    Refusal(
         frozenset({"gpt_oss"}),
         "cpu",
         "dtypes other than bfloat16",

@@ -28,6 +28,7 @@ def write_config(path: Path, model_type: str, **fields: Any) -> str:
 @pytest.mark.parametrize(
     ("model_type", "fields", "dtype", "what"),
     [
+        ("minimax_m2", {}, "bfloat16", "dtypes other than float32"),
         ("gpt_oss", {}, "float32", "dtypes other than bfloat16"),
         ("glm_moe_dsa", MLA, "bfloat16", "sparse attention"),
         ("deepseek_v32", {**MLA, "index_topk": 2047}, "float32", "sparse attention"),
