@@ -39,7 +39,7 @@ DEMOS: dict[str, tuple[str, ...]] = {
     "qwen3_5": ("--model", "qwen3_5"),
     "qwen3_5_moe_R3": ("--model", "qwen3_5_moe", "--router-replay", "R3"),
     "deepseek_v3_R3": ("--model", "deepseek_v3", "--router-replay", "R3", "--steps", "120"),
-    "gpt_oss_R3": ("--model", "gpt_oss", "--router-replay", "R3", "--warm-start-steps", "300"),
+    "gpt_oss_R3": ("--model", "gpt_oss", "--router-replay", "R3", "--steps", "150"),
 }
 """Options of ``examples.demo``, whose ``STEPS`` they may replace."""
 

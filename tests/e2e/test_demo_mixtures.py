@@ -27,8 +27,9 @@ def test_the_demo_learns_its_task_with_sigmoid_routers(model: str, tmp_path: Pat
     assert summary["max_log_prob_gap"] <= 1e-5 and summary["gap_is_rounding"]
 
 
+@pytest.mark.shows("loop: GRPO on gpt-oss in bfloat16 with R3 learns the demo task; the gap is that of rounding")
 def test_the_demo_learns_its_task_in_bfloat16_with_attention_sinks(tmp_path: Path) -> None:
-    summary = run_demo(tmp_path / "demo", *demo_runs.DEMOS["gpt_oss_R3"], "--steps", str(demo_runs.STEPS))
+    summary = run_demo(tmp_path / "demo", *demo_runs.DEMOS["gpt_oss_R3"])
     assert (summary["model"], summary["computed_in"]) == ("gpt_oss", "bfloat16")
     assert summary["accuracy_before"] < LEARNED <= summary["accuracy_after"]
     # More than float32 rounds: the engine did compute in bfloat16.
