@@ -223,3 +223,20 @@ class PackedBatch:
             self.meta,
             self.payload,
         )
+
+
+def require_first_tokens(name: str, recorded: Tensor, num_tokens: int) -> None:
+    """Checks what a rollout recorded of the first tokens of a sequence of ``num_tokens``, in some layers.
+
+    Args:
+        recorded: should be (L, layers, top_k), L <= ``num_tokens``.
+
+    Raises:
+        BatchError: another shape.
+    """
+    if recorded.dim() != 3 or recorded.shape[0] > num_tokens:
+        raise BatchError(
+            f"{name} has shape {tuple(recorded.shape)}; expected (L, layers, top_k) with L at most the sequence's "
+            f"{num_tokens} tokens",
+            name=name,
+        )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_backend.contracts.batch import PackedBatch
+from rl_backend.contracts.batch import PackedBatch, require_first_tokens
 from rl_backend.contracts.errors import BatchError
 
 KEYS = "indexed_keys"
@@ -42,12 +42,7 @@ def key_fields(keys: Tensor, num_tokens: int) -> dict[str, Tensor]:
     Raises:
         BatchError: another shape or type.
     """
-    if keys.dim() != 3 or keys.shape[0] > num_tokens:
-        raise BatchError(
-            f"{KEYS} has shape {tuple(keys.shape)}; expected (L, layers, top_k) with L at most the sequence's {num_tokens} "
-            "tokens",
-            name=KEYS,
-        )
+    require_first_tokens(KEYS, keys, num_tokens)
     _require_integers(keys)
     padded = keys.new_full((num_tokens, *keys.shape[1:]), -1)
     padded[: keys.shape[0]] = keys

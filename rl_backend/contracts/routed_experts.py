@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_backend.contracts.batch import PackedBatch
+from rl_backend.contracts.batch import PackedBatch, require_first_tokens
 from rl_backend.contracts.errors import BatchError
 
 ROUTES = "routed_experts"
@@ -72,12 +72,7 @@ def route_fields(routes: Tensor, num_tokens: int) -> dict[str, Tensor]:
     Raises:
         BatchError: another shape or type.
     """
-    if routes.dim() != 3 or routes.shape[0] > num_tokens:
-        raise BatchError(
-            f"{ROUTES} has shape {tuple(routes.shape)}; expected (L, layers, top_k) with L at most the sequence's "
-            f"{num_tokens} tokens",
-            name=ROUTES,
-        )
+    require_first_tokens(ROUTES, routes, num_tokens)
     # numpy's arrays of more than 256 experts; see route_dtype.
     routes = routes.to(torch.int16) if routes.dtype == torch.uint16 else routes
     _require_integers(routes)
