@@ -61,16 +61,28 @@ LEFT_OUT = {
         "two minutes; the bridge's saves in the background stay, and those that ranks wait for of the native runtime"
     ),
     "tests/e2e/test_demo_pipelines.py::test_the_demo_learns_its_task_in_a_pipeline[bridge]": (
-        "five minutes; the mixture of experts learns in a native pipeline, and engines serve what the bridge's stages train"
+        "five minutes; engines serve what the bridge's stages train, and benchmarks/results/demo_runs.json has this run"
     ),
     "tests/e2e/test_demo_pipelines.py::test_the_demo_learns_its_task_in_a_pipeline[zbv]": (
-        "five minutes; the mixture of experts learns in the same pipeline"
+        "five minutes; benchmarks/results/demo_runs.json has this run"
+    ),
+    "tests/e2e/test_demo_pipelines.py::test_the_demo_learns_its_task_in_a_pipeline[zbv mixture]": (
+        "six minutes; engines serve what stages train in test_train_group_layouts, and results/demo_runs.json has this run"
     ),
     "tests/e2e/test_demo_hybrids.py::test_the_demo_learns_its_task_with_a_recurrent_state[qwen3_5]": (
-        "five minutes; the mixture, which has the same mixers, learns, and benchmarks/results/demo_runs.json has both"
+        "five minutes; engines serve this model in test_qwen3_5_engines, and benchmarks/results/demo_runs.json has this run"
+    ),
+    "tests/e2e/test_demo_hybrids.py::test_the_demo_learns_its_task_with_a_recurrent_state[qwen3_5_moe R3]": (
+        "six minutes; engines serve this model in test_qwen3_5_engines, and benchmarks/results/demo_runs.json has this run"
     ),
     "tests/e2e/test_demo_mixtures.py::test_the_demo_learns_its_task_with_sigmoid_routers[minimax_m2]": (
         "four minutes; GLM-4.5, whose router has a bias too, stays"
+    ),
+    "tests/e2e/test_episode_runs.py::test_episodes_train_with_adapters_critics_routes_and_on_the_bridge[R2]": (
+        "a minute and a half; R3, whose routes come from vLLM, stays"
+    ),
+    "tests/distributed/test_parity_processes.py::test_an_adapter_trains_as_peft_trains_it[--candidate bridge --tp 2]": (
+        "a minute and a half; two native ranks stay, and adapters on the bridge's ranks of tp are in test_lora_tenants"
     ),
     "tests/e2e/test_demo_mixtures.py::test_the_demo_learns_its_task_with_sigmoid_routers[deepseek_v3]": (
         "five minutes; GLM-4.5 stays, and results/demo_runs.json has this run"
