@@ -227,7 +227,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v32": Family(
         "deepseek_v32",
-        # All four layers choose, where GLM-5 has two. Sides part in the 7th step all the same; with 100, in the 12th.
+        # All four layers choose, where GLM-5 has two. On some processors sides part in the 7th step; with 100, in the 12th.
         small={**_SMALL_LATENTS, **_SPARSE, "index_topk": 128},
         without=_NO_HEAD_DIM,
         pushed=_SERVED_AS_DENSE,

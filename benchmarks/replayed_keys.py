@@ -1,0 +1,112 @@
+"""Training on the tokens that transformers' indexers chose, step by step.
+
+Two tokens may be equal to an indexer but for rounding. Sides that choose differently there train other models from then on,
+and say nothing about each other any more. With the choices of one recorded and replayed in the other they must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexer
+
+from rl_backend.algorithm import sft_loss
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import PackedBatch
+from rl_backend.contracts.indexed_keys import KEYS, key_fields
+from rl_backend.data import pack_plan
+from rl_backend.lab.parity.config import ParityConfig, make_sequences, plan_batch
+from rl_backend.lab.parity.differences import Tolerances
+from rl_backend.lab.parity.record import SideRecord
+from rl_backend.runtime import create_runtime
+
+
+@contextmanager
+def kept_choices() -> Iterator[list[Tensor]]:
+    """What every indexer of transformers' GLM-5 chooses meanwhile, in the order of their calls.
+
+    Each is (tokens, keys) places in the sequence, those behind a token included where it sees fewer.
+    """
+    kept: list[Tensor] = []
+    original = GlmMoeDsaIndexer.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        chosen: Tensor = original(self, *args, **kwargs)
+        kept.append(chosen[0])
+        return chosen
+
+    GlmMoeDsaIndexer.forward = forward  # type: ignore[method-assign]
+    try:
+        yield kept
+    finally:
+        GlmMoeDsaIndexer.forward = original  # type: ignore[method-assign]
+
+
+def compare_on_choices(config: ParityConfig, reference: SideRecord, chosen: Sequence[Tensor]) -> dict[str, Any]:
+    """Largest relative differences from ``reference`` in all steps, with its choices.
+
+    Args:
+        config: with the native runtime on one rank as candidate.
+        chosen: of every indexer, as sequences pass through one by one, once before the first step and in each step.
+
+    Returns:
+        ``max_loss_rel_diff``, ``max_grad_norm_rel_diff``, and the first ``step`` over the tolerances, or None.
+    """
+    steps = list(_train_on(config, chosen))
+    tolerances = Tolerances.of(config.dtype)
+    differences = [
+        (abs(loss - right) / abs(right), abs(norm - right_norm) / right_norm)
+        for (loss, norm), right, right_norm in zip(steps, reference.losses, reference.grad_norms, strict=True)
+    ]
+    over = [
+        step
+        for step, found in enumerate(differences)
+        if not all(amount <= most for amount, most in zip(found, tolerances.at_step(step), strict=True))
+    ]
+    return {
+        "max_loss_rel_diff": max(loss for loss, _ in differences),
+        "max_grad_norm_rel_diff": max(norm for _, norm in differences),
+        "step": over[0] + 1 if over else None,
+    }
+
+
+def _train_on(config: ParityConfig, chosen: Sequence[Tensor]) -> Iterator[tuple[float, float]]:
+    """Loss and gradient norm of each step, in this process."""
+    torch.set_num_threads(config.threads)
+    fields = read_hf_config(config.model)
+    runtime = create_runtime(config.runtime_config(config.candidate))
+    try:
+        handle = runtime.build_model()
+        (batches,) = pack_plan(make_sequences(config, fields), plan_batch(config, 1))
+        # In each step, and before the first one for the activations.
+        passes = (config.steps + 1) * sum(batch.num_sequences for batch in batches)
+        layers, rest = divmod(len(chosen), passes)
+        assert layers > rest == 0, "every indexer chooses in every pass"
+        calls = iter(chosen[len(chosen) // (config.steps + 1) :])
+        for _ in range(config.steps):
+            replayed = [_with_keys(batch, calls, layers, int(fields["index_topk"])) for batch in batches]
+            with runtime.train_mode(handle):
+                runtime.zero_grad(handle)
+                loss = runtime.forward_backward(handle, replayed, sft_loss).loss
+            yield loss, runtime.optimizer_step(handle).grad_norm
+            runtime.lr_scheduler_step(handle)
+    finally:
+        runtime.close()
+
+
+def _with_keys(batch: PackedBatch, calls: Iterator[Tensor], layers: int, top_k: int) -> PackedBatch:
+    """The batch with the next choices."""
+    keys = [torch.stack([_keys(next(calls), top_k) for _ in range(layers)], 1) for _ in range(batch.num_sequences)]
+    whole = torch.cat([key_fields(each, len(each))[KEYS] for each in keys])
+    return replace(batch, token_fields={**batch.token_fields, KEYS: whole})
+
+
+def _keys(chosen: Tensor, top_k: int) -> Tensor:
+    """(tokens, keys) places -> (tokens, top_k), those that a token sees first, and -1 behind."""
+    seen = chosen.where(chosen <= torch.arange(len(chosen))[:, None], -1).sort(-1, descending=True).values
+    return torch.nn.functional.pad(seen, (0, top_k - seen.shape[1]), value=-1)
