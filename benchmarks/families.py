@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,28 +36,32 @@ from benchmarks.report import machine, read_result, require_sleeping_threads, up
 from benchmarks.train_speed import measure_workload, runtime_step, transformers_step, workloads
 from rl_backend.lab.parity.text import LEAST_LOSS_FALL
 from rl_backend.lab.text import finite
+from tests.support.sparse_models import corrected_rotations
 
 RESULT = "families"
 RUNS, THREADS = 5, 2
 
 
 def measure_speed(family: Family, folder: Path, runs: int, threads: int) -> dict[str, Any]:
-    """Medians of interleaved steps of both, and what transformers chose by default."""
+    """Medians of interleaved steps of both, and what transformers computed with."""
     torch.set_num_threads(threads)
     facts = machine()
     directory = write_timed(family, folder / "model")
-    steps = {"native": runtime_step(directory, "native"), "transformers": transformers_step(directory)}
+    # Of GLM-5's attentions in transformers this one alone is causal.
+    options = {"attn_implementation": "eager"} if family.corrected else {}
     fields = family.settings("timed")
-    results = {
-        name: measure_workload(name, lengths, steps, runs, fields["vocab_size"])
-        for name, lengths in workloads(seed=0).items()
-    }
+    with corrected_rotations(family.model_type) if family.corrected else nullcontext():
+        steps = {"native": runtime_step(directory, "native"), "transformers": transformers_step(directory, **options)}
+        results = {
+            name: measure_workload(name, lengths, steps, runs, fields["vocab_size"])
+            for name, lengths in workloads(seed=0).items()
+        }
     return {
         "native_over_transformers": {name: result.pop("ratios")["transformers"] for name, result in results.items()},
         "workloads": results,
         "runs": runs,
         "dtype": "float32",
-        "transformers_implementations": implementations(directory),
+        "transformers_implementations": {**implementations(directory), **options},
         "model": {"model_type": family.model_type, **fields},
         "machine": facts,
     }
@@ -131,7 +136,7 @@ def main() -> int:
             if part == "loads" and not has_biases(FAMILIES[name]):
                 continue
             if part == "speed" and name in WITHOUT_SPEED:
-                print(f"{name} speed: not measured, transformers is {FAMILIES[name].corrected}", flush=True)
+                print(f"{name} speed: not measured, {FAMILIES[name].corrected}", flush=True)
                 continue
             started = time.perf_counter()
             with tempfile.TemporaryDirectory(prefix="rl-backend-family-") as folder:

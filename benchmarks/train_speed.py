@@ -95,11 +95,15 @@ def next_token_loss(
     return -model_output.log_probs.sum() / data.meta["batch_num_tokens"], {}
 
 
-def transformers_step(model_dir: Path, device: str = "cpu", dtype: str = "float32") -> Step:
-    """A step as transformers' Trainer makes it: padded micro-batches, clipping, fused AdamW."""
+def transformers_step(model_dir: Path, device: str = "cpu", dtype: str = "float32", **options: str) -> Step:
+    """A step as transformers' Trainer makes it: padded micro-batches, clipping, fused AdamW.
+
+    Args:
+        options: of ``from_pretrained``.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device).train()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, **options).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def step(sequences: Sequence[Sequence[Tensor]]) -> float:
