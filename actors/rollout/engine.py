@@ -108,8 +108,8 @@ class RolloutEngine(TurnServer):
 
         Raises:
             EngineDirtyError: a weight update failed after its first load.
-            RolloutError: an update is in progress, the engine sleeps, no weights have been pushed yet, or vLLM returned no
-                routes where they are asked for.
+            RolloutError: an update is in progress, the engine sleeps, no weights have been pushed yet, vLLM returned no
+                routes where they are asked for, or a log-prob is not a number.
             WeightVersionError: the weights are older than ``require_version``.
         """
         self._check_serving()
@@ -119,7 +119,7 @@ class RolloutEngine(TurnServer):
         versions = [self._version if adapter is None else adapter.version for adapter in chosen]
         with _observed(self._engine, max(versions, default=self._version), requests) as report:
             answers = self._sample(requests, sampling, chosen)
-            responses = [[Response.of(each.completion.output) for each in answer] for answer in answers]
+            responses = [[Response.of(each.completion.output, self._name) for each in answer] for answer in answers]
             routes = self._routes(requests, answers)
             report(responses)
         return Generated(versions, responses, routes)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
 from actors.rollout.config import SamplingConfig
 from actors.rollout.sample import ExpertIds, VersionSpan
+from rl_backend.contracts import RolloutError
 
 type EngineState = Literal["serving", "paused", "dirty", "asleep"]
 
@@ -106,10 +108,24 @@ class Response:
     finish_reason: Literal["stop", "length"]
 
     @classmethod
-    def of(cls, completion: Any) -> Self:
-        """From vLLM's ``CompletionOutput``."""
+    def of(cls, completion: Any, engine: str) -> Self:
+        """From vLLM's ``CompletionOutput``.
+
+        Args:
+            engine: for messages.
+
+        Raises:
+            RolloutError: a log-prob is NaN or infinite, which that of a sampled token cannot be.
+        """
         flat = completion.logprobs
         log_probs = [] if flat is None else [flat.logprobs[start] for start in flat.start_indices]
+        if not all(map(math.isfinite, log_probs)):
+            place = next(place for place, value in enumerate(log_probs) if not math.isfinite(value))
+            raise RolloutError(
+                f"{engine}: response token {place} was sampled with log-prob {log_probs[place]}: the engine computes wrong "
+                "numbers. Where the weights are right, its kernels for this model are wrong in this dtype; try another one",
+                engine=engine,
+            )
         return cls(list(completion.token_ids), log_probs, "stop" if completion.finish_reason == "stop" else "length")
 
 

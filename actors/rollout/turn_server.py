@@ -104,7 +104,7 @@ class TurnServer(AdapterReceiver):
         output, cached = finished.completion
         if output is None:
             return TurnAnswer([], [], "abort", (), 0, None)
-        response = Response.of(output)
+        response = Response.of(output, self._name)
         engine, prompt = str(self._engine), turn.request.prompt_ids
         prometheus.count("rl_backend_rollout_responses_total", 1, engine=engine)
         prometheus.count("rl_backend_rollout_tokens_total", len(response.token_ids), engine=engine)
