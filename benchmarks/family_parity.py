@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from benchmarks.family_models import Family, write_small
 from benchmarks.parity import STEPS, Pair, Recorder, Side, in_words, make_folder
@@ -40,7 +42,8 @@ def measure_parity(family: Family, folder: Path) -> dict[str, Any]:
     """
     corrected = record_corrected if family.corrected else None
     recorder = Recorder(write_small(family, folder / "model"), "float32", make_folder(folder / "sides"), LENGTHS, corrected)
-    with kept_choices() if family.corrected else nullcontext([]) as chosen:
+    keeping: AbstractContextManager[list[Tensor]] = kept_choices() if family.corrected else nullcontext([])
+    with keeping as chosen:
         theirs = recorder.record(TRANSFORMERS)
     cells: dict[str, dict[str, Any]] = {}
     for name, (reference, candidate) in PAIRS.items():

@@ -40,11 +40,11 @@ def kept_choices() -> Iterator[list[Tensor]]:
         kept.append(chosen[0])
         return chosen
 
-    GlmMoeDsaIndexer.forward = forward  # type: ignore[method-assign]
+    GlmMoeDsaIndexer.forward = forward
     try:
         yield kept
     finally:
-        GlmMoeDsaIndexer.forward = original  # type: ignore[method-assign]
+        GlmMoeDsaIndexer.forward = original
 
 
 def compare_on_choices(config: ParityConfig, reference: SideRecord, chosen: Sequence[Tensor]) -> dict[str, Any]:
