@@ -186,6 +186,8 @@ def train(config: EpisodesConfig, session: Session | None = None, on_step: OnSte
             run.push()
             run.end_step(batch.metrics | values | update_metrics(updates))
         run.save_model(policy)
+        if critic:
+            run.save_model(critic, "critic")
         return run.finish()
 
 

@@ -117,7 +117,7 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
 
     Raises:
         RunFinishedError: nothing is left to do for any user.
-        Whatever ends the run of a user, after the others have finished.
+        Whatever ends the run of a user, after the others have finished; of several, the first, with notes of the others.
     """
     users = {name: user for name, user in config.each().items() if has_steps_left(name, user)}
     if not users:
@@ -135,8 +135,11 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
             stop.ask("Ctrl-C")  # the second one: every user still ends with its step
             raise
     write_report(config.run_dir)
-    for name, error in errors.items():
+    if errors:
+        (name, error), *others = errors.items()
         error.add_note(f"this ended the run of user {name!r}")
+        for other, its_error in others:
+            error.add_note(f"the run of user {other!r} ended too: {type(its_error).__name__}: {its_error}")
         raise error
     return {name: run.result() for name, run in runs.items()}
 

@@ -58,7 +58,7 @@ class RolloutConfig(BaseConfig):
     """One or more equal vLLM engines.
 
     Attributes:
-        model_path: local Hugging Face directory.
+        model_path: local Hugging Face directory; commands also take a name on the Hub.
         num_engines: engines, each a Ray actor.
         device: ``cpu`` or ``cuda``; ``auto`` takes CUDA when the Ray cluster has a GPU.
         dtype: dtype of weights and activations, and of the weights that a push sends.
@@ -240,11 +240,14 @@ _SAMPLES = HasEffect(
 class SamplingConfig(BaseConfig):
     """How responses are sampled.
 
+    Engines have no end-of-text token of their own: what ends a response is in ``stop_token_ids`` and ``stop_strings``. The
+    latter need ``RolloutConfig.load_tokenizer``. A run gives engines the model's end-of-text tokens and its tokenizer.
+
     Attributes:
         n: responses of each prompt.
-        temperature: 0 takes the likeliest token. Log-probs are of the distribution that was sampled from: logits divided by
-            the temperature, over the tokens that ``min_p``, ``top_k`` and ``top_p`` keep; at temperature 0, of the plain
-            softmax. Training computes its log-probs over all tokens, at the same temperature.
+        temperature: 0 takes the likeliest token, and is no temperature to train at. Log-probs are of the distribution that
+            was sampled from: logits divided by it, over the tokens that ``min_p``, ``top_k`` and ``top_p`` keep; at
+            temperature 0, of the plain softmax. Training computes its log-probs over all tokens, at the same temperature.
         top_p: nucleus sampling: keeps the likeliest tokens that together have this probability; 1 keeps all.
         top_k: keeps so many of the likeliest tokens; 0 keeps all.
         min_p: keeps tokens that are at least this share as probable as the likeliest; 0 keeps all.
@@ -252,8 +255,7 @@ class SamplingConfig(BaseConfig):
         stop_token_ids: a response ends with the first of them, which belongs to it.
         stop_strings: a response ends with the token that completes the first of them in its text, special tokens included.
             All its tokens belong to it, as they were sampled, and no end-of-text token follows: a policy that is trained on
-            it learns to write the string. Engines need ``RolloutConfig.load_tokenizer``. Nothing else ends a response early:
-            engines have no end-of-text token of their own.
+            it learns to write the string.
         log_probs: return the log-prob of every response token.
     """
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
+import ray
 from ray import cloudpickle
 
 from actors.cluster.meeting import meeting_address
@@ -13,6 +15,8 @@ from actors.train.ranks import GroupMembers, TrainRanks
 from actors.train.worker import TrainActor
 from rl_backend.contracts import ConfigError, RuntimeConfig
 from rl_backend.runtime import check_config
+
+logger = logging.getLogger(__name__)
 
 
 def start_ranks(
@@ -39,6 +43,7 @@ def start_ranks(
         name=name,
         timeout=placement_timeout,
     )
+    _warn_of_idle_gpus(config, name, gpus_per_rank)
     try:
         return _start(config, placed, group_id, name, cores_per_rank, gpus_per_rank, failure_grace, start_timeout)
     except BaseException:
@@ -89,6 +94,18 @@ def _start(
         ranks.end()
         raise
     return ranks
+
+
+def _warn_of_idle_gpus(config: RuntimeConfig, name: str, gpus_per_rank: float) -> None:
+    if getattr(config.backend_cfg, "device", "auto") != "auto" or gpus_per_rank:
+        return
+    if count := int(ray.cluster_resources().get("GPU", 0)):
+        logger.warning(
+            "%s trains on CPUs although the cluster has %d GPUs: a rank takes none unless gpus_per_rank says so. Use "
+            "gpus_per_rank=1, or device='cpu' in the configuration",
+            name,
+            count,
+        )
 
 
 def _check_device(config: RuntimeConfig, gpus_per_rank: float) -> None:

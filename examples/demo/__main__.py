@@ -150,7 +150,7 @@ def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path, sessio
     if config.algorithm == "grpo":
         return grpo.train(grpo.GRPOConfig(**settings), session)
     recipe = json.loads((RECIPES / f"{config.algorithm}.json").read_text())
-    # A second update is off-policy, and only there do the clipped ratios of the recipes differ.
+    # Accuracies of recipes are compared with two updates each.
     return grpo.train(grpo.GRPOConfig(**{**settings, **recipe, "updates_per_step": 2}), session)
 
 

@@ -230,7 +230,7 @@ class RuntimeConfig(BaseConfig):
         plugins: modules imported before the rest is read, in every process that builds the runtime; they call
             ``register_model`` and ``register_runtime``. Text has commas between them.
         backend: name of a registered runtime.
-        hf_path: local Hugging Face directory with ``config.json`` and safetensors.
+        hf_path: local Hugging Face directory with ``config.json`` and safetensors; commands also take a name on the Hub.
         seed: seeds every random generator of the runtime.
         max_tokens_per_micro_batch: largest number of tokens in one micro-batch.
         backend_cfg: the runtime's own options; their type is the one registered for ``backend``.

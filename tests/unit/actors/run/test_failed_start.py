@@ -95,6 +95,26 @@ def test_users_who_have_finished_start_nothing(
         tenants.train(config.replace(users={"ann": {"lr": 0.1}}))
 
 
+@pytest.mark.shows("runs: where the runs of several users end, the error has all of them")
+def test_all_users_whose_runs_ended_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(name: str, *_: Any) -> None:
+        if name != "ann":
+            raise RLBackendError(f"no prompts for {name}")
+
+    monkeypatch.setattr(tenants, "has_steps_left", lambda *_: True)
+    monkeypatch.setattr(tenants, "train_user", fails)
+    monkeypatch.setattr(tenants, "write_report", lambda _: None)
+    files = {"model": f"{tmp_path}/m", "dataset": f"{tmp_path}/train.jsonl", "reward": f"{tmp_path}/reward.py:score"}
+    config = tenants.TenantsConfig(**files, steps=3, run_dir=str(tmp_path), users={"ann": {}, "bob": {}, "eve": {}})  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        run_command(lambda: tenants.train(config, object()) and None)  # type: ignore[arg-type]
+    said = "no prompts for bob; this ended the run of user 'bob'"
+    said += "; the run of user 'eve' ended too: RLBackendError: no prompts for eve"
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
 def test_a_dead_engine_is_said_with_what_a_user_of_a_command_can_do(capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> None:
         raise EngineDeadError("engine 0 is dead: its process ended; restart it")
