@@ -40,7 +40,8 @@ def minimax_m2(config: HFConfig) -> DecoderSpec:
     if kinds is not None and (not isinstance(kinds, list) or any(kind != 1 for kind in kinds)):
         config.refuse("attn_type_list", kinds, "only 1, softmax attention, is implemented")
     windows = full_attention(config)
-    router = replace(read_router(config, normalise=True), score="sigmoid", expert_bias=True, rounded_logits=True)
+    # Logits in float32, as vLLM and Megatron compute them; transformers rounds them.
+    router = replace(read_router(config, normalise=True), score="sigmoid", expert_bias=True)
     names = ExpertNames("block_sparse_moe", "w1", "w3", "w2", "e_score_correction_bias")
     mixture = MoESpec(router, config.positive_int("intermediate_size"), names)
     decoder = read_decoder(

@@ -200,12 +200,17 @@ def _with_enough_columns(x: Tensor) -> Tensor:
     return F.pad(x, (0, missing)) if missing > 0 else x
 
 
-def padded_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """``x @ matrix``, with zeros below ``x`` where there are fewer than :data:`ENOUGH_ROWS`, and beside a narrow matrix."""
+def padded_product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ matrix``, with zeros below ``x`` where there are fewer than :data:`ENOUGH_ROWS`, and beside a narrow matrix.
+
+    Args:
+        bias: (columns,), added before anything is rounded.
+    """
     rows, columns = x.shape[0], matrix.shape[1]
     if rows < ENOUGH_ROWS:
         x = F.pad(x, (0, 0, 0, ENOUGH_ROWS - rows))
-    product = x @ _with_enough_columns(matrix)
+    padded = _with_enough_columns(matrix)
+    product = x @ padded if bias is None else torch.addmm(_with_enough_columns(bias), x, padded)
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 

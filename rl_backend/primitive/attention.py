@@ -72,7 +72,9 @@ def packed_attention(
         (N, heads, value_dim)
     """
     if query.is_meta:
-        on_meta: Tensor = _MetaAttention.apply(query, key, value, sinks)
+        longest, seen = min(max(segments.query_lens), _WINDOWED_BLOCK), max(segments.key_lens)
+        seen = seen if window is None else min(seen, window + _WINDOWED_BLOCK)
+        on_meta: Tensor = _MetaAttention.apply(query, key, value, sinks, longest * (seen + 1))
         return on_meta
     if window is not None and window >= max(segments.key_lens):
         window = None
@@ -183,6 +185,7 @@ def windowed_attention(
 
     Arguments as in :func:`~rl_backend.primitive.attention.packed_attention`. Each block of queries is multiplied with the
     keys that some of its queries see, so that work and memory grow with the window and not with the square of the length.
+    Without sinks the masks of the blocks, a byte for each query and key, are kept for the backward pass.
     """
     heads = query.shape[1]
     if query.is_cuda and key.shape[1] != heads:
@@ -195,11 +198,12 @@ def windowed_attention(
             stop, first = min(start + _WINDOWED_BLOCK, keys), max(0, start - window + 1)
             q = _batched(query[query_origin : query_origin + stop - start], stop - start)
             k, v = (_batched(x[key_origin + first : key_origin + stop], stop - first) for x in (key, value))
-            mask = _visible(start, stop, first, window, query.device)
-            if sinks is not None:
-                k, v, mask = _with_sinks(k, v, mask, sinks.to(query.dtype))
-            gqa = key.shape[1] != heads
-            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa))
+            if sinks is None:
+                mask = _visible(start, stop, first, window, query.device)
+                attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=key.shape[1] != heads)
+            else:
+                attended = _SinkAttention.apply(q, k, v, sinks, range(start, stop), range(first, stop), window)
+            outputs.append(attended)
             query_origin += stop - start
         key_origin += keys
     return torch.cat([rows.squeeze(0).transpose(0, 1) for rows in outputs])
@@ -217,34 +221,59 @@ def _visible(start: int, stop: int, first: int, window: int, device: torch.devic
     return (distance >= 0) & (distance < window)
 
 
-def _with_sinks(key: Tensor, value: Tensor, visible: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values with one more, of zeros, and what to add to the scores: the sinks for that key.
+def _block_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, queries: range, keys: range, window: int
+) -> Tensor:
+    """One key more, of zeros, whose score is the sink of each head."""
+    visible = _visible(queries.start, queries.stop, keys.start, window, query.device)
+    heads, dtype = query.shape[1], query.dtype
+    hidden = torch.zeros(visible.shape, dtype=dtype, device=query.device).masked_fill_(~visible, -torch.inf)
+    of_sinks = sinks.to(dtype)[:, None, None].expand(-1, len(queries), 1)
+    added = torch.cat((hidden.expand(heads, -1, -1), of_sinks), dim=-1)
+    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+    return F.scaled_dot_product_attention(query, k, v, attn_mask=added[None], enable_gqa=key.shape[1] != heads)
 
-    Args:
-        key, value: (1, kv_heads, keys, head_dim).
-        visible: (queries, keys).
-        sinks: (heads,).
+
+class _SinkAttention(torch.autograd.Function):
+    """(1, heads, queries, value_dim) of one block. Scores to add, which have a gradient, are as many as queries times keys
+    times heads: SDPA would keep them, and here they are computed again.
     """
-    hidden = torch.zeros(visible.shape, dtype=sinks.dtype, device=sinks.device).masked_fill_(~visible, -torch.inf)
-    queries, heads = visible.shape[0], sinks.shape[0]
-    added = torch.cat((hidden.expand(heads, -1, -1), sinks[:, None, None].expand(-1, queries, 1)), dim=-1)
-    return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), added[None]
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, queries: range, keys: range, window: int
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, sinks)
+        ctx.block = queries, keys, window
+        return _block_with_sinks(query, key, value, sinks, *ctx.block)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            attended = _block_with_sinks(*inputs, *ctx.block)
+        return (*torch.autograd.grad(attended, inputs, grad), None, None, None)
 
 
 class _MetaAttention(torch.autograd.Function):
     """Keeps its inputs, its output and a float32 log-sum-exp per query and head, as flash attention (Dao et al., arXiv
-    2205.14135) and :func:`~rl_backend.primitive.blocked_attention.blocked_attention` do.
+    2205.14135) and :func:`~rl_backend.primitive.blocked_attention.blocked_attention` do. With sinks it needs the scores to
+    add of a block meanwhile, and in the backward pass their gradients too.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, block: int) -> Tensor:
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         ctx.save_for_backward(query, key, value, sinks, out, query.new_empty(query.shape[:2], dtype=torch.float32))
+        ctx.block = 0 if sinks is None else query.shape[1] * block
+        query.new_empty(ctx.block)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, *_ = ctx.saved_tensors
+        query.new_empty(2 * ctx.block)
         of_sinks = None if sinks is None else torch.empty_like(sinks)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sinks
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sinks, None

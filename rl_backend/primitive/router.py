@@ -30,7 +30,8 @@ class RouterSettings:
         scaling_factor: what the weights are multiplied by at the end.
         expert_bias: add a bias to the scores in the choice, and only there (Wang et al., arXiv 2408.15664). It is no
             trained parameter; see :func:`rl_backend.primitive.expert_use.expert_bias_step`.
-        rounded_logits: compute the logits in the dtype of the tokens, and only what follows in float32.
+        rounded_logits: compute the logits in the dtype of the tokens, and only what follows in float32. Engines that do so
+            choose other experts for some tokens than those that do not.
         bias: the logits have a bias, which is trained.
         groups: of neighbouring experts; 1 for a choice among all of them.
         chosen_groups: groups whose experts a token may be sent to: those with the highest sums of their two highest scores
@@ -122,8 +123,8 @@ class Router(nn.Module):
         """
         dtype = torch.promote_types(x.dtype, torch.float32)
         factors = x.dtype if self.settings.rounded_logits else dtype
-        logits = padded_product(x.to(factors), self.weight.to(factors).t())
-        logits = (logits if self.bias is None else logits + self.bias.to(factors)).to(dtype)
+        bias = None if self.bias is None else self.bias.to(factors)
+        logits = padded_product(x.to(factors), self.weight.to(factors).t(), bias).to(dtype)
         chosen = choose_experts(logits, self.settings, self.expert_bias)
         experts = chosen if experts is None else torch.where(experts < 0, chosen, experts)
         return Routing(experts, expert_weights(logits, experts, self.settings), logits)

@@ -134,6 +134,7 @@ def test_a_published_minimax_m2_is_read_with_its_rotary_features() -> None:
     assert mixer.joint_qk_norm and not mixer.qkv_bias
     router = mixture.router
     assert (router.score, router.expert_bias, router.normalise, router.scaling_factor) == ("sigmoid", True, True, 1.0)
+    assert not router.rounded_logits, "engines compute them in float32"
     names = decoder.weight_names("log_probs")
     assert names["layers.61.mlp.gate.expert_bias.values"] == "model.layers.61.block_sparse_moe.e_score_correction_bias"
     assert blocks(parse("MiniMax-M2", head_dim=44, rotary_dim=30))[0].rotary.head_dim == 30

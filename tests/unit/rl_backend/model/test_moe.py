@@ -81,6 +81,16 @@ def test_a_router_of_bfloat16_weights_computes_in_float32() -> None:
     torch.testing.assert_close(routing.logits, x.float() @ router.weight.float().t())
 
 
+def test_rounded_logits_are_rounded_once() -> None:
+    torch.manual_seed(0)
+    router = Router(64, RouterSettings(32, 4, bias=True, rounded_logits=True)).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    x = torch.randn(500, 64, dtype=torch.bfloat16)
+    assert torch.equal(router(x).logits, torch.nn.functional.linear(x, router.weight, router.bias).float())
+
+
 @pytest.mark.parametrize("function", [_GroupByGroup, _GroupedMatmul], ids=["group by group", "grouped matmul"])
 def test_grouped_products_equal_products_of_each_group_and_empty_groups_have_zero_gradients(function: type) -> None:
     counts = torch.tensor([0, 3, 0, 0, 5, 0])

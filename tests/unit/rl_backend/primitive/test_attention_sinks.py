@@ -85,3 +85,39 @@ def test_a_plan_knows_what_sinks_keep() -> None:
     query, key, value, sinks = (x.detach().to("meta").requires_grad_() for x in (*make_qkv(6, 2, lengths), make_sinks()))
     packed_attention(query, key, value, segments_of(lengths), None, sinks).sum().backward()
     assert sinks.grad is not None and sinks.grad.shape == sinks.shape
+
+
+@pytest.mark.shows("model: memory of attention sinks in bfloat16 grows with the length and not with its square")
+@pytest.mark.parametrize("window", [None, 128])
+def test_what_is_kept_for_the_backward_pass_grows_with_the_length(window: int | None) -> None:
+    def kept(length: int) -> int:
+        qkv, sinks = make_qkv(HEADS, KV_HEADS, Lengths((length,), (length,)), torch.bfloat16), make_sinks(torch.bfloat16)
+        storages: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            packed_attention(*qkv, segments_of(Lengths((length,), (length,))), window, sinks)
+        return sum(storages.values())
+
+    assert kept(2048) <= 2.2 * kept(1024)
+
+
+def test_a_planned_pass_counts_the_scores_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    new_empty = Tensor.new_empty
+
+    def counted(self: Tensor, *size: object, **options: object) -> Tensor:
+        made.append(new_empty(self, *size, **options).numel())  # type: ignore[arg-type]
+        return new_empty(self, *size, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tensor, "new_empty", counted)
+    lengths = Lengths((700, 9), (700, 9))
+    qkv = tuple(x.detach().to("meta").requires_grad_() for x in make_qkv(HEADS, KV_HEADS, lengths, torch.bfloat16))
+    sinks = make_sinks(torch.bfloat16).detach().to("meta").requires_grad_()
+    for window, keys in ((None, 700), (100, 612)):
+        made.clear()
+        packed_attention(*qkv, segments_of(lengths), window, sinks).sum().backward()
+        assert HEADS * 512 * (keys + 1) in made and 2 * HEADS * 512 * (keys + 1) in made
