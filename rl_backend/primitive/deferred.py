@@ -56,9 +56,12 @@ def weight_gradient(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | N
 
 
 def put_off_in_linear_layers(module: nn.Module) -> None:
-    """Lets the gradients of the weights of all ``nn.Linear`` in ``module`` be put off. Replaces their ``forward``."""
+    """Lets the gradients of the weights of all ``nn.Linear`` in ``module`` be put off. Replaces their ``forward``.
+
+    Subclasses that compute something else are left alone.
+    """
     for layer in module.modules():
-        if isinstance(layer, nn.Linear):
+        if getattr(type(layer), "forward", None) is nn.Linear.forward:
             setattr(layer, "forward", partial(_linear, layer))  # noqa: B010 - a method
 
 

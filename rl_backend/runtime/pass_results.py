@@ -8,7 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from rl_backend.contracts import BatchError, ForwardResult, Metric, MetricValue, ModelOutput, PackedBatch, merge_metrics
+from rl_backend.contracts import (
+    BatchError,
+    ForwardResult,
+    Metric,
+    MetricValue,
+    ModelOutput,
+    PackedBatch,
+    UnsupportedError,
+    merge_metrics,
+)
 from rl_backend.runtime.engine import PassRequest
 
 
@@ -34,7 +43,15 @@ class PassResults:
 
         Raises:
             BatchError: what the loss returned is not a 0-d tensor with a gradient.
+            UnsupportedError: the model gave something else than a number for each token.
         """
+        for name, value in output._asdict().items():
+            if value is not None and value.shape != batch.input_ids.shape:
+                # Losses would spread it over the tokens in silence.
+                found, expected = tuple(value.shape), tuple(batch.input_ids.shape)
+                raise UnsupportedError(
+                    f"the model returned {name} of shape {found} for micro-batch {index}; expected {expected}"
+                )
         if self.keeps_outputs:
             self._outputs[index] = {name: value.detach() for name, value in output._asdict().items() if value is not None}
         if self.request.loss_fn is None:

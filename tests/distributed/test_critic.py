@@ -37,14 +37,26 @@ def test_gradients_and_values_are_those_of_one_rank(
             torch.testing.assert_close(row, values[index], atol=1e-5, rtol=0)
 
 
+@pytest.mark.shows("critic: values and gradients of every layout and of schedules that split backward equal one rank's")
 @pytest.mark.parametrize(
-    "layout", [{"tp": 2, "cp": 2}, {"tp": 4}, {"pp": 2, "tp": 2}, {"pp": 2, "vpp": 2}], ids=lambda layout: str(layout)
+    ("layout", "schedule"),
+    [
+        ({"tp": 2, "cp": 2}, None),
+        ({"tp": 4}, None),
+        ({"pp": 2, "tp": 2}, None),
+        ({"pp": 2, "vpp": 2}, None),
+        *(({"pp": 2}, schedule) for schedule in ("zb-h1", "zb-h2")),
+        *(({"pp": 2, "vpp": 2}, schedule) for schedule in ("zbv", "dualpipev")),
+    ],
+    ids=str,
 )
-def test_a_critic_trains_in_every_layout_as_on_one_rank(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_a_critic_trains_in_every_layout_as_on_one_rank(
+    ranks: RankPool, tmp_path: Path, layout: dict[str, int], schedule: str | None
+) -> None:
     policy = write_tiny("qwen3", tmp_path / "policy", num_hidden_layers=4)
     path = str(write_critic(tmp_path / "critic", policy))
     ((expected, values),) = ranks.run(critic_layout_job, path, {}, world_size=1)
-    results = ranks.run(critic_layout_job, path, layout, world_size=4)
+    results = ranks.run(critic_layout_job, path, layout, schedule, world_size=4)
     found: dict[int, torch.Tensor] = {}
     for gradients, rows in results:
         assert_near(gradients, expected)

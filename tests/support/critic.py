@@ -57,9 +57,12 @@ def critic_job(model: str, split: list[Split], settings: dict[str, Any]) -> tupl
         return gradients(handle), [value.clone() for value in result.output("values")]
 
 
-def critic_layout_job(model: str, layout: dict[str, int]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+def critic_layout_job(
+    model: str, layout: dict[str, int], schedule: str | None = None
+) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
     """Whole gradients of a critic in a layout, and the values by sequence on the ranks that have them."""
-    with open_runtime(model, parallel=layout) as runtime:
+    options = {"pipeline_schedule": schedule} if schedule else {}
+    with open_runtime(model, parallel=layout, **options) as runtime:
         handle = runtime.build_model(head="values")
         mine = deal([[0, 1], [2, 3], [4, 5], [6, 7]], handle.data_parallel_size)[handle.data_parallel_rank]
         batches = micro_batches(mine, dp_size=handle.data_parallel_size)
