@@ -11,6 +11,10 @@ from rl_backend.lora.modules import AdaptedModule
 from rl_backend.parallel.collectives import sum_over
 from rl_backend.primitive.adapter_runs import SumOverRanks
 
+COUPLES = "gradients of a tenant would depend on tokens of the others"
+TRAINS_BASE = "it trains a part of the base, which stands still beside tenants"
+"""Why a setting is refused beside tenants."""
+
 
 class SumGroups(NamedTuple):
     """Ranks over which a gradient is added up: those with parts of it (None for this rank alone), and those with other
@@ -29,8 +33,7 @@ class Adaptable:
         kinds: Hugging Face name of a module -> what it is part of, of the whole model.
         sizes: name -> (inputs, outputs), of the same modules.
         held: those that this rank has a part of.
-        coupled_by: the setting that makes one token's gradients depend on others, as balancing losses of routers do, and
-            its value; empty where there is none.
+        refused_by: the setting with which there can be no tenants, its value and why; empty where there is none.
         value_head: what a head of a tenant's own stands on; None where the engine has no place for it.
         holds_head: whether this rank computes it.
         tensor_group, data_group: ranks with parts of one gradient, and ranks with other tokens.
@@ -45,7 +48,7 @@ class Adaptable:
     data_group: dist.ProcessGroup
     expert_groups: SumGroups | None
     whole_group: dist.ProcessGroup
-    coupled_by: str = ""
+    refused_by: str = ""
     value_head: AdaptedModule | None = None
     holds_head: bool = False
 

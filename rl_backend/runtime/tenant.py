@@ -259,11 +259,10 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
 
 def require_tenant(base: GuardedHandle, adaptable: Adaptable, head: Head) -> None:
     """Raises for a base that cannot have tenants, or none with this head."""
-    if adaptable.coupled_by:
+    if adaptable.refused_by:
         raise UnsupportedError(
-            f"create_lora_adapter on {base.name!r} with {adaptable.coupled_by}: gradients of a tenant would depend on "
-            "tokens of the others; leave it out",
-            setting=adaptable.coupled_by,
+            f"create_lora_adapter on {base.name!r} with {adaptable.refused_by}; leave it out",
+            setting=adaptable.refused_by.partition(": ")[0],
         )
     if head not in get_args(Head.__value__):
         raise ConfigError.of("head", head, f"expected one of {', '.join(map(repr, get_args(Head.__value__)))}")

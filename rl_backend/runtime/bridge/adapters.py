@@ -21,7 +21,7 @@ from rl_backend.primitive.adapted_ends import adapted_embedding
 from rl_backend.primitive.adapted_linear import adapted_linear
 from rl_backend.primitive.adapter_runs import Columns, adapters_at_work
 from rl_backend.primitive.attention import packed_attention
-from rl_backend.runtime.adaptable import Adaptable, SumGroups
+from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE, Adaptable, SumGroups
 from rl_backend.runtime.bridge.conversion import Conversion, is_stacked
 from rl_backend.runtime.bridge.expert_adapters import ChunkAdapters, attach_to_experts
 from rl_backend.runtime.bridge.groups import BridgeGroups
@@ -50,7 +50,7 @@ _KINDS: Mapping[str, LoRAKind] = {
 
 
 def attach_adapters(
-    models: Sequence[nn.Module], conversions: Sequence[Conversion], config: Any, groups: BridgeGroups
+    models: Sequence[nn.Module], conversions: Sequence[Conversion], config: Any, groups: BridgeGroups, bias_rate: float
 ) -> tuple[list[ChunkAdapters], Adaptable]:
     """Lets adapters work beside linear layers, experts, embedding and head. Replaces their ``forward``.
 
@@ -60,6 +60,7 @@ def attach_adapters(
         models: this rank's chunks without their wrappers.
         conversions: of the whole model.
         config: Megatron's ``TransformerConfig``.
+        bias_rate: ``BridgeConfig.expert_bias_rate``.
 
     Raises:
         ConfigError: settings of Megatron's that tenants cannot have.
@@ -97,13 +98,15 @@ def attach_adapters(
         data_group=groups.dp_group,
         expert_groups=SumGroups(etp if etp.size() > 1 else None, groups.pg.expt_dp),
         whole_group=groups.replica_group if groups.pg.ep.size() == 1 else groups.world_group,
-        coupled_by=_coupled_by(config),
+        refused_by=_refused_by(config, bias_rate),
         value_head=value_head(config.hidden_size),
         holds_head=any(model.post_process for model in models),
     )
 
 
-def _coupled_by(config: Any) -> str:
+def _refused_by(config: Any, bias_rate: float) -> str:
+    if bias_rate:
+        return f"BridgeConfig.expert_bias_rate={bias_rate}: {TRAINS_BASE}"
     if config.num_moe_experts is None:
         return ""
     balancing = config.moe_router_load_balancing_type
@@ -117,7 +120,7 @@ def _coupled_by(config: Any) -> str:
         ),
     }
     found = next((name for name, does in couples.items() if does), None)
-    return f"BridgeConfig.override_transformer_config {found}={getattr(config, found)!r}" if found else ""
+    return f"BridgeConfig.override_transformer_config {found}={getattr(config, found)!r}: {COUPLES}" if found else ""
 
 
 def _replace(module: nn.Module, forward: Any) -> None:

@@ -224,8 +224,8 @@ def build_handle(
         chunk.train(adaptable or not forward_only)
     optimizer = None
     models = unwrap_model(list(chunks))
+    rate = options.expert_bias_rate
     if not forward_only:
-        rate = options.expert_bias_rate
         balance = ExpertBalance(models, rate, groups) if rate else None
         optimizer = BridgeOptimizer(options, chunks, groups, vocab_size=provider.vocab_size, balance=balance)
         _connect(provider, chunks, ddp_config)
@@ -233,7 +233,7 @@ def build_handle(
     interleaved = groups.parallel.vpp > 1
     multiple = (provider.microbatch_group_size_per_vp_stage or groups.parallel.pp) if interleaved else 1
     converter = WeightConverter(models, pretrained, model_bridge, groups.pg, head, config.hf_path)
-    adapters, offered = attach_adapters(models, converter.conversions, provider, groups) if adaptable else ([], None)
+    adapters, offered = attach_adapters(models, converter.conversions, provider, groups, rate) if adaptable else ([], None)
     return BridgeHandle(
         name=name,
         forward_only=forward_only,

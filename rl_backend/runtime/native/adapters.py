@@ -11,8 +11,9 @@ from rl_backend.contracts.lora import LoRAKind
 from rl_backend.lora.modules import AdaptedModule, value_head
 from rl_backend.model.blocks import FeedForward, Mixer
 from rl_backend.model.decoder import Decoder
-from rl_backend.model.feedforward.moe import MoE, MoEOptions
+from rl_backend.model.feedforward.moe import BiasedMoEOptions, MoE, MoEOptions
 from rl_backend.model.mixers.indexer import Indexer
+from rl_backend.model.mixers.sparse_mla import SparseOptions
 from rl_backend.model.multi_token import MTPOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import chunk
@@ -22,7 +23,7 @@ from rl_backend.primitive.adapted_linear import adapted_linear
 from rl_backend.primitive.adapter_runs import adapters_at_work, runs_at_work, runs_of_share
 from rl_backend.primitive.clamped_experts import ClampedExperts
 from rl_backend.primitive.experts import SwiGLUExperts
-from rl_backend.runtime.adaptable import Adaptable, SumGroups
+from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE, Adaptable, SumGroups
 
 
 def attach_adapters(module: nn.Module, weight_names: Mapping[str, WeightName]) -> None:
@@ -66,19 +67,28 @@ def adaptable_modules(
         data_group=groups.fsdp_mesh.get_group(),
         expert_groups=SumGroups(etp, groups.edp_mesh.get_group()),
         whole_group=groups.replica_group if in_replica else groups.world_group,
-        coupled_by=_coupled_by(options),
+        refused_by=_refused_by(options),
         value_head=value_head(hidden_size) if all(isinstance(module, Decoder) for module in modules.values()) else None,
         holds_head=any(isinstance(module, Decoder) and module.norm is not None for module in modules.values()),
     )
 
 
-def _coupled_by(options: ModelOptions | None) -> str:
+def _refused_by(options: ModelOptions | None) -> str:
+    """The first option of a base that its tenants would be coupled by, or that would do nothing beside them."""
     losses = ("router_aux_loss_coef", "router_z_loss_coef", "router_sequence_loss_coef")
-    for name in losses if isinstance(options, MoEOptions) else ():
-        if getattr(options, name):
-            return f"NativeConfig.model_cfg.{name}={getattr(options, name)}"
-    if isinstance(options, MTPOptions) and options.mtp != "keep":
-        return f"NativeConfig.model_cfg.mtp={options.mtp!r}"
+    coupling = {
+        **{name: getattr(options, name) for name in losses if isinstance(options, MoEOptions) and getattr(options, name)},
+        **({"mtp": options.mtp} if isinstance(options, MTPOptions) and options.mtp != "keep" else {}),
+    }
+    of_base = {
+        **({"indexer": options.indexer} if isinstance(options, SparseOptions) and options.indexer != "frozen" else {}),
+        **({"expert_bias_rate": options.expert_bias_rate} if isinstance(options, BiasedMoEOptions) else {}),
+    }
+    for name, value in coupling.items():
+        return f"NativeConfig.model_cfg.{name}={value!r}: {COUPLES}"
+    for name, value in of_base.items():
+        if value:
+            return f"NativeConfig.model_cfg.{name}={value!r}: {TRAINS_BASE}"
     return ""
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from rl_backend.runtime.native import NativeRuntime
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime, token_loss
 from tests.support.sft_batches import random_token_sequences
+from tests.support.sparse_models import write_sparse
 from tests.support.tenants import create, rows, train_tenants
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_warmup_steps=4)
@@ -133,6 +135,19 @@ def test_routers_that_couple_tenants_are_refused(tmp_path: Path, field: str) -> 
     with open_runtime(model, model="qwen3_moe", model_cfg={field: 0.01}) as runtime:
         base = runtime.build_model(trainable=False)
         with pytest.raises(UnsupportedError, match=rf"NativeConfig\.model_cfg\.{field}=0\.01: .* leave it out"):
+            runtime.create_lora_adapter(base, LoRAConfig(targets=("attention",)))
+
+
+@pytest.mark.shows("lora: options of a base that would train a part of it are refused beside tenants, not ignored")
+@pytest.mark.parametrize("options", [{"indexer": "sparse"}, {"indexer": "warm_up"}, {"expert_bias_rate": 0.01}], ids=str)
+def test_options_that_would_train_the_base_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    ((field, value),) = options.items()
+    model = write_sparse(tmp_path / "model", "deepseek_v32")
+    with open_runtime(model, model="deepseek_v32", model_cfg=options) as runtime:
+        base = runtime.build_model(trainable=False)
+        with pytest.raises(
+            UnsupportedError, match=rf"NativeConfig\.model_cfg\.{field}={value!r}: it trains a part of the base"
+        ):
             runtime.create_lora_adapter(base, LoRAConfig(targets=("attention",)))
 
 
