@@ -116,7 +116,8 @@ def assert_same(run: Run, expected: Run) -> None:
         torch.testing.assert_close(run.entropies[index], expected.entropies[index], rtol=1e-5, atol=1e-5)
     assert_near(run.gradients, expected.gradients)
     assert list(run.weights) == list(expected.weights)
-    assert_near(run.weights, expected.weights)
+    # Adam moves a weight whose gradient is rounding alone by as much as any other, this way or that.
+    assert_near(run.weights, expected.weights, 3e-5)
 
 
 @pytest.fixture(scope="module")
