@@ -18,6 +18,7 @@ from rl_backend.contracts import ConfigError, EpisodeFailedError, RewardError
 from rl_backend.data.rewards.event_loop import EventLoop
 from rl_backend.data.rewards.loading import load_callable
 from rl_backend.data.rewards.pool import Raised, WorkerPool
+from rl_backend.data.rewards.worker import location_of
 from rl_backend.environment.protocol import Tool
 
 type Where = Literal["processes", "threads"]
@@ -100,10 +101,10 @@ def tool_function(function: str | Callable[..., Any]) -> ToolFunction:
     if isinstance(function, str):
         made = ToolFunction(load_callable(function, field="tools"), function)
     else:
-        spec = f"{function.__module__}:{function.__qualname__}"
-        if function.__module__ == "__main__":
-            spec = f"{getattr(sys.modules['__main__'], '__file__', None)}:{function.__qualname__}"
-        elif "<" in spec or getattr(sys.modules.get(function.__module__), function.__qualname__, None) is not function:
+        module = sys.modules.get(function.__module__)
+        location = None if module is None else location_of(module)
+        spec = f"{location or function.__module__}:{function.__qualname__}"
+        if location is None or getattr(module, function.__qualname__, None) is not function:
             problem = "a process cannot find it by this name; define it at the top of a module, or run tools in threads"
             raise ConfigError.of("tools", spec, problem)
         made = ToolFunction(function, spec)

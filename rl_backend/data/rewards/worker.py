@@ -27,7 +27,7 @@ def module_at(location: str) -> ModuleType:
     if not location.endswith(".py"):
         return importlib.import_module(location)
     path = Path(location).resolve()
-    name = f"reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = _name_at(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -40,6 +40,18 @@ def module_at(location: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def location_of(module: ModuleType) -> str | None:
+    """By which :func:`module_at` finds a module again in another process; None where it cannot."""
+    file: str | None = getattr(module, "__file__", None)
+    if module.__name__ == "__main__" or (file and module.__name__ == _name_at(Path(file))):
+        return file
+    return module.__name__
+
+
+def _name_at(path: Path) -> str:
+    return f"reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
 
 def what_it_raised(error: BaseException) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import ConfigError, EpisodeFailedError
-from rl_backend.environment import ToolCall
+from rl_backend.data.rewards.loading import load_callable
+from rl_backend.environment import ToolCall, load_environment
 from rl_backend.environment.calling import Caller
 from rl_backend.environment.parsers import Attempt
 from rl_backend.environment.tool_calls import run_calls
@@ -130,6 +131,37 @@ def test_threads_of_this_process_only_if_asked() -> None:
         assert run(pool, Attempt("here"))[0].answer == f"{os.getpid()} False"
     with pytest.raises(ConfigError, match="a process cannot find it by this name; define it at the top of a module"):
         ToolPool([here])
+
+
+ENVIRONMENT = """
+def multiply(first: int, second: int) -> int:
+    return first * second
+
+def nested():
+    def inner() -> None: ...
+    return pool_of(inner)
+
+def pool_of(function):
+    from rl_backend.environment import ToolPool  # at the top of the file, the process would import it for seconds
+    return ToolPool([function], workers=1)
+
+class Multiplies:
+    def __init__(self, row, seed):
+        self.pool = pool_of(multiply)
+"""
+
+
+@pytest.mark.shows("environments: an environment in a file of its own has tools in processes, as one in a module has")
+def test_a_function_of_an_environments_file_runs_in_a_process(tmp_path: Path) -> None:
+    file = tmp_path / "my_environment.py"
+    file.write_text(ENVIRONMENT)
+    made: Any = load_environment(f"{file}:Multiplies")({}, 1)
+    with made.pool as pool:
+        (call,) = run(pool, Attempt("multiply", {"first": 2, "second": 3}))
+    assert (call.status, call.answer) == ("ok", "6")
+    nested = load_callable(f"{file}:nested", field="tools")
+    with pytest.raises(ConfigError, match=r"my_environment.py:nested.<locals>.inner.*a process cannot find it by this name"):
+        nested()
 
 
 def test_tools_of_an_environments_own() -> None:
