@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from rl_backend.contracts import EpisodeFailedError
@@ -20,7 +21,8 @@ class Caller:
         self._left_behind: list[threading.Thread] = []
 
     async def __call__(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
-        """What the function returns, or raises.
+        """What the function returns, or raises. Neither a StopIteration nor a cancellation of its own gets here as such: it
+        would hang the caller, or pass for the end of the run, so it is a RuntimeError.
 
         Args:
             seconds: limit of the call; None is endless.
@@ -47,6 +49,8 @@ class Caller:
             call.cancel()
             raise
         if done:
+            if call.cancelled():
+                raise RuntimeError("what it waited for was cancelled")
             return call.result()
         call.cancel()
         if thread is not None:
@@ -59,11 +63,24 @@ class Caller:
         raise TimeLimitError
 
 
+def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a function returns, and what it raises, as an error that a future carries; for its thread."""
+    try:
+        return function(), None
+    except StopIteration as error:  # a future refuses it, and would never end
+        raised = RuntimeError(f"it raised {type(error).__name__}: {error}".removesuffix(": "))
+        return None, raised.with_traceback(error.__traceback__)
+    except Exception as error:  # noqa: BLE001, raised in the loop, where the episode is
+        return None, error
+    except BaseException as error:  # noqa: BLE001, sys.exit and the like must not end the loop
+        return None, RuntimeError(f"it ended its thread by {type(error).__name__}: {error}")
+
+
 def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[threading.Thread, asyncio.Future[Any]]:
     loop = asyncio.get_running_loop()
     call: asyncio.Future[Any] = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def settle(result: Any, error: Exception | None) -> None:
         if call.done():
             return
         if error is None:
@@ -72,15 +89,8 @@ def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tupl
             call.set_exception(error)
 
     def run() -> None:
-        result, raised = None, None
-        try:
-            result = function(*arguments)
-        except Exception as error:  # noqa: BLE001, raised in the loop, where the episode is
-            raised = error
-        except BaseException as error:  # noqa: BLE001, sys.exit and the like must not end the loop
-            raised = RuntimeError(f"it ended its thread by {type(error).__name__}: {error}")
-        # The loop may be gone when a call that was given up ends.
-        if not loop.is_closed():
+        result, raised = outcome(lambda: function(*arguments))
+        with suppress(RuntimeError):  # the loop may be gone when a call that was given up ends
             loop.call_soon_threadsafe(settle, result, raised)
 
     thread = threading.Thread(target=run, name="environment", daemon=True)

@@ -56,7 +56,10 @@ async def play_episode(
         sampler.end("cancelled", "the episode was cancelled")
         await _end(playing)
         raise
-    if done:
+    if done and playing.cancelled():
+        # Nobody ended it: a session or a task of its own was, and that is this episode's failure.
+        result = Result(stop="error", error="CancelledError: what the player waited for was cancelled")
+    elif done:
         result = playing.result()
     else:
         sampler.end("timeout", f"limits.episode_seconds={limits.episode_seconds:g}")

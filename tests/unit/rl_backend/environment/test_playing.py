@@ -177,6 +177,25 @@ def test_a_limit_is_no_failure() -> None:
     assert [(each.stop, len(each.turns), each.error) for each in group.episodes] == [("turns", 2, "limits.turns=2")] * 2
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_cancellation_that_is_the_players_own_ends_its_episode_alone(whole: bool) -> None:
+    async def cancels(row: Mapping[str, Any], sampler: Sampler) -> Result:
+        turn = await sampler.sample([1], max_tokens=1)
+        if turn.token_ids[0] % 2:
+            return Result(reward=1.0)
+        waiting = asyncio.current_task() if whole else asyncio.ensure_future(asyncio.Event().wait())
+        assert waiting is not None
+        waiting.cancel()
+        await asyncio.sleep(0) if whole else await waiting
+        raise AssertionError
+
+    (group,) = asyncio.run(play_groups(cancels, tasks(1, 8), RandomSource(), PlayOptions(on_failure="drop")))
+    assert len(group.episodes) + len(group.dropped) == 8 and group.episodes and group.dropped
+    assert {(each.stop, each.error) for each in group.dropped} == {
+        ("error", "CancelledError: what the player waited for was cancelled")
+    }
+
+
 @pytest.mark.parametrize(
     ("result", "problem"), [(None, "returned NoneType; expected a Result"), (Result(reward=float("nan")), "reward of nan")]
 )
