@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from rl_backend.environment.conversation import ChatFormat
 from rl_backend.environment.groups import Score
 from rl_backend.environment.loading import load_environment, load_player, load_score
 from rl_backend.environment.protocol import Player
+from rl_backend.environment.running import run_episodes
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
 
 
@@ -94,7 +94,7 @@ def load_episode_player(
         limits=config.filled("limits"),
     )
     player = SteppedPlayer(load_environment(config.environment), tokenizer, options)
-    found = asyncio.run(_checked(player, row, config))
+    found = run_episodes(_checked(player, row, config))
     changes = "; ".join(found.check.changes) if found is not None else ""
     return player, (f"history {found.history}: the chat template changes {changes}",) if found and changes else ()
 

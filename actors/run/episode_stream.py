@@ -12,6 +12,7 @@ from actors.rollout.stream import BatchStream, DrawnBatch, StreamPosition
 from rl_backend.environment import TokenSource
 from rl_backend.environment.groups import Group, GroupTask, PlayOptions, play_groups
 from rl_backend.environment.protocol import Player
+from rl_backend.environment.running import run_episodes
 
 type Row = Mapping[str, Any]
 
@@ -84,7 +85,7 @@ class EpisodeStream(BatchStream[Row, Group]):
             self._one_at_a_time.shutdown(wait=True)
 
     def _draw(self, number: int, prompts: list[Row]) -> DrawnBatch[Row, Group]:
-        return DrawnBatch(number, prompts, asyncio.run(self._play(number, prompts)))
+        return DrawnBatch(number, prompts, run_episodes(self._play(number, prompts)))
 
     async def _play(self, number: int, rows: Sequence[Row]) -> list[Group]:
         task = asyncio.current_task()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from rl_backend.data.rewards import Score
 from rl_backend.environment import Episode, TokenSource
 from rl_backend.environment.groups import FAILED, PlayOptions, play_groups
 from rl_backend.environment.protocol import Player
+from rl_backend.environment.running import run_episodes
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def play_held_out(
     """
     # Steps of training are counted from 1, so its episodes have other seeds.
     tasks = group_tasks(held_out.prompts, -1 - index, held_out.sampling.n, seed)
-    groups = asyncio.run(play_groups(player, tasks, source, replace(options, on_failure="zero")))
+    groups = run_episodes(play_groups(player, tasks, source, replace(options, on_failure="zero")))
     episodes = [episode for group in groups for episode in group.episodes]
     scores = [
         Score(episode.reward, failures=(f"{episode.stop}: {episode.error}",) if episode.stop in FAILED else ())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
 
 from actors.cluster.placement import share_cluster
@@ -20,6 +19,7 @@ from actors.run.session import ray_is
 from actors.run.transcripts import transcript
 from rl_backend.contracts import ConfigError
 from rl_backend.environment.groups import PlayOptions, play_groups
+from rl_backend.environment.running import run_episodes
 
 
 def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | None = None) -> str:
@@ -51,5 +51,5 @@ def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | No
         tasks = group_tasks([inputs.rows[row]], 0, 1, config.seed)
         options = PlayOptions(config.filled("limits"), "zero", score=inputs.score, on_blocked=warn)
         with phases.phase("episode", f"row {row} of {config.dataset}"):
-            (group,) = asyncio.run(play_groups(inputs.player, tasks, source, options))
+            (group,) = run_episodes(play_groups(inputs.player, tasks, source, options))
     return transcript(group.episodes[0], inputs.tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +22,7 @@ from actors.run.eval_sets import HeldOutSet
 from actors.run.held_out_episodes import play_held_out
 from actors.run.transcripts import describe_episodes, transcript
 from rl_backend.contracts import ConfigError, EpisodeFailedError, WeightVersionError
-from rl_backend.environment import Result, Sampler
+from rl_backend.environment import Limits, Result, Sampler
 from rl_backend.environment.groups import PlayOptions
 from tests.support.token_sources import RandomSource
 
@@ -159,6 +160,30 @@ def test_held_out_episodes_have_estimates_and_lines() -> None:
     failing = replace(held_out, prompts=[{"task": 1, "fails": 1}])
     failed = play_held_out(failing, player, RandomSource(version=1), PlayOptions(), seed=1, index=0)
     assert failed.reward == 0 and len(failed.failures) == 2
+
+
+@pytest.mark.shows("episodes: a call of asyncio.to_thread that hangs holds up neither a step nor a held-out set")
+@pytest.mark.parametrize("where", ["step", "held out"])
+def test_a_thread_that_hangs_is_left_behind(where: str) -> None:
+    release, source = threading.Event(), RandomSource(version=1)
+
+    async def hangs(row: Mapping[str, Any], sampler: Sampler) -> Result:
+        turn = await sampler.sample([1, row["task"]], max_tokens=1)
+        if turn.token_ids[0] % 2:
+            await asyncio.to_thread(release.wait, 60)
+        return Result()
+
+    options, rows = PlayOptions(Limits(episode_seconds=0.5), "zero"), [{"task": each} for each in range(4)]
+    begun = time.monotonic()
+    if where == "step":
+        with EpisodeStream(hangs, source, options, iter([rows]), n=2, seed=5, ahead=0) as stream:
+            episodes = [each for group in stream.next(more=0).samples for each in group.episodes]
+    else:
+        held_out = HeldOutSet("tasks", rows, SamplingConfig(n=2), (1,), 0.2)
+        episodes = list(play_held_out(held_out, hangs, source, options, seed=1, index=0).episodes)
+    assert time.monotonic() - begun < 30
+    assert {each.stop for each in episodes} == {"done", "timeout"}
+    release.set()
 
 
 @pytest.mark.shows("episodes: environments are closed when a run ends in the middle of them")

@@ -125,30 +125,6 @@ def test_what_an_environment_does_wrong_ends_its_episode_and_closes_it(how: str)
     assert len(episode.turns) == 1 and len(episode.segments) == 1 and Guess.made[0].closed == 1
 
 
-@pytest.mark.shows(
-    "environments: StopIteration, or a cancellation of its own, ends an episode with an error as anything else does"
-)
-@pytest.mark.parametrize("raised", [StopIteration, asyncio.CancelledError])
-@pytest.mark.parametrize("where", ["__init__", "start", "step", "close"])
-def test_errors_that_futures_and_tasks_take_for_something_else(where: str, raised: type[BaseException]) -> None:
-    def plain(self: Any, *given: Any) -> Any:
-        raise raised("no more")
-
-    async def cancelled(self: Any, *given: Any) -> Any:
-        waiting = asyncio.ensure_future(asyncio.sleep(60))
-        waiting.cancel()
-        await waiting
-
-    methods = [plain] if raised is StopIteration or where == "__init__" else [plain, cancelled]
-    for method in methods:
-        episode = play(type("Wrong", (Guess,), {where: method}), written("3", "4"), limits=Limits(step_seconds=5.0))
-        assert episode.stop == ("done" if where == "close" else "error")
-        told = "what it waited for was cancelled" if method is cancelled else f"{raised.__name__}: no more"
-        assert told in episode.error
-        if raised is StopIteration:
-            assert "test_stepping.py" in episode.error, "the place is that of the user's code"
-
-
 @pytest.mark.parametrize("blocks", [False, True])
 def test_closing_outlasts_a_cancellation(blocks: bool) -> None:
     class Slow(Guess):
