@@ -11,7 +11,8 @@ from typing import Any
 
 from rl_backend.contracts import EpisodeFailedError
 from rl_backend.data.rewards.pool import MOST_LEFT_BEHIND, TimeLimitError
-from rl_backend.environment.watchdog import task_name
+from rl_backend.data.rewards.worker import what_it_raised
+from rl_backend.environment.watchdog import logger, task_name
 
 
 class Caller:
@@ -20,47 +21,63 @@ class Caller:
     def __init__(self) -> None:
         self._left_behind: list[threading.Thread] = []
 
-    async def __call__(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
+    async def __call__(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        seconds: float | None = None,
+        on_late: Callable[[Any], None] | None = None,
+        frees: bool = False,
+    ) -> Any:
         """What the function returns, or raises. Neither a StopIteration nor a cancellation of its own gets here as such: it
         would hang the caller, or pass for the end of the run, so it is a RuntimeError.
 
         Args:
             seconds: limit of the call; None is endless.
+            on_late: given what a plain function returns after all when nobody waits for it any more; called in a thread.
+            frees: the function frees what others hold, so it is called however many threads are left.
 
         Raises:
             TimeLimitError: it did not end in time. A plain function goes on in its thread, which cannot be ended.
             EpisodeFailedError: too many such threads are left.
         """
-        thread: threading.Thread | None = None
-        call: asyncio.Future[Any]
         if inspect.iscoroutinefunction(function):
-            call = asyncio.create_task(function(*arguments), name=task_name(function))
+            result = await _ended(asyncio.create_task(function(*arguments), name=task_name(function)), seconds)
         else:
-            thread, call = _in_thread(function, arguments)
-        result = await self._wait(call, seconds, thread)
+            result = await self._in_thread(lambda: function(*arguments), seconds, on_late, frees)
         if not inspect.isawaitable(result):
             return result
-        return await self._wait(asyncio.create_task(_awaited(result), name=task_name(function)), seconds, None)
+        return await _ended(asyncio.create_task(_awaited(result), name=task_name(function)), seconds)
 
-    async def _wait(self, call: asyncio.Future[Any], seconds: float | None, thread: threading.Thread | None) -> Any:
+    async def _in_thread(
+        self, function: Callable[[], Any], seconds: float | None, on_late: Callable[[Any], None] | None, frees: bool
+    ) -> Any:
+        if not frees:
+            self._check()
+        call = _ThreadCall(function, on_late)
         try:
-            done, _ = await asyncio.wait([call], timeout=seconds)
-        except asyncio.CancelledError:
-            call.cancel()
+            return await _ended(call.result, seconds)
+        except TimeLimitError:
+            self._leave(call)
+            self._check()
             raise
-        if done:
-            if call.cancelled():
-                raise RuntimeError("what it waited for was cancelled")
-            return call.result()
-        call.cancel()
-        if thread is not None:
-            self._left_behind = [each for each in [*self._left_behind, thread] if each.is_alive()]
-            if len(self._left_behind) > MOST_LEFT_BEHIND:
-                raise EpisodeFailedError(
-                    f"{len(self._left_behind)} calls of environments did not end in time and still go on in threads, which "
-                    "cannot be ended; make their methods asynchronous, or have them limit their own time"
-                )
-        raise TimeLimitError
+        except asyncio.CancelledError:
+            self._leave(call)
+            raise
+
+    def _leave(self, call: _ThreadCall) -> None:
+        call.give_up()
+        self._left_behind = [each for each in [*self._left_behind, call.thread] if each.is_alive()]
+
+    def _check(self) -> None:
+        if len(self._left_behind) <= MOST_LEFT_BEHIND:
+            return
+        self._left_behind = [each for each in self._left_behind if each.is_alive()]
+        if len(self._left_behind) > MOST_LEFT_BEHIND:
+            raise EpisodeFailedError(
+                f"{len(self._left_behind)} calls of environments did not end in time and still go on in threads, which "
+                "cannot be ended; make their methods asynchronous, or have them limit their own time"
+            )
 
 
 def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -76,26 +93,81 @@ def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, RuntimeError(f"it ended its thread by {type(error).__name__}: {error}")
 
 
-def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[threading.Thread, asyncio.Future[Any]]:
-    loop = asyncio.get_running_loop()
-    call: asyncio.Future[Any] = loop.create_future()
+def close_late(environment: Any) -> None:
+    """Closes an environment that nobody waits for any more; in a thread, with an event loop of its own if that is needed."""
 
-    def settle(result: Any, error: Exception | None) -> None:
-        if call.done():
+    close = getattr(environment, "close", None)
+    if close is None:
+        return
+    try:
+        closing = close()
+        if inspect.isawaitable(closing):
+            asyncio.run(_awaited(closing))
+    except (Exception, SystemExit) as error:  # noqa: BLE001, a user's code may raise anything, and no episode is left to say it
+        logger.warning("close of an environment that was made too late failed: %s", what_it_raised(error))
+
+
+class _ThreadCall:
+    """A call in a thread of its own, whose result somebody gets: who waits for it, or ``on_late``."""
+
+    def __init__(self, function: Callable[[], Any], on_late: Callable[[Any], None] | None) -> None:
+        self._function, self._on_late = function, on_late
+        self._loop = asyncio.get_running_loop()
+        self.result: asyncio.Future[Any] = self._loop.create_future()
+        self._lock = threading.Lock()
+        self._returned: list[Any] = []
+        self._given_up = False
+        self.thread = self._start(self._run)
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._given_up, returned = True, bool(self._returned)
+        if returned:  # at the same moment, so that nobody has its result
+            self._start(self._late)
+
+    def _start(self, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, name="environment", daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self) -> None:
+        result, raised = outcome(self._function)
+        with self._lock:
+            given_up = self._given_up
+            if raised is None:
+                self._returned.append(result)
+        if not given_up:
+            with suppress(RuntimeError):  # the loop may be gone by now
+                self._loop.call_soon_threadsafe(self._settle, result, raised)
+        elif raised is None:
+            self._late()
+
+    def _settle(self, result: Any, error: Exception | None) -> None:
+        if self.result.done():
             return
         if error is None:
-            call.set_result(result)
+            self.result.set_result(result)
         else:
-            call.set_exception(error)
+            self.result.set_exception(error)
 
-    def run() -> None:
-        result, raised = outcome(lambda: function(*arguments))
-        with suppress(RuntimeError):  # the loop may be gone when a call that was given up ends
-            loop.call_soon_threadsafe(settle, result, raised)
+    def _late(self) -> None:
+        if self._on_late is not None:
+            self._on_late(self._returned[0])
 
-    thread = threading.Thread(target=run, name="environment", daemon=True)
-    thread.start()
-    return thread, call
+
+async def _ended(call: asyncio.Future[Any], seconds: float | None) -> Any:
+    """What a call returned or raised within its limit, or :class:`TimeLimitError`; one that is given up is cancelled."""
+    try:
+        done, _ = await asyncio.wait([call], timeout=seconds)
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+    if not done:
+        call.cancel()
+        raise TimeLimitError
+    if call.cancelled():
+        raise RuntimeError("what it waited for was cancelled")
+    return call.result()
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:

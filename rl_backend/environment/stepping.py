@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.rewards.worker import what_it_raised
-from rl_backend.environment.calling import Caller
+from rl_backend.environment.calling import Caller, close_late
 from rl_backend.environment.conversation import ChatFormat, Conversation, OtherEnd, chat_format, id_format
 from rl_backend.environment.episode import Message, Turn
 from rl_backend.environment.history import History
@@ -73,8 +73,7 @@ class SteppedPlayer:
         Raises:
             ConfigError: the template cannot be used, or ``history`` must be chosen. What the environment raises.
         """
-        seconds = self.options.limits.step_seconds
-        environment = await self._caller(self._make, row, seed, seconds=seconds)
+        environment = await self._made(row, seed)
         try:
             return self.format(_tools(environment))
         finally:
@@ -94,13 +93,17 @@ class SteppedPlayer:
         return self._formats[key]
 
     async def __call__(self, row: Mapping[str, Any], sampler: Sampler) -> Result:
-        environment = await self._caller(self._make, row, sampler.seed, seconds=self.options.limits.step_seconds)
+        environment = await self._made(row, sampler.seed)
         problem = ""
         try:
             result = await self._play(environment, sampler)
         finally:
             problem = await self._close(environment)
         return replace(result, error=problem) if problem else result
+
+    async def _made(self, row: Mapping[str, Any], seed: int) -> Any:
+        """An environment; one that is made when its episode has been ended meanwhile is closed."""
+        return await self._caller(self._make, row, seed, seconds=self.options.limits.step_seconds, on_late=close_late)
 
     async def _play(self, environment: Environment, sampler: Sampler) -> Result:
         seconds, tools = self.options.limits.step_seconds, _tools(environment)
@@ -145,7 +148,7 @@ class SteppedPlayer:
         close = getattr(environment, "close", None)
         if close is None:
             return ""
-        closing = asyncio.ensure_future(self._caller(close, seconds=seconds))
+        closing = asyncio.ensure_future(self._caller(close, seconds=seconds, frees=True))
         cancelled = None
         while not closing.done():
             try:

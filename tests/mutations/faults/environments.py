@@ -11,6 +11,7 @@ _SAMPLER = f"{_TESTS}/test_sampler.py"
 _CONVERSATION = f"{_TESTS}/test_conversation.py"
 _PLAYING = f"{_TESTS}/test_playing.py"
 _STEPPING = f"{_TESTS}/test_stepping.py"
+_CALLING = f"{_TESTS}/test_calling.py"
 _TOOLS = f"{_TESTS}/test_tools.py"
 _WATCHDOG = f"{_TESTS}/test_watchdog.py"
 
@@ -131,10 +132,34 @@ FAULTS = [
     Fault(
         "blocker-without-a-name",
         f"{_ENVIRONMENT}/calling.py",
-        "            call = asyncio.create_task(function(*arguments), name=task_name(function))\n",
-        "            call = asyncio.create_task(function(*arguments))\n",
+        "asyncio.create_task(function(*arguments), name=task_name(function))",
+        "asyncio.create_task(function(*arguments))",
         (f"{_WATCHDOG}::test_an_asynchronous_step_that_blocks_is_named",),
         "of many environments nobody would know which one blocks",
+    ),
+    Fault(
+        "late-environment-left-open",
+        f"{_ENVIRONMENT}/calling.py",
+        "        elif raised is None:\n            self._late()\n",
+        "",
+        (f"{_CALLING}::test_an_environment_that_is_made_too_late_is_closed",),
+        "containers would be left behind, which nobody knows of",
+    ),
+    Fault(
+        "cancelled-threads-not-counted",
+        f"{_ENVIRONMENT}/calling.py",
+        "        except asyncio.CancelledError:\n            self._leave(call)\n",
+        "        except asyncio.CancelledError:\n            call.give_up()\n",
+        (f"{_CALLING}::test_threads_that_are_left_behind_are_counted_whoever_gave_them_up",),
+        "threads of steps that hang would add up without a bound",
+    ),
+    Fault(
+        "threads-of-an-environment-waited-for",
+        f"{_ENVIRONMENT}/running.py",
+        "    loop.set_default_executor(_DaemonThreads())\n",
+        "",
+        (f"{_TESTS}/test_running.py::test_calls_that_hang_hold_up_no_others",),
+        "one request that hangs would hold the whole batch",
     ),
     Fault(
         "close-left-out-after-a-cancellation",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
+from rl_backend.contracts import EpisodeFailedError
 from rl_backend.environment import Limits
+from rl_backend.environment.calling import Caller, close_late
 from tests.unit.rl_backend.environment.test_stepping import Guess, play, written
 
 
@@ -36,3 +39,76 @@ def test_errors_that_futures_and_tasks_take_for_something_else(where: str, raise
         assert told in episode.error
         if raised is StopIteration:
             assert "test_calling.py" in episode.error, "the place is that of the user's code"
+
+
+@pytest.mark.shows("environments: one that is made after its episode was ended is closed all the same")
+@pytest.mark.parametrize("ended", ["step_seconds", "episode_seconds", "the moment it is made"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_environment_that_is_made_too_late_is_closed(ended: str, waits: bool) -> None:
+    release, closed = threading.Event(), threading.Event()
+
+    class Late(Guess):
+        def __init__(self, row: Any, seed: int) -> None:
+            super().__init__(row, seed)
+            release.wait(60)
+
+        def close(self) -> Any:
+            async def later() -> None:
+                await asyncio.sleep(0)
+                closed.set()
+
+            return later() if waits else closed.set()
+
+    if ended == "the moment it is made":
+        asyncio.run(_given_up_when_made(Late, release))
+    else:
+        assert play(Late, written("3"), limits=Limits.model_validate({ended: 0.1})).stop == "timeout"
+    assert not closed.is_set() or release.is_set()
+    release.set()
+    assert closed.wait(20), "the container that it holds would be left"
+
+
+async def _given_up_when_made(make: Any, release: threading.Event) -> None:
+    """The thread has returned, and the loop has not seen it yet."""
+    before = threading.enumerate()
+    task = asyncio.create_task(Caller()(make, {}, 1, on_late=close_late))
+    await asyncio.sleep(0.05)
+    release.set()
+    (thread,) = [each for each in threading.enumerate() if each not in before]
+    thread.join(20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_what_goes_wrong_when_it_is_closed_late_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Jams:
+        def close(self) -> None:
+            raise OSError("jammed")
+
+    close_late(object())
+    close_late(Jams())
+    assert "close of an environment that was made too late failed: OSError: jammed" in caplog.text
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_threads_that_are_left_behind_are_counted_whoever_gave_them_up(cancelled: bool) -> None:
+    release, before = threading.Event(), threading.active_count()
+
+    async def many() -> None:
+        caller = Caller()
+        calls = [asyncio.create_task(caller(release.wait, 60, seconds=None if cancelled else 0.2)) for _ in range(65)]
+        await asyncio.sleep(0.05)
+        for call in calls if cancelled else ():
+            call.cancel()
+        raised = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(isinstance(each, EpisodeFailedError) for each in raised) == (0 if cancelled else 1)
+        with pytest.raises(EpisodeFailedError, match="65 calls of environments did not end in time"):
+            await caller(int)
+        assert await caller(int, frees=True) == 0, "environments are closed even then"
+        release.set()
+        while await caller(threading.active_count, frees=True) > before + 30:
+            await asyncio.sleep(0.01)
+        assert await caller(int) == 0, "those that have ended count no more"
+
+    asyncio.run(many())
