@@ -83,13 +83,18 @@ def with_reward(episode: Episode, value: float) -> Episode:
     return replace(episode, segments=tuple(segments), reward=episode.reward + value)
 
 
+def ended_by(end: EpisodeEndError | TimeLimitError, metrics: Mapping[str, float] | None = None) -> Result:
+    """Of an episode that a limit has ended, with the metrics that it has so far."""
+    if isinstance(end, EpisodeEndError):
+        return Result(metrics=metrics or {}, stop=cast(Stop, end.details["stop"]), error=end.message)
+    return Result(metrics=metrics or {}, stop="timeout", error="a step took longer than limits.step_seconds")
+
+
 async def _played(player: Player, row: Mapping[str, Any], sampler: RecordingSampler) -> Result:
     try:
         result = await player(row, sampler)
-    except EpisodeEndError as end:
-        return Result(stop=cast(Stop, end.details["stop"]), error=end.message)
-    except TimeLimitError:
-        return Result(stop="timeout", error="a step took longer than limits.step_seconds")
+    except (EpisodeEndError, TimeLimitError) as end:
+        return ended_by(end)
     except _OF_THE_RUN:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001, a user's code may raise anything, and it ends this episode alone

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.contracts import BatchError, ConfigError, EpisodeEndError
+from rl_backend.data.rewards.pool import TimeLimitError
 from rl_backend.data.rewards.worker import what_it_raised
 from rl_backend.environment.calling import Caller, close_late
 from rl_backend.environment.conversation import ChatFormat, Conversation, OtherEnd, chat_format, id_format
@@ -16,6 +17,7 @@ from rl_backend.environment.episode import Message, Turn
 from rl_backend.environment.history import History
 from rl_backend.environment.limits import Limits
 from rl_backend.environment.parsers import CallParser, call_parser, no_calls
+from rl_backend.environment.playing import ended_by
 from rl_backend.environment.protocol import Environment, MakeEnvironment, Prompt, Result, Sampler, Step, Tool
 from rl_backend.environment.rendering import ChatRenderer
 from rl_backend.environment.tool_calls import answer_messages, call_ids, calling_message, run_calls
@@ -106,9 +108,16 @@ class SteppedPlayer:
         return await self._caller(self._make, row, seed, seconds=self.options.limits.step_seconds, on_late=close_late)
 
     async def _play(self, environment: Environment, sampler: Sampler) -> Result:
-        seconds, tools = self.options.limits.step_seconds, _tools(environment)
+        tools = _tools(environment)
         by_ids = id_format(self._renderer, self.options.stop_token_ids)
         episode = _Played(Conversation(by_ids), {tool.name: tool for tool in tools}, lambda: self.format(tools))
+        try:
+            return await self._steps(environment, sampler, episode)
+        except (EpisodeEndError, TimeLimitError) as end:
+            return ended_by(end, episode.metrics)
+
+    async def _steps(self, environment: Environment, sampler: Sampler, episode: _Played) -> Result:
+        seconds = self.options.limits.step_seconds
         prompt = episode.start(await self._caller(environment.start, seconds=seconds))
         while True:
             turn = await sampler.sample(prompt, stop_token_ids=episode.conversation.format.stop_token_ids)

@@ -138,6 +138,14 @@ FAULTS = [
         "of many environments nobody would know which one blocks",
     ),
     Fault(
+        "metrics-lost-at-a-limit",
+        f"{_ENVIRONMENT}/stepping.py",
+        "            return ended_by(end, episode.metrics)\n",
+        "            return ended_by(end)\n",
+        (f"{_STEPPING}::test_metrics_outlast_a_limit",),
+        "curves would be of the episodes that ended well alone",
+    ),
+    Fault(
         "late-environment-left-open",
         f"{_ENVIRONMENT}/calling.py",
         "        elif raised is None:\n            self._late()\n",

@@ -276,6 +276,20 @@ def test_prompts_that_overflow_the_context_end_the_episode_with_what_it_has() ->
     assert episode.stop == "context" and len(episode.turns) == 1 and episode.error.endswith("the context of 24 tokens")
 
 
+@pytest.mark.shows("environments: at a limit of turns, tokens or a step an episode keeps the metrics that it has so far")
+@pytest.mark.parametrize(
+    ("limits", "stop"),
+    [({"turns": 2}, "turns"), ({"sampled_tokens": 4}, "tokens"), ({"step_seconds": 0.3}, "timeout")],
+)
+def test_metrics_outlast_a_limit(limits: dict[str, float], stop: str) -> None:
+    class Slows(Guess):
+        def step(self, turn: Turn) -> Any:
+            return asyncio.sleep(60) if len(self.seen) == 2 else super().step(turn)
+
+    episode = play(Slows, written("3", "3", "3"), limits=Limits.model_validate(limits))
+    assert (episode.stop, episode.metrics["guesses"], len(episode.turns)) == (stop, 2.0, 2 + (stop == "timeout"))
+
+
 @pytest.mark.parametrize("start", [[], [1, {"role": "user"}], ["text"]])
 def test_a_start_that_is_no_prompt_is_an_error(start: Sequence[Any]) -> None:
     class Odd(Guess):
