@@ -50,7 +50,8 @@ class TurnServer(AdapterReceiver):
 
     def give_up_turns(self, keys: Iterable[int]) -> None:
         """Ends turns: each is answered with what there is of it. Those that are answered already are passed over."""
-        self._loop.give_up([self._keys[key] for key in keys if key in self._keys])
+        # Looked up once: the loop's thread takes a key out when its turn is answered.
+        self._loop.give_up([found for key in keys if (found := self._keys.get(key)) is not None])
 
     def take_turns(self, seconds: float) -> list[tuple[int, TurnAnswer | RLBackendError]]:
         """Key and answer, or error, of turns that have ended; waits for the first. None within ``seconds``: empty."""
