@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rl_backend.algorithm.episodes import truncated_share
 from rl_backend.environment import Episode
 from rl_backend.environment.groups import FAILED
+from rl_backend.environment.playing import OF_ENVIRONMENTS
 
 OF_THE_SAMPLER = frozenset(
     {
@@ -67,7 +68,7 @@ def _of_environments(episodes: Sequence[Episode]) -> dict[str, float]:
     for episode in episodes:
         for name, value in episode.metrics.items():
             if name not in OF_THE_SAMPLER:
-                values.setdefault(f"episode/{name}", []).append(value)
+                values.setdefault(OF_ENVIRONMENTS + name.removeprefix(OF_ENVIRONMENTS), []).append(value)
     return {name: statistics.fmean(found) for name, found in sorted(values.items())}
 
 

@@ -20,6 +20,7 @@ from actors.run.transcripts import describe_episodes
 from rl_backend.contracts import ConfigError
 from rl_backend.environment import Limits
 from rl_backend.environment.groups import PlayOptions
+from rl_backend.lab.text import count
 
 
 class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
@@ -55,6 +56,9 @@ class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
     @property
     def _data_facts(self) -> Sequence[str]:
         return [f"{len(self.inputs.rows)} rows", self.config.task, *self.inputs.notes]
+
+    def _failed(self, number: int) -> str:
+        return count(number, "episode")
 
     def _open_stream(self, batches_with_signal: int | None) -> None:
         if batches_with_signal is not None:

@@ -11,6 +11,7 @@ from actors.run.reward_scores import describe
 from actors.run.rl_config import RLConfig
 from actors.run.sampled_run import SampledRun
 from actors.run.saver import stream_position
+from rl_backend.lab.text import count
 
 
 class RLRun(SampledRun[RLConfig, Inputs, TrainingBatch]):
@@ -42,6 +43,9 @@ class RLRun(SampledRun[RLConfig, Inputs, TrainingBatch]):
     @property
     def _data_facts(self) -> Sequence[str]:
         return [f"{len(self.inputs.prompts)} prompts", *self.inputs.notes]
+
+    def _failed(self, number: int) -> str:
+        return f"{count(number, 'call')} of reward functions"
 
     def _open_stream(self, batches_with_signal: int | None) -> None:
         config, inputs, start = self.config, self.inputs, self.start

@@ -228,6 +228,10 @@ class SampledRun[C: SampledConfig, I: SampledInputs, B: CollectedBatch](Run[C], 
         """Of the data, for the first line."""
 
     @abstractmethod
+    def _failed(self, number: int) -> str:
+        """So many of what a batch's ``failures`` are of, in words."""
+
+    @abstractmethod
     def _open_stream(self, batches_with_signal: int | None) -> None:
         """Makes ``_stream`` and ``_collector``."""
 
@@ -260,4 +264,4 @@ class SampledRun[C: SampledConfig, I: SampledInputs, B: CollectedBatch](Run[C], 
 
     def _say_failures(self, where: str, failures: Sequence[str]) -> None:
         if failures:
-            say(f"{self.label}{where}: {count(len(failures), 'call')} of reward functions failed, such as: {failures[0]}")
+            say(f"{self.label}{where}: {self._failed(len(failures))} failed, such as: {failures[0]}")

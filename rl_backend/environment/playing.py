@@ -20,6 +20,8 @@ from rl_backend.environment.watchdog import task_name
 
 CLOSING_SECONDS = 10.0
 """What a player has for its last words when it is ended from outside."""
+OF_ENVIRONMENTS = "episode/"
+"""Before the name of an environment's metric that one of every episode has too, such as ``turns``."""
 _OF_THE_RUN = (ConfigError, RolloutError, EpisodeFailedError, RewardError)
 """Errors that are no single episode's: they end the run."""
 
@@ -120,11 +122,12 @@ async def _end(playing: asyncio.Future[Result]) -> None:
 
 
 def _episode(sampler: RecordingSampler, result: Result, seconds: float) -> Episode:
-    metrics = {**sampler.metrics(), "seconds": seconds, "environment_seconds": max(0.0, seconds - sampler.engine_seconds)}
+    ours = {**sampler.metrics(), "seconds": seconds, "environment_seconds": max(0.0, seconds - sampler.engine_seconds)}
+    theirs = {OF_ENVIRONMENTS + name if name in ours else name: value for name, value in result.metrics.items()}
     episode = Episode(
         segments=sampler.segments,
         reward=sum(turn.reward for turn in sampler.turns),
-        metrics={**metrics, **result.metrics},
+        metrics={**ours, **theirs},
         turns=sampler.turns,
         stop=result.stop,
         error=result.error,

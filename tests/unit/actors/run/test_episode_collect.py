@@ -17,12 +17,15 @@ from actors.rollout.stream import StreamPosition
 from actors.run.clock import Clock
 from actors.run.episode_collect import EpisodeBatch, EpisodeCollector
 from actors.run.episode_config import EpisodeConfig
+from actors.run.episode_metrics import episode_metrics
+from actors.run.episode_run import EpisodeRun
 from actors.run.episode_stream import EpisodeStream
 from actors.run.eval_sets import HeldOutSet
 from actors.run.held_out_episodes import play_held_out
+from actors.run.rl_run import RLRun
 from actors.run.transcripts import describe_episodes, transcript
 from rl_backend.contracts import ConfigError, EpisodeFailedError, WeightVersionError
-from rl_backend.environment import Limits, Result, Sampler
+from rl_backend.environment import Limits, Result, Sampler, play_episode
 from rl_backend.environment.groups import PlayOptions
 from tests.support.token_sources import RandomSource
 
@@ -198,6 +201,32 @@ def test_a_run_that_ends_closes_its_environments() -> None:
     stream.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert len(CLOSED) == 12
     assert stream._playing is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (EpisodeRun, "step 3: 2 episodes failed, such as: timeout"),
+        (RLRun, "2 calls of reward functions failed, such"),
+    ],
+)
+def test_what_failed_is_told_by_its_name(kind: type[Any], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = object.__new__(kind)
+    run.label = ""
+    run._say_failures("step 3", ["timeout after 1 turns: x", "error after 2 turns: y"])
+    assert told in capsys.readouterr().out
+
+
+def test_metrics_of_an_environment_replace_none_of_every_episodes() -> None:
+    async def names(row: Mapping[str, Any], sampler: Sampler) -> Result:
+        await sampler.sample([1], max_tokens=2)
+        return Result(metrics={"turns": 9.0, "seconds": 1e6, "won": 1.0})
+
+    episode = asyncio.run(play_episode(names, {}, RandomSource(), sampling_seed=1, seed=1))
+    assert episode.metrics["turns"] == 1 and episode.metrics["seconds"] < 1e5
+    metrics = episode_metrics([[episode]])
+    assert (metrics["turns"], metrics["episode/turns"], metrics["episode/won"]) == (1, 9.0, 1.0)
+    assert 0 <= metrics["environment_share"] <= 1
 
 
 @pytest.mark.parametrize(
