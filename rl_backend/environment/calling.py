@@ -95,7 +95,6 @@ def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 def close_late(environment: Any) -> None:
     """Closes an environment that nobody waits for any more; in a thread, with an event loop of its own if that is needed."""
-
     close = getattr(environment, "close", None)
     if close is None:
         return
