@@ -73,8 +73,8 @@ async def _given_up_when_made(make: Any, release: threading.Event) -> None:
     before = threading.enumerate()
     task = asyncio.create_task(Caller()(make, {}, 1, on_late=close_late))
     await asyncio.sleep(0.05)
-    release.set()
     (thread,) = [each for each in threading.enumerate() if each not in before]
+    release.set()
     thread.join(20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
