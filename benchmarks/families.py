@@ -103,12 +103,12 @@ def failures(part: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def is_exact(cell: Mapping[str, Any], least_fall: float | None) -> bool:
-    """Refused, or within the tolerances of ``rl-backend parity``: by itself, or on the keys that transformers chose."""
+    """Refused, or within the tolerances of ``rl-backend parity``: by itself, or on what transformers chose."""
     if "refused" in cell:
         return True
     if "failed" in cell or (least_fall is not None and cell["loss_fall"] < least_fall):
         return False
-    # Sides that part by themselves alone chose differently between keys that are equal but for rounding.
+    # Sides that part by themselves alone chose differently between keys, or experts, that are equal but for rounding.
     return cell["first_divergence"] is None or cell.get("on_their_choices", {"step": 1})["step"] is None
 
 

@@ -7,11 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from benchmarks.family_models import Family, write_small
 from benchmarks.parity import STEPS, Pair, Recorder, Side, in_words, make_folder
-from benchmarks.replayed_keys import compare_on_choices, kept_choices
+from benchmarks.replayed_choices import Choices, compare_on_choices, kept_choices
 from benchmarks.report import machine
 from benchmarks.sparse_reference import record_corrected
 
@@ -38,11 +36,12 @@ def layouts(family: Family) -> Iterator[Side]:
 def measure_parity(family: Family, folder: Path) -> dict[str, Any]:
     """Pair -> figures of as many steps as ``benchmarks.parity`` takes, or a refusal.
 
-    Of families with indexers ``on_their_choices`` says the same of native training on the keys that transformers chose.
+    Of families with indexers ``on_their_choices`` says the same of native training on the keys and experts that transformers
+    chose.
     """
     corrected = record_corrected if family.corrected else None
     recorder = Recorder(write_small(family, folder / "model"), "float32", make_folder(folder / "sides"), LENGTHS, corrected)
-    keeping: AbstractContextManager[list[Tensor]] = kept_choices() if family.corrected else nullcontext([])
+    keeping: AbstractContextManager[Choices | None] = kept_choices() if family.corrected else nullcontext()
     with keeping as chosen:
         theirs = recorder.record(TRANSFORMERS)
     cells: dict[str, dict[str, Any]] = {}
@@ -52,9 +51,9 @@ def measure_parity(family: Family, folder: Path) -> dict[str, Any]:
         cells[name] = recorder.compare(Pair(family.model_type, reference, candidate))
         print(f"parity {name}: {in_words(cells[name])}", flush=True)
     corrections = {"corrected": family.corrected} if family.corrected else {}
-    if chosen:
+    if chosen is not None:
         cells["native"]["on_their_choices"] = compare_on_choices(recorder.config(NATIVE), theirs, chosen)
-        print(f"parity native, on the keys that transformers chose: {cells['native']['on_their_choices']}", flush=True)
+        print(f"parity native, on what transformers chose: {cells['native']['on_their_choices']}", flush=True)
     return {"pairs": cells, **corrections, **_settings(family, STEPS)}
 
 

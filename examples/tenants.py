@@ -117,7 +117,7 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
 
     Raises:
         RunFinishedError: nothing is left to do for any user.
-        Whatever ends the run of a user, after the others have finished; of several, the first, with notes of the others.
+        What ends the run of a user, after the others have finished; of several, the first, with notes of the others.
     """
     users = {name: user for name, user in config.each().items() if has_steps_left(name, user)}
     if not users:
@@ -136,11 +136,10 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
             raise
     write_report(config.run_dir)
     if errors:
-        (name, error), *others = errors.items()
-        error.add_note(f"this ended the run of user {name!r}")
-        for other, its_error in others:
-            error.add_note(f"the run of user {other!r} ended too: {type(its_error).__name__}: {its_error}")
-        raise error
+        first, *others = errors.values()
+        for name, error in errors.items():
+            first.add_note(f"this ended the run of user {name!r}" + (f": {error}" if error in others else ""))
+        raise first
     return {name: run.result() for name, run in runs.items()}
 
 

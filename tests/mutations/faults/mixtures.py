@@ -19,8 +19,8 @@ FAULTS = [
     Fault(
         "sinks-left-out-of-windows",
         "rl_backend/primitive/attention.py",
-        "            if sinks is not None:\n                k, v, mask",
-        "            if False:\n                k, v, mask",
+        "            if sinks is None:\n                mask",
+        "            if True:\n                mask",
         (f"{_SINKS}::test_a_sink_takes_its_share_of_the_softmax",),
         "every second layer of gpt-oss would pay attention that it should drop",
     ),
