@@ -46,10 +46,17 @@ class QueryBlock(NamedTuple):
 
 
 def query_blocks(segments: Segments, heads: int, device: torch.device) -> Iterator[QueryBlock]:
-    """All queries, in blocks whose products with their keys, of ``heads`` heads, fit into memory."""
+    """All queries, in blocks whose products with their keys, of ``heads`` heads, fit into memory.
+
+    On the meta device, where nothing is computed, one block, as large as any.
+    """
+    lengths = [*zip(segments.query_lens, segments.key_lens, strict=True)]
+    if device.type == "meta":
+        blocks = [(min(queries, _block_size(heads, keys)), keys) for queries, keys in lengths]
+        lengths = [max(blocks, key=lambda block: block[0] * block[1])]
     query_origin = key_origin = 0
-    for queries, keys in zip(segments.query_lens, segments.key_lens, strict=True):
-        size = max(1, _MOST_SCORES // (heads * keys))
+    for queries, keys in lengths:
+        size = _block_size(heads, keys)
         for start in range(0, queries, size):
             stop = min(start + size, queries)
             seen = keys - queries + stop
@@ -59,6 +66,10 @@ def query_blocks(segments: Segments, heads: int, device: torch.device) -> Iterat
             yield QueryBlock(rows, slice(key_origin, key_origin + seen), visible)
         query_origin += queries
         key_origin += keys
+
+
+def _block_size(heads: int, keys: int) -> int:
+    return max(1, _MOST_SCORES // (heads * keys))
 
 
 def index_scores(terms: IndexTerms) -> Tensor:

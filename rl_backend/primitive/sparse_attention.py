@@ -20,7 +20,8 @@ def covers_all(segments: Segments, top_k: int) -> bool:
 def sparse_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, chosen: Tensor, scale: float) -> Tensor:
     """Softmax attention of each query to the chosen keys of its segment.
 
-    Computed with masks, block by block of queries: what is saved is the memory of scores and not their work.
+    Computed with masks, block by block of queries: what is saved is the memory of scores and not their work. The backward
+    pass computes the scores of a block again.
 
     Args:
         query: (N, heads, dim).
@@ -31,18 +32,64 @@ def sparse_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
     Returns:
         (N, heads, value_dim)
     """
-    heads, outputs = query.shape[1], []
-    for block in query_blocks(segments, heads, query.device):
-        attended = F.scaled_dot_product_attention(
-            query[block.queries].transpose(0, 1)[None],
-            key[block.keys].transpose(0, 1)[None],
-            value[block.keys].transpose(0, 1)[None],
-            attn_mask=chosen_mask(chosen[block.queries], block.visible.shape[1]) & block.visible,
-            scale=scale,
-            enable_gqa=key.shape[1] != heads,
-        )
-        outputs.append(attended[0].transpose(0, 1))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    attended: Tensor = _SparseAttention.apply(query, key, value, segments, chosen, scale)
+    return attended
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """(n, heads, dim), (m, kv_heads, dim) and (m, kv_heads, value_dim) of a block -> (n, heads, value_dim)."""
+    q, k, v = (rows.transpose(0, 1)[None] for rows in (query, key, value))
+    enable_gqa = key.shape[1] != query.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1)
+
+
+def _visible_and_chosen(block: QueryBlock, chosen: Tensor) -> Tensor:
+    return chosen_mask(chosen[block.queries], block.visible.shape[1]) & block.visible
+
+
+class _SparseAttention(torch.autograd.Function):
+    """Keeps its inputs alone. With a mask SDPA keeps all scores, or the masks: a byte for each query and key.
+
+    On the meta device it takes what a block needs: its scores, and in the backward pass their gradients too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, chosen: Tensor, scale: float
+    ) -> Tensor:
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        for block in query_blocks(segments, query.shape[1], query.device):
+            mask = _visible_and_chosen(block, chosen)
+            if query.is_meta:
+                query.new_empty(mask.numel() * query.shape[1])
+                continue
+            out[block.queries] = _attend(query[block.queries], key[block.keys], value[block.keys], mask, scale)
+        ctx.save_for_backward(query, key, value, chosen)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, chosen = ctx.saved_tensors
+        grad_query = torch.empty_like(query)
+        # Many blocks add to the gradient of a key.
+        wide = torch.promote_types(query.dtype, torch.float32)
+        grad_key, grad_value = (torch.zeros_like(each, dtype=wide) for each in (key, value))
+        for block in query_blocks(ctx.segments, query.shape[1], query.device):
+            mask = _visible_and_chosen(block, chosen)
+            if query.is_meta:
+                query.new_empty(2 * mask.numel() * query.shape[1])
+                continue
+            parts = query[block.queries], key[block.keys], value[block.keys]
+            with torch.enable_grad():
+                leaves = [each.detach().requires_grad_() for each in parts]
+                attended = _attend(*leaves, mask, ctx.scale)
+            of_query, of_key, of_value = torch.autograd.grad(attended, leaves, grad[block.queries])
+            grad_query[block.queries] = of_query
+            grad_key[block.keys] += of_key
+            grad_value[block.keys] += of_value
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 
 def indexer_loss(
@@ -94,9 +141,7 @@ class _IndexerLoss(torch.autograd.Function):
         gradients = IndexTerms(*(torch.zeros_like(each, dtype=wide) for each in terms))
         total = weight.new_zeros(())
         for block in query_blocks(segments, max(index_query.shape[1], query.shape[1]), query.device):
-            mask = block.visible
-            if chosen is not None:
-                mask = mask & chosen_mask(chosen[block.queries], mask.shape[1])
+            mask = block.visible if chosen is None else _visible_and_chosen(block, chosen)
             target = _attended(query[block.queries], key[block.keys], mask, scale)
             if sum_over_ranks is not None:
                 sum_over_ranks(target)

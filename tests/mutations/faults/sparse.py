@@ -52,8 +52,8 @@ FAULTS = [
     Fault(
         "loss-over-all-keys-in-both-stages",
         _ATTENTION,
-        "            if chosen is not None:\n                mask = mask & ",
-        "            if False:\n                mask = mask & ",
+        "block.visible if chosen is None else _visible_and_chosen(block, chosen)",
+        "block.visible",
         _FORMULAS,
         "the sparse stage would teach the indexer about keys that nothing attends to",
     ),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from rl_backend.lab.plan.activations import LiveBytes
 from rl_backend.model.mixers.indexer import Indexer, IndexerSpec
 from rl_backend.primitive import indexer
 from rl_backend.primitive.attention import Segments, packed_attention
@@ -191,3 +194,37 @@ def test_scores_of_bfloat16_are_float32() -> None:
     torch.testing.assert_close(
         scores, index_scores(IndexTerms(rounded.query.float(), rounded.key.float(), terms.weight)), atol=0, rtol=0
     )
+
+
+@pytest.mark.shows("sparse attention: what is kept for the backward pass grows with the length and not with its square")
+def test_no_scores_are_kept_for_the_backward_pass() -> None:
+    def kept(length: int) -> int:
+        terms, query, key, value = draw([length], torch.bfloat16)
+        chosen, storages = choose_keys(terms, segments_of([length]), 16), dict[int, int]()
+
+        def keep(tensor: Tensor) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            sparse_attention(query, key, value, segments_of([length]), chosen, SCALE)
+        return sum(storages.values())
+
+    assert kept(512) == 2 * kept(256)
+
+
+@pytest.mark.shows("plan: sparse attention is planned with the memory of one block of scores, at 128k tokens in seconds")
+def test_a_planned_pass_keeps_no_scores() -> None:
+    length, heads, top_k = 2**17, 128, 2048
+    on_meta: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
+    query, key, value = (torch.empty(length, heads, size, **on_meta) for size in (24, 24, 16))
+    chosen = torch.empty(length, top_k, dtype=torch.int32, device="meta")
+    began = time.process_time()
+    with LiveBytes([query, key, value, chosen]) as live:
+        out = sparse_attention(query, key, value, segments_of([length]), chosen, SCALE)
+        assert live.live < 2 * out.numel() + 1024
+        assert live.peak < live.live + 2 * 2 * indexer._MOST_SCORES
+        of_query, of_key, of_value = torch.autograd.grad(out, (query, key, value), torch.empty_like(out))
+    assert time.process_time() - began < 10
+    for gradient, tensor in ((of_query, query), (of_key, key), (of_value, value)):
+        assert gradient.shape == tensor.shape and gradient.dtype == tensor.dtype
