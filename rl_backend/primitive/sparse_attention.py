@@ -8,39 +8,70 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.indexer import IndexTerms, QueryBlock, chosen_mask, index_scores, query_blocks
 
 
-def covers_all(segments: Segments, top_k: int) -> bool:
-    """Whether ``top_k`` keys are all that any query sees, so that sparse attention is dense."""
-    return max(segments.key_lens) <= top_k
+def sparse_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, chosen: Tensor) -> Tensor:
+    """Softmax attention of each query to the chosen keys of its segment, scaled by ``dim ** -0.5``.
 
+    Segments whose keys are all chosen are attended to together, as
+    :func:`~rl_backend.primitive.attention.packed_attention` does. Which ones these are depends on each alone, so that what
+    a segment attends to has the same bits whatever it is packed with.
 
-def sparse_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, chosen: Tensor, scale: float) -> Tensor:
-    """Softmax attention of each query to the chosen keys of its segment.
-
-    Computed with masks, block by block of queries: what is saved is the memory of scores and not their work. The backward
-    pass computes the scores of a block again.
+    The others are computed with masks, block by block of queries: what is saved is the memory of scores and not their work.
+    The backward pass computes the scores of a block again.
 
     Args:
         query: (N, heads, dim).
         key, value: (M, kv_heads, dim) and (M, kv_heads, value_dim); ``heads`` is a multiple of ``kv_heads``.
-        chosen: (N, top_k) of :func:`~rl_backend.primitive.indexer.choose_keys`; at least one key in a row.
-        scale: factor of the scores.
+        chosen: (N, top_k) of :func:`~rl_backend.primitive.indexer.choose_keys`; the smaller of ``top_k`` and the keys that a
+            query sees in a row.
 
     Returns:
         (N, heads, value_dim)
     """
-    attended: Tensor = _SparseAttention.apply(query, key, value, segments, chosen, scale)
+    covered = [keys <= chosen.shape[1] for keys in segments.key_lens]
+    if all(covered):
+        return packed_attention(query, key, value, segments)
+    if not any(covered):
+        return _masked(query, key, value, segments, chosen)
+    query_lens, key_lens = list(segments.query_lens), list(segments.key_lens)
+    rows = query.split(query_lens), key.split(key_lens), value.split(key_lens), chosen.split(query_lens)
+    attended = [query] * len(covered)
+    for dense in (True, False):
+        indices = [index for index, each in enumerate(covered) if each is dense]
+        part = _part(segments, indices)
+        q, k, v, numbers = (torch.cat([each[index] for index in indices]) for each in rows)
+        out = packed_attention(q, k, v, part) if dense else _masked(q, k, v, part, numbers)
+        for index, row in zip(indices, out.split(part.query_lens), strict=True):
+            attended[index] = row
+    return torch.cat(attended)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, segments: Segments, chosen: Tensor) -> Tensor:
+    attended: Tensor = _SparseAttention.apply(query, key, value, segments, chosen)
     return attended
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _part(segments: Segments, indices: list[int]) -> Segments:
+    """Some of the segments, whose keys are rows of their own; made on the device, so that nothing waits for it."""
+    starts = []
+    for boundaries in (segments.cu_queries, segments.cu_keys):
+        lengths = boundaries.diff()
+        chosen = torch.cat([lengths[index : index + 1] for index in indices])
+        starts.append(F.pad(chosen.cumsum(0, dtype=boundaries.dtype), (1, 0)))
+    query_lens, key_lens = (tuple(each[index] for index in indices) for each in segments[:2])
+    return Segments(query_lens, key_lens, *starts)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """(n, heads, dim), (m, kv_heads, dim) and (m, kv_heads, value_dim) of a block -> (n, heads, value_dim)."""
     q, k, v = (rows.transpose(0, 1)[None] for rows in (query, key, value))
     enable_gqa = key.shape[1] != query.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q.shape[-1] ** -0.5, enable_gqa=enable_gqa)[
+        0
+    ].transpose(0, 1)
 
 
 def _visible_and_chosen(block: QueryBlock, chosen: Tensor) -> Tensor:
@@ -54,18 +85,16 @@ class _SparseAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, chosen: Tensor, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, chosen: Tensor) -> Tensor:
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         for block in query_blocks(segments, query.shape[1], query.device):
             mask = _visible_and_chosen(block, chosen)
             if query.is_meta:
                 query.new_empty(mask.numel() * query.shape[1])
                 continue
-            out[block.queries] = _attend(query[block.queries], key[block.keys], value[block.keys], mask, scale)
+            out[block.queries] = _attend(query[block.queries], key[block.keys], value[block.keys], mask)
         ctx.save_for_backward(query, key, value, chosen)
-        ctx.segments, ctx.scale = segments, scale
+        ctx.segments = segments
         return out
 
     @staticmethod
@@ -84,12 +113,12 @@ class _SparseAttention(torch.autograd.Function):
             parts = query[block.queries], key[block.keys], value[block.keys]
             with torch.enable_grad():
                 leaves = [each.detach().requires_grad_() for each in parts]
-                attended = _attend(*leaves, mask, ctx.scale)
+                attended = _attend(*leaves, mask)
             of_query, of_key, of_value = torch.autograd.grad(attended, leaves, grad[block.queries])
             grad_query[block.queries] = of_query
             grad_key[block.keys] += of_key
             grad_value[block.keys] += of_value
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
 def indexer_loss(

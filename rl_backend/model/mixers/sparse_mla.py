@@ -92,8 +92,8 @@ class SparseMLASpec(MLASpec):
 class SparseLatentAttention(LatentAttention):
     """The module of a :class:`SparseMLASpec`; (T, hidden_size) -> (T, hidden_size), and what was attended to.
 
-    Where ``top_k`` covers the longest sequence of a micro-batch it is latent attention, and nothing is chosen, unless there
-    are recorded choices.
+    Sequences that ``top_k`` covers have latent attention, whatever is beside them. Where it covers the longest of a
+    micro-batch nothing is chosen, unless there are recorded choices.
     """
 
     def __init__(self, spec: SparseMLASpec, hidden_size: int) -> None:
@@ -124,14 +124,13 @@ class SparseLatentAttention(LatentAttention):
             chosen = None if dense else choose_keys(terms, segments, spec.top_k)
             if recorded is not None and chosen is not None:
                 chosen = torch.where(recorded.amax(-1, keepdim=True) < 0, chosen, recorded.to(chosen.dtype))
-        scale = spec.key_dim**-0.5
         if dense:
             attended, chosen = packed_attention(query, key, value, segments), None
         else:
             assert chosen is not None, "a layer that follows comes after one that chooses"
-            attended = sparse_attention(query, key, value, segments, chosen, scale)
+            attended = sparse_attention(query, key, value, segments, chosen)
         if trains and terms is not None:
-            loss = indexer_loss(terms, query, key, segments, chosen, scale) / query.shape[0]
+            loss = indexer_loss(terms, query, key, segments, chosen, spec.key_dim**-0.5) / query.shape[0]
             attended = with_added_loss(attended, loss * (spec.loss_weight * choice.loss_weight))
         return self.o_proj(attended.flatten(1)), chosen
 

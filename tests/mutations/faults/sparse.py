@@ -58,6 +58,14 @@ FAULTS = [
         "the sparse stage would teach the indexer about keys that nothing attends to",
     ),
     Fault(
+        "dense-by-the-longest-of-a-micro-batch",
+        _ATTENTION,
+        "[keys <= chosen.shape[1] for keys in segments.key_lens]",
+        "[max(segments.key_lens) <= chosen.shape[1]]",
+        (f"{_EQUAL}::test_a_tenant_has_the_same_bits_alone_and_beside_longer_sequences",),
+        "the bits of a tenant would depend on who is packed beside it",
+    ),
+    Fault(
         "indexer-teaches-the-model",
         _MODULE,
         "        x, latent = x.detach(), latent.detach()\n",

@@ -19,6 +19,8 @@ from rl_backend.model.sparse_families import SparseLatentOptions
 from tests.support.families import random_sequences
 from tests.support.native import open_runtime
 from tests.support.sparse_models import TOP_K, reference, reference_log_probs, write_sparse
+from tests.support.tenants import LENGTHS as TENANT_LENGTHS
+from tests.support.tenants import tenants_job
 from tests.unit.rl_backend.model.test_multi_token import mean_nll
 
 LENGTHS = (21, 1, 5, 13)
@@ -182,3 +184,14 @@ def test_tenants_have_no_adapters_in_an_indexer(model: Path) -> None:
         assert base.adaptable is not None
         names = list(base.adaptable.kinds)
     assert names and not any("indexer" in name for name in names)
+
+
+@pytest.mark.shows("sparse attention: a LoRA tenant has the same bits alone and beside sequences that k does not cover")
+def test_a_tenant_has_the_same_bits_alone_and_beside_longer_sequences(tmp_path: Path) -> None:
+    model = str(write_sparse(tmp_path / "model", "deepseek_v32", index_topk=20))
+    assert max(TENANT_LENGTHS["narrow"][2:]) < 20 < min(TENANT_LENGTHS["middle"][2:]), "of the second micro-batch"
+    changes = {"middle": {"targets": ("attention",)}}
+    beside = tenants_job(model, ("narrow", "middle"), {}, 1, of_each=changes)["narrow"]
+    alone = tenants_job(model, ("narrow",), {}, 1)["narrow"]
+    assert beside.losses == alone.losses
+    assert all(torch.equal(beside.gradients[name], gradient) for name, gradient in alone.gradients.items())

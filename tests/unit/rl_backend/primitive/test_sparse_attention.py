@@ -16,7 +16,7 @@ from rl_backend.primitive import indexer
 from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.indexer import IndexTerms, choose_keys, index_scores
 from rl_backend.primitive.rope import Rotary, rotary_cos_sin
-from rl_backend.primitive.sparse_attention import covers_all, indexer_loss, sparse_attention
+from rl_backend.primitive.sparse_attention import indexer_loss, sparse_attention
 from tests.support import plain_sparse
 
 LENGTHS = (1, 7, 2, 13, 5)
@@ -55,7 +55,7 @@ def test_packed_sequences_equal_the_formulas_one_by_one(top_k: int, dense_loss: 
     terms, query, key, value = draw()
     segments = segments_of(LENGTHS)
     chosen = choose_keys(terms, segments, top_k)
-    out = sparse_attention(query, key, value, segments, chosen, SCALE)
+    out = sparse_attention(query, key, value, segments, chosen)
     loss = indexer_loss(terms, query, key, segments, None if dense_loss else chosen, SCALE)
     upstream = torch.randn_like(out)
     leaves = (*terms, query, key, value)
@@ -66,7 +66,7 @@ def test_packed_sequences_equal_the_formulas_one_by_one(top_k: int, dense_loss: 
     for iq, ik, iw, q, k, v in zip(*parts, strict=True):
         rows = plain_sparse.scores(iq, ik, iw)
         keys = plain_sparse.choices(rows, top_k)
-        expected.append(plain_sparse.attention(q, k, v, keys, SCALE))
+        expected.append(plain_sparse.attention(q, k, v, keys, DIM**-0.5))
         everything = [list(range(t + 1)) for t in range(len(rows))]
         expected_loss = expected_loss + plain_sparse.divergence(rows, q, k, everything if dense_loss else keys, SCALE)
         mine, chosen = chosen[: len(rows)], chosen[len(rows) :]
@@ -105,8 +105,10 @@ def test_packed_sequences_never_see_each_other(small_blocks: None) -> None:
     chosen = choose_keys(terms, segments, 5)
     mine = IndexTerms(*(each[place] for each in terms))
     assert torch.equal(chosen[place], choose_keys(mine, alone, 5))
-    out = sparse_attention(query, key, value, segments, chosen, SCALE)
-    assert torch.equal(out[place], sparse_attention(query[place], key[place], value[place], alone, chosen[place], SCALE))
+    out = sparse_attention(query, key, value, segments, chosen)
+    assert torch.equal(out[place], sparse_attention(query[place], key[place], value[place], alone, chosen[place]))
+    covered = slice(8, 10)
+    assert torch.equal(out[covered], packed_attention(*(each[covered] for each in (query, key, value)), segments_of([2])))
     gradients = torch.autograd.grad(out[place].sum(), (query, key, value))
     outside = [torch.cat((each[:10], each[23:])) for each in gradients]
     assert all(not each.any() for each in outside)
@@ -117,10 +119,8 @@ def test_packed_sequences_never_see_each_other(small_blocks: None) -> None:
 def test_it_is_dense_where_k_covers_the_sequence(top_k: int) -> None:
     terms, query, key, _ = draw(dtype=torch.float32)
     segments = segments_of(LENGTHS)
-    assert covers_all(segments, top_k) and not covers_all(segments, 12)
     chosen = choose_keys(terms, segments, top_k)
-    out = sparse_attention(query, key, key, segments, chosen, DIM**-0.5)
-    torch.testing.assert_close(out, packed_attention(query, key, key, segments), atol=1e-6, rtol=0)
+    assert torch.equal(sparse_attention(query, key, key, segments, chosen), packed_attention(query, key, key, segments))
 
 
 def test_queries_that_are_the_last_of_more_keys_see_what_they_see_of_the_whole(small_blocks: None) -> None:
@@ -131,8 +131,8 @@ def test_queries_that_are_the_last_of_more_keys_see_what_they_see_of_the_whole(s
     part, rows = Segments((5,), (17,), *starts), slice(12, 17)
     mine = IndexTerms(terms.query[rows], terms.key[:17], terms.weight[rows])
     assert torch.equal(choose_keys(mine, part, 6), chosen[rows])
-    out = sparse_attention(query[rows], key[:17], value[:17], part, chosen[rows], SCALE)
-    whole = sparse_attention(query, key, value, segments_of([20]), chosen, SCALE)
+    out = sparse_attention(query[rows], key[:17], value[:17], part, chosen[rows])
+    whole = sparse_attention(query, key, value, segments_of([20]), chosen)
     torch.testing.assert_close(out, whole[rows], atol=1e-12, rtol=0)
 
 
@@ -207,7 +207,7 @@ def test_no_scores_are_kept_for_the_backward_pass() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            sparse_attention(query, key, value, segments_of([length]), chosen, SCALE)
+            sparse_attention(query, key, value, segments_of([length]), chosen)
         return sum(storages.values())
 
     assert kept(512) == 2 * kept(256)
@@ -221,7 +221,7 @@ def test_a_planned_pass_keeps_no_scores() -> None:
     chosen = torch.empty(length, top_k, dtype=torch.int32, device="meta")
     began = time.process_time()
     with LiveBytes([query, key, value, chosen]) as live:
-        out = sparse_attention(query, key, value, segments_of([length]), chosen, SCALE)
+        out = sparse_attention(query, key, value, segments_of([length]), chosen)
         assert live.live < 2 * out.numel() + 1024
         assert live.peak < live.live + 2 * 2 * indexer._MOST_SCORES
         of_query, of_key, of_value = torch.autograd.grad(out, (query, key, value), torch.empty_like(out))
