@@ -6,7 +6,7 @@ is trained too (:mod:`rl_backend.model.multi_token`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_backend.contracts import ModelOptions
 from rl_backend.model.decoder_spec import DecoderSpec
@@ -17,6 +17,7 @@ from rl_backend.model.mixers.mla import MLASpec
 from rl_backend.model.multi_token import MTPNames, MTPOptions, MTPSpec
 from rl_backend.model.registry import ModelFamily, register_model
 from rl_backend.model.sigmoid_mixtures import after_dense_layers, read_sigmoid_mixture
+from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary, YarnScaling, yarn_temperature
 
 _HONOURED: Mapping[str, tuple[Any, ...]] = {
@@ -28,25 +29,37 @@ _LATENT_EPS = 1e-6
 ``rms_norm_eps``, which is the same number in DeepSeek-V3 and Kimi-K2."""
 
 
+class LatentDefaults(NamedTuple):
+    """What fields are that ``config.json`` leaves out: those of the family's class in transformers, which engines read.
+
+    Attributes:
+        groups: ``n_group`` and ``topk_group``.
+        dense: ``first_k_dense_replace``.
+        scale: ``routed_scaling_factor``.
+        eps: ``rms_norm_eps``.
+    """
+
+    groups: tuple[int, int]
+    dense: int
+    scale: float
+    eps: float
+
+
 def deepseek_v3(config: HFConfig) -> DecoderSpec:
     """DeepSeek-V3 and R1 (arXiv 2412.19437)."""
-    return latent_decoder(config, default_groups=(8, 4), default_dense=3)
+    return latent_decoder(config, LatentDefaults(groups=(8, 4), dense=3, scale=2.5, eps=1e-6))
 
 
 def glm4_moe_lite(config: HFConfig) -> DecoderSpec:
     """GLM-4.7-Flash: DeepSeek-V3 with other sizes; ``mlp_layer_types`` names the dense layers."""
-    return latent_decoder(config, default_groups=(1, 1), default_dense=1)
+    return latent_decoder(config, LatentDefaults(groups=(1, 1), dense=1, scale=1.8, eps=1e-5))
 
 
-def latent_decoder(config: HFConfig, *, default_groups: tuple[int, int], default_dense: int) -> DecoderSpec:
-    """A decoder of latent attention and, behind ``first_k_dense_replace`` layers, mixtures.
-
-    Args:
-        default_groups, default_dense: ``n_group`` and ``topk_group``, and the number of dense layers, where they are absent.
-    """
+def latent_decoder(config: HFConfig, defaults: LatentDefaults) -> DecoderSpec:
+    """A decoder of latent attention and, behind ``first_k_dense_replace`` layers, mixtures."""
     config.require(_HONOURED)
     heads, rotated = config.positive_int("num_attention_heads"), config.positive_int("qk_rope_head_dim", 64)
-    mixture = read_sigmoid_mixture(config, default_groups=default_groups)
+    mixture = read_sigmoid_mixture(config, default_groups=defaults.groups, default_scale=defaults.scale)
     kv_heads, head_dim = config.get("num_key_value_heads", heads), config.get("head_dim", rotated)
     if kv_heads != heads:
         config.refuse("num_key_value_heads", kv_heads, f"all num_attention_heads={heads} have keys of their own")
@@ -56,7 +69,8 @@ def latent_decoder(config: HFConfig, *, default_groups: tuple[int, int], default
         # What is rotated is all that is read of a head.
         HFConfig({**config.fields, "head_dim": rotated}, config.family),
         full_attention(config),
-        after_dense_layers(config, mixture, default_dense=default_dense),
+        after_dense_layers(config, mixture, default_dense=defaults.dense),
+        norm=NormSpec(config.positive_float("rms_norm_eps", defaults.eps)),
         default_theta=10000.0,
     )
     rotary = decoder.layers[0].mixer.rotary

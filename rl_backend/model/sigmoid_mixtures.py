@@ -18,11 +18,14 @@ _HONOURED: Mapping[str, tuple[Any, ...]] = {
 _NAMES = ExpertNames(shared="shared_experts")
 
 
-def read_sigmoid_mixture(config: HFConfig, *, default_groups: tuple[int, int] = (1, 1)) -> MoESpec:
+def read_sigmoid_mixture(
+    config: HFConfig, *, default_groups: tuple[int, int] = (1, 1), default_scale: float = 1.0
+) -> MoESpec:
     """``n_routed_experts`` experts, chosen within groups by scores and a bias, and ``n_shared_experts`` for all tokens.
 
     Args:
         default_groups: ``n_group`` and ``topk_group`` where there are none.
+        default_scale: ``routed_scaling_factor`` where there is none.
 
     Raises:
         UnsupportedError: another way to score or to choose, or numbers that do not fit each other.
@@ -30,14 +33,14 @@ def read_sigmoid_mixture(config: HFConfig, *, default_groups: tuple[int, int] = 
     config.require(_HONOURED)
     width = config.positive_int("moe_intermediate_size")
     return MoESpec(
-        read_sigmoid_router(config, default_groups),
+        read_sigmoid_router(config, default_groups, default_scale),
         width,
         _NAMES,
         shared_intermediate_size=config.positive_int("n_shared_experts", 1) * width,
     )
 
 
-def read_sigmoid_router(config: HFConfig, default_groups: tuple[int, int]) -> RouterSettings:
+def read_sigmoid_router(config: HFConfig, default_groups: tuple[int, int], default_scale: float) -> RouterSettings:
     """The router of :func:`read_sigmoid_mixture`, with logits in float32."""
     experts, top_k = config.positive_int("n_routed_experts"), config.positive_int("num_experts_per_tok")
     groups, chosen = (
@@ -57,7 +60,7 @@ def read_sigmoid_router(config: HFConfig, default_groups: tuple[int, int]) -> Ro
         top_k,
         score="sigmoid",
         normalise=config.flag("norm_topk_prob", True),
-        scaling_factor=config.positive_float("routed_scaling_factor", 1.0),
+        scaling_factor=config.positive_float("routed_scaling_factor", default_scale),
         expert_bias=True,
         groups=groups,
         chosen_groups=chosen,

@@ -6,7 +6,7 @@ from typing import Any
 
 from rl_backend.contracts import ModelOptions
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.deepseek import LatentOptions, latent_decoder, latent_family
+from rl_backend.model.deepseek import LatentDefaults, LatentOptions, latent_decoder, latent_family
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.indexer import IndexerSpec
 from rl_backend.model.mixers.mla import MLASpec
@@ -23,13 +23,13 @@ class SparseLatentOptions(LatentOptions, SparseOptions):
 
 def deepseek_v32(config: HFConfig) -> DecoderSpec:
     """DeepSeek-V3.2 (arXiv 2512.02556): an indexer in every layer, which rotates halves; attention rotates neighbours."""
-    decoder = latent_decoder(config, default_groups=(8, 4), default_dense=3)
+    decoder = latent_decoder(config, LatentDefaults(groups=(8, 4), dense=3, scale=2.5, eps=1e-6))
     return _sparse(config, decoder, ["full"] * decoder.num_layers, default_heads=64, default_interleaved=False)
 
 
 def glm_moe_dsa(config: HFConfig) -> DecoderSpec:
     """GLM-5, 5.1 and 5.2 (arXiv 2602.15763): layers that ``indexer_types`` calls shared follow the one before."""
-    decoder = latent_decoder(config, default_groups=(1, 1), default_dense=3)
+    decoder = latent_decoder(config, LatentDefaults(groups=(1, 1), dense=3, scale=2.5, eps=1e-5))
     kinds = _indexer_types(config, decoder.num_layers)
     return _sparse(config, decoder, kinds, default_heads=32, default_interleaved=True)
 

@@ -14,6 +14,8 @@ from rl_backend.contracts import UnsupportedError
 _V3: Mapping[str, Any] = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
 _SIGMOID: Mapping[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 """Without them vLLM routes by a softmax, and has no place for the bias that experts are chosen with."""
+_GLM5: Mapping[str, Any] = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
+"""What GLM-5's fields are where there are none, and DeepSeek-V3's are not."""
 _OF_INDEXERS = ("index_", "indexer_")
 
 
@@ -34,7 +36,8 @@ def served_config(config: Mapping[str, Any]) -> dict[str, Any]:
             return {**_SIGMOID, **{name: value for name, value in config.items() if name != "auto_map"}, **_V3}
         case "deepseek_v32" | "glm_moe_dsa":
             dense = {name: value for name, value in config.items() if not name.startswith(_OF_INDEXERS)}
-            return {**_SIGMOID, **_dense_layers(config), **dense, **_V3}
+            absent = _GLM5 if config["model_type"] == "glm_moe_dsa" else {}
+            return {**_SIGMOID, **absent, **_dense_layers(config), **dense, **_V3}
         case "glm4_moe_lite":
             return {**_dense_layers(config), **config}
         case "minimax_m2":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import DeepseekV3Config, GlmMoeDsaConfig
 
 from actors.rollout.vllm.served_config import config_folder, served_config
 from rl_backend.contracts import UnsupportedError
@@ -42,6 +43,23 @@ def test_sparse_attention_becomes_dense(model_type: str) -> None:
     assert served["model_type"] == "deepseek_v3"
     assert served["first_k_dense_replace"] == 1
     assert not [name for name in served if name.startswith("index")]
+
+
+def test_fields_that_glm5_leaves_out_are_its_own() -> None:
+    """DeepSeek-V3 would have 8 groups, and another epsilon."""
+    served = served_config({"model_type": "glm_moe_dsa", "topk_group": 1})
+    own, of_v3 = GlmMoeDsaConfig(), DeepseekV3Config()
+    for field in (
+        "n_group",
+        "topk_group",
+        "rms_norm_eps",
+        "routed_scaling_factor",
+        "norm_topk_prob",
+        "first_k_dense_replace",
+    ):
+        expected = 3 if field == "first_k_dense_replace" else getattr(own, field)
+        assert served.get(field, getattr(of_v3, field)) == expected, field
+    assert served_config({"model_type": "deepseek_v32"}).keys().isdisjoint(("n_group", "rms_norm_eps"))
 
 
 @pytest.mark.parametrize(("kinds", "dense"), [(["dense", "sparse"], 1), (["sparse"], 0), (["dense", "dense"], 2)], ids=str)

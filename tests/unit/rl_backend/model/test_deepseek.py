@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from rl_backend.contracts import ConfigError, ParallelConfig, UnsupportedError
 from rl_backend.model import find_model
@@ -142,3 +143,23 @@ def test_dense_layers_that_two_fields_contradict_are_refused() -> None:
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(ConfigError, match="tp=3: does not divide num_attention_heads=128"):
         parse("DeepSeek-V3").check_layout(ParallelConfig(tp=3))
+
+
+@pytest.mark.shows("model: fields that a directory of DeepSeek-V3 or GLM leaves out are those of transformers' class")
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"])
+def test_absent_fields_are_those_of_transformers(model_type: str) -> None:
+    defaults = AutoConfig.for_model(model_type)
+    family = find_model("auto", {"model_type": model_type})
+    whole = defaults.to_dict()
+    fields = ("routed_scaling_factor", "rms_norm_eps", "n_group", "topk_group", "norm_topk_prob")
+    decoder = family.parse_config({name: value for name, value in whole.items() if name not in fields})
+    assert isinstance(decoder, DecoderSpec)
+    (router,) = {layer.feed_forward.router for layer in decoder.layers} - {None}
+    assert router is not None
+    assert (router.scaling_factor, router.groups, router.chosen_groups, router.normalise) == (
+        defaults.routed_scaling_factor,
+        defaults.n_group,
+        defaults.topk_group,
+        defaults.norm_topk_prob,
+    )
+    assert decoder.norm.eps == defaults.rms_norm_eps
