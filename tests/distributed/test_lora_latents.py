@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.deepseek import write_latent
 from tests.support.native import relative_difference
@@ -54,3 +55,19 @@ def test_tenants_train_in_every_layout_as_on_one_rank(
             assert run[name].gradients.keys() == expected.gradients.keys()
             for factor, gradient in expected.gradients.items():
                 assert relative_difference(run[name].gradients[factor], gradient) < 1e-5, factor
+
+
+@pytest.mark.shows("lora: tenants over latent attention train on the bridge as natively, with the bits that they have alone")
+def test_the_bridge_trains_them_as_the_native_runtime_and_as_alone(
+    ranks: RankPool, model: str, on_one_rank: dict[str, TenantRun]
+) -> None:
+    beside = ranks.run(tenants_job, model, NAMES, {}, 1, "bridge", CHANGES, world_size=1)[0]
+    for name, expected in on_one_rank.items():
+        assert beside[name].losses == pytest.approx(expected.losses[:1], rel=3e-6)
+        assert beside[name].gradients.keys() == expected.gradients.keys()
+        for factor, gradient in expected.gradients.items():
+            assert relative_difference(beside[name].gradients[factor], gradient) < 1e-5, factor
+    # Padded to the longest sequence, this one would be padded further beside the others.
+    alone = ranks.run(tenants_job, model, ("narrow",), {}, 1, "bridge", CHANGES, world_size=1)[0]["narrow"]
+    assert alone.losses == beside["narrow"].losses
+    assert all(torch.equal(*pair) for pair in zip(alone.state, beside["narrow"].state, strict=True))

@@ -25,6 +25,7 @@ from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE, Adaptable, SumGro
 from rl_backend.runtime.bridge.conversion import Conversion, is_stacked
 from rl_backend.runtime.bridge.expert_adapters import ChunkAdapters, attach_to_experts
 from rl_backend.runtime.bridge.groups import BridgeGroups
+from rl_backend.runtime.bridge.latent_attention import LatentCoreAttention
 
 
 class _Layer(NamedTuple):
@@ -83,7 +84,10 @@ def attach_adapters(
     for model, chunk in zip(models, chunks, strict=True):
         for module in model.modules():
             if isinstance(module, DotProductAttention):
-                _replace(module, partial(_attend, module, chunk))
+                scale = module.softmax_scale * (module.scale_mask_softmax.scale or 1.0)
+                _replace(module, partial(_attend, module, chunk, scale))
+            elif isinstance(module, LatentCoreAttention):
+                _replace(module, partial(_attend, module, chunk, module.softmax_scale))
             elif isinstance(module, LanguageModelEmbedding):
                 _replace(module, partial(_embed, module, chunk))
             elif isinstance(module, MoELayer):
@@ -236,9 +240,16 @@ def _look_up(
 
 
 def _attend(
-    attention: Any, chunk: ChunkAdapters, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
+    attention: Any,
+    chunk: ChunkAdapters,
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *arguments: Any,
+    **options: Any,
 ) -> Tensor:
-    """As Megatron's own, (columns, rows, heads, head_dim) -> (columns, rows, heads * head_dim), but on packed tokens.
+    """As Megatron's own, (columns, rows, heads, head_dim) -> (columns, rows, heads * value_dim), but on packed tokens.
 
     What a sequence attends to is then the same to the last bit whichever others are beside it; padded to the longest of them
     it would not be.
@@ -249,8 +260,8 @@ def _attend(
     assert laid_out.segments is not None, "comes with adapters"
     q, k, v = (laid_out.pack(each) for each in (query, key, value))
     # The primitive scales by head_dim ** -0.5, which not every model does.
-    scale = attention.softmax_scale * (attention.scale_mask_softmax.scale or 1.0) * query.shape[-1] ** 0.5
-    return laid_out.unpack(packed_attention(q * scale, k, v, laid_out.segments).flatten(1))
+    factor = scale * query.shape[-1] ** 0.5
+    return laid_out.unpack(packed_attention(q * factor, k, v, laid_out.segments).flatten(1))
 
 
 def _embed(embedding: nn.Module, chunk: ChunkAdapters, *arguments: Any, **options: Any) -> Tensor:
