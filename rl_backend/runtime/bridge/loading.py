@@ -89,6 +89,14 @@ def read_provider(bridge: AutoBridge, hf_path: str) -> GPTModelProvider:
     Raises:
         UnsupportedError: it cannot be read, or says what Megatron would ignore.
     """
+    indexed = getattr(bridge.hf_pretrained.config, "index_topk", None)
+    if indexed is not None:
+        # Megatron-Bridge would also train the indexers, with a loss that nobody asked for.
+        raise UnsupportedError(
+            f"config.json has index_topk={indexed}, sparse attention, which the bridge runtime does not have; the native "
+            "runtime may serve it",
+            index_topk=indexed,
+        )
     try:
         provider = bridge.to_megatron_provider(load_weights=False)
     except (TypeError, ValueError, KeyError, AttributeError) as error:

@@ -11,9 +11,11 @@ import torch
 
 from rl_backend.contracts import PackedBatch, RLBackendError, UnsupportedError
 from tests.support.bridge_runs import open_bridge
+from tests.support.deepseek import change_config
 from tests.support.families import load_transformers, pack, random_sequences, run_transformers
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
+from tests.support.sparse_models import write_sparse
 
 LENGTHS = (7, 1, 240, 33, 33, 130)
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
@@ -112,6 +114,15 @@ def test_dense_layers_between_those_with_experts_are_refused(tmp_path: Path) -> 
     message = r"decoder_sparse_step=2, mlp_only_layers=\[3\]: layers \[0, 2, 3\] have no experts"
     with pytest.raises(UnsupportedError, match=message):
         build(write_moe("qwen3_moe, dense layers between", tmp_path / "model"))
+
+
+@pytest.mark.shows("bridge: sparse attention of GLM-5 is refused by name, before Megatron-Bridge reads anything else")
+@pytest.mark.parametrize("fields", [{}, {"first_k_dense_replace": 1, "indexer_rope_interleave": True}], ids=str)
+def test_sparse_attention_is_refused_by_name(fields: dict[str, Any], tmp_path: Path) -> None:
+    path = write_sparse(tmp_path / "model", "glm_moe_dsa", indexer_types=["full", "full"])
+    change_config(path, **fields)
+    with pytest.raises(UnsupportedError, match=r"index_topk=6, sparse attention.*the native runtime may serve it"):
+        build(path)
 
 
 def test_padding_counts_in_no_router_loss(tmp_path: Path) -> None:
