@@ -28,6 +28,7 @@ Differences from transformers, one sequence at a time: the largest of a log-prob
 gradient relative to its norm, both in the first of {steps} steps in float32; then that of the loss, relative, in all of
 them. Sequences have {shortest} to {longest} tokens and are packed here. The last column compares the two runtimes. Where two
 experts of a mixture are equal to a token but for rounding, sides that agree in the first step [part](parity.md) later.
+Of two keys that an indexer is to choose from the same could be; whether that is why deepseek_v32 parts was not measured.
 """
 LAYOUTS = """\
 ## Layouts

@@ -48,7 +48,7 @@ _CHUNKED = _mapped(
 )
 _PACKED = _no_meaning("sequences are always packed, whose results are those of padded ones")
 _PEFT = "LoRA by peft's names where lora.rank is 0"
-_MTP = "multi-token prediction is not offered: those layers are neither loaded nor exported"
+_MTP = "multi-token prediction is not offered: those layers are not trained, and saved models have them as they were"
 _ONLY_WITH_MTP = _no_meaning("read with MTP only, which is refused")
 _ONLY_WITH_MUON = _no_meaning("read with optimizer=muon only, which is refused")
 _ONLY_WITH_QAT = _no_meaning("read with qat.enable only, which is refused")

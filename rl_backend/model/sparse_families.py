@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from rl_backend.contracts import ModelOptions
+from rl_backend.contracts import ConfigError, ModelOptions
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.deepseek import LatentDefaults, LatentOptions, latent_decoder, latent_family
 from rl_backend.model.hf_config import HFConfig
@@ -73,8 +73,14 @@ def _indexer_types(config: HFConfig, layers: int) -> Sequence[str]:
 
 
 def configured(decoder: DecoderSpec, options: ModelOptions) -> DecoderSpec:
-    """With what the family's options say of indexers, and of the rest."""
+    """With what the family's options say of indexers, and of the rest.
+
+    Raises:
+        ConfigError: what a warm-up, which trains indexers alone, would leave as it is or move all the same.
+    """
     decoder = decoder.configured(options)
+    if isinstance(options, SparseLatentOptions) and options.indexer == "warm_up":
+        _require_indexers_alone(options)
     if not isinstance(options, SparseOptions) or options.indexer == "frozen":
         return decoder
 
@@ -85,6 +91,14 @@ def configured(decoder: DecoderSpec, options: ModelOptions) -> DecoderSpec:
     layers = tuple(layer._replace(mixer=taught(layer.mixer)) for layer in decoder.layers)
     mtp = decoder.mtp and replace(decoder.mtp, layer=decoder.mtp.layer._replace(mixer=taught(decoder.mtp.layer.mixer)))
     return replace(decoder, layers=layers, mtp=mtp, trained_part=INDEXER if options.indexer == "warm_up" else None)
+
+
+def _require_indexers_alone(options: SparseLatentOptions) -> None:
+    reason = "indexer='warm_up' trains indexers alone; leave it out, or warm up first"
+    if options.expert_bias_rate:
+        raise ConfigError.of("NativeConfig.model_cfg.expert_bias_rate", options.expert_bias_rate, reason)
+    if options.mtp != "keep":
+        raise ConfigError.of("NativeConfig.model_cfg.mtp", options.mtp, reason)
 
 
 def _sparse_family(name: str, read: Callable[[HFConfig], DecoderSpec]) -> ModelFamily:

@@ -22,6 +22,7 @@ from rl_backend.contracts import (
     stored_names,
 )
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage, find_model
+from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import ShardLayout, layout_of
 from rl_backend.pipeline.catalog import Algorithm, require_stages
@@ -146,8 +147,8 @@ def check_weights(config: RuntimeConfig, head: Head) -> None:
 
 
 def check_model_layout(family: ModelFamily, architecture: Any, native: NativeConfig) -> None:
-    """Raises :class:`ConfigError` for a layout or a head in float32 that the family does not have, or whose sizes do not
-    divide the model.
+    """Raises :class:`ConfigError` for a layout or a head in float32 that the family does not have, whose sizes do not divide
+    the model, or with a stage that cannot begin where it does.
     """
     algorithm(native)
     if native.head_in_float32 and not family.float32_head:
@@ -170,7 +171,10 @@ def check_model_layout(family: ModelFamily, architecture: Any, native: NativeCon
                 f"model family {family.name!r} has no stages; use 'auto', or build them and say so with "
                 "ModelFamily.num_layers",
             )
-    model_stages(family, architecture, native, pp_rank=0)
+    for pp_rank in range(native.parallel.pp):
+        for stage in model_stages(family, architecture, native, pp_rank).values():
+            if isinstance(architecture, DecoderSpec):
+                architecture.require_stage(stage.layers)
 
 
 def _require_one(family: ModelFamily, parallel: ParallelConfig, names: Iterable[str], missing: str) -> None:

@@ -11,6 +11,7 @@ from rl_backend.contracts import ConfigError, RuntimeConfig
 from rl_backend.runtime import check_config
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
+from tests.support.sparse_models import write_sparse
 
 
 def check(model: Path, num_ranks: int, **parallel: int) -> None:
@@ -93,3 +94,13 @@ def test_a_family_that_says_nothing_of_layouts_is_data_parallel_only(
 
 def test_a_directory_on_another_node_is_left_to_the_ranks(tmp_path: Path) -> None:
     check(tmp_path / "elsewhere", 4, tp=4)
+
+
+@pytest.mark.shows(
+    "sparse attention: a stage that begins with a layer which shares keys is refused before any process starts"
+)
+def test_stages_of_every_rank_begin_with_a_layer_that_chooses_keys(tmp_path: Path) -> None:
+    model = write_sparse(tmp_path, "glm_moe_dsa")
+    check(model, 2, pp=2)
+    with pytest.raises(ConfigError, match=r"pipeline_layers=1: .*begin with layers of \[0, 2\]"):
+        check(model, 2, pp=2, vpp=2)
