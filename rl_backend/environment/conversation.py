@@ -81,6 +81,7 @@ class Conversation:
     branches: int = 0
     _text: str = ""
     _end: int | None = None
+    _ends_as_text: bool = False
 
     def start(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a prompt; what was before is forgotten."""
@@ -94,10 +95,13 @@ class Conversation:
         return self.token_ids
 
     def add_turn(self, token_ids: Sequence[int], finish: Finish) -> str:
-        """Adds what the model sampled, and returns its text, without the token that ended it."""
-        self._end = token_ids[-1] if finish == "stop" else None
+        """Adds what the model sampled, and returns its text, without the special token that ended it."""
+        # A turn that a stop string ended has no end token: its last one is text, as that of a stop token may be.
+        special = self.format.renderer.is_special(token_ids[-1])
+        stopped = finish == "stop" and (special or token_ids[-1] in self.format.stop_token_ids)
+        self._end, self._ends_as_text = token_ids[-1] if stopped else None, stopped and not special
         self.token_ids = [*self.token_ids, *token_ids]
-        written = self.format.renderer.decode(token_ids if self._end is None else token_ids[:-1])
+        written = self.format.renderer.decode(token_ids[:-1] if stopped and special else token_ids)
         self._text += written
         self.messages.append({"role": "assistant", "content": written})
         return written
@@ -142,7 +146,8 @@ class Conversation:
             pairs = zip(token_ids, renderer.encode(closing), strict=False)
             most = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) + 1
             if end in token_ids[:most]:
-                return _Behind(token_ids[token_ids.index(end) + 1 :], text[text.index(renderer.decode([end])) :])
+                _, found, after = text.partition(renderer.decode([end]))
+                return _Behind(token_ids[token_ids.index(end) + 1 :], after if self._ends_as_text else found + after)
         if called and not check.results_behind_text:
             raise EpisodeEndError(
                 f"a turn that calls tools {'was cut' if end is None else f'ended with {renderer.decode([end])}'}, and the "
@@ -151,7 +156,7 @@ class Conversation:
             )
         text = renderer.behind(messages)
         token_ids = renderer.encode(text)
-        if end is None:
+        if end is None or self._ends_as_text:
             return _Behind(token_ids, text)
         length = closing_length(token_ids, end, renderer)
         if length is not None:

@@ -64,6 +64,25 @@ def test_another_end_than_the_templates() -> None:
     assert sum(second.sampled) == 1 and sum(segment.sampled) == len(turn) + 1
 
 
+@pytest.mark.shows(
+    "environments: what a stop string, or a stop token that is text, ends stays text; the template's end follows"
+)
+@pytest.mark.parametrize("other_end", ["replace", "keep"])
+@pytest.mark.parametrize("history", ["keep", "branch"])
+@pytest.mark.parametrize("by_id", [False, True])
+def test_an_end_that_is_text_stays_in_the_turn(other_end: Any, history: Any, by_id: bool) -> None:
+    mine = conversation(other_end=other_end, history=history)
+    turn = mine.format.renderer.encode("It is 4;")
+    if by_id:
+        mine = conversation(other_end=other_end, history=history, stop_token_ids=turn[-1:])
+    prompt = mine.start(FIRST)
+    assert mine.add_turn(turn, "stop") == "It is 4;"
+    following = mine.go_on(NEXT)
+    assert following[: len(prompt) + len(turn)] == [*prompt, *turn] and mine.branches == 0
+    assert following[len(prompt) + len(turn)] == id_of(mine, "<|im_end|>")
+    assert len(played(mine, turn, "stop").segments()) == 1
+
+
 def test_white_space_before_the_templates_end_is_not_given_twice() -> None:
     spaced = MISTRAL.replace("{{ message.content }}{{ eos_token }}", "{{ message.content }} {{ eos_token }}")
     mine = conversation(spaced, history="keep")
