@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
 from rl_backend.environment import Episode, Segment, ToolCall, Turn
 
 STATUS_OK = "ok"
+_DEEPEST = 32
 
 
 def describe_episodes(episodes: Iterable[Episode], tokenizer: Any, *, dropped: bool = False) -> list[dict[str, Any]]:
@@ -51,7 +52,25 @@ def _turn(turn: Turn, tokenizer: Any) -> dict[str, Any]:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     written = {"raw": call.raw} if call.status != STATUS_OK else {}
-    return {"name": call.name, "arguments": dict(call.arguments), "status": call.status, "answer": call.answer, **written}
+    return {
+        "name": call.name,
+        "arguments": _as_json(call.arguments),
+        "status": call.status,
+        "answer": call.answer,
+        **written,
+    }
+
+
+def _as_json(value: Any, depth: int = 0) -> Any:
+    """What a model wrote, by whatever parser: values that JSON has not as Python writes them, and no endless nesting."""
+    nested = isinstance(value, Mapping | list | tuple)
+    if nested and depth == _DEEPEST:
+        return "..."
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(each, depth + 1) for name, each in value.items()}
+    if nested:
+        return [_as_json(each, depth + 1) for each in value]
+    return value if value is None or isinstance(value, str | int | float) else repr(value)
 
 
 def _pieces(segment: Segment, tokenizer: Any) -> list[list[Any]]:

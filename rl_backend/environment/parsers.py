@@ -91,7 +91,7 @@ def parse_json(text: str) -> ParsedTurn:
 
 
 def parse_pythonic(text: str) -> ParsedTurn:
-    """A turn that is a list of calls, ``[add(x=1, y=2), now()]``, whose values are constants of Python: Llama 4, LFM2."""
+    """A turn that is a list of calls, ``[add(x=1, y=2), now()]``, with constants that JSON has: Llama 4, LFM2."""
     thought, spoken = _split_thinking(text)
     body = spoken.strip()
     for mark in ("<|tool_call_start|>", "<|python_start|>"):
@@ -107,8 +107,10 @@ def parse_pythonic(text: str) -> ParsedTurn:
         return ParsedTurn(
             thought.strip(), [Attempt(_name_in(body), {}, status, body, f"it is not a list of calls: {error}")]
         )
-    elements = tree.elts if isinstance(tree, ast.List) else []
-    return ParsedTurn(thought.strip(), [_read_call(each, body) for each in elements])
+    if not isinstance(tree, ast.List):
+        attempt = Attempt(_name_in(body), {}, "invalid_json", body, "it is not one list of calls: write nothing around it")
+        return ParsedTurn(thought.strip(), [attempt])
+    return ParsedTurn(thought.strip(), [_read_call(each, body) for each in tree.elts])
 
 
 def no_calls(text: str) -> ParsedTurn:
@@ -170,13 +172,20 @@ def _read_call(node: ast.expr, body: str) -> Attempt:
     raw = ast.get_source_segment(body, node) or body
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
         return Attempt("", {}, "invalid_json", raw, "expected name(argument=value, ...)")
-    name = ast.unparse(node.func)
+    try:
+        name = ast.unparse(node.func)
+    except RecursionError:
+        return Attempt("", {}, "invalid_json", raw, "the name is too long")
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return Attempt(name, {}, "invalid_arguments", raw, "give every argument by its name")
     try:
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return Attempt(name, {}, "invalid_arguments", raw, "a value is no constant")
+    try:
+        json.dumps(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return Attempt(name, {}, "invalid_arguments", raw, "a value is none that JSON has")
     return Attempt(name, arguments, "ok", raw)
 
 
