@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from actors.rollout.stream import DrawnBatch
 from actors.run.clock import Clock
+from actors.run.console import warn
 from actors.run.episode_config import EpisodeConfig
 from actors.run.episode_metrics import episode_metrics
 from actors.run.episode_stream import EpisodeStream, Row
 from actors.run.versions import VersionedCollector
 from rl_backend.algorithm import episode_rewards
+from rl_backend.algorithm.episodes import is_cut
 from rl_backend.contracts import EpisodeFailedError
 from rl_backend.environment import Episode
 from rl_backend.environment.groups import FAILED, Group
 from rl_backend.environment.playing import with_reward, without_reward
+
+_MOST_IN_VAIN = 10
+"""Batches in a row of which nothing can be trained on."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,19 @@ class EpisodeCollector(VersionedCollector[EpisodeBatch]):
         config: sizes, staleness and failures.
         stream: groups of episodes.
         earlier: the :attr:`state` of the run that this one continues; empty at the first step.
+        on_skipped: told of a batch that nothing can be trained on.
     """
 
-    def __init__(self, config: EpisodeConfig, stream: EpisodeStream, *, earlier: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        stream: EpisodeStream,
+        *,
+        earlier: Mapping[str, Any] | None = None,
+        on_skipped: Callable[[str], None] = warn,
+    ) -> None:
         super().__init__(config, earlier)
+        self._on_skipped = on_skipped
         self._config = config
         self._stream = stream
 
@@ -62,14 +76,16 @@ class EpisodeCollector(VersionedCollector[EpisodeBatch]):
 
         Metrics: those of :func:`~actors.run.episode_metrics.episode_metrics`; ``tokens_per_second/sample``, of sampled
         tokens while episodes were played; ``episodes_dropped`` and ``groups_dropped``, with
-        ``on_episode_failure="drop"``; when sampling ahead ``staleness_mean``, ``staleness_max`` and ``samples_dropped``,
-        episodes that were too old.
+        ``on_episode_failure="drop"``; ``batches_cut_off``, with ``truncated="mask"``, passed over because
+        all of their episodes were cut off; when sampling ahead ``staleness_mean``, ``staleness_max`` and
+        ``samples_dropped``, episodes that were too old.
 
         Raises:
             WeightVersionError: weights older than sampling ahead explains.
-            EpisodeFailedError: an episode failed and is to stop the run, or no group of the step is left.
+            EpisodeFailedError: an episode failed and is to stop the run, no group of the step is left, or with
+                ``truncated="mask"`` all episodes of too many batches in a row were cut off.
         """
-        config, stale, seconds, tokens = self._config, 0, 0.0, 0
+        config, stale, cut, seconds, tokens = self._config, 0, 0, 0.0, 0
         while True:
             batch = self._stream.next(more=config.steps - step)
             clock.lap("sample")
@@ -77,9 +93,13 @@ class EpisodeCollector(VersionedCollector[EpisodeBatch]):
             tokens += sum(len(turn.token_ids) for episode in _played(batch) for turn in episode.turns)
             ages = [self._age_of(versions, step) for episode in _played(batch) if (versions := _versions(episode))]
             age = self._require_explained(max(ages, default=0), step)
-            if age <= config.max_staleness or config.stale_samples != "drop":
+            if age > config.max_staleness and config.stale_samples == "drop":
+                stale += len(list(_played(batch)))
+                continue
+            if config.truncated != "mask" or not _all_cut(batch):
                 break
-            stale += len(list(_played(batch)))
+            cut += 1
+            self._skip(step, cut)
         dropped = [episode for group in batch.samples for episode in group.dropped]
         failed = [episode for episode in _played(batch) if episode.stop in FAILED]
         failures = [f"{episode.stop} after {len(episode.turns)} turns: {episode.error}" for episode in failed]
@@ -98,6 +118,8 @@ class EpisodeCollector(VersionedCollector[EpisodeBatch]):
         if config.on_episode_failure == "drop":
             metrics["episodes_dropped"] = len(dropped)
             metrics["groups_dropped"] = len(batch.samples) - len(groups)
+        if config.truncated == "mask":
+            metrics["batches_cut_off"] = cut
         episodes = [episode for group in groups for episode in group]
         if config.batches_ahead:
             ages = [self._age_of(versions, step) for episode in episodes if (versions := _versions(episode))]
@@ -111,6 +133,21 @@ class EpisodeCollector(VersionedCollector[EpisodeBatch]):
             dropped=dropped,
             failures=failures,
         )
+
+    def _skip(self, step: int, times: int) -> None:
+        problem = "every episode was cut off, and truncated='mask' trains on none of them"
+        if times == _MOST_IN_VAIN:
+            raise EpisodeFailedError(
+                f"step {step}: {problem}, in {times} batches in a row; raise the limits, such as max_turns, or set "
+                "truncated to keep or zero"
+            )
+        self._on_skipped(f"step {step}: {problem}; the next batch is played in its place")
+
+
+def _all_cut(batch: DrawnBatch[Row, Group]) -> bool:
+    """Whether all episodes that have a turn were cut off."""
+    episodes = [episode for group in batch.samples for episode in group.episodes if episode.segments]
+    return bool(episodes) and all(map(is_cut, episodes))
 
 
 def _played(batch: DrawnBatch[Row, Group]) -> Iterator[Episode]:

@@ -150,7 +150,8 @@ class EpisodeConfig(SampledConfig):
         return f"environment {self.environment}" if self.environment else f"player {self.player}"
 
     def parts(self, sequences: Sequence[TokenSequence], groups: Sequence[int]) -> list[list[TokenSequence]]:
-        """What each update of a step trains on: whole groups of episodes, as many as in the others or one more.
+        """What each update of a step trains on: whole groups of episodes, as many as in the others or one more; without
+        episodes that are masked, and so at times fewer parts.
 
         Args:
             groups: of each episode of the step, see :class:`~actors.run.episode_collect.EpisodeBatch`.

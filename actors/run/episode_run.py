@@ -78,7 +78,8 @@ class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
                 start=stream_position(self.start),
             )
         )
-        self._collector = EpisodeCollector(config, stream, earlier=self.start.state("collector"))
+        warned = partial(warn, label=self.label)
+        self._collector = EpisodeCollector(config, stream, earlier=self.start.state("collector"), on_skipped=warned)
 
     def _source(self, sampling: SamplingConfig) -> RolloutTokens:
         return RolloutTokens(self._rollout, turn_sampling(sampling), adapter=self._adapter)

@@ -15,7 +15,7 @@ from rl_backend.contracts import EPISODE_SHARE, BatchError, ConfigError, TokenSe
 
 type Truncated = Literal["keep", "zero", "mask"]
 """What becomes of an episode that was cut off: trained on as it is, with a reward of 0, or not at all. Its reward, 0 with
-``zero``, counts in the mean of its group in any case."""
+``zero``, counts in the mean of its group in any case; one that is not trained on counts in no loss."""
 
 EPISODE = "episode"
 """Sequence field, 0-d int64: place of the sequence's episode in the list that :func:`episode_sequences` was given."""
@@ -179,6 +179,9 @@ def episode_parts(
 ) -> list[list[TokenSequence]]:
     """Sequences divided into at most ``parts``, each of whole groups of episodes.
 
+    Sequences that are masked as a whole are left out, so that no part is without a trained token; where fewer than ``least``
+    are trained, as many masked ones stay as the ranks need.
+
     Args:
         groups: of each episode, the number of its group; episodes of a group stand next to each other.
         least: sequences that each part needs: the data-parallel ranks.
@@ -186,9 +189,13 @@ def episode_parts(
     Raises:
         BatchError: fewer sequences than ``least``.
     """
+    trained = [bool(sequence.token_fields["loss_mask"].any()) for sequence in sequences]
+    missing = max(least - sum(trained), 0)
+    masked = [index for index, each in enumerate(trained) if not each]
+    chosen = {index for index, each in enumerate(trained) if each} | set(masked[:missing])
+    left = [sequence for index, sequence in enumerate(sequences) if index in chosen]
     of_groups = [
-        list(members)
-        for _, members in groupby(sequences, key=lambda sequence: groups[int(sequence.sequence_fields[EPISODE])])
+        list(members) for _, members in groupby(left, key=lambda sequence: groups[int(sequence.sequence_fields[EPISODE])])
     ]
     for count in range(min(parts, len(of_groups)), 0, -1):
         bounds = [len(of_groups) * index // count for index in range(count + 1)]

@@ -44,7 +44,7 @@ async def player(row: Mapping[str, Any], sampler: Sampler) -> Result:
             await asyncio.Event().wait()
         sampler.reward(first.token_ids[0] / 100)
         await sampler.sample([1, row["task"], *first.token_ids, 9], max_tokens=2)
-        return Result(metrics={"won": float(first.token_ids[0] > 25)})
+        return Result(metrics={"won": float(first.token_ids[0] > 25)}, stop="turns" if row.get("cut") else "done")
     finally:
         CLOSED.append(row["task"])
 
@@ -130,6 +130,28 @@ def test_staleness_is_that_of_an_episodes_oldest_token() -> None:
     collector.pushed(1, 0)
     with pytest.raises(WeightVersionError, match="3 steps old; sampling 1 batches ahead explains fewer"):
         collector.collect(4, Clock())
+
+
+@pytest.mark.shows("episodes: with truncated=mask a batch that was cut off as a whole is passed over, and the run goes on")
+def test_a_batch_whose_episodes_were_all_cut_off_is_passed_over_where_they_are_masked() -> None:
+    def collector(cut: int) -> EpisodeCollector:
+        config = settings(truncated="mask")
+        batches = ([{"task": each, "cut": number < cut} for each in range(3)] for number in count())
+        stream = EpisodeStream(player, RandomSource(version=1), PlayOptions(), batches, n=4, seed=5, ahead=0)
+        found = EpisodeCollector(config, stream, on_skipped=told.append)
+        found.pushed(1, 0)
+        return found
+
+    told: list[str] = []
+    batch = collector(2).collect(1, Clock())
+    assert batch.metrics["batches_cut_off"] == 2 and batch.metrics["stop/done"] == 1
+    assert told == ["step 1: every episode was cut off, and truncated='mask' trains on none of them; "
+                    "the next batch is played in its place"] * 2  # fmt: skip
+    assert collector_of(settings(), cut=True).collect(1, Clock()).metrics["stop/turns"] == 1
+    with pytest.raises(
+        EpisodeFailedError, match=r"in 10 batches in a row; raise the limits, such as max_turns, or set trunc"
+    ):
+        collector(10).collect(1, Clock())
 
 
 def test_shuffled_rewards_are_the_same_rewards_on_other_episodes() -> None:

@@ -206,6 +206,18 @@ def test_updates_have_whole_groups() -> None:
         episode_parts(sequences, [0, 0, 1, 1, 2, 2], 3, least=9)
 
 
+def test_updates_leave_masked_episodes_out() -> None:
+    cut, groups = replace(BRANCHED, stop="turns"), [0, 0, 1, 1, 2, 2]
+    sequences = episode_sequences([cut, cut, HELD, cut, cut, OTHER], truncated="mask")
+    assert [[int(each.sequence_fields["episode"]) for each in part] for part in episode_parts(sequences, groups, 3)] == [
+        [2],
+        [5],
+    ]
+    (part,) = episode_parts(sequences, groups, 3, least=3)  # a rank may have a masked one, the update has trained ones
+    assert [int(each.sequence_fields["episode"]) for each in part] == [0, 2, 5]
+    assert sum(each.token_fields["loss_mask"].sum().item() for each in part) == 6
+
+
 def test_routes_of_all_turns_go_along() -> None:
     with_routes = segment([("given", [1, 2]), ("sampled", [3]), ("given", [5]), ("sampled", [6])], routes=True)
     (sequence,) = episode_sequences([episode(with_routes)], routes=True)
