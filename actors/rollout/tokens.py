@@ -16,8 +16,6 @@ from actors.rollout.messages import AdapterVersion, Request, TurnAnswer
 from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError
 from rl_backend.environment.protocol import Generation
 
-_OF_A_TURN = ("max_new_tokens", "stop_token_ids")
-
 
 class RolloutTokens:
     """A :class:`~rl_backend.environment.protocol.TokenSource` over a group of engines, for any number of episodes at once.
@@ -32,7 +30,8 @@ class RolloutTokens:
 
     Args:
         rollout: the engines.
-        sampling: temperature, ``top_p``, ``top_k``, ``min_p`` and stop strings of every turn; the rest comes with each turn.
+        sampling: temperature, ``top_p``, ``top_k``, ``min_p``, stop strings, and stop tokens beside those of each turn; the
+            rest comes with each turn.
         adapter: the LoRA tenant that samples; None for the weights alone.
         require_version: refuse weights, or versions of the adapter, that are older. May be changed between turns.
         retries: how often a turn is asked again of another engine when its engine is lost. After that, and when no engine
@@ -40,7 +39,7 @@ class RolloutTokens:
             :class:`~rl_backend.contracts.EngineDirtyError`.
 
     Raises:
-        ConfigError: a field of ``sampling`` that turns bring themselves, or stop strings and engines without a tokenizer.
+        ConfigError: ``sampling.max_new_tokens``, which turns bring themselves; stop strings and engines without tokenizer.
 
     Attributes:
         prompt_tokens: of all turns so far.
@@ -92,7 +91,8 @@ class RolloutTokens:
             WeightVersionError: the weights are older than ``require_version``.
         """
         request = Request(list(token_ids), 1, seed)
-        sampling = self._sampling.replace(max_new_tokens=max_tokens, stop_token_ids=tuple(stop_token_ids))
+        stops = tuple(dict.fromkeys([*stop_token_ids, *self._sampling.stop_token_ids]))
+        sampling = self._sampling.replace(max_new_tokens=max_tokens, stop_token_ids=stops)
         lost: set[int] = set()
         while True:
             engine = self._choose(request.prompt_ids, lost)
@@ -192,11 +192,9 @@ def _digests(token_ids: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 def _check(sampling: SamplingConfig, rollout: RolloutGroup, retries: int) -> None:
-    for name in _OF_A_TURN:
-        if sampling.is_set(name):
-            raise ConfigError.of(
-                f"SamplingConfig.{name}", getattr(sampling, name), "comes with every turn of an episode; leave it out"
-            )
+    if sampling.is_set("max_new_tokens"):
+        problem = "comes with every turn of an episode; leave it out"
+        raise ConfigError.of("SamplingConfig.max_new_tokens", sampling.max_new_tokens, problem)
     if sampling.n != 1:
         raise ConfigError.of("SamplingConfig.n", sampling.n, "a turn is one response; use n=1")
     if not sampling.log_probs:

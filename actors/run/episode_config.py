@@ -120,6 +120,10 @@ class EpisodeConfig(SampledConfig):
         if (self.environment is None) == (self.player is None):
             problem = "give either an environment, which is stepped, or a player, which samples by itself"
             raise ConfigError.of(f"{name}.environment", self.environment, problem)
+        for option in ("step_seconds", "tool_calls") if self.player is not None else ():
+            if getattr(self.limits, option) is not None:
+                problem = "a player has neither steps nor tools that the run knows of; leave it out"
+                raise ConfigError.of(f"{name}.limits.{option}", getattr(self.limits, option), problem)
         if self.is_set("max_prompt_tokens"):
             problem = "environments make their prompts; set max_episode_tokens"
             raise ConfigError.of(f"{name}.max_prompt_tokens", self.max_prompt_tokens, problem)

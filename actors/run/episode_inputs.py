@@ -11,7 +11,8 @@ from actors.run.episode_config import EpisodeConfig
 from actors.run.episode_stream import Row
 from actors.run.eval_sets import HeldOutSet
 from actors.train.model import require_experts, require_known_end
-from rl_backend.contracts import ConfigError, RLBackendError
+from rl_backend.contracts import BatchError, ConfigError, RLBackendError
+from rl_backend.data.chat import turn_end
 from rl_backend.data.prompts import endless_batches, load_tokenizer, open_dataset
 from rl_backend.data.rewards.worker import what_it_raised
 from rl_backend.environment.conversation import ChatFormat
@@ -29,6 +30,7 @@ class EpisodeInputs:
     Attributes:
         player: plays an episode in the run's environment.
         score: of a group's episodes; None without.
+        ends: tokens that end any turn, whoever samples it: those of tokenizer, ``generation_config.json`` and chat template.
         notes: how the chat template is used, for the run's first line.
     """
 
@@ -38,6 +40,7 @@ class EpisodeInputs:
     rows: Sequence[Row]
     held_out: Sequence[HeldOutSet]
     batches: Iterator[list[Row]]
+    ends: Sequence[int] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -52,7 +55,7 @@ def load_episode_inputs(config: EpisodeConfig) -> EpisodeInputs:
     require_experts(f"{name}.router_replay", config.router_replay, config.model)
     tokenizer = load_tokenizer(config.model)
     require_known_end(f"{name}.model", config.model, tokenizer)
-    ends = stop_token_ids(config.model, tokenizer)
+    ends = (*stop_token_ids(config.model, tokenizer), *_template_end(tokenizer, config))
     rows = open_dataset(config.dataset)
     if len(rows) < config.prompts_per_step:
         problem = f"{config.dataset} has {len(rows)} rows; use at most that"
@@ -70,7 +73,7 @@ def load_episode_inputs(config: EpisodeConfig) -> EpisodeInputs:
     score = None if config.score is None else load_score(config.score)
     player, notes = load_episode_player(config, tokenizer, rows[0], ends)
     batches = endless_batches(rows, config.prompts_per_step, config.seed)
-    return EpisodeInputs(tokenizer, player, score, rows, held_out, batches, notes)
+    return EpisodeInputs(tokenizer, player, score, rows, held_out, batches, ends, notes)
 
 
 def load_episode_player(
@@ -97,6 +100,18 @@ def load_episode_player(
     found = run_episodes(_checked(player, row, config))
     changes = "; ".join(found.check.changes) if found is not None else ""
     return player, (f"history {found.history}: the chat template changes {changes}",) if found and changes else ()
+
+
+def _template_end(tokenizer: Any, config: EpisodeConfig) -> list[int]:
+    """What ends an answer to a question by the chat template; nothing where there is none, or none that can be used."""
+    if not tokenizer.chat_template:
+        return []
+    question = [{"role": "user", "content": "x"}]
+    try:
+        end = turn_end(question, tokenizer, chat_template_kwargs=config.data.chat_template_kwargs)
+    except BatchError:  # an environment is told when it is checked, and a player may do without
+        return []
+    return [] if end is None else [end]
 
 
 async def _checked(player: SteppedPlayer, row: Row, config: EpisodeConfig) -> ChatFormat | None:

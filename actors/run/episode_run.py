@@ -82,7 +82,7 @@ class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
         self._collector = EpisodeCollector(config, stream, earlier=self.start.state("collector"), on_skipped=warned)
 
     def _source(self, sampling: SamplingConfig) -> RolloutTokens:
-        return RolloutTokens(self._rollout, turn_sampling(sampling), adapter=self._adapter)
+        return RolloutTokens(self._rollout, turn_sampling(sampling, self.inputs.ends), adapter=self._adapter)
 
     def _answer_held_out(self) -> list[HeldOutResult]:
         limits = self.config.filled("limits")
@@ -109,7 +109,12 @@ class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
         self.folder.log_samples(step, [*lines, *describe_episodes(batch.dropped[:left], tokenizer, dropped=True)])
 
 
-def turn_sampling(sampling: SamplingConfig) -> SamplingConfig:
-    """How turns are sampled; lengths and stop tokens come with each turn."""
+def turn_sampling(sampling: SamplingConfig, ends: Sequence[int]) -> SamplingConfig:
+    """How turns are sampled; lengths come with each turn, and further stop tokens.
+
+    Args:
+        ends: tokens that end any turn, see :class:`~actors.run.episode_inputs.EpisodeInputs`.
+    """
     names = ("temperature", "top_p", "top_k", "min_p", "stop_strings")
-    return SamplingConfig(**{name: getattr(sampling, name) for name in names if sampling.is_set(name)})
+    given = {name: getattr(sampling, name) for name in names if sampling.is_set(name)}
+    return SamplingConfig(**given, stop_token_ids=tuple(dict.fromkeys([*sampling.stop_token_ids, *ends])))

@@ -47,7 +47,7 @@ def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | No
             wanted = config.filled("rollout").replace(num_engines=1, require_push=False)
             with phases.phase("engines", "starting a vLLM engine, which loads the model"):
                 rollout = stack.enter_context(RolloutGroup(with_share(wanted, share_cluster(0, 1))))
-        source = RolloutTokens(rollout, turn_sampling(config.sampling))
+        source = RolloutTokens(rollout, turn_sampling(config.sampling, inputs.ends))
         tasks = group_tasks([inputs.rows[row]], 0, 1, config.seed)
         options = PlayOptions(config.filled("limits"), "zero", score=inputs.score, on_blocked=warn)
         with phases.phase("episode", f"row {row} of {config.dataset}"):

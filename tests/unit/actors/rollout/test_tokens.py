@@ -70,6 +70,8 @@ def test_a_turn_is_a_generation_with_a_version_of_each_token() -> None:
     ((_, request, sampling, adapter, required),) = engines.asked
     assert (request, adapter, required) == (Request([1, 2], 1, 5), None, 3)
     assert sampling == SamplingConfig(temperature=0.5, max_new_tokens=7, stop_token_ids=(9,))
+    ask(source(engines, sampling=SamplingConfig(stop_token_ids=(8, 9))))
+    assert engines.asked[-1][2].stop_token_ids == (9, 8), "beside those of the turn"
     ask(tokens, [1, 2, 3, 4])
     assert (tokens.prompt_tokens, tokens.cached_tokens, tokens.cached_share) == (6, 3, 0.5)
 
@@ -173,7 +175,6 @@ def test_a_cancelled_turn_is_given_up() -> None:
     ("sampling", "message"),
     [
         ({"max_new_tokens": 5}, r"SamplingConfig\.max_new_tokens=5: comes with every turn"),
-        ({"stop_token_ids": (1,)}, r"SamplingConfig\.stop_token_ids=\(1,\): comes with every turn"),
         ({"n": 2}, r"SamplingConfig\.n=2: a turn is one response"),
         ({"log_probs": False}, r"SamplingConfig\.log_probs=False"),
         ({"stop_strings": ("a",)}, r"have no tokenizer; set RolloutConfig\.load_tokenizer"),

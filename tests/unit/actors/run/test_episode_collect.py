@@ -271,6 +271,14 @@ def test_metrics_of_an_environment_replace_none_of_every_episodes() -> None:
     [
         ({"player": "m:player"}, "give either an environment, which is stepped, or a player"),
         ({"environment": None, "player": "m:player", "history": "keep"}, "a player samples by itself; leave it out"),
+        (
+            {"environment": None, "player": "m:player", "limits": {"step_seconds": 3}},
+            r"limits\.step_seconds=3\.0: a player has neither steps nor tools",
+        ),
+        (
+            {"environment": None, "player": "m:player", "limits": {"tool_calls": 3}},
+            r"limits\.tool_calls=3: a player has neither steps nor tools",
+        ),
         ({"max_prompt_tokens": 8}, "environments make their prompts; set max_episode_tokens"),
         ({"answer_column": "x"}, "an environment is given the row as it stands"),
         ({"max_response_tokens": 64, "max_episode_tokens": 64}, "max_episode_tokens=64 must hold a prompt and a turn"),

@@ -1,0 +1,43 @@
+"""What an episode run reads, and how the turns of its players end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.run.episode_config import EpisodeConfig
+from actors.run.episode_inputs import load_episode_inputs
+from actors.run.episode_run import EpisodeRun, turn_sampling
+from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.models import write_tiny
+from tests.unit.actors.rollout.test_tokens import Engines, ask
+
+PLAYER = "async def play(row, sampler): ...\n"
+
+
+@pytest.mark.shows(
+    "episodes: a player's turn ends where the model's does, without the player's saying so, in held-out sets too"
+)
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_turns_of_players_end(tmp_path: Path, template: str | None) -> None:
+    tokenizer = chat_tokenizer(template)
+    model = write_tiny("qwen3", tmp_path / "model", vocab_size=512, eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(model)
+    (tmp_path / "rows.jsonl").write_text('{"task": 1}\n')
+    (tmp_path / "mine.py").write_text(PLAYER)
+    held_out = {"hard": {"path": f"{tmp_path}/rows.jsonl", "stop_token_ids": [5]}}
+    options: dict[str, Any] = {"prompts_per_step": 1, "sampling": {"stop_token_ids": [6]}, "eval_dataset": held_out}
+    config = EpisodeConfig(
+        model=str(model), dataset=f"{tmp_path}/rows.jsonl", player=f"{tmp_path}/mine.py:play", run_dir="runs/x", **options
+    )
+    inputs = load_episode_inputs(config)
+    assert tokenizer.decode(inputs.ends) == ("</s><|im_end|>" if template else "</s>")
+    assert turn_sampling(config.sampling, inputs.ends).stop_token_ids == (6, *inputs.ends)
+    (hard,) = inputs.held_out
+    engines = Engines()
+    run: Any = SimpleNamespace(inputs=inputs, _rollout=engines, _adapter=None)
+    ask(EpisodeRun._source(run, hard.sampling))
+    assert engines.asked[0][2].stop_token_ids == (9, 5, *inputs.ends), "the turn's, the set's and the model's"
