@@ -53,6 +53,8 @@ class SampledTurn(Protocol):
 
     @property
     def token_ids(self) -> Sequence[int]: ...
+    @property
+    def trained(self) -> bool: ...
 
 
 class PlayedEpisode(Protocol):
@@ -217,15 +219,11 @@ def _episode_of(sequence: TokenSequence, index: int) -> int:
 
 
 def _in_order(segments: Sequence[SampledSegment], turns: Sequence[SampledTurn]) -> bool:
-    """Whether the segments' sampled tokens are those of the turns, one after the other; some turns may be left out."""
+    """Whether the segments' sampled tokens are those of the turns that are trained, one after the other."""
     flat = [
         token for segment in segments for token, sampled in zip(segment.token_ids, segment.sampled, strict=True) if sampled
     ]
-    place = 0
-    for turn in turns:
-        if flat[place : place + len(turn.token_ids)] == list(turn.token_ids):
-            place += len(turn.token_ids)
-    return not turns or place == len(flat)
+    return not turns or flat == [token for turn in turns if turn.trained for token in turn.token_ids]
 
 
 def _at_sampled_tokens(segments: Sequence[SampledSegment]) -> list[list[float]]:

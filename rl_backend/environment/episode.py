@@ -83,6 +83,7 @@ class Turn:
         reward: that the step after it gave.
         prompt_tokens: tokens before it.
         cached_tokens: those of them that the engine did not compute again.
+        trained: whether its tokens are; False where the environment left it out.
     """
 
     message: Message | None
@@ -96,6 +97,7 @@ class Turn:
     reward: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    trained: bool = True
 
 
 @dataclass(frozen=True)

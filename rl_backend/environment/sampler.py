@@ -85,6 +85,7 @@ class RecordingSampler:
 
     def leave_out(self) -> None:
         self._record.leave_out()
+        self._turns[-1] = replace(self._turns[-1], trained=False)
 
     def describe(self, message: Message | None, calls: Sequence[ToolCall] = (), given: Sequence[Message] = ()) -> None:
         self._turns[-1] = replace(self._turns[-1], message=message, calls=tuple(calls), given=tuple(given))

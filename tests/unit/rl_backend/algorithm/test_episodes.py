@@ -152,8 +152,19 @@ def test_an_episode_that_came_back_to_an_earlier_history_is_refused_where_the_or
     assert len(with_advantages(episode_sequences([back, OTHER]), [1.0, 0.0], "grpo", 2)) == 3
     with pytest.raises(BatchError, match="episode 1 came back to a history that it had left"):
         with_advantages(episode_sequences([OTHER, back]), [1.0, 0.0], "reinforce_plus_plus", 2)
-    left_out = [turn(2), turn(6), turn(5), turn(3, 4)]
-    assert episode_lengths(episode_sequences([replace(back, turns=left_out)])).tolist() == [7]
+
+
+def test_a_turn_that_is_left_out_is_not_taken_for_the_next_one() -> None:
+    def turn(*token_ids: int, trained: bool = True) -> Turn:
+        return Turn(None, token_ids, [0.0] * len(token_ids), "stop", trained=trained)
+
+    mine = episode(
+        segment([("given", [1, 5, 6, 4]), ("sampled", [5, 6, 9])]),
+        segment([("given", [7]), ("sampled", [3, 4])]),
+    )
+    for left_out in ((5, 6), (8,), (5, 6, 9)):
+        turns = [turn(*left_out, trained=False), turn(5, 6, 9), turn(3, 4)]
+        assert episode_lengths(episode_sequences([replace(mine, turns=turns)])).tolist() == [10]
 
 
 def test_reinforce_plus_plus_steps_over_branches() -> None:

@@ -40,6 +40,8 @@ def test_turns_are_recorded_as_they_were_sampled() -> None:
         "turns": 2, "segments": 1, "sampled_tokens": 5, "prompt_tokens": 8, "cached_tokens": 0,
         "tool_calls": 0, "failed_tool_calls": 0, "engine_seconds": 0,
     }  # fmt: skip
+    mine.leave_out()
+    assert [turn.trained for turn in mine.turns] == [True, False] and sum(mine.segments[0].sampled) == 3
 
 
 def test_seeds_of_turns_differ_and_the_first_is_the_episodes_own() -> None:
