@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ class Session:
         turns: prompt and turn of each request, in the order of the answers.
         ended: why the sampler gave no further turn.
         failed: what the engines or the record raised.
+        sampling: turns in flight.
+        over: the episode has ended.
     """
 
     sampler: Sampler
@@ -42,6 +45,30 @@ class Session:
     turns: list[tuple[list[int], Turn]] = field(default_factory=list)
     ended: EpisodeEndError | None = None
     failed: Exception | None = None
+    sampling: set[Future[Turn]] = field(default_factory=set)
+    over: bool = False
+
+    async def sample(self, prompt: list[int], stop_token_ids: Sequence[int], max_tokens: int | None) -> Turn | None:
+        """Asks the sampler, from another loop; None where the episode ended meanwhile."""
+        asked = self.sampler.sample(prompt, stop_token_ids=stop_token_ids, max_tokens=max_tokens)
+        turn = asyncio.run_coroutine_threadsafe(_awaited(asked), self.loop)
+        self.sampling.add(turn)
+        if self.over:
+            turn.cancel()
+        try:
+            return await asyncio.wrap_future(turn)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return None
+        finally:
+            self.sampling.discard(turn)
+
+    def end(self) -> None:
+        """Gives up turns in flight, which nobody will train on."""
+        self.over = True
+        for turn in list(self.sampling):
+            turn.cancel()
 
 
 class TokenEndpoint:
@@ -76,13 +103,14 @@ class TokenEndpoint:
 
     @contextmanager
     def session(self, sampler: Sampler) -> Iterator[tuple[str, Session]]:
-        """The token of the episode that the running loop plays. It is of no use afterwards."""
+        """The token of the episode that the running loop plays. It is of no use afterwards; turns in flight are given up."""
         token, session = secrets.token_urlsafe(32), Session(sampler, asyncio.get_running_loop())
         self._sessions[token] = session
         try:
             yield token, session
         finally:
             del self._sessions[token]
+            session.end()
 
     def _session(self, request: web.Request) -> Session:
         found = self._sessions.get(request.headers.get(TOKEN_HEADER, ""))
@@ -108,16 +136,21 @@ class TokenEndpoint:
         prompt = [int(each) for each in body["token_ids"]]
         try:
             stops = list(dict.fromkeys([*(asked.get("stop_token_ids") or ()), *self._stop_token_ids]))
-            sampling = session.sampler.sample(prompt, stop_token_ids=stops, max_tokens=asked.get("max_tokens"))
-            turn = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sampling, session.loop))
+            turn = await session.sample(prompt, stops, asked.get("max_tokens"))
         except EpisodeEndError as end:
             session.ended = end
             return _refused(end.message)
         except Exception as error:  # noqa: BLE001, the player raises it where the episode is
             session.failed = error
             return _refused(f"{type(error).__name__}: {error}")
+        if turn is None:
+            return _refused("the episode has ended")
         session.turns.append((prompt, turn))
         return web.json_response(_answer(turn))
+
+
+async def _awaited(turn: Awaitable[Turn]) -> Turn:
+    return await turn
 
 
 def _answer(turn: Turn) -> dict[str, Any]:

@@ -14,7 +14,21 @@ from adapters.verifiers.process import VerifiersProcess
 from adapters.verifiers.settings import VerifiersSettings
 from rl_backend.contracts import BatchError, ConfigError, EpisodeFailedError
 from rl_backend.data.rewards.event_loop import EventLoop
+from rl_backend.environment.episode import Stop
 from rl_backend.environment.protocol import Result, Sampler
+
+STOPS: Mapping[str, Stop] = {
+    "max_turns": "turns",
+    "max_input_tokens": "tokens",
+    "max_output_tokens": "tokens",
+    "max_total_tokens": "tokens",
+    "compaction_failed": "context",
+    "setup_timeout": "timeout",
+    "agent_timeout": "timeout",
+    "finalize_timeout": "timeout",
+    "scoring_timeout": "timeout",
+}
+"""Limits of verifiers' own, as its traces name them, and those of an episode. Any other condition is the environment's."""
 
 
 class VerifiersPlayer:
@@ -133,7 +147,10 @@ def _result(played: Mapping[str, Any], session: Session) -> Result:
         )
     (trace,) = traces
     _compare(trace["branches"], session)
-    return Result(float(trace["reward"]), {name: float(value) for name, value in trace["metrics"].items()})
+    stop = STOPS.get(trace["stop"] or "", "done")
+    error = "" if stop == "done" else f"verifiers' own limit: {trace['stop']}"
+    metrics = {name: float(value) for name, value in trace["metrics"].items()}
+    return Result(float(trace["reward"]), metrics, stop, error)
 
 
 def _compare(branches: Sequence[Mapping[str, Any]], session: Session) -> None:

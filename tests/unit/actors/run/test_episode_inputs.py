@@ -28,16 +28,16 @@ def test_turns_of_players_end(tmp_path: Path, template: str | None) -> None:
     tokenizer.save_pretrained(model)
     (tmp_path / "rows.jsonl").write_text('{"task": 1}\n')
     (tmp_path / "mine.py").write_text(PLAYER)
-    held_out = {"hard": {"path": f"{tmp_path}/rows.jsonl", "stop_token_ids": [5]}}
-    options: dict[str, Any] = {"prompts_per_step": 1, "sampling": {"stop_token_ids": [6]}, "eval_dataset": held_out}
+    held_out = {"hard": {"path": f"{tmp_path}/rows.jsonl", "stop_token_ids": [41]}}
+    options: dict[str, Any] = {"prompts_per_step": 1, "sampling": {"stop_token_ids": [42]}, "eval_dataset": held_out}
     config = EpisodeConfig(
         model=str(model), dataset=f"{tmp_path}/rows.jsonl", player=f"{tmp_path}/mine.py:play", run_dir="runs/x", **options
     )
     inputs = load_episode_inputs(config)
     assert tokenizer.decode(inputs.ends) == ("</s><|im_end|>" if template else "</s>")
-    assert turn_sampling(config.sampling, inputs.ends).stop_token_ids == (6, *inputs.ends)
+    assert turn_sampling(config.sampling, inputs.ends).stop_token_ids == (42, *inputs.ends)
     (hard,) = inputs.held_out
     engines = Engines()
     run: Any = SimpleNamespace(inputs=inputs, _rollout=engines, _adapter=None)
     ask(EpisodeRun._source(run, hard.sampling))
-    assert engines.asked[0][2].stop_token_ids == (9, 5, *inputs.ends), "the turn's, the set's and the model's"
+    assert engines.asked[0][2].stop_token_ids == (9, 41, *inputs.ends), "the turn's, the set's and the model's"

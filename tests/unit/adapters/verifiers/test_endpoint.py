@@ -68,6 +68,44 @@ def test_nobody_without_the_token_of_an_episode_is_answered() -> None:
     opened(use)
 
 
+@pytest.mark.shows("adapters: an episode of verifiers that ends gives up the turn that it was waiting for")
+def test_a_turn_in_flight_is_given_up_with_its_episode() -> None:
+    async def run() -> list[str]:
+        begun, seen = asyncio.Event(), list[str]()
+
+        class Hangs(RandomSource):
+            async def generate(self, token_ids: Any, **options: Any) -> Any:
+                begun.set()
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    seen.append("given up")
+                    raise
+
+        endpoint = TokenEndpoint(64)
+        await endpoint.open()
+        sampler = RecordingSampler(Hangs(), sampling_seed=1, seed=1, limits=Limits())
+        url = endpoint.url.removesuffix("/v1") + "/inference/v1/generate"
+
+        async def ask(token: str) -> str:
+            async with (
+                aiohttp.ClientSession(headers={TOKEN_HEADER: token}) as http,
+                http.post(url, json={"token_ids": [1]}) as answer,
+            ):
+                return str((await answer.json())["error"]["message"])
+
+        try:
+            with endpoint.session(sampler) as (token, _):
+                asked = asyncio.create_task(ask(token))
+                await begun.wait()
+            seen.append(await asyncio.wait_for(asked, 30))
+        finally:
+            await endpoint.close()
+        return seen
+
+    assert sorted(asyncio.run(run())) == ["given up", "the episode has ended"]
+
+
 def test_what_would_be_ignored_or_ends_the_episode_is_refused() -> None:
     async def use(ask: Ask, session: Session, token: str) -> None:
         status, answer = await ask({"token_ids": [1], "sampling_params": {"temperature": 0.3, "top_p": None}})

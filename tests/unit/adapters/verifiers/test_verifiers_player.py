@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from adapters.verifiers import VerifiersPlayer, VerifiersSettings
+from adapters.verifiers.player import _result
 from rl_backend.contracts import ConfigError
 from rl_backend.environment import Episode, Group, GroupTask, Limits, PlayOptions, play_groups
 from tests.support.chat_templates import CHATML, chat_tokenizer
@@ -95,6 +97,25 @@ def test_an_environment_that_cannot_be_loaded_is_refused(settings: VerifiersSett
         VerifiersPlayer(settings.replace(environment={"taskset": {"id": "nothing"}}), context_tokens=CONTEXT).open()
     with pytest.raises(ConfigError, match=r"python='/no/python': cannot be run"):
         VerifiersPlayer(settings.replace(python="/no/python"), context_tokens=CONTEXT).open()
+
+
+@pytest.mark.parametrize(
+    ("condition", "stop"),
+    [
+        (None, "done"),
+        ("agent_completed", "done"),
+        ("max_turns", "turns"),
+        ("max_total_tokens", "tokens"),
+        ("agent_timeout", "timeout"),
+        ("compaction_failed", "context"),
+    ],
+)
+def test_where_verifiers_cuts_an_episode_it_is_cut(condition: str | None, stop: str) -> None:
+    trace = {"agent": "a", "reward": 0.5, "metrics": {"won": 1}, "stop": condition, "branches": []}
+    session: Any = SimpleNamespace(failed=None, ended=None, turns=[])
+    result = _result({"errors": [], "traces": [trace]}, session)
+    assert (result.stop, result.reward, result.metrics) == (stop, 0.5, {"won": 1.0})
+    assert (condition or "") in result.error if stop != "done" else not result.error
 
 
 def test_settings_travel_as_json(settings: VerifiersSettings) -> None:
