@@ -148,10 +148,13 @@ class RolloutEngine(TurnServer):
         self._version, self._require_push = UNVERSIONED, True
 
     def sleep(self, level: int) -> None:
-        """Frees the GPU's memory: level 1 keeps the weights in host memory, level 2 drops them."""
+        """Frees the GPU's memory: level 1 keeps the weights in host memory, level 2 drops them, and turns that pause."""
         self._check_sleep_mode()
         self._check_clean()
         self._loop.hold()
+        if level == 2:
+            problem = "sleeps at level 2, which drops the weights of turns that pause; ask again after the next push"
+            self._loop.drop(RolloutError(f"{self._name} {problem}", engine=self._name))
         self._loop.call(self._unload_all)
         self._vllm_call(self._llm.sleep, level=level)
         self._state = "asleep"

@@ -114,6 +114,8 @@ class RolloutGroup(StartedEngines):
     def sleep(self, level: int = 1) -> None:
         """Frees the engines' GPU memory for training: level 1 keeps the weights in host memory, 2 drops them.
 
+        At level 2 turns that pause (``turns_at_push="pause"``) raise a ``RolloutError``; at level 1 they go on afterwards.
+
         Raises:
             UnsupportedError: on a CPU, or without ``sleep_mode``.
         """

@@ -107,6 +107,10 @@ class StepLoop:
         """After :meth:`hold`: requests begin and continue, with the version that the host names now."""
         self.call(self._release)
 
+    def drop(self, error: Exception) -> None:
+        """After :meth:`hold`: ends the requests that pause with an error; those that have not begun go on waiting."""
+        self.call(lambda: self._fail(error, list(self._running.values())))
+
     def close(self, error: Exception) -> None:
         """Ends every request with an error, those to come too, until :meth:`release`."""
         self.call(self._close, error)
@@ -210,8 +214,9 @@ class StepLoop:
         self._closed_by = error
         self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
-        for entry in [*self._running.values(), *self._waiting]:
+    def _fail(self, error: Exception, entries: Sequence[_Entry] | None = None) -> None:
+        """Ends requests with an error; None for all."""
+        for entry in [*self._running.values(), *self._waiting] if entries is None else entries:
             if entry.key in self._running:
                 with suppress(Exception):
                     self._stepper.give_up(entry.key)

@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from actors.rollout.engine import RolloutEngine
 from actors.rollout.jobs import Finished
 from actors.rollout.messages import AdapterVersion
 from actors.rollout.step_loop import StepLoop
+from rl_backend.contracts import RolloutError
 from tests.support.stepping import BAD_SEED, FATAL_SEED, CountingStepper, ServedVersion, job
 
 SOON = 10.0
@@ -182,6 +185,28 @@ def test_a_request_that_is_given_up_while_it_pauses_has_what_it_had(loop: StepLo
     loop.give_up(asked)
     (result,) = asked.values()
     assert tokens(result) == [100, 101, 102] and versions(result) == [(1, 3)]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_turns_that_pause_are_lost_with_the_weights_alone(loop: StepLoop, stepper: CountingStepper, level: int) -> None:
+    asleep: list[int] = []
+    llm = SimpleNamespace(sleep=lambda level: asleep.append(level), wake_up=lambda: asleep.clear())
+    engine: Any = SimpleNamespace(_loop=loop, _llm=llm, _name="engine 0", _version=1, _state="serving")
+    engine._check_sleep_mode = engine._check_clean = engine._unload_all = lambda: None
+    engine._vllm_call = loop.call
+    paused, waiting = submit(loop, job(100, 6, pausable=True)), []
+    stepper.take(2)
+    in_mid_step(loop, stepper, 1, lambda: RolloutEngine.sleep(engine, level))
+    waiting = submit(loop, job(200, 1))
+    assert asleep == [level] and [each.done() for each in (*paused, *waiting)] == [level == 2, False]
+    RolloutEngine.wake_up(engine)
+    stepper.allow(10)
+    assert tokens(waiting[0]) == [200]
+    if level == 1:
+        assert tokens(paused[0]) == list(range(100, 106))
+    else:
+        with pytest.raises(RolloutError, match="engine 0 sleeps at level 2, which drops the weights of turns that pause"):
+            paused[0].result(SOON)
 
 
 def test_what_is_closed_answers_everything_with_the_error_until_it_is_released(
