@@ -17,6 +17,7 @@ from rl_backend.data.rewards import OnFailure
 from rl_backend.environment import Limits
 from rl_backend.environment.conversation import OtherEnd
 from rl_backend.environment.history import History
+from rl_backend.environment.parsers import PARSERS
 
 _DROPS = HasEffect(lambda config: config.on_episode_failure == "drop", "only on_episode_failure='drop' leaves episodes out")
 _STEPS = HasEffect(lambda config: config.environment, "a player samples by itself; leave it out")
@@ -74,7 +75,7 @@ class EpisodeConfig(SampledConfig):
         default=None, description="function of a group's episodes, whose rewards are added to theirs"
     )
     tool_format: Annotated[str, _STEPS] = Field(
-        default="hermes", min_length=1, description="of the calls that the model writes: hermes, or another parser's name"
+        default="hermes", min_length=1, description="of the calls that the model writes: hermes, json or pythonic"
     )
     on_cut: Annotated[Literal["continue", "end"], _STEPS] = Field(
         default="continue", description="a turn that is cut by max_response_tokens: continue the episode, or end it"
@@ -120,6 +121,12 @@ class EpisodeConfig(SampledConfig):
         if (self.environment is None) == (self.player is None):
             problem = "give either an environment, which is stepped, or a player, which samples by itself"
             raise ConfigError.of(f"{name}.environment", self.environment, problem)
+        if self.tool_format not in PARSERS:
+            problem = (
+                f"expected {', '.join(PARSERS)}; for another parser, also of vLLM, give a player: a SteppedPlayer whose "
+                "StepOptions have the function as tool_format"
+            )
+            raise ConfigError.of(f"{name}.tool_format", self.tool_format, problem)
         for option in ("step_seconds", "tool_calls") if self.player is not None else ():
             if getattr(self.limits, option) is not None:
                 problem = "a player has neither steps nor tools that the run knows of; leave it out"
