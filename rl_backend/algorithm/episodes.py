@@ -32,6 +32,9 @@ TOKEN_REWARDS = "token_rewards"
 CUTS: frozenset[str] = frozenset({"turns", "tokens", "context", "length", "tool_calls", "timeout", "cancelled"})
 """Reasons of :data:`~rl_backend.environment.protocol.Stop` that come from outside of the task: it might have continued."""
 
+_FAILURES = frozenset({"timeout", "cancelled"})
+"""Cuts that are failures too: where such an episode is trained on, it counts as zero, and nothing is expected behind it."""
+
 
 class SampledSegment(Protocol):
     """As :class:`~rl_backend.environment.Segment` is. A token that two segments share is ``sampled`` in the first alone."""
@@ -117,7 +120,7 @@ def episode_sequences(
             of_episode = {
                 EPISODE: torch.tensor(index),
                 # With a reward of 0 the cut is the end: nothing is expected behind it.
-                CUT: torch.tensor(cut and truncated == "keep"),
+                CUT: torch.tensor(cut and truncated == "keep" and episode.stop not in _FAILURES),
                 IN_ORDER: torch.tensor(in_order),
                 EPISODE_SHARE: torch.tensor(count / sum(counts), dtype=torch.float64),
             }

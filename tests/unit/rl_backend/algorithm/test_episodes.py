@@ -199,6 +199,13 @@ def test_what_becomes_of_an_episode_that_was_cut_off(truncated: Truncated, rewar
     assert last.tolist() == [3.0 if cut else 0.0, 0.0]
 
 
+@pytest.mark.shows("episodes: PPO expects nothing behind an episode that failed and counts as zero, whatever ended it")
+@pytest.mark.parametrize("stop", ["timeout", "cancelled", "error"])
+def test_an_episode_that_failed_has_no_value_behind_it(stop: Any) -> None:
+    sequences = episode_sequences([replace(OTHER, stop=stop), replace(OTHER, stop="turns")])
+    assert final_values(sequences, [torch.full((len(each),), 3.0) for each in sequences]).tolist() == [0.0, 3.0]
+
+
 def test_the_reward_of_a_turn_that_is_left_out_goes_to_the_turn_before() -> None:
     left_out = segment([("given", [1]), ("sampled", [2, 3]), ("given", [4, 5]), ("sampled", [6])], rewards=[0.25, 1.0])
     left_out = replace(left_out, rewards=[0, 0, 0.25, 0, -2.0, 1.0])
