@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Mapping
@@ -26,9 +25,8 @@ from actors.run.held_out_episodes import play_held_out
 from actors.run.rl_run import RLRun
 from actors.run.transcripts import describe_episodes, transcript
 from rl_backend.contracts import ConfigError, EpisodeFailedError, WeightVersionError
-from rl_backend.environment import Limits, Result, Sampler, ToolCall, play_episode
+from rl_backend.environment import Limits, Result, Sampler, play_episode
 from rl_backend.environment.groups import PlayOptions
-from rl_backend.lab.text import json_text
 from tests.support.token_sources import RandomSource
 
 CLOSED: list[int] = []
@@ -172,19 +170,6 @@ def test_a_transcript_says_what_was_trained() -> None:
     assert line["version_spans"] == [[1, len(first) + len(second)]] and line["stop"] == "done"
     shown = transcript(episode, Tokens())
     assert f"trained tokens in brackets: A@[{first}]I[{second}]" in shown and "ended: done; reward" in shown
-
-
-def test_a_transcript_has_whatever_a_parser_made_of_a_call() -> None:
-    (episode, *_) = collector_of(settings()).collect(1, Clock()).episodes
-    nested: list[Any] = []
-    nested.append(nested)
-    arguments = {"a": ..., "b": {1, 2}, ("c",): [1, None, 0.5], "d": nested}
-    call = ToolCall("add", arguments, "invalid_arguments", "add(...)")  # type: ignore[arg-type]
-    turns = [replace(episode.turns[0], calls=[call])]
-    (line,) = describe_episodes([replace(episode, turns=turns)], Tokens())
-    (found,) = json.loads(json_text(line))["turns"][0]["calls"]
-    deep = found["arguments"].pop("d")
-    assert found["arguments"] == {"a": "Ellipsis", "b": "{1, 2}", "('c',)": [1, None, 0.5]} and "..." in str(deep)
 
 
 def test_held_out_episodes_have_estimates_and_lines() -> None:

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from rl_backend.environment import Generation
 from rl_backend.environment.conversation import Conversation, chat_format
 from rl_backend.environment.record import EpisodeRecord
 from rl_backend.environment.rendering import ChatRenderer
 from tests.support.chat_templates import CHATML, MISTRAL, THINKING, chat_tokenizer
-from tests.support.token_sources import generation
+from tests.support.token_sources import WrittenSource, generation
+from tests.unit.rl_backend.environment.test_stepping import CALL, TOKENIZER, Calculator, Guess, play, written
 
 FIRST = [{"role": "user", "content": "2+2?"}]
 NEXT = [{"role": "user", "content": "3+3?"}]
@@ -128,3 +132,16 @@ def test_a_history_that_begins_anew() -> None:
     mine.add_turn([5], "length")
     record.add(mine.start(NEXT), generation([6]))
     assert mine.messages == NEXT and len(record.segments()) == 2
+
+
+def test_a_call_that_a_stop_string_ends_is_read() -> None:
+    class Stops(WrittenSource):
+        async def generate(self, token_ids: Sequence[int], **options: Any) -> Generation:
+            found = await super().generate(token_ids, **options)
+            return replace(found, finish="stop")  # as an engine that found its text
+
+    Guess.made = []
+    source = Stops(written(CALL, "4", ended=False).write)
+    episode = play(Calculator, source)
+    assert [call.status for call in episode.turns[0].calls] == ["ok"] and episode.reward == 1.0
+    assert len(episode.segments) == 1 and "</tool_call><|im_end|>" in TOKENIZER.decode(source.prompts[1])

@@ -4,13 +4,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rl_backend.contracts import ConfigError
-from rl_backend.environment import Environment, Episode, Generation, Limits, Step, Turn, play_episode
+from rl_backend.environment import Environment, Episode, Limits, Step, Turn, play_episode
 from rl_backend.environment.sampler import RecordingSampler
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
 from tests.support.chat_templates import THINKING, chat_tokenizer
@@ -215,18 +214,6 @@ def test_tools_are_called_and_answered_before_the_step() -> None:
     assert episode.reward == 1.0 and episode.metrics["tool_calls"] == 2 and episode.metrics["failed_tool_calls"] == 1
     assert len(episode.segments) == 1 and "<|im_start|>tool\n4<|im_end|>" in TOKENIZER.decode(source.prompts[1])
     assert '"name": "double"' in TOKENIZER.decode(source.prompts[0]), "the model is told of the tool"
-
-
-def test_a_call_that_a_stop_string_ends_is_read() -> None:
-    class Stops(WrittenSource):
-        async def generate(self, token_ids: Sequence[int], **options: Any) -> Generation:
-            found = await super().generate(token_ids, **options)
-            return replace(found, finish="stop")  # as an engine that found its text
-
-    source = Stops(written(CALL, "4", ended=False).write)
-    episode = play(Calculator, source)
-    assert [call.status for call in episode.turns[0].calls] == ["ok"] and episode.reward == 1.0
-    assert len(episode.segments) == 1 and "</tool_call><|im_end|>" in TOKENIZER.decode(source.prompts[1])
 
 
 def test_calls_beyond_the_limit_are_not_run_and_end_the_episode() -> None:
