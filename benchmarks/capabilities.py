@@ -1,18 +1,22 @@
 """docs/capabilities.md, made of ``results/families.json``: what was measured of each family, and what is refused and why.
 
+
 ``python -m benchmarks.capabilities`` writes the page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.family_models import FAMILIES
+from benchmarks.family_push import LARGEST_GAP, MOST_OVER_TRANSFORMERS, engine_refusals
 from benchmarks.markdown import number, table
 from benchmarks.random_section import RANDOM, random_shapes
 from benchmarks.report import read_result
+from rl_backend.lab.parity.text import LEAST_LOSS_FALL
 
 PAGE = Path(__file__).parents[1] / "docs" / "capabilities.md"
 MISSING = "-"
@@ -20,15 +24,17 @@ HEAD = """\
 # Capabilities
 
 `python -m benchmarks.capabilities` makes this page of `benchmarks/results/families.json`, which `make bench NAME=families`
-measures. A number in brackets is a refusal, listed at the end; - was not measured. Qwen3.5 is its text model.
+measures. A number in brackets is a refusal, or behind numbers a difference over its tolerance, both listed at the end; - was
+not measured. Qwen3.5 is its text model.
 """
 PARITY = """\
 ## Against transformers
 Differences from transformers, one sequence at a time: the largest of a log-prob, then the largest of a parameter's
 gradient relative to its norm, both in the first of {steps} steps in float32; then that of the loss, relative, in all of
 them. Sequences have {shortest} to {longest} tokens and are packed here. The last column compares the two runtimes. Where two
-experts of a mixture are equal to a token but for rounding, sides that agree in the first step [part](parity.md) later.
-Of two keys that an indexer is to choose from the same could be; whether that is why deepseek_v32 parts was not measured.
+experts of a mixture are equal to a token but for rounding, sides that agree in the first step [part](parity.md) later. Of
+two keys that an indexer is to choose from the same could be. A difference that says so was measured again on what
+transformers chose; where all steps agree on that, the sides count as exact.
 """
 LAYOUTS = """\
 ## Layouts
@@ -97,8 +103,8 @@ def page(results: Mapping[str, Any]) -> str:
         _speed(entries),
     ]
     sections += [random_shapes(title, results[section]) for section, title in RANDOM.items() if section in results]
-    sections.append(_engine_refusals(results["engine_refusals"]) if "engine_refusals" in results else "")
-    sections.append("\n".join(["## Refusals", *refusals.lines(), ""]) if refusals.lines() else "")
+    sections.append(_engine_refusals(engine_refusals()))
+    sections.append("\n".join(["## Refusals and differences", *refusals.lines(), ""]) if refusals.lines() else "")
     return "\n".join([HEAD, *filter(None, sections)])
 
 
@@ -115,11 +121,11 @@ def _parity(entries: Mapping[str, Entry], refusals: Refusals) -> str:
     def show(cell: Entry) -> str:
         return f"{_first_step(cell)}, {number(cell['max_loss_rel_diff'])}"
 
-    pairs = ("native", "bridge", "native_to_bridge")
-    rows = [
-        (name, *(_cell(name, entry.get("parity", {}).get("pairs", {}).get(pair), refusals, show) for pair in pairs))
-        for name, entry in entries.items()
-    ]
+    def cell(name: str, pair: str) -> str:
+        measured = entries[name].get("parity", {}).get("pairs", {}).get(pair)
+        return _cell(name, measured, refusals, show, partial(_difference, least_fall=LEAST_LOSS_FALL))
+
+    rows = [(name, *(cell(name, pair) for pair in ("native", "bridge", "native_to_bridge"))) for name in entries]
     columns = table(("family", "native", "bridge", "native against bridge"), rows)
     corrected = {
         name: entry["parity"]["corrected"] for name, entry in entries.items() if "corrected" in entry.get("parity", {})
@@ -135,7 +141,7 @@ def _layouts(entries: Mapping[str, Entry], refusals: Refusals) -> str:
     for runtime in ("native", "bridge"):
         own = [layout for layout in columns if layout.startswith(f"{runtime} ")]
         rows = [
-            (name, *(_cell(name, cells.get(layout), refusals, _first_step) for layout in own))
+            (name, *(_cell(name, cells.get(layout), refusals, _first_step, _difference) for layout in own))
             for name, cells in found.items()
         ]
         tables.append(table((runtime, *(layout.removeprefix(f"{runtime} ") for layout in own)), rows))
@@ -150,18 +156,28 @@ def _push(entries: Mapping[str, Entry], refusals: Refusals) -> str:
     def gaps(cell: Entry) -> str:
         return f"{cell['mean_gap']:.0e}, {cell['max_gap']:.0e}"
 
+    def too_wide(cell: Entry) -> str:
+        return "" if cell["mean_gap"] <= LARGEST_GAP else f"a mean gap in float32 over {LARGEST_GAP:.0e}"
+
+    def times(cell: Entry) -> str:
+        return f"{cell['mean_gap_over_transformers']:.2f}x"
+
+    def too_often(cell: Entry) -> str:
+        many = cell["mean_gap_over_transformers"] > MOST_OVER_TRANSFORMERS
+        return f"a mean gap in bfloat16 over {MOST_OVER_TRANSFORMERS:g} times that of transformers" if many else ""
+
     rows = []
     for name, part in measured.items():
         exact, rounded = part["dtypes"]["float32"], part["dtypes"]["bfloat16"]
         own = rounded.get("transformers_to_float32")
-        ratio = rounded.get("mean_gap_over_transformers")
+        ratio = rounded if "mean_gap_over_transformers" in rounded else None
         rows.append(
             (
                 name,
-                _cell(name, exact, refusals, gaps),
+                _cell(name, exact, refusals, gaps, too_wide),
                 _cell(name, rounded, refusals, gaps),
                 MISSING if own is None else gaps(own),
-                MISSING if ratio is None else f"{ratio:.2f}x",
+                _cell(name, ratio, refusals, times, too_often),
             )
         )
     steps = _common(part["steps"] for part in measured.values())
@@ -189,12 +205,12 @@ def _loads(entries: Mapping[str, Entry]) -> str:
 
 def _speed(entries: Mapping[str, Entry]) -> str:
     names = ("equal_lengths", "mixed_lengths")
+    measured = {name: entry.get("native_over_transformers", {}) for name, entry in entries.items()}
     rows = [
-        (name, *(f"{entry['native_over_transformers'][workload]:.2f}x" for workload in names))
-        for name, entry in entries.items()
-        if "native_over_transformers" in entry
+        (name, *(f"{ratios[workload]:.2f}x" if ratios else MISSING for workload in names))
+        for name, ratios in measured.items()
     ]
-    return SPEED + "\n" + table(("family", "equal lengths", "mixed lengths"), rows) if rows else ""
+    return SPEED + "\n" + table(("family", "equal lengths", "mixed lengths"), rows) if any(measured.values()) else ""
 
 
 def _engine_refusals(refusals: Iterable[Entry]) -> str:
@@ -209,14 +225,38 @@ def _first_step(cell: Entry) -> str:
     return f"{number(cell['max_log_prob_diff'])}, {number(cell['max_gradient_rel_diff'])}"
 
 
-def _cell(family: str, cell: Entry | None, refusals: Refusals, show: Callable[[Entry], str]) -> str:
+def _difference(cell: Entry, least_fall: float | None = None) -> str:
+    """How a comparison is not as it has to be, as :func:`benchmarks.families.is_exact` has it; empty where it is.
+
+    Sides that alone part by themselves are exact, and are named with both.
+    """
+    parted = cell.get("first_divergence")
+    if parted:
+        again = cell.get("on_their_choices")
+        if again is None:
+            return str(parted)
+        steps = "all steps are" if again["step"] is None else f"step {again['step']} is the first that is not"
+        return f"{parted}; on what transformers chose {steps} within the tolerances"
+    if least_fall is not None and cell["loss_fall"] < least_fall:
+        return f"the loss falls by {cell['loss_fall']:.1%} only, less than {least_fall:.0%}"
+    return ""
+
+
+def _cell(
+    family: str,
+    cell: Entry | None,
+    refusals: Refusals,
+    show: Callable[[Entry], str],
+    difference: Callable[[Entry], str] = lambda cell: "",
+) -> str:
     if cell is None:
         return MISSING
     if "refused" in cell:
         return refusals.mark(family, cell["refused"])
     if "failed" in cell:
         return f"failed {refusals.mark(family, cell['failed'])}"
-    return show(cell)
+    found = difference(cell)
+    return f"{show(cell)} {refusals.mark(family, found)}" if found else show(cell)
 
 
 def _common(values: Iterable[int]) -> str:

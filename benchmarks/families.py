@@ -9,9 +9,8 @@ Each family has four parts, and those whose routers have biases a fifth. Each ca
 - ``loads``: how evenly experts are loaded before and after loss-free balancing, see :mod:`benchmarks.family_loads`;
 - ``speed``: ``native_over_transformers``, tokens per second, with the workloads and steps of :mod:`benchmarks.train_speed`.
 
-What a runtime or the engine refuses stands there with its message, and what vLLM's builds cannot serve at all under
-``engine_refusals``. ``python -m benchmarks.capabilities`` makes docs/capabilities.md of the file. OpenMP threads that wait
-sleep, as in an actor.
+What a runtime or the engine refuses stands there with its message. ``python -m benchmarks.capabilities`` makes
+docs/capabilities.md of the file. OpenMP threads that wait sleep, as in an actor.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import torch
 from benchmarks.family_loads import has_biases, measure_loads
 from benchmarks.family_models import FAMILIES, WITHOUT_SPEED, Family, write_timed
 from benchmarks.family_parity import measure_layouts, measure_parity
-from benchmarks.family_push import engine_refusals, is_good, measure_push
+from benchmarks.family_push import is_good, measure_push
 from benchmarks.report import machine, read_result, require_sleeping_threads, update_result
 from benchmarks.train_speed import measure_workload, runtime_step, transformers_step, workloads
 from rl_backend.lab.parity.text import LEAST_LOSS_FALL
@@ -129,7 +128,6 @@ def main() -> int:
         "loads": measure_loads,
         "speed": partial(measure_speed, runs=arguments.runs, threads=arguments.threads),
     }
-    update_result(RESULT, {"engine_refusals": engine_refusals()})
     wrong = []
     for name in arguments.family or FAMILIES:
         for part in arguments.part or parts:

@@ -100,7 +100,12 @@ TRANSFORMER: Mapping[str, MegatronField] = {
     "swiglu": _only("models that both runtimes have are of this kind; config.json decides", True),
     "attention_softmax_in_fp32": MegatronField("always on", _PASSED_ON, at_rest=(True,)),
     "fp32_residual_connection": MegatronField("always off", _PASSED_ON, at_rest=(False,)),
-    "moe_router_dtype": MegatronField("routers compute in float32", _PASSED_ON, at_rest=("fp32", "float32", None)),
+    "moe_router_dtype": MegatronField(
+        "routers compute in float32; of `gpt_oss`, `qwen3_5_moe` and `qwen3_next` the logits are in the dtype of the "
+        "parameters, as in vLLM, whatever is given here",
+        f"routers compute in float32; other values: {_PASSED_ON}",
+        at_rest=("fp32", "float32", None),
+    ),
     "hidden_dropout": _DROPOUT,
     "attention_dropout": _DROPOUT,
     "moe_aux_loss_coeff": MegatronField("`MoEOptions.router_aux_loss_coef`", _PASSED_ON, at_rest=(0, None)),

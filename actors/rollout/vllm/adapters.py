@@ -125,8 +125,7 @@ class AdapterSlots:
                 return f"{slots.module} takes an adapter beside {slots.before} only: target both; or {_MERGED}"
         if found:
             module = min(found).removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
-            why = "of a mixture on a CPU attention, gated DeltaNet and the shared expert do; kernels of experts need Triton"
-            return f"{module} takes no adapters in this engine ({why}); {_MERGED}"
+            return f"{module} takes no adapters in this engine (those that do: {self._table.kinds}); {_MERGED}"
         dtype = self._manager.lora_config.lora_dtype
         _kept[path] = _Kept(rank, {name: tensor.to(dtype) for name, tensor in tensors.items()}, self._table)
         return ""

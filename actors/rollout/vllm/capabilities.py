@@ -23,6 +23,8 @@ SPARSE_TYPES = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """``model_type`` of models whose latent attention reads the tokens that an indexer chooses."""
 LATENT_TYPES = frozenset({"deepseek_v3", "kimi_k2", "glm4_moe_lite"}) | SPARSE_TYPES
 """``model_type`` of models with latent attention."""
+_TYPES_WITH_A_HEAD = LATENT_TYPES | {"glm4_moe", "gpt_oss", "minimax_m2", "qwen3_next"}
+"""``model_type`` of models whose classes in vLLM never read ``tie_word_embeddings``."""
 _MLA_HEADS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
@@ -60,8 +62,16 @@ def _has_another_epsilon(fields: Fields, config: RolloutConfig) -> bool:
     return bool(fields.get("rms_norm_eps", 1e-5) != 1e-5)
 
 
+def _rope(fields: Fields) -> Fields | None:
+    return fields.get("rope_parameters") or fields.get("rope_scaling")
+
+
+def _scales_otherwise_than_yarn(fields: Fields, config: RolloutConfig) -> bool:
+    return any((_rope(fields) or {}).get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+
+
 def _lacks_parts_of_yarn(fields: Fields, config: RolloutConfig) -> bool:
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling")
+    rope = _rope(fields)
     return rope is not None and not {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"} <= rope.keys()
 
 
@@ -108,7 +118,31 @@ REFUSALS = (
                 "give rope_parameters factor, original_max_position_embeddings, beta_fast (32) and beta_slow (1)",
                 _lacks_parts_of_yarn,
             ),
+            (
+                "YaRN with attention_factor, mscale or mscale_all_dim",
+                "log-probs are others, without an error: vLLM does not read them",
+                "leave them out, or train it without vLLM",
+                _scales_otherwise_than_yarn,
+            ),
+            (
+                "attention without biases (attention_bias=false)",
+                "log-probs are others, without an error: vLLM adds biases of whatever was in its memory",
+                "train it without vLLM",
+                lambda fields, config: fields.get("attention_bias") is False,
+            ),
         )
+    ),
+    *(
+        Refusal(
+            _TYPES_WITH_A_HEAD,
+            device,
+            "embeddings that are the head (tie_word_embeddings)",
+            "log-probs are those of a head of random numbers, without an error: vLLM has one of its own, which no push "
+            "reaches",
+            "save the model with tie_word_embeddings=false and an lm_head.weight",
+            lambda fields, config: bool(fields.get("tie_word_embeddings")),
+        )
+        for device in ("cpu", "cuda")
     ),
     Refusal(
         SPARSE_TYPES,

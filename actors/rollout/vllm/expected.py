@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import TensorInfo, dtype_from_name
+from rl_backend.contracts.errors import listed
 from rl_backend.weights.compare import ExpectedWeights
+
+logger = logging.getLogger(__name__)
+_SHOWN = 8
+_MADE_OF_OTHERS = (".W_UK_T", ".W_UV")
+"""Ends of parameters that vLLM makes of ``kv_b_proj.weight`` of latent attention, after each push again."""
 
 
 class EngineParameters(NamedTuple):
@@ -30,8 +37,8 @@ def expected_weights(model_path: str, dtype: str, describe: Callable[[Sequence[s
 
     Names and shapes are those of the directory that vLLM was started from. A tensor that no parameter of vLLM's model comes
     from (a tied ``lm_head.weight``, stored buffers, a vision tower, weights of multi-token prediction) is optional, provided
-    that the others account for every parameter. Weights that are not trained (``WeightManifest.kept``) may be among either;
-    a push says that it leaves them out.
+    that the others account for every parameter; a warning names parameters that they do not account for. Weights that are
+    not trained (``WeightManifest.kept``) may be among either; a push says that it leaves them out.
 
     Args:
         model_path: Hugging Face directory with safetensors, of which only the headers are read, even with
@@ -50,8 +57,17 @@ def expected_weights(model_path: str, dtype: str, describe: Callable[[Sequence[s
     # Layers that take adapters have their own parameters one level down.
     plain = {parameter.replace(".base_layer.", "."): held for parameter, held in engine.dtypes.items()}
     units = {_experts_module(parameter) or parameter for parameter in plain}
-    accounted = units <= set(targets.values())
-    required = {name: info for name, info in infos.items() if targets[name] in units or not accounted}
+    alone = sorted(units - set(targets.values()))
+    named = [unit for unit in alone if not unit.endswith(_MADE_OF_OTHERS)]
+    if named:
+        # No error: a model of vLLM's may fill them from tensors of other names.
+        logger.warning(
+            "vLLM has parameters that no tensor of %s leads to by its name: %s. Unless vLLM's model fills them itself, they "
+            "stay as they were made, whatever is pushed, and log-probs are not the trainer's",
+            model_path,
+            listed(named, _SHOWN),
+        )
+    required = {name: info for name, info in infos.items() if targets[name] in units or alone}
     groups: dict[str, list[str]] = defaultdict(list)
     for name in required:
         groups[targets[name]].append(name)

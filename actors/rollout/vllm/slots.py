@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -77,6 +78,11 @@ class SlotTable:
     others: Sequence[Any]
     _places: dict[tuple[int, int], tuple[_Place, ...]] = field(default_factory=dict)
     """By slot and rank."""
+
+    @property
+    def kinds(self) -> str:
+        """The names of all modules, those in layers as every layer has them."""
+        return ", ".join(dict.fromkeys(re.sub(r".*\blayers\.\d+\.", "", slots.module) for slots in self.modules))
 
     def write(self, index: int, rank: int, factors: Mapping[str, Tensor]) -> None:
         """Puts an adapter, by peft's names, into a slot, whatever was there before.

@@ -17,7 +17,7 @@ from benchmarks.capabilities import PAGE, page
 from benchmarks.family_loads import has_biases
 from benchmarks.family_models import FAMILIES, SAME_CODE, WITHOUT_SPEED, write_small
 from benchmarks.family_parity import LENGTHS, layouts
-from benchmarks.family_push import draw_tokens, engine_refusals, is_good
+from benchmarks.family_push import draw_tokens, is_good
 from benchmarks.train_speed import LONGEST
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.model import find_model
@@ -121,9 +121,10 @@ def test_the_page_of_capabilities_is_the_one_that_the_results_make() -> None:
 
 
 def test_what_vllm_cannot_serve_is_on_the_page_as_engines_refuse_it() -> None:
-    assert report.read_result("families")["engine_refusals"] == engine_refusals(), "run: python -m benchmarks.families"
-    text = page({"engine_refusals": [{**engine_refusals()[0], "model_types": []}]})
-    assert f"| all | cpu | {REFUSALS[0].what} | {REFUSALS[0].measured} | {REFUSALS[0].instead} |" in text
+    text = page({})
+    for refusal in REFUSALS:
+        models = ", ".join(sorted(refusal.model_types)) or "all"
+        assert f"| {models} | {refusal.device} | {refusal.what} | {refusal.measured} | {refusal.instead} |" in text
 
 
 def test_the_page_numbers_refusals_and_says_of_which_families_they_are() -> None:
@@ -133,6 +134,53 @@ def test_the_page_numbers_refusals_and_says_of_which_families_they_are() -> None
     assert "| llama | - | - | - |" in text
     assert "1. gemma, phi: MODEL: no such thing" in text
     assert "the first of 20 steps" in text
+
+
+@pytest.mark.parametrize(
+    ("again", "said"),
+    [
+        ({}, ""),
+        (
+            {"on_their_choices": {"step": None}},
+            "; on what transformers chose all steps are within the tolerances",
+        ),
+        (
+            {"on_their_choices": {"step": 8}},
+            "; on what transformers chose step 8 is the first that is not within the tolerances",
+        ),
+    ],
+)
+def test_the_page_marks_comparisons_that_part(again: dict[str, Any], said: str) -> None:
+    parted = {**EXACT, "first_divergence": "loss (step 7): apart"}
+    parity = {
+        "pairs": {"native": {**parted, **again}, "bridge": {**EXACT, "loss_fall": 0.041}},
+        "steps": 20,
+        "lengths": {"min_length": 1, "max_length": 150},
+    }
+    text = page({"phi": {"parity": parity, "layouts": {"layouts": {"native tp=2": parted | {"loss_fall": 0.0}}}}})
+    assert "| phi | 2e-07, 3e-06, 1e-07 [1] | 2e-07, 3e-06, 1e-07 [2] | - |" in text
+    assert f"1. phi: loss (step 7): apart{said}\n2. phi: the loss falls by 4.1% only, less than 5%\n" in text
+    assert f"| phi | 2e-07, 3e-06 [{3 if said else 1}] |" in text
+
+
+def test_the_page_marks_pushes_as_the_benchmark_does() -> None:
+    def row(mean_gap: float, times: float) -> str:
+        gaps = {"mean_gap": mean_gap, "max_gap": 2 * mean_gap}
+        rounded = {**gaps, "transformers_to_float32": gaps, "mean_gap_over_transformers": times}
+        push = {"dtypes": {"float32": gaps, "bfloat16": rounded}, "steps": 2}
+        (line,) = (line for line in page({"phi": {"push": push}}).splitlines() if line.startswith("| phi | "))
+        assert ("[" in line) is not is_good(push)
+        return line
+
+    assert row(1e-6, 3.0) == "| phi | 1e-06, 2e-06 | 1e-06, 2e-06 | 1e-06, 2e-06 | 3.00x |"
+    assert row(2e-5, 3.0).startswith("| phi | 2e-05, 4e-05 [1] |")
+    assert row(1e-6, 3.1).endswith("| 3.10x [1] |")
+
+
+def test_the_page_says_of_which_families_speed_was_not_measured() -> None:
+    text = page({"phi": {"native_over_transformers": {"equal_lengths": 1.5, "mixed_lengths": 2.0}}})
+    assert "| phi | 1.50x | 2.00x |" in text and "| nemotron | - | - |" in text
+    assert "## Speed" not in page({"phi": {}})
 
 
 def test_random_shapes_that_did_not_pass_are_on_the_page() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.rollout.config import RolloutConfig
-from actors.rollout.vllm.capabilities import DELTANET_TYPES, REFUSALS, check_served
+from actors.rollout.vllm.capabilities import DELTANET_TYPES, LATENT_TYPES, REFUSALS, check_served
 from rl_backend.contracts import ConfigError, UnsupportedError
 
 MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_parameters": {"rope_type": "yarn", "factor": 40.0}}
@@ -81,6 +81,15 @@ WINDOW, WHOLE = "sliding_attention", "full_attention"
             {"rope_parameters": {"factor": 2.0}},
             "rotary embeddings without all fields of YaRN .*beta_fast",
         ),
+        *(
+            (
+                {"rope_parameters": {**GPT_OSS_YARN, name: None}},
+                {"rope_parameters": {**GPT_OSS_YARN, name: 1.0}},
+                "YaRN with attention_factor, mscale or mscale_all_dim .*leave them out",
+            )
+            for name in ("attention_factor", "mscale", "mscale_all_dim")
+        ),
+        ({"attention_bias": True}, {"attention_bias": False}, "attention without biases .*vLLM adds biases"),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -91,6 +100,27 @@ def test_what_vllm_does_not_read_of_gpt_oss(
     config = RolloutConfig(model_path=write_config(tmp_path, "gpt_oss", **refused), dtype="bfloat16")
     with pytest.raises(UnsupportedError, match=rf"is a gpt_oss, .*on a {device.upper()} does not serve {what}"):
         check_served(config, device)
+
+
+@pytest.mark.shows("rollout: a tied model to which vLLM would give a head of random numbers is refused by name")
+@pytest.mark.parametrize("model_type", sorted(LATENT_TYPES | {"glm4_moe", "gpt_oss", "minimax_m2", "qwen3_next"}))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_heads_that_no_push_reaches(tmp_path: Path, device: str, model_type: str) -> None:
+    model = {"model_path": str(tmp_path), "dtype": "bfloat16" if model_type == "gpt_oss" else "float32"}
+    for untied in ({}, {"tie_word_embeddings": False}):
+        write_config(tmp_path, model_type, index_topk=2048, **untied)
+        check_served(RolloutConfig(**model), device)
+    write_config(tmp_path, model_type, index_topk=2048, tie_word_embeddings=True)
+    with pytest.raises(
+        UnsupportedError, match=rf"on a {device.upper()} does not serve embeddings that are the head .*=false"
+    ):
+        check_served(RolloutConfig(**model), device)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "mixtral"])
+def test_heads_that_vllm_ties_itself_are_served(tmp_path: Path, model_type: str) -> None:
+    model = write_config(tmp_path, model_type, tie_word_embeddings=True)
+    check_served(RolloutConfig(model_path=model), "cpu")
 
 
 def test_adapters_beside_latent_attention_are_refused_on_a_cpu(tmp_path: Path) -> None:

@@ -84,6 +84,28 @@ def test_what_vllm_renames_is_required_and_what_it_does_not_load_is_not(tmp_path
     assert [len(group) for group in expected.fused_groups] == [3]
 
 
+@pytest.mark.shows("weight sync: an engine warns of parameters of vLLM's that no tensor of its model leads to")
+def test_parameters_that_no_tensor_leads_to_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = [
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.experts.0.w1.weight",
+    ]
+    save_file({name: torch.zeros(2) for name in tensors}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    held = ["model.embed_tokens.weight", "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.experts.w13_weight"]
+    made_of_others = [f"model.layers.0.self_attn.mla_attn.mla_attn.{name}" for name in ("W_UK_T", "W_UV")]
+    for all_held in (held, [*held, *made_of_others]):
+        expected_of(tmp_path, dict.fromkeys(all_held, "bfloat16"), None, "bfloat16")
+    assert not caplog.records
+    more = [*held, *made_of_others, "lm_head.weight", "model.layers.0.self_attn.qkv_proj.bias"]
+    expected = expected_of(tmp_path, dict.fromkeys(more, "bfloat16"), None, "bfloat16")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{tmp_path} leads to by its name: lm_head.weight, model.layers.0.self_attn.qkv_proj.bias. " in record.message
+    assert expected.required.keys() == set(tensors)
+
+
 def test_what_an_engine_keeps_in_float32_may_come_in_float32(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(2), "a.A_log": torch.zeros(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")

@@ -89,3 +89,12 @@ def test_layers_without_a_name_in_the_checkpoint_are_emptied(table: SlotTable) -
     emptied: list[int] = []
     SlotTable(table.modules, [SimpleNamespace(reset_lora=emptied.append)]).write(2, 1, adapter(1, "turned"))
     assert emptied == [2]
+
+
+def test_what_takes_adapters_is_named_once_for_all_layers() -> None:
+    modules = ["embed_tokens", "lm_head"]
+    modules += [f"layers.{layer}.self_attn.{name}_proj" for layer in (0, 11) for name in "qkv"]
+    slots = [ModuleSlots(f"model.{module}", (), (), names(module)) for module in modules]
+    assert SlotTable(slots, []).kinds == (
+        "model.embed_tokens, model.lm_head, self_attn.q_proj, self_attn.k_proj, self_attn.v_proj"
+    )
