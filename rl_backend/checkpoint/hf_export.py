@@ -25,6 +25,8 @@ from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name, e
 PREFIX = "model."
 """Names of weights in a checkpoint begin with it."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+_DRAFTING_LAYER = re.compile(r"\blayers\.(\d+)\.eh_proj\.")
+"""Of a layer for multi-token prediction, which DeepSeek and GLM number behind the others and do not count among them."""
 _FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
@@ -189,8 +191,11 @@ def export_checkpoint(
 
 def _require_same_model(weights: TrainingWeights, config: Mapping[str, Any], source: Path) -> None:
     saved: dict[str, object] = {"model_type": weights.manifest.model_type}
-    layers = [int(found[1]) for name in weights.shapes if (found := _LAYER.search(name))]
-    if layers:
+    numbered, drafting = (
+        {int(found[1]) for name in weights.shapes if (found := pattern.search(name))}
+        for pattern in (_LAYER, _DRAFTING_LAYER)
+    )
+    if layers := numbered - drafting:
         saved["num_hidden_layers"] = max(layers) + 1
     for name, shape in weights.shapes.items():
         if name.endswith("embed_tokens.weight") and len(shape) == 2:

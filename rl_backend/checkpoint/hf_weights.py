@@ -71,6 +71,27 @@ def load_weights(
     return found
 
 
+def with_stored_copies(path: Path | str, names: Mapping[str, WeightName]) -> dict[str, WeightName]:
+    """``names`` without the copies that the directory ``path`` lacks: a saved or pushed model has the tensors that it has.
+
+    GLM-4.5 has its embeddings and its head again in its layer for multi-token prediction, GLM-4.6 has them once.
+
+    Raises:
+        CheckpointError: there are copies to look for, and the directory cannot be read.
+    """
+    if not any(isinstance(name, CopiedWeight) for name in names.values()):
+        return dict(names)
+    stored = HFReader(path).infos
+
+    def held(name: WeightName) -> WeightName:
+        if not isinstance(name, CopiedWeight):
+            return name
+        copies = tuple(copy for copy in name.copies if copy in stored)
+        return CopiedWeight(name.name, copies) if copies else name.name
+
+    return {key: held(name) for key, name in names.items()}
+
+
 def _read_tensors(name: WeightName) -> Iterator[tuple[tuple[int, ...], str]]:
     """As :func:`stored_tensors`, without copies."""
     return stored_tensors(name.name if isinstance(name, CopiedWeight) else name)

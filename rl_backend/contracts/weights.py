@@ -44,7 +44,7 @@ class PackedWeight:
 class CopiedWeight:
     """A parameter that a directory holds several times, as of embeddings that a layer for multi-token prediction has again.
 
-    It is read from the first and written to all: what is saved has equal copies, whatever was read.
+    It is read from the first and written to all that the directory has: what is saved has equal copies, whatever was read.
 
     Attributes:
         name: Hugging Face name.

@@ -1,29 +1,22 @@
-"""DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash: latent attention, and mixtures of experts behind a few dense layers.
+"""DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash: latent attention, and mixtures of experts behind a few dense layers."""
 
-The layer for multi-token prediction of a released directory is kept as it is, and grows stale as the model learns, unless it
-is trained too (:mod:`rl_backend.model.multi_token`).
-"""
-
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rl_backend.contracts import ModelOptions
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.families import decoder_family, full_attention, read_decoder
-from rl_backend.model.feedforward.moe import BiasedMoEOptions
+from rl_backend.model.families import full_attention, read_decoder
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.mla import MLASpec
-from rl_backend.model.multi_token import MTPNames, MTPOptions, MTPSpec
-from rl_backend.model.registry import ModelFamily, register_model
-from rl_backend.model.sigmoid_mixtures import after_dense_layers, read_sigmoid_mixture
+from rl_backend.model.registry import register_model
+from rl_backend.model.sigmoid_mixtures import (
+    after_dense_layers,
+    read_sigmoid_mixture,
+    sigmoid_mixture_family,
+    with_draft_layer,
+)
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary, YarnScaling, yarn_temperature
 
-_HONOURED: Mapping[str, tuple[Any, ...]] = {
-    "mlp_bias": (False,),
-    "num_nextn_predict_layers": (0, 1),
-}
 _LATENT_EPS = 1e-6
 """Of the norms of latents, in DeepSeek's code and in transformers, whatever ``rms_norm_eps`` says. vLLM and Megatron take
 ``rms_norm_eps``, which is the same number in DeepSeek-V3 and Kimi-K2."""
@@ -57,7 +50,7 @@ def glm4_moe_lite(config: HFConfig) -> DecoderSpec:
 
 def latent_decoder(config: HFConfig, defaults: LatentDefaults) -> DecoderSpec:
     """A decoder of latent attention and, behind ``first_k_dense_replace`` layers, mixtures."""
-    config.require(_HONOURED)
+    config.require({"mlp_bias": (False,)})
     heads, rotated = config.positive_int("num_attention_heads"), config.positive_int("qk_rope_head_dim", 64)
     mixture = read_sigmoid_mixture(config, default_groups=defaults.groups, default_scale=defaults.scale)
     kv_heads, head_dim = config.get("num_key_value_heads", heads), config.get("head_dim", rotated)
@@ -77,9 +70,7 @@ def latent_decoder(config: HFConfig, defaults: LatentDefaults) -> DecoderSpec:
     assert rotary is not None, "of read_decoder"
     mixer = _read_mla(config, heads, rotary)
     layers = tuple(layer._replace(mixer=mixer) for layer in decoder.layers)
-    drafts = config.get("num_nextn_predict_layers", 0) == 1
-    names = MTPNames.after_layers(decoder.prefix, decoder.num_layers)
-    return replace(decoder, layers=layers, mtp=MTPSpec(layers[-1]._replace(feed_forward=mixture), names) if drafts else None)
+    return with_draft_layer(config, replace(decoder, layers=layers), mixture)
 
 
 def _read_mla(config: HFConfig, heads: int, rotary: Rotary) -> MLASpec:
@@ -109,25 +100,9 @@ def _temperature(config: HFConfig, rotary: Rotary) -> float:
     return yarn_temperature(rotary.scaling.factor, float(parameters["mscale_all_dim"]))
 
 
-class LatentOptions(BiasedMoEOptions, MTPOptions):
-    """Of mixtures and of the layer for multi-token prediction."""
-
-
-def latent_family(
-    name: str, read: Callable[[HFConfig], DecoderSpec], options: type[ModelOptions] = LatentOptions
-) -> ModelFamily:
-    """The family called ``name``; what its directories have behind the layers is kept, whether or not they say so."""
-
-    def kept(decoder: DecoderSpec) -> tuple[str, ...]:
-        """Layers for multi-token prediction are numbered behind the others."""
-        return (f"{decoder.prefix}.layers.{decoder.num_layers}.",)
-
-    return replace(decoder_family(name, read, options), kept_weights=kept)
-
-
 for family in (
-    latent_family("deepseek_v3", deepseek_v3),
-    latent_family("kimi_k2", deepseek_v3),
-    latent_family("glm4_moe_lite", glm4_moe_lite),
+    sigmoid_mixture_family("deepseek_v3", deepseek_v3),
+    sigmoid_mixture_family("kimi_k2", deepseek_v3),
+    sigmoid_mixture_family("glm4_moe_lite", glm4_moe_lite),
 ):
     register_model(family)

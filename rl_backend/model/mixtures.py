@@ -11,7 +11,12 @@ from rl_backend.model.feedforward.clamped_moe import ClampedMoESpec
 from rl_backend.model.feedforward.moe import BiasedMoEOptions, ExpertNames, MoEOptions, MoESpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.registry import register_model
-from rl_backend.model.sigmoid_mixtures import after_dense_layers, read_sigmoid_mixture
+from rl_backend.model.sigmoid_mixtures import (
+    after_dense_layers,
+    read_sigmoid_mixture,
+    sigmoid_mixture_family,
+    with_draft_layer,
+)
 from rl_backend.primitive.clamped_experts import LIMIT
 from rl_backend.primitive.norm import NormSpec
 
@@ -60,24 +65,19 @@ def minimax_m2(config: HFConfig) -> DecoderSpec:
 
 
 def glm4_moe(config: HFConfig) -> DecoderSpec:
-    """GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): DeepSeek-V3's mixtures after dense layers, half of each head rotated.
-
-    The layer for multi-token prediction, which follows the others in a directory, is kept as it is.
-    """
-    return read_decoder(
+    """GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): DeepSeek-V3's mixtures after dense layers, half of each head rotated."""
+    mixture = read_sigmoid_mixture(config)
+    decoder = read_decoder(
         config,
         full_attention(config),
-        after_dense_layers(config, read_sigmoid_mixture(config), default_dense=1),
+        after_dense_layers(config, mixture, default_dense=1),
         norm=NormSpec(config.positive_float("rms_norm_eps", 1e-5)),
         default_theta=10000.0,
         default_rotary_part=0.5,
         qkv_bias=config.flag("attention_bias"),
         qk_norm=config.flag("use_qk_norm"),
     )
-
-
-def _layer_after_the_last(decoder: DecoderSpec) -> tuple[str]:
-    return (f"{decoder.prefix}.layers.{decoder.num_layers}.",)
+    return with_draft_layer(config, decoder, mixture)
 
 
 def gpt_oss(config: HFConfig) -> DecoderSpec:
@@ -136,7 +136,7 @@ def _part_of_head(config: HFConfig) -> float:
 
 
 for family in (
-    replace(decoder_family("glm4_moe", glm4_moe, BiasedMoEOptions), kept_weights=_layer_after_the_last),
+    sigmoid_mixture_family("glm4_moe", glm4_moe),
     decoder_family("gpt_oss", gpt_oss, MoEOptions),
     decoder_family("minimax_m2", minimax_m2, BiasedMoEOptions),
 ):

@@ -1,12 +1,22 @@
-"""Mixtures of experts whose routers score each expert by itself: DeepSeek-V3's, and those of GLM and Kimi that follow it."""
+"""Mixtures of experts whose routers score each expert by itself: DeepSeek-V3's, and those of GLM and Kimi that follow it.
 
-from collections.abc import Mapping, Sequence
+Released directories have a layer for multi-token prediction behind the others. It is kept as it is, and grows stale as the
+model learns, unless it is trained too (:mod:`rl_backend.model.multi_token`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from rl_backend.contracts import ModelOptions
 from rl_backend.model.blocks import FeedForwardSpec
-from rl_backend.model.feedforward.moe import ExpertNames, MoESpec
+from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.model.families import decoder_family
+from rl_backend.model.feedforward.moe import BiasedMoEOptions, ExpertNames, MoESpec
 from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.hf_config import HFConfig
+from rl_backend.model.multi_token import MTPNames, MTPOptions, MTPSpec
+from rl_backend.model.registry import ModelFamily
 from rl_backend.primitive.router import RouterSettings
 
 _HONOURED: Mapping[str, tuple[Any, ...]] = {
@@ -90,3 +100,31 @@ def after_dense_layers(config: HFConfig, mixture: FeedForwardSpec, *, default_de
         config.refuse("first_k_dense_replace", dense, f"mlp_layer_types says {kinds}; make them the same")
     block = SwiGLUSpec(config.positive_int("intermediate_size"))
     return [block if kind == "dense" else mixture for kind in kinds]
+
+
+def with_draft_layer(config: HFConfig, decoder: DecoderSpec, mixture: FeedForwardSpec) -> DecoderSpec:
+    """``decoder`` with the layer for multi-token prediction of which ``num_nextn_predict_layers`` says whether there is one.
+
+    Its attention is that of the last layer. It has the mixture, even where all layers before it are dense.
+    """
+    config.require({"num_nextn_predict_layers": (0, 1)})
+    if config.get("num_nextn_predict_layers", 0) != 1:
+        return decoder
+    names = MTPNames.after_layers(decoder.prefix, decoder.num_layers)
+    return replace(decoder, mtp=MTPSpec(decoder.layers[-1]._replace(feed_forward=mixture), names))
+
+
+class SigmoidMixtureOptions(BiasedMoEOptions, MTPOptions):
+    """Of mixtures and of the layer for multi-token prediction."""
+
+
+def sigmoid_mixture_family(
+    name: str, read: Callable[[HFConfig], DecoderSpec], options: type[ModelOptions] = SigmoidMixtureOptions
+) -> ModelFamily:
+    """The family called ``name``; what its directories have behind the layers is kept, whether or not they say so."""
+
+    def kept(decoder: DecoderSpec) -> tuple[str, ...]:
+        """Layers for multi-token prediction are numbered behind the others."""
+        return (f"{decoder.prefix}.layers.{decoder.num_layers}.",)
+
+    return replace(decoder_family(name, read, options), kept_weights=kept)

@@ -6,18 +6,19 @@ from typing import Any
 
 from rl_backend.contracts import ConfigError, ModelOptions
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.deepseek import LatentDefaults, LatentOptions, latent_decoder, latent_family
+from rl_backend.model.deepseek import LatentDefaults, latent_decoder
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.indexer import IndexerSpec
 from rl_backend.model.mixers.mla import MLASpec
 from rl_backend.model.mixers.sparse_mla import SparseMLASpec, SparseOptions
 from rl_backend.model.registry import ModelFamily, register_model
+from rl_backend.model.sigmoid_mixtures import SigmoidMixtureOptions, sigmoid_mixture_family
 
 INDEXER = "indexer"
 """What a layer calls its indexer."""
 
 
-class SparseLatentOptions(LatentOptions, SparseOptions):
+class SparseLatentOptions(SigmoidMixtureOptions, SparseOptions):
     """Those of DeepSeek-V3 and of indexers."""
 
 
@@ -102,7 +103,7 @@ def _require_indexers_alone(options: SparseLatentOptions) -> None:
 
 
 def _sparse_family(name: str, read: Callable[[HFConfig], DecoderSpec]) -> ModelFamily:
-    return replace(latent_family(name, read, SparseLatentOptions), configured=configured)
+    return replace(sigmoid_mixture_family(name, read, SparseLatentOptions), configured=configured)
 
 
 DEEPSEEK_V32 = _sparse_family("deepseek_v32", deepseek_v32)

@@ -19,10 +19,10 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LAYOUTS: Mapping[int, list[dict[str, int]]] = {2: [{"tp": 2}, {"cp": 2}, {"ep": 2}], 4: [{"tp": 2, "cp": 2, "ep": 2}]}
 
 
-def job(model: str, layout: Mapping[str, int], mtp: str, schedule: str = "auto") -> Run:
+def job(model: str, layout: Mapping[str, int], mtp: str, schedule: str = "auto", family: str = "drafting_moe") -> Run:
     """On ranks that know the family by the import of this module."""
     options = {
-        "model": "drafting_moe",
+        "model": family,
         "model_cfg": {"mtp": mtp, "mtp_loss_weight": 0.3},
         "pipeline_schedule": schedule,
     }
@@ -80,6 +80,26 @@ def test_stages_are_laid_out_over_ranks_themselves(
     ranks: RankPool, deep: Path, deep_on_one_rank: Run, layout: dict[str, int]
 ) -> None:
     assert_same(whole(ranks.run(job, str(deep), {"pp": 2, **layout}, "joint", world_size=4)), deep_on_one_rank)
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_drafting(tmp_path_factory.mktemp("drafting") / "model", "glm4_moe", vocab_size=131, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def glm_on_one_rank(ranks: RankPool, glm: Path) -> Run:
+    return whole(ranks.run(job, str(glm), {}, "joint", "auto", "glm4_moe", world_size=1))
+
+
+@pytest.mark.shows(
+    "multi-token prediction: GLM-4.5's layer is trained on the last stage, and over tp and ep, as on one rank"
+)
+@pytest.mark.parametrize("layout", [{"pp": 2}, pytest.param({"tp": 2, "ep": 2}, marks=pytest.mark.long)], ids=["pp2", "tp2"])
+def test_the_layer_of_glm_is_laid_out_as_the_others(
+    ranks: RankPool, glm: Path, glm_on_one_rank: Run, layout: dict[str, int]
+) -> None:
+    assert_same(whole(ranks.run(job, str(glm), layout, "joint", "auto", "glm4_moe", world_size=2)), glm_on_one_rank)
 
 
 def copies_job(model: str, schedule: str, vpp: int) -> tuple[str, ...]:

@@ -1,12 +1,13 @@
-"""Qwen3, dense or with experts, with a layer for multi-token prediction as DeepSeek-V3 has it; importing it registers both.
+"""GLM-4.5, and Qwen3, dense or with experts, with a layer for multi-token prediction as DeepSeek-V3 has it.
 
-Beside the families there is the loss of that layer, computed by transformers' modules from the published formulas.
+Importing it registers Qwen3's two families. Beside them there is the loss of that layer, computed by transformers' modules
+from the published formulas.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_backend.model import register_model
 from rl_backend.model.decoder_spec import DecoderSpec
@@ -24,6 +24,10 @@ from rl_backend.model.feedforward.moe import MoEOptions
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.multi_token import MTPNames, MTPOptions, MTPSpec
 from tests.support.models import write_tiny
+from tests.support.moe import write_moe
+
+COPIES: Mapping[str, str] = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+"""Name in the layer -> what it is a copy of."""
 
 
 class DraftingMoEOptions(MoEOptions, MTPOptions):
@@ -43,16 +47,26 @@ def read_moe(config: HFConfig) -> DecoderSpec:
     return _drafting(qwen3_moe(config))
 
 
+_PLAIN = {"drafting": "qwen3", "drafting_moe": "qwen3_moe"}
+"""Family -> what transformers calls it without the layer."""
 DRAFTING = decoder_family("drafting", read, MTPOptions)
 DRAFTING_MOE = decoder_family("drafting_moe", read_moe, DraftingMoEOptions)
 for family in (DRAFTING, DRAFTING_MOE):
     register_model(family)
 
 
-def write_drafting(path: Path, model_type: str = "drafting", *, tied: bool = False, **changes: Any) -> Path:
-    """A tiny directory of one of the families, its copies equal to what they are copies of."""
-    kind = {"drafting": "qwen3", "drafting_moe": "qwen3_moe"}[model_type]
-    write_tiny(kind, path, max_shard_size="10GB", tie_word_embeddings=tied, **changes)
+def write_drafting(
+    path: Path, model_type: str = "drafting", *, tied: bool = False, copies: bool = True, **changes: Any
+) -> Path:
+    """A tiny directory of one of the families, its copies equal to what they are copies of.
+
+    Args:
+        copies: whether it has them. GLM-4.5 has, GLM-4.6 has not.
+    """
+    if model_type == "glm4_moe":
+        write_moe(model_type, path, max_shard_size="10GB", tie_word_embeddings=tied, **changes)
+    else:
+        write_tiny(_PLAIN[model_type], path, max_shard_size="10GB", tie_word_embeddings=tied, **changes)
     tensors = load_file(path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
     generator, hidden, layers = torch.Generator().manual_seed(9), config["hidden_size"], config["num_hidden_layers"]
@@ -63,44 +77,57 @@ def write_drafting(path: Path, model_type: str = "drafting", *, tied: bool = Fal
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{module}.{norm}.weight"] = 1.0 + 0.2 * torch.randn(hidden, generator=generator)
     tensors[f"{module}.eh_proj.weight"] = 0.1 * torch.randn(hidden, 2 * hidden, generator=generator)
-    tensors[f"{module}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    tensors[f"{module}.shared_head.head.weight"] = tensors[head].clone()
+    for copy, original in COPIES.items() if copies else ():
+        tensors[f"{module}.{copy}"] = tensors["model.embed_tokens.weight" if tied else original].clone()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    (path / "config.json").write_text(json.dumps({**config, "model_type": model_type, "num_nextn_predict_layers": 1}))
     return path
 
 
 class PlainDrafting(nn.Module):
-    """Section 2.2 of the report for the dense family: one sequence at a time, trunk and layer of transformers."""
+    """Section 2.2 of the report: one sequence at a time, trunk and layer of transformers."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         fields = json.loads((path / "config.json").read_text())
-        from transformers import Qwen3Config
-
-        config = Qwen3Config(**{**fields, "model_type": "qwen3"}, attn_implementation="eager")
-        stored = load_file(path / "model.safetensors")
-        module = f"model.layers.{config.num_hidden_layers}."
-        self.trunk = AutoModelForCausalLM.from_config(config).float()
-        self.trunk.load_state_dict({name: value for name, value in stored.items() if not name.startswith(module)})
-        own = {name.removeprefix(module): value for name, value in stored.items() if name.startswith(module)}
-        self.enorm, self.hnorm, self.norm = (Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3))
+        kind, layers = _PLAIN.get(fields["model_type"], fields["model_type"]), fields["num_hidden_layers"]
+        self.module = f"model.layers.{layers}."
+        # The layer is one more of transformers', which reads its weights by their names.
+        one_more = {name: value for name, value in fields.items() if name not in ("model_type", "layer_types")}
+        config = AutoConfig.for_model(kind, **{**one_more, "num_hidden_layers": layers + 1})
+        self.trunk, report = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+        assert not report["missing_keys"]
+        self.layer, self.trunk.model.layers = self.trunk.model.layers[-1], self.trunk.model.layers[:-1]
+        norm = type(self.trunk.model.norm)
+        self.enorm, self.hnorm, self.norm = (norm(config.hidden_size, config.rms_norm_eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layer = Qwen3DecoderLayer(config, config.num_hidden_layers - 1)
+        stored = load_file(path / "model.safetensors")
         with torch.no_grad():
-            for norm, name in ((self.enorm, "enorm"), (self.hnorm, "hnorm"), (self.norm, "shared_head.norm")):
-                norm.weight.copy_(own.pop(f"{name}.weight"))
-            self.eh_proj.weight.copy_(own.pop("eh_proj.weight"))
-        for copy in ("embed_tokens.weight", "shared_head.head.weight"):
-            del own[copy]
-        self.layer.load_state_dict(own)
-        self.names = {
-            **{f"trunk.{name}": name for name, _ in self.trunk.named_parameters()},
-            **{f"layer.{name}": module + name for name in own},
-            **{f"{name}.weight": f"{module}{name}.weight" for name in ("enorm", "hnorm", "eh_proj")},
-            "norm.weight": f"{module}shared_head.norm.weight",
-        }
+            for name in ("enorm", "hnorm", "norm", "eh_proj"):
+                self.get_submodule(name).weight.copy_(stored[self.module + self._stored(f"{name}.weight")])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of every tensor, by its name in the directory; transformers has those of all experts of a layer in one."""
+        found = {}
+        for name, parameter in self.named_parameters():
+            assert parameter.grad is not None, name
+            whole = name.removeprefix("trunk.") if name.startswith("trunk.") else self.module + self._stored(name)
+            block, has_experts, projection = whole.partition(".experts.")
+            if not has_experts:
+                found[whole] = parameter.grad
+                continue
+            names = projection.replace("gate_up_proj", "gate_proj up_proj").split()
+            for expert, gradient in enumerate(parameter.grad):
+                for part, value in zip(names, gradient.chunk(len(names)), strict=True):
+                    found[f"{block}.experts.{expert}.{part}.weight"] = value
+        return found
+
+    @staticmethod
+    def _stored(name: str) -> str:
+        """What a directory calls a parameter beside the trunk, within the layer."""
+        return f"shared_head.{name}" if name == "norm.weight" else name.removeprefix("layer.")
 
     def losses(self, sequences: Sequence[Tensor], *, detached: bool) -> tuple[Tensor, Tensor]:
         """Mean negative log-prob of the next token, and of the one after it where there is one."""

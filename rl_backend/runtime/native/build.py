@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rl_backend.checkpoint.hf_weights import load_weights
+from rl_backend.checkpoint.hf_weights import load_weights, with_stored_copies
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
     ConfigError,
@@ -55,7 +55,7 @@ def build_handle(
     layout.check_model_layout(family, architecture, native)
     parts = layout.model_stages(family, architecture, native, groups.pp_group.rank())
 
-    whole_names = dict(described.weight_names)
+    whole_names = with_stored_copies(config.hf_path, described.weight_names)
 
     def build(stage: ModelStage | None) -> nn.Module:
         own = settings._replace(stage=stage)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
-from rl_backend.checkpoint.hf_weights import check_tensors
+from rl_backend.checkpoint.hf_weights import check_tensors, with_stored_copies
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
     ConfigError,
@@ -138,7 +138,8 @@ def check_weights(config: RuntimeConfig, head: Head) -> None:
     with torch.device("meta"):
         module = model.family.build(model.architecture, model.settings)
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    names = {name: stored for name, stored in model.weight_names.items() if name in shapes}
+    in_directory = with_stored_copies(config.hf_path, model.weight_names)
+    names = {name: stored for name, stored in in_directory.items() if name in shapes}
     reader = HFReader(config.hf_path)
     absent = set(VALUE_HEAD_WEIGHTS) - reader.infos.keys() if head == "values" else set()
     shapes = {name: shapes[name] for name in names}

@@ -14,7 +14,9 @@ from actors.sync.transport.base import PushPlan
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import TensorInfo, WeightCheckError, dtype_from_name
 from rl_backend.weights.compare import ExpectedWeights, check_manifest, find_mismatches
+from tests.support.drafting import write_drafting
 from tests.support.kept_family import TRAINED, stored_bytes, write_towered
+from tests.support.native import open_runtime
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 NESTED = {
@@ -57,6 +59,27 @@ def test_a_push_may_leave_out_what_its_trainer_keeps_and_nothing_else(tmp_path: 
         check(infos[1:], kept)
     with pytest.raises(WeightCheckError, match=f"missing: {kept[0]}$"):
         check(infos, kept[1:])
+
+
+@pytest.mark.shows(
+    "weight sync: a layer for multi-token prediction is pushed where it is trained and left out where it is kept"
+)
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_push_has_a_layer_for_multi_token_prediction_or_leaves_it_out(tmp_path: Path, copies: bool) -> None:
+    path = write_drafting(tmp_path / "model", "glm4_moe", copies=copies, num_hidden_layers=2)
+    stored = HFReader(str(path)).infos
+    own = {name for name in stored if name.startswith("model.layers.2.")}
+    fused = {part: whole for whole, parts in PACKED.items() for part in parts}
+    # vLLM's model has no such layer: its draft model has.
+    served = {".".join(fused.get(part, part) for part in name.split(".")) for name in stored if name not in own}
+    expected = expected_of(path, dict.fromkeys(served, "float32"), None, "float32")
+    assert expected.optional.keys() == own
+    for mtp, pushed in (("keep", set()), ("joint", own)):
+        with open_runtime(path, model="glm4_moe", model_cfg={"mtp": mtp}) as runtime:
+            policy = runtime.build_model()
+            infos = runtime.weight_infos(policy)
+            assert not find_mismatches(infos, expected, policy.kept.keys())
+            assert own & {info.name for info in infos} == pushed and policy.kept.keys() == own - pushed
 
 
 def test_layers_that_take_adapters_need_the_weights_that_others_need(tied_model: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_backend.cli.main import main
+from tests.support.drafting import write_drafting
 from tests.support.kept_family import TRAINED, require_index, stored_bytes, write_towered
 from tests.support.native import open_runtime, train
 
@@ -77,3 +78,24 @@ def test_a_source_that_is_gone_or_lacks_kept_weights_is_refused_and_a_copy_is_ta
     (tmp_path / "drafts.safetensors").rename(copy / "drafts.safetensors")
     assert export(checkpoint, tmp_path / "out", "--source", str(copy)) == 0
     assert stored_bytes(tmp_path / "out") == stored_bytes(checkpoint.parent / "saved")
+
+
+@pytest.mark.shows("export: a layer for multi-token prediction is in it whether it was trained or kept")
+@pytest.mark.parametrize("mtp", ["keep", "detached"])
+@pytest.mark.parametrize("kind", ["drafting", "glm4_moe"])
+def test_a_layer_for_multi_token_prediction_is_not_counted_among_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, mtp: str
+) -> None:
+    source = write_drafting(tmp_path / "source", kind, num_hidden_layers=2)
+    with open_runtime(source, model=kind, model_cfg={"mtp": mtp}) as runtime:
+        handle = runtime.build_model()
+        runtime.save_checkpoint(handle, tmp_path / "checkpoint")
+        runtime.save_checkpoint(handle, tmp_path / "saved", hf=True)
+    assert export(tmp_path / "checkpoint", tmp_path / "out") == 0
+    assert stored_bytes(tmp_path / "out") == stored_bytes(tmp_path / "saved")
+    # A model with as many layers as there are numbers is another one.
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    capsys.readouterr()
+    assert export(tmp_path / "checkpoint", tmp_path / "other") == 2
+    assert re.search(r"has num_hidden_layers=3, the model in .* has 2;", capsys.readouterr().err)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.lab.plan import Workload, make_plan
 from rl_backend.model import BuildSettings, find_model
+from tests.support.drafting import write_drafting
 from tests.support.moe import write_moe
 from tests.support.native import make_config
 from tests.unit.rl_backend.model.test_mixtures import PUBLISHED
@@ -63,6 +66,18 @@ def test_a_mixture_is_planned_in_layouts(tmp_path: Path, model: str, parallel: d
     for rank in cut.ranks:
         assert 0 < rank.weights < whole.ranks[0].weights
         assert 0 < rank.flops < whole.ranks[0].flops
+
+
+def test_a_layer_for_multi_token_prediction_is_planned_where_it_is_trained(tmp_path: Path) -> None:
+    path = write_drafting(tmp_path / "model", "glm4_moe", num_hidden_layers=4)
+    own = {name: math.prod(info.shape) for name, info in HFReader(path).infos.items() if name.startswith("model.layers.4.")}
+    pushed = sum(size * (4 if name.endswith("e_score_correction_bias") else 2) for name, size in own.items())
+    kept = make_plan(make_config(path), 1, WORKLOAD)
+    for parallel in ({}, {"pp": 2}):
+        config = make_config(path, model="glm4_moe", model_cfg={"mtp": "joint"}, parallel=parallel)
+        trained = make_plan(config, 2 if parallel else 1, WORKLOAD)
+        assert trained.sync_bytes == kept.sync_bytes + pushed, "its copies are pushed too"
+    assert trained.ranks[1].weights > trained.ranks[0].weights, "on the last stage, with a copy of the embeddings"
 
 
 def test_a_push_of_gpt_oss_holds_all_experts_of_a_layer(tmp_path: Path) -> None:

@@ -149,6 +149,11 @@ def test_a_published_glm_is_read_with_its_dense_layers_and_half_of_a_head() -> N
     assert (mixture.router.num_experts, mixture.router.scaling_factor, mixture.shared_intermediate_size) == (160, 2.5, 1536)
     family = find_model("auto", PUBLISHED["GLM-4.5"])
     assert family.kept_prefixes(decoder) == ("model.layers.92.",)
+    # Behind dense layers alone there is a mixture too.
+    assert decoder.mtp is not None and parse("GLM-4.5", first_k_dense_replace=92).mtp == decoder.mtp
+    assert parse("GLM-4.5", num_nextn_predict_layers=0).mtp is None
+    with pytest.raises(UnsupportedError, match="num_nextn_predict_layers=2: only 0 or 1 is implemented"):
+        parse("GLM-4.5", num_nextn_predict_layers=2)
     plain = blocks(parse("GLM-4.5", use_qk_norm=None, attention_bias=None))[0]
     assert not plain.qk_norm and not plain.qkv_bias
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,22 @@ from torch import Tensor
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import ConfigError, ModelOutput, PackedBatch, UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.layout import check_weights
+from tests.support.drafting import COPIES as ORIGINALS
 from tests.support.drafting import PlainDrafting, write_drafting
 from tests.support.families import random_sequences
-from tests.support.native import open_runtime
+from tests.support.native import make_config, open_runtime
 
 LENGTHS = (9, 1, 2, 14, 3, 6)
 MODULE = "model.layers.2."
-COPIES = {f"{MODULE}embed_tokens.weight": "model.embed_tokens.weight", f"{MODULE}shared_head.head.weight": "lm_head.weight"}
+COPIES = {MODULE + copy: original for copy, original in ORIGINALS.items()}
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "drafting": {},
+    "drafting_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "glm4_moe": {"num_hidden_layers": 2},
+}
+"""Family -> fields of a model of two layers."""
 
 
 @pytest.fixture(scope="module")
@@ -38,28 +48,32 @@ def batches(*parts: tuple[int, ...]) -> list[PackedBatch]:
     return [PackedBatch(torch.cat([sequences[i] for i in part]), torch.tensor([LENGTHS[i] for i in part])) for part in parts]
 
 
-def gradients(model: Path, data: list[PackedBatch], **options: Any) -> tuple[float, dict[str, Tensor]]:
-    with open_runtime(model, model="drafting", model_cfg=options) as runtime:
+def gradients(
+    model: Path, data: list[PackedBatch], kind: str = "drafting", **options: Any
+) -> tuple[float, dict[str, Tensor]]:
+    with open_runtime(model, model=kind, model_cfg=options) as runtime:
         policy = runtime.build_model()
         runtime.zero_grad(policy)
         loss = runtime.forward_backward(policy, data, mean_nll).loss
         return loss, {name: value.clone() for name, value in runtime.export_gradients(policy)}
 
 
-@pytest.mark.shows("multi-token prediction: the loss and all gradients equal a plain version to 1e-5, joint and detached")
+@pytest.mark.shows(
+    "multi-token prediction: the loss and all gradients equal a plain version to 1e-5, joint and detached, of GLM-4.5 too"
+)
 @pytest.mark.parametrize("mtp", ["joint", "detached"])
-def test_gradients_equal_those_of_a_plain_version(model: Path, mtp: str) -> None:
-    weight = 0.3
-    loss, found = gradients(model, batches((0, 1, 2, 3, 4, 5)), mtp=mtp, mtp_loss_weight=weight)
+@pytest.mark.parametrize("kind", ["drafting", "glm4_moe"])
+def test_gradients_equal_those_of_a_plain_version(tmp_path: Path, kind: str, mtp: str) -> None:
+    weight, model = 0.3, write_drafting(tmp_path / "model", kind, **KINDS[kind])
+    loss, found = gradients(model, batches((0, 1, 2, 3, 4, 5)), kind, mtp=mtp, mtp_loss_weight=weight)
     plain = PlainDrafting(model)
     expected, of_second = plain.losses(random_sequences(LENGTHS), detached=mtp == "detached")
     assert loss == pytest.approx(expected.item(), abs=1e-5), "the loss that is reported is the caller's"
     (expected + weight * of_second).backward()
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(found.pop(plain.names[name]), parameter.grad, atol=1e-5, rtol=0)
+    for name, gradient in plain.gradients().items():
+        torch.testing.assert_close(found.pop(name), gradient, atol=1e-5, rtol=0)
     # Copies are exported with the gradient of what they are copies of.
-    assert found.keys() == COPIES.keys()
+    assert {name for name in found if not name.endswith("e_score_correction_bias")} == COPIES.keys()
 
 
 def test_packed_sequences_and_micro_batches_are_those_of_sequences_alone(model: Path) -> None:
@@ -84,10 +98,9 @@ def test_detached_it_leaves_the_models_gradients_as_they_are_without_it(model: P
 
 
 @pytest.mark.shows("multi-token prediction: copies of embeddings and head are saved equal to the trained ones")
-@pytest.mark.parametrize("kind", ["drafting", "drafting_moe"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_is_trained_and_saved_under_the_names_of_the_directory(tmp_path: Path, kind: str) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if kind == "drafting_moe" else {}
-    source = write_drafting(tmp_path / "source", kind, **experts)
+    source = write_drafting(tmp_path / "source", kind, **KINDS[kind])
     with open_runtime(source, model=kind, model_cfg={"mtp": "joint"}) as runtime:
         policy = runtime.build_model()
         assert not policy.kept
@@ -101,7 +114,8 @@ def test_it_is_trained_and_saved_under_the_names_of_the_directory(tmp_path: Path
     assert pushed.keys() == after.infos.keys()
     for name in after.infos:
         assert torch.equal(after.read(name), pushed[name])
-        assert not torch.equal(after.read(name), before.read(name)), f"{name} is trained"
+        moves = not name.endswith("e_score_correction_bias")
+        assert torch.equal(after.read(name), before.read(name)) != moves, f"{name} is trained, but for biases in a choice"
     for copy, original in COPIES.items():
         assert torch.equal(after.read(copy), after.read(original))
     with open_runtime(source, model=kind, model_cfg={"mtp": "joint"}) as runtime:
@@ -135,6 +149,27 @@ def test_a_directory_with_other_copies_is_read_as_its_originals(model: Path, tmp
         weights = {name: value.clone() for name, value in runtime.export_weights(runtime.build_model())}
     for copy, original in COPIES.items():
         assert torch.equal(weights[copy], stale.read(original)) and not torch.equal(weights[copy], stale.read(copy))
+
+
+@pytest.mark.shows("multi-token prediction: a model whose directory has no copies, as GLM-4.6, is saved and pushed without")
+def test_a_directory_without_copies_is_saved_without_them(tmp_path: Path) -> None:
+    with_copies, without = (
+        write_drafting(tmp_path / str(copies), "glm4_moe", copies=copies, **KINDS["glm4_moe"]) for copies in (True, False)
+    )
+    saved = []
+    for source in (with_copies, without):
+        config = make_config(source, model="glm4_moe", model_cfg={"mtp": "joint"})
+        check_weights(config, "log_probs")
+        with closing(NativeRuntime(config)) as runtime:
+            policy = runtime.build_model()
+            runtime.forward_backward(policy, batches((0, 3)), mean_nll)
+            runtime.optimizer_step(policy)
+            runtime.save_checkpoint(policy, source / "out", hf=True)
+            saved.append(load_file(source / "out" / "model.safetensors"))
+            assert {name for name, _ in runtime.export_weights(policy)} == saved[-1].keys()
+            assert {info.name for info in runtime.weight_infos(policy)} == HFReader(source).infos.keys()
+    assert saved[0].keys() - saved[1].keys() == COPIES.keys()
+    assert all(torch.equal(saved[0][name], value) for name, value in saved[1].items())
 
 
 def test_what_cannot_be_is_refused_by_name(model: Path, untied_model: Path) -> None:
