@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.family_models import FAMILIES
+from benchmarks.family_models import FAMILIES, SAME_CODE
 from benchmarks.family_push import LARGEST_GAP, MOST_OVER_TRANSFORMERS, engine_refusals
 from benchmarks.markdown import number, table
-from benchmarks.random_section import RANDOM, random_shapes
+from benchmarks.random_section import RANDOM, ROUNDING, did_not_pass, random_shapes
 from benchmarks.report import read_result
 from rl_backend.lab.parity.text import LEAST_LOSS_FALL
 
@@ -25,7 +25,7 @@ HEAD = """\
 
 `python -m benchmarks.capabilities` makes this page of `benchmarks/results/families.json`, which `make bench NAME=families`
 measures. A number in brackets is a refusal, or behind numbers a difference over its tolerance, both listed at the end; - was
-not measured. Qwen3.5 is its text model.
+not measured. Qwen3.5 is its text model. {same_code}
 """
 PARITY = """\
 ## Against transformers
@@ -57,7 +57,9 @@ without.
 SPEED = """\
 ## Speed
 Native training over transformers with fused AdamW, tokens per second: sequences of equal length, and of mixed ones (packed
-against padded). Medians of interleaved steps in float32 on a CPU; the workloads are those of `benchmarks/train_speed.py`.
+against padded). Medians of interleaved steps in float32 on 2 cores of the processor in the last column; the workloads are
+those of `benchmarks/train_speed.py`. Ratios depend on the processor: [measurements](measurements.md) has those of qwen3
+on two.
 """
 ENGINES = """\
 ## What vLLM cannot serve
@@ -102,10 +104,13 @@ def page(results: Mapping[str, Any]) -> str:
         _loads(entries),
         _speed(entries),
     ]
+    trials = [results[section] for section in RANDOM if section in results]
     sections += [random_shapes(title, results[section]) for section, title in RANDOM.items() if section in results]
+    sections.append(ROUNDING if any(map(did_not_pass, trials)) else "")
     sections.append(_engine_refusals(engine_refusals()))
     sections.append("\n".join(["## Refusals and differences", *refusals.lines(), ""]) if refusals.lines() else "")
-    return "\n".join([HEAD, *filter(None, sections)])
+    same_code = " ".join(f"{name} runs {other}'s code and was not measured by itself." for name, other in SAME_CODE.items())
+    return "\n".join([HEAD.format(same_code=same_code), *filter(None, sections)])
 
 
 def _parity(entries: Mapping[str, Entry], refusals: Refusals) -> str:
@@ -207,10 +212,18 @@ def _speed(entries: Mapping[str, Entry]) -> str:
     names = ("equal_lengths", "mixed_lengths")
     measured = {name: entry.get("native_over_transformers", {}) for name, entry in entries.items()}
     rows = [
-        (name, *(f"{ratios[workload]:.2f}x" if ratios else MISSING for workload in names))
+        (name, *(f"{ratios[workload]:.2f}x" if ratios else MISSING for workload in names), _processor(entries[name]))
         for name, ratios in measured.items()
     ]
-    return SPEED + "\n" + table(("family", "equal lengths", "mixed lengths"), rows) if any(measured.values()) else ""
+    head = ("family", "equal lengths", "mixed lengths", "processor")
+    return SPEED + "\n" + table(head, rows) if any(measured.values()) else ""
+
+
+def _processor(entry: Entry) -> str:
+    if "speed" not in entry:
+        return MISSING
+    name = str(entry["speed"]["machine"]["processor"])
+    return " ".join(name.replace("(R)", "").removesuffix("Processor").split())
 
 
 def _engine_refusals(refusals: Iterable[Entry]) -> str:

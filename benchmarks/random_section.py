@@ -27,12 +27,14 @@ The same for these, 30 of each: heads, parts of them that rotate, windows, group
 }
 """Section of the results -> what it is."""
 ROUNDING = f"""\
+### When a shape parts
 Rounding parts a shape from transformers where it is at most {MOST_OVER_TRANSFORMERS:.0f} times as far from transformers in
 float64 as transformers in float32 is, and within {FROM_FLOAT64["max_loss_rel_diff"]:.0e} of its losses and
 {FROM_FLOAT64["gradient_rel_diff"]:.0e} of the gradient of the first step. A shape parts at an edge where it is
 within these, and the first tokens that it gives other experts than float64 does are indifferent between them by a
-margin below {MARGIN:.0e}. Not passed:
+margin below {MARGIN:.0e}.
 """
+"""Of all trials, below the last."""
 _WORDS = {"failed": "failed", "rounding": "parted by rounding", "edge": "parted at an edge"}
 
 
@@ -49,16 +51,20 @@ def random_shapes(title: str, trial: Mapping[str, Any]) -> str:
         )
         for runtime, accepted in trial["accepted"].items()
     ]
-    failed = [
+    titles = ("runtime", "accepted", "mixtures among them", "passed", "parted by rounding", "parted at an edge", "refused")
+    failed = did_not_pass(trial)
+    return "\n".join([title, table(titles, rows), *(["Not passed:", "", *failed, ""] if failed else [])])
+
+
+def did_not_pass(trial: Mapping[str, Any]) -> list[str]:
+    """A line for each shape of a trial that failed or parted."""
+    return [
         f"- {_WORDS[shape[runtime]['outcome']]}: {runtime}, seed {seed}, {shape['family']}: {shape[runtime]['error']}"
         f"{_to_float64(shape[runtime])}"
         for seed, shape in trial["shapes"].items()
         for runtime in trial["accepted"]
         if shape.get(runtime, {}).get("outcome") in _WORDS
     ]
-    titles = ("runtime", "accepted", "mixtures among them", "passed", "parted by rounding", "parted at an edge", "refused")
-    runtimes = table(titles, rows)
-    return "\n".join([title, runtimes, *([ROUNDING, *failed, ""] if failed else [])])
 
 
 def _to_float64(outcome: Mapping[str, Any]) -> str:
