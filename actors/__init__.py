@@ -1,4 +1,4 @@
-"""Ray actors around the backend: training groups, rollout groups of vLLM engines, weight sync, and runs.
+"""Ray actors around the backend: training groups, rollout groups of vLLM engines, weight sync, runs, and Ray itself.
 
 Names are imported when they are first used, so that a training script does not import vLLM.
 """
@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from actors.cluster.local_ray import init_local_ray as init_local_ray
+    from actors.cluster.local_ray import join_ray as join_ray
     from actors.rollout.config import RolloutConfig as RolloutConfig
     from actors.rollout.config import SamplingConfig as SamplingConfig
     from actors.rollout.group import RolloutGroup as RolloutGroup
@@ -54,6 +56,8 @@ _MODULES = {
     "TrainGroup": "actors.train.group",
     "WeightSource": "actors.sync.source",
     "WeightSync": "actors.sync.push",
+    "init_local_ray": "actors.cluster.local_ray",
+    "join_ray": "actors.cluster.local_ray",
     "open_session": "actors.run.session",
     "preflight": "actors.run.preflight",
     "sample_seeds": "actors.rollout.sample",
@@ -80,6 +84,8 @@ __all__ = [
     "TrainGroup",
     "WeightSource",
     "WeightSync",
+    "init_local_ray",
+    "join_ray",
     "open_session",
     "preflight",
     "sample_seeds",

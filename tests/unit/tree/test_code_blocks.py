@@ -122,7 +122,7 @@ OTHER_CHECKS: Sequence[tuple[str, str, Callable[[CodeBlock], None] | None, str]]
     ("docs/lora.md", "rollout = RolloutGroup", parses, "not run: needs engines; tests/e2e/test_adapter_sync.py has them"),
     ("docs/lora.md", "model: ", are_options_of("examples.tenants"), ""),
     ("docs/parity.md", "tiny-qwen3:", None, "output"),
-    ("docs/plan.md", "native on 8 ranks", None, "output"),
+    ("docs/plan.md", "native on 8 ranks", None, "output; tests/unit/rl_backend/cli/test_plan_command.py"),
     ("docs/rewards.md", "model: ", are_options_of("examples.grpo"), ""),
     ("docs/schedules.md", "steps = []", parses, "not run: a part; tests/distributed/test_post_validation.py has the whole"),
     ("docs/schedules.md", "step = group", parses, "not run: a part; tests/e2e/test_train_group_order.py has the whole"),
@@ -153,7 +153,7 @@ def test_python_is_run_by_the_test_that_names_its_page(block: CodeBlock) -> None
 def test_a_loop_starts_ray_before_its_groups(page: str) -> None:
     """Tests run the pages in processes that have Ray."""
     code = "\n".join(block.text for block in PYTHON if block.page == page)
-    assert 0 <= code.find("\nray.init(") < min(code.find(f"{group}(") for group in ("TrainGroup", "RolloutGroup"))
+    assert 0 <= code.find("\ninit_local_ray(") < min(code.find(f"{group}(") for group in ("TrainGroup", "RolloutGroup"))
 
 
 def test_the_layout_of_the_page_is_one() -> None:
