@@ -1,11 +1,12 @@
-"""The table of docs/claims.md: each line is a claim that tests carry as ``@pytest.mark.shows("...")``.
+"""The tables of docs/claims.md: each line is a claim that tests carry as ``@pytest.mark.shows("area: claim")``.
 
-python -m tests.support.claims      writes the table into docs/claims.md
+python -m tests.support.claims      writes the tables into docs/claims.md
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,23 +37,31 @@ def claims(root: Path = ROOT) -> dict[str, dict[str, int]]:
     return dict(found)
 
 
-def table(root: Path = ROOT) -> str:
-    """The table in Markdown, claims in alphabetical order of their area (the words before the colon)."""
-    rows = ["| area | what works | shown by |", "|---|---|---|"]
+def tables(root: Path = ROOT) -> str:
+    """A heading and a table in Markdown for each area (the words before the colon), and links to all of them above."""
+    areas: dict[str, list[str]] = defaultdict(list)
     for claim, files in sorted(claims(root).items()):
         area, _, text = claim.partition(": ")
         links = ", ".join(
             f"[{Path(name).stem.removeprefix('test_')}](../{name}){RUN_BY[run_by]}" for name, run_by in files.items()
         )
-        rows.append(f"| {area} | {text} | {links} |")
-    return "\n".join(rows)
+        areas[area].append(f"| {text} | {links} |")
+    parts = ["Areas: " + ",\n".join(f"[{area}](#{_anchor(area)})" for area in areas) + "."]
+    for area, rows in areas.items():
+        parts.append("\n".join([f"## {area}", "| what works | shown by |", "|---|---|", *rows]))
+    return "\n\n".join(parts)
 
 
-def page_with_table() -> str:
-    """docs/claims.md with the table between its markers brought up to date."""
+def page_with_tables() -> str:
+    """docs/claims.md with the tables between its markers brought up to date."""
     head, rest = PAGE.read_text().split(START)
     _, tail = rest.split(END)
-    return f"{head}{START}\n{table()}\n{END}{tail}"
+    return f"{head}{START}\n{tables()}\n{END}{tail}"
+
+
+def _anchor(heading: str) -> str:
+    """What a link to the heading ends in."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def _is_left_out(file: str, test: ast.FunctionDef, left_out: Mapping[str, str] = LEFT_OUT) -> bool:
@@ -84,4 +93,4 @@ def _claim(decorator: ast.expr) -> str | None:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_with_table())
+    PAGE.write_text(page_with_tables())

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.claims import PAGE, ROOT, RUN_BY, claims, page_with_table
+from tests.support.claims import PAGE, ROOT, RUN_BY, claims, page_with_tables
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_the_table_of_what_works_is_the_one_that_the_tests_make() -> None:
-    assert PAGE.read_text() == page_with_table(), "run: python -m tests.support.claims"
+def test_the_tables_of_what_works_are_those_that_the_tests_make() -> None:
+    assert PAGE.read_text() == page_with_tables(), "run: python -m tests.support.claims"
 
 
 def test_every_claim_names_its_area() -> None:
@@ -24,7 +24,7 @@ def test_every_claim_names_its_area() -> None:
     assert [claim for claim in claims() if ": " not in claim] == []
 
 
-def test_the_table_says_which_command_runs_the_tests_of_a_claim() -> None:
+def test_a_table_says_which_command_runs_the_tests_of_a_claim() -> None:
     found, file = claims(), "tests/e2e/test_verl_ppo.py"
     texts = ("trains PPO with a critic on the bridge", "trains GRPO with a KL reference and vLLM, and writes a checkpoint")
     assert [RUN_BY[found[f"verl: main_ppo {text}"][file]] for text in texts] == [" (run by name)", " (`make test-all`)"]
@@ -39,6 +39,13 @@ def test_links_and_paths_on_a_page_exist(page: Path) -> None:
     missing = [link for link in links if not (page.parent / link).exists()]
     missing += [path for path in paths if not (ROOT / path).exists()]
     assert missing == []
+
+
+def test_each_area_of_what_works_has_a_heading_that_can_be_linked() -> None:
+    text = PAGE.read_text()
+    areas = sorted({claim.partition(": ")[0] for claim in claims()})
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == areas
+    assert re.findall(r"\(#([\w-]+)\)", text) == [area.lower().replace(" ", "-") for area in areas]
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "measurements.md"], ids=lambda page: page.name)
