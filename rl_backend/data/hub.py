@@ -79,8 +79,8 @@ def require_datasets(field: str, source: str) -> Any:
         import datasets
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"{field}={source!r}: folders and names on the Hub are read by the datasets library ({error}); install "
-            "rl-backend[examples], or give a .jsonl or .parquet file"
+            f"{field}={source!r}: folders and names on the Hub are read by the datasets library ({error}); run "
+            "pip install '.[examples]' in the folder of rl-backend, or give a .jsonl or .parquet file"
         ) from None
     return datasets
 

@@ -103,7 +103,9 @@ class ParquetRows(Rows):
             import pyarrow
             import pyarrow.parquet
         except ModuleNotFoundError as error:
-            raise UnsupportedError(f"{path}: parquet needs pyarrow ({error}); install rl-backend[examples]") from None
+            raise UnsupportedError(
+                f"{path}: parquet needs pyarrow ({error}); run pip install '.[examples]' in the folder of rl-backend"
+            ) from None
         try:
             self._table = pyarrow.parquet.read_table(path)
         except pyarrow.ArrowException as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from rl_backend.contracts import PackedBatch
 from rl_backend.lab.plan import Workload, make_plan
 from rl_backend.lab.plan.make import candidate_layouts
 from rl_backend.parallel.imagined import imagined_rank
+from tests.support.claims import ROOT
 from tests.support.models import write_tiny
 from tests.support.native import make_config, open_runtime, token_loss
 
@@ -170,6 +173,20 @@ def test_what_cannot_be_planned_is_refused_with_the_arithmetic(
     model: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     assert message in refusal(capsys, "--model", str(model), *arguments)
+
+
+def test_the_output_on_the_page_is_that_of_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    released = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+    model = tmp_path / "models" / "Qwen3-8B"
+    model.mkdir(parents=True)
+    sizes = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000.0}
+    (model / "config.json").write_text(json.dumps(CONFIG | released | sizes))
+    monkeypatch.chdir(tmp_path)
+    command, output = re.findall(r"^```\n(.*?)```", (ROOT / "docs" / "plan.md").read_text(), re.DOTALL | re.MULTILINE)[:2]
+    assert main(shlex.split(command)[1:]) == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == output.splitlines()
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

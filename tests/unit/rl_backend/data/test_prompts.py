@@ -293,7 +293,13 @@ def test_folders_of_datasets_are_read_with_their_splits(tmp_path: Path, datasets
 
 def test_without_datasets_a_folder_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        UnsupportedError, match=r"^dataset='.*': folders and names on the Hub are read by .*; install rl-backend"
-    ):
+    read_by, what_to_run = "folders and names on the Hub are read by", r"run pip install '\.\[examples\]' in the folder of"
+    with pytest.raises(UnsupportedError, match=rf"^dataset='.*': {read_by} .*; {what_to_run}"):
         open_rows(tmp_path)
+
+
+def test_without_pyarrow_a_parquet_file_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "rows.parquet").touch()
+    with pytest.raises(UnsupportedError, match=r"needs pyarrow .*; run pip install '\.\[examples\]' in the folder of"):
+        open_rows(tmp_path / "rows.parquet")
