@@ -1,7 +1,8 @@
 """Episodes of many turns: GRPO or PPO on an environment, with a guessing game and a calculator tool to begin with.
 
-    python -m examples.episodes --model DIR --dataset rows.jsonl --environment examples/episodes.py:GuessingGame
+    rl-backend episodes --model DIR --dataset rows.jsonl --environment episodes.py:GuessingGame
 
+``episodes.py`` is a copy of this file in the working directory; ``rl-backend example`` says where the original is.
 ``rows.jsonl`` has a line for each task, which the environment reads: ``{"high": 15, "turns": 4}`` for the guessing game,
 ``{"prompt": "60*17?", "answer": "1020"}`` for the calculator. Every option is a field of ``EpisodesConfig``. With
 ``RAY_ADDRESS`` set it runs on that cluster, else on this machine. The file stands alone: copy it to begin an environment,

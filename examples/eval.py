@@ -1,6 +1,6 @@
 """An evaluation alone: a Hugging Face model answers held-out prompts in vLLM, and a reward function scores the answers.
 
-    python -m examples.eval --model runs/grpo/model --eval-dataset held_out.jsonl --reward my_reward.py:compute_score \
+    rl-backend eval --model runs/grpo/model --eval-dataset held_out.jsonl --reward my_reward.py:compute_score \
         --samples-per-prompt 8 --temperature 0.7 --pass-at 1,4
 
 Every option is a field of ``EvalConfig``, or of the configurations in it. One response of each prompt is greedy, unless

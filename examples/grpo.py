@@ -1,6 +1,6 @@
 """GRPO and its relatives on a local Hugging Face model: training in Ray actors, rollouts in vLLM, weights synced in memory.
 
-    python -m examples.grpo --model DIR --dataset train.jsonl --reward my_reward.py:compute_score --steps 200
+    rl-backend grpo --model DIR --dataset train.jsonl --reward my_reward.py:compute_score --steps 200
 
 Every option is a field of ``GRPOConfig``, or of the configurations in it: ``--tp 2``, ``--rollout.enforce_eager``.
 ``--config examples/recipes/dapo.json`` sets those in which DAPO differs. With

@@ -1,6 +1,6 @@
 """PPO with a critic on a local Hugging Face model: actor, critic and reference in Ray actors, rollouts in vLLM.
 
-    python -m examples.ppo --model DIR --dataset train.jsonl --reward my_reward.py:compute_score --steps 200
+    rl-backend ppo --model DIR --dataset train.jsonl --reward my_reward.py:compute_score --steps 200
 
 The models are handles on one training group, or with ``--groups each`` on a group each, and then they work at the same
 time. Every option is a field of ``PPOConfig``. With ``RAY_ADDRESS`` set it runs on that cluster, else on this machine. The

@@ -1,6 +1,6 @@
 """Supervised fine-tuning of a Hugging Face model on prompts and answers, or on the assistant's turns of conversations.
 
-    python -m examples.sft --model DIR --dataset train.jsonl --epochs 2
+    rl-backend sft --model DIR --dataset train.jsonl --epochs 2
 
 Every option is a field of ``SFTConfig``. With ``RAY_ADDRESS`` set it runs on that cluster, else on this machine. The file
 stands alone: copy it to begin a loop of your own.

@@ -1,6 +1,6 @@
 """Several users at once: each trains a LoRA adapter of its own over one frozen model, from a thread of this process.
 
-    python -m examples.tenants --model DIR --dataset train.jsonl --reward my_reward.py:compute_score --lora.rank 16 \\
+    rl-backend tenants --model DIR --dataset train.jsonl --reward my_reward.py:compute_score --lora.rank 16 \\
         --users '{"ann": {}, "bob": {"dataset": "other.jsonl", "lora.rank": 4, "lr": 1e-3}}'
 
 Every option applies to each user, unless the user's own entry in ``users`` says otherwise: data, reward, rank, learning
