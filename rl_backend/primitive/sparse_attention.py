@@ -113,7 +113,7 @@ class _SparseAttention(torch.autograd.Function):
             parts = query[block.queries], key[block.keys], value[block.keys]
             with torch.enable_grad():
                 leaves = [each.detach().requires_grad_() for each in parts]
-                attended = _attend(*leaves, mask)
+                attended = _attend(leaves[0], leaves[1], leaves[2], mask)
             of_query, of_key, of_value = torch.autograd.grad(attended, leaves, grad[block.queries])
             grad_query[block.queries] = of_query
             grad_key[block.keys] += of_key

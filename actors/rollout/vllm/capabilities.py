@@ -144,14 +144,19 @@ REFUSALS = (
         )
         for device in ("cpu", "cuda")
     ),
-    Refusal(
-        SPARSE_TYPES,
-        "cpu",
-        "sparse attention over fewer tokens (index_topk) than a sequence may have (max_model_len)",
-        'the engine does not start: "Sparse Attention is not supported on CPU."; up to index_topk tokens dense attention is '
-        "the same, and is served",
-        "use max_model_len of at most index_topk, or engines on a GPU",
-        _reads_fewer_tokens,
+    *(
+        Refusal(
+            SPARSE_TYPES,
+            device,
+            "sparse attention over fewer tokens (index_topk) than a sequence may have (max_model_len)",
+            f"{measured}; up to index_topk tokens dense attention is the same, and is served",
+            "use max_model_len of at most index_topk",
+            _reads_fewer_tokens,
+        )
+        for device, measured in (
+            ("cpu", 'the engine does not start: "Sparse Attention is not supported on CPU."'),
+            ("cuda", "it was not tried, and pushes into its indexers neither"),
+        )
     ),
     Refusal(
         LATENT_TYPES,

@@ -41,7 +41,18 @@ def test_what_a_cpu_cannot_serve(tmp_path: Path, model_type: str, fields: Any, d
     config = RolloutConfig(model_path=write_config(tmp_path, model_type, **fields), dtype=dtype)
     with pytest.raises(UnsupportedError, match=rf"is a {model_type}, dtype='{dtype}': vLLM 0\.30 on a CPU .*{what}"):
         check_served(config, "cpu")
-    check_served(config, "cuda")
+    if what != "sparse attention":
+        check_served(config, "cuda")
+
+
+@pytest.mark.shows(
+    "rollout: sparse attention beyond index_topk is refused on GPUs too, where engines are given a dense model"
+)
+def test_a_gpu_is_not_given_a_dense_model_in_place_of_a_sparse_one(tmp_path: Path) -> None:
+    config = RolloutConfig(model_path=write_config(tmp_path, "deepseek_v32", **MLA, index_topk=2047), max_model_len=2048)
+    with pytest.raises(UnsupportedError, match=r"on a CUDA does not serve sparse attention .* max_model_len of at most"):
+        check_served(config, "cuda")
+    check_served(config.replace(max_model_len=2047), "cuda")
 
 
 @pytest.mark.parametrize(
