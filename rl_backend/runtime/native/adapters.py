@@ -73,22 +73,21 @@ def adaptable_modules(
     )
 
 
+_REFUSED = (
+    (MoEOptions, "router_aux_loss_coef", 0.0, COUPLES),
+    (MoEOptions, "router_z_loss_coef", 0.0, COUPLES),
+    (MoEOptions, "router_sequence_loss_coef", 0.0, COUPLES),
+    (MTPOptions, "mtp", "keep", COUPLES),
+    (SparseOptions, "indexer", "frozen", TRAINS_BASE),
+    (BiasedMoEOptions, "expert_bias_rate", 0.0, TRAINS_BASE),
+)
+"""Options of a base with which there can be no tenants: their type, name, value at rest, and why."""
+
+
 def _refused_by(options: ModelOptions | None) -> str:
-    """The first option of a base that its tenants would be coupled by, or that would do nothing beside them."""
-    losses = ("router_aux_loss_coef", "router_z_loss_coef", "router_sequence_loss_coef")
-    coupling = {
-        **{name: getattr(options, name) for name in losses if isinstance(options, MoEOptions) and getattr(options, name)},
-        **({"mtp": options.mtp} if isinstance(options, MTPOptions) and options.mtp != "keep" else {}),
-    }
-    of_base = {
-        **({"indexer": options.indexer} if isinstance(options, SparseOptions) and options.indexer != "frozen" else {}),
-        **({"expert_bias_rate": options.expert_bias_rate} if isinstance(options, BiasedMoEOptions) else {}),
-    }
-    for name, value in coupling.items():
-        return f"NativeConfig.model_cfg.{name}={value!r}: {COUPLES}"
-    for name, value in of_base.items():
-        if value:
-            return f"NativeConfig.model_cfg.{name}={value!r}: {TRAINS_BASE}"
+    for kind, name, at_rest, why in _REFUSED:
+        if isinstance(options, kind) and (value := getattr(options, name)) != at_rest:
+            return f"NativeConfig.model_cfg.{name}={value!r}: {why}"
     return ""
 
 
