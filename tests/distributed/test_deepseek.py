@@ -34,6 +34,9 @@ SIZES: Mapping[str, Any] = {"num_hidden_layers": 4, "vocab_size": 131}
 
 
 class LatentOnOneRank(OnOneRank):
+    # Adam moves a weight whose gradient is rounding alone by as much as any other, this way or that.
+    weights = 3e-5
+
     def path(self, name: str) -> Path:
         path = self.folder / name
         return path if path.exists() else write_latent(name, path, **SIZES)
