@@ -37,7 +37,7 @@ from actors.run import (
     with_episode_gae,
     with_outputs,
 )
-from rl_backend.algorithm import episode_sequences
+from rl_backend.algorithm import episode_parts, episode_sequences
 from rl_backend.contracts import ConfigError, HasEffect
 from rl_backend.environment import Step, ToolPool, Turn
 
@@ -177,7 +177,7 @@ def train(config: EpisodesConfig, session: Session | None = None, on_step: OnSte
             else:
                 sequences = with_advantages(sequences, batch.rewards, config.advantage, group_ids=batch.groups)
             critic_updates, updates = [], []
-            for part in config.parts(sequences, batch.groups):
+            for part in episode_parts(sequences, batch.groups, config.updates_per_step, config.data_parallel_size):
                 if critic:
                     critic_updates.append(critic.update(part, value_loss, meta))
                 updates.append(policy.update(part, loss, meta))

@@ -32,6 +32,7 @@ from actors.run import (
     run_command,
     to_sequences,
     update_metrics,
+    update_parts,
     with_advantages,
     with_outputs,
 )
@@ -145,9 +146,8 @@ def train(config: GRPOConfig, session: Session | None = None, on_step: OnStep | 
                 config.sampling.n,
                 kl_coef=config.kl_in_reward,
             )
-            updates = []
-            for part in config.parts(sequences):
-                updates.append(policy.update(part, loss, meta))
+            parts = update_parts(sequences, config.sampling.n, config.updates_per_step, config.data_parallel_size)
+            updates = [policy.update(part, loss, meta) for part in parts]
             run.lap("train")
             run.push()
             run.end_step(batch.metrics | update_metrics(updates))

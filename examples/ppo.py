@@ -31,6 +31,7 @@ from actors.run import (
     run_command,
     to_sequences,
     update_metrics,
+    update_parts,
     with_outputs,
 )
 from rl_backend import OptimizerConfig, TokenSequence
@@ -85,10 +86,8 @@ class PPOConfig(RLConfig):
     def models(self) -> tuple[RunModel, ...]:
         option = "critic_model" if self.critic_model else "model"
         path = local_model(self.critic_model or self.model, field=f"PPOConfig.{option}")
-        critic, reference = (
-            RunModel(option, path, "values", group=1),
-            RunModel("model", self.model, forward_only=True, group=2),
-        )
+        critic = RunModel(option, path, "values", group=1)
+        reference = RunModel("model", self.model, forward_only=True, group=2)
         return (*super().models(), critic, *([reference] if self.kl_coef else []))
 
     @property
@@ -152,7 +151,7 @@ def train(config: PPOConfig, session: Session | None = None, on_step: OnStep | N
             sequences, metrics = with_gae(sequences, batch.rewards, config)
             actor_updates, critic_updates = [], []
             for _ in range(config.epochs):
-                for update in config.parts(sequences):
+                for update in update_parts(sequences, config.sampling.n, config.updates_per_step, config.data_parallel_size):
                     critic_update = critic.submit_update(update, critic_loss, meta)
                     if step > config.critic_warmup_steps:
                         actor_updates.append(actor.update(update, actor_loss, meta))

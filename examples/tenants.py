@@ -35,6 +35,7 @@ from actors.run import (
     run_command,
     to_sequences,
     update_metrics,
+    update_parts,
     with_advantages,
     with_outputs,
     write_report,
@@ -169,9 +170,8 @@ def train_user(name: str, config: UserConfig, session: Session, stop: StopReques
             old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
             sequences = with_advantages(with_outputs(sequences, old), batch.rewards, "grpo", config.sampling.n)
             run.lap("old_log_probs")
-            updates = []
-            for part in config.parts(sequences):
-                updates.append(policy.update(part, loss, meta))
+            parts = update_parts(sequences, config.sampling.n, config.updates_per_step, config.data_parallel_size)
+            updates = [policy.update(part, loss, meta) for part in parts]
             run.lap("train")
             run.push()
             run.end_step(batch.metrics | update_metrics(updates))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rl_backend.algorithm.sequences import Advantage as Advantage
     from rl_backend.algorithm.sequences import rewards_of_tokens as rewards_of_tokens
     from rl_backend.algorithm.sequences import to_sequences as to_sequences
+    from rl_backend.algorithm.sequences import update_parts as update_parts
     from rl_backend.algorithm.sequences import with_advantages as with_advantages
     from rl_backend.algorithm.sequences import with_episode_gae as with_episode_gae
     from rl_backend.algorithm.sequences import with_outputs as with_outputs
@@ -70,6 +71,7 @@ _MODULES = {
     "run_command": "actors.run.command_line",
     "to_sequences": "rl_backend.algorithm.sequences",
     "update_metrics": "actors.train.model",
+    "update_parts": "rl_backend.algorithm.sequences",
     "with_advantages": "rl_backend.algorithm.sequences",
     "with_episode_gae": "rl_backend.algorithm.sequences",
     "with_outputs": "rl_backend.algorithm.sequences",
@@ -104,6 +106,7 @@ __all__ = [
     "run_command",
     "to_sequences",
     "update_metrics",
+    "update_parts",
     "with_advantages",
     "with_episode_gae",
     "with_outputs",

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from actors.rollout.lengths import positions_of
 from actors.run.options import Follows, get, has
 from actors.run.sampled_config import SampledConfig
-from rl_backend.algorithm.episodes import Truncated, episode_parts
-from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, ConfigError, HasEffect, TokenSequence
+from rl_backend.algorithm.episodes import Truncated
+from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, ConfigError, HasEffect
 from rl_backend.data.config import DataConfig
 from rl_backend.data.rewards import OnFailure
 from rl_backend.environment import Limits
@@ -159,18 +159,6 @@ class EpisodeConfig(SampledConfig):
     def task(self) -> str:
         """For people."""
         return f"environment {self.environment}" if self.environment else f"player {self.player}"
-
-    def parts(self, sequences: Sequence[TokenSequence], groups: Sequence[int]) -> list[list[TokenSequence]]:
-        """What each update of a step trains on: whole groups of episodes, as many as in the others or one more; without
-        episodes that are masked, and so at times fewer parts.
-
-        Args:
-            groups: of each episode of the step, see :class:`~actors.run.episode_collect.EpisodeBatch`.
-
-        Raises:
-            BatchError: fewer sequences than data-parallel ranks.
-        """
-        return episode_parts(sequences, groups, self.updates_per_step, self.data_parallel_size)
 
     def facts(self) -> list[str]:
         """For the first line that a run prints."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from actors.run.sampled_config import SampledConfig
-from rl_backend.contracts import BatchError
 from rl_backend.data.rewards import RewardConfig, WeightedReward
 
 REWARD_OPTIONS: Mapping[str, str] = {
@@ -37,19 +35,3 @@ class RLConfig(SampledConfig):
     def reward(self) -> str | dict[str, WeightedReward]:
         """The reward functions: ``rewards.functions``."""
         return self.rewards.functions
-
-    def parts[T](self, sequences: Sequence[T]) -> Iterator[Sequence[T]]:
-        """What each update of a step trains on: whole groups, as many as in the others or one more.
-
-        Of a step that reward functions have left too little of, there are fewer updates.
-
-        Raises:
-            BatchError: fewer sequences than data-parallel ranks.
-        """
-        group, ranks = self.sampling.n, self.data_parallel_size
-        groups = len(sequences) // group
-        updates = min(self.updates_per_step, groups // math.ceil(ranks / group))
-        if not updates:
-            raise BatchError(f"{len(sequences)} responses are left of a step; each of {ranks} data-parallel ranks needs one")
-        for index in range(updates):
-            yield sequences[groups * index // updates * group : groups * (index + 1) // updates * group]

@@ -11,6 +11,7 @@ from rl_backend.algorithm.advantages import (
 )
 from rl_backend.algorithm.advantages import rloo_advantages as rloo_advantages
 from rl_backend.algorithm.episodes import episode_lengths as episode_lengths
+from rl_backend.algorithm.episodes import episode_parts as episode_parts
 from rl_backend.algorithm.episodes import episode_rewards as episode_rewards
 from rl_backend.algorithm.episodes import episode_sequences as episode_sequences
 from rl_backend.algorithm.loss_aggregation import LOSS_AGG_MODES as LOSS_AGG_MODES

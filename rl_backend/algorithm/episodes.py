@@ -182,13 +182,13 @@ def final_values(sequences: Sequence[TokenSequence], values: Sequence[Tensor]) -
 def episode_parts(
     sequences: Sequence[TokenSequence], groups: Sequence[int], parts: int, least: int = 1
 ) -> list[list[TokenSequence]]:
-    """Sequences divided into at most ``parts``, each of whole groups of episodes.
+    """What each update of a step trains on: at most ``parts``, each of whole groups of episodes.
 
     Sequences that are masked as a whole are left out, so that no part is without a trained token; where fewer than ``least``
     are trained, as many masked ones stay as the ranks need.
 
     Args:
-        groups: of each episode, the number of its group; episodes of a group stand next to each other.
+        groups: of each episode, masked ones too, the number of its group; episodes of a group stand next to each other.
         least: sequences that each part needs: the data-parallel ranks.
 
     Raises:

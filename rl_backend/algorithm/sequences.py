@@ -1,6 +1,7 @@
-"""Training sequences from samples, and advantages onto them and onto episodes."""
+"""Training sequences from samples, advantages onto them and onto episodes, and what each update of a step trains on."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from rl_backend.algorithm.episodes import EPISODE, TOKEN_REWARDS, episode_length
 from rl_backend.algorithm.loss_aggregation import sum_by_sequence, zero_masked
 from rl_backend.algorithm.rewards import kl_in_reward, token_rewards
 from rl_backend.algorithm.value import gae_advantages, masked_whiten
-from rl_backend.contracts import TokenSequence
+from rl_backend.contracts import BatchError, TokenSequence
 from rl_backend.data import pack
 
 type Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
@@ -146,3 +147,24 @@ def rewards_of_tokens(fields: Mapping[str, Tensor], seq_lens: Tensor, rewards: S
     if not kl_coef:
         return of_tokens
     return kl_in_reward(of_tokens, fields["old_log_probs"], fields["ref_log_probs"], mask, kl_coef=kl_coef)
+
+
+def update_parts[T](sequences: Sequence[T], group_size: int, updates: int, num_ranks: int) -> Iterator[Sequence[T]]:
+    """What each update of a step trains on: whole groups, as many as in the others or one more.
+
+    Of a step that reward functions have left too little of, there are fewer updates.
+
+    Args:
+        group_size: sequences of each prompt, which stand next to each other.
+        updates: of a whole step.
+        num_ranks: data-parallel ranks, each of which needs a sequence.
+
+    Raises:
+        BatchError: fewer sequences than data-parallel ranks.
+    """
+    groups = len(sequences) // group_size
+    updates = min(updates, groups // math.ceil(num_ranks / group_size))
+    if not updates:
+        raise BatchError(f"{len(sequences)} responses are left of a step; each of {num_ranks} data-parallel ranks needs one")
+    for index in range(updates):
+        yield sequences[groups * index // updates * group_size : groups * (index + 1) // updates * group_size]

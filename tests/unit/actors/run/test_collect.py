@@ -15,7 +15,7 @@ from actors.rollout.stream import SampledBatch
 from actors.run.clock import Clock
 from actors.run.collect import BatchCollector, Inputs, TrainingBatch
 from actors.run.rl_config import RLConfig
-from rl_backend.contracts import BatchError, RewardError, WeightVersionError
+from rl_backend.contracts import RewardError, WeightVersionError
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.data.rewards import LoadedReward, RewardScorer
 
@@ -225,14 +225,3 @@ def test_a_batch_is_scored_once_from_when_it_is_sampled() -> None:
         assert begun.wait(timeout=60)
         assert collector.collect(1, Clock()).rewards == [1.0, 0.0, 0.0, 0.0]
     assert sorted(asked) == ["0", "0", "0", "1"]
-
-
-def test_the_updates_of_a_step_share_what_is_left_of_it() -> None:
-    config = settings(prompts_per_step=8, updates_per_step=4)
-    assert [list(part) for part in config.parts(range(16))] == [list(range(4 * i, 4 * i + 4)) for i in range(4)]
-    assert [len(part) for part in config.parts(range(10))] == [2, 2, 2, 4]
-    assert [len(part) for part in config.parts(range(4))] == [2, 2]
-    ranks = config.replace(ranks=3)
-    assert [len(part) for part in ranks.parts(range(10))] == [4, 6]
-    with pytest.raises(BatchError, match="2 responses are left of a step; each of 3 data-parallel ranks needs one"):
-        list(ranks.parts(range(2)))
