@@ -50,7 +50,7 @@ def key_fields(keys: Tensor, num_tokens: int) -> dict[str, Tensor]:
 
 
 def check_keys(batch: PackedBatch, indexed: IndexedLayers | None) -> None:
-    """Refuses a batch whose recorded keys, where it has any, are not ones of this model.
+    """Refuses a batch with recorded keys that are not ones of this model.
 
     Args:
         indexed: None for a model that attends to no chosen keys.
@@ -59,9 +59,7 @@ def check_keys(batch: PackedBatch, indexed: IndexedLayers | None) -> None:
         BatchError: keys for such a model; of another shape or type; a place that does not exist or comes later, or that a
             token has twice in a layer; more or fewer of them than the token can see and ``top_k`` allows.
     """
-    if KEYS not in batch.token_fields:
-        return
-    keys = batch.token_fields[KEYS]
+    keys = batch.token_field(KEYS)
     if indexed is None or not indexed.layers:
         raise BatchError(
             f"token field {KEYS!r}: this model attends to all keys, so recorded ones would be ignored; leave the field out. "

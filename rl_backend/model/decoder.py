@@ -128,7 +128,7 @@ class Decoder(EndsInFloat32):
         """Of this rank's tokens, with all of its factors; see :class:`~rl_backend.model.multi_token.MTPOptions`."""
         spec, second, layer = self.spec.mtp, inputs.second, cast(DecoderLayer, mtp.layer)
         assert spec is not None, "a model with such a layer has one"
-        assert second is not None, "the runtime gives it in every pass"
+        assert second is not None, "the runtime gives it to every model with such a layer"
         embeddings = self.embed_tokens or self.tied_head or self.mtp_embed_tokens
         assert embeddings is not None, "a stage with such a layer has them or a copy"
         # The last token of a sequence has no next one, and nothing attends to what is made of it.

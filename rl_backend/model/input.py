@@ -48,7 +48,7 @@ class ModelInput(NamedTuple):
         heads: the outputs that are wanted; empty asks for those of the model's own head. Tenants with a head of their own
             have values, and rows with values have no log-probs, which are 0 then, as are values of the others.
         sequences: which sequence each row between this rank's blocks is from; None where there is one.
-        second: the tokens after the next; None in a pass that trains nothing on them.
+        second: the tokens after the next; None for a model that is not trained on them.
         hidden: (rows, hidden_size), the output of the pipeline stage before; None for the first.
     """
 

@@ -77,7 +77,8 @@ def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError |
             return BatchError(f"micro-batch {index}: temperature {lowest}; it must be above 0", micro_batch=index)
     for index, batch in enumerate(data):
         try:
-            check_keys(batch, handle.indexed_layers)
+            if KEYS in batch.token_fields:
+                check_keys(batch, handle.indexed_layers)
             if request.router_replay == "replay" and handle.routed_layers is not None:
                 check_routes(batch, handle.routed_layers)
         except BatchError as error:

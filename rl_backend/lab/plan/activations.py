@@ -68,7 +68,7 @@ def measure_stage(
     def runs(sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
         return () if tenant is None else (tenant.run(0, sum(sequence_rows), None),)
 
-    on_cpu = lay_out(batch, replace(groups, device=torch.device("cpu")), 1, runs=runs)
+    on_cpu = lay_out(batch, replace(groups, device=torch.device("cpu")), 1, runs=runs, trains_second=True)
     layout = on_cpu.layout
     rank_batch = RankBatch(
         tree_map_only(Tensor, lambda tensor: tensor.to(META), on_cpu.inputs),

@@ -59,6 +59,7 @@ def lay_out(
     replayed: RoutedLayers | None = None,
     runs: Callable[[Sequence[int]], tuple[AdapterRun, ...]] = lambda sequence_rows: (),
     heads: Sequence[Head] = (),
+    trains_second: bool = False,
 ) -> RankBatch:
     """The part of ``batch``, which is on the training device, that this rank has under context and tensor parallelism.
 
@@ -66,11 +67,14 @@ def lay_out(
         replayed: the model's layers with experts, where these must take the routes of the batch.
         runs: rows of each sequence on this rank -> the adapters that work on them.
         heads: as in ``ModelInput``.
+        trains_second: whether the model is trained on the tokens after the next.
     """
     seq_lens = tuple(batch.seq_lens.tolist())
     routes = None if replayed is None else routes_to_replay(batch, replayed)
     keys = batch.token_fields.get(KEYS)
-    second, count = second_labels(batch.labels), sum(max(length - 2, 0) for length in seq_lens)
+    second = None
+    if trains_second:
+        second = SecondTokens(second_labels(batch.labels), sum(max(length - 2, 0) for length in seq_lens))
     common = {
         "longest": max(seq_lens),
         "calculate_entropy": bool(batch.meta.get("calculate_entropy", False)),
@@ -89,7 +93,7 @@ def lay_out(
             keys=keys,
             sequences=RowSequences(batch.sequence_ids, len(seq_lens)),
             adapters=runs(seq_lens),
-            second=SecondTokens(second, count),
+            second=second,
             **common,
         )
         return RankBatch(inputs, None)
@@ -112,7 +116,7 @@ def lay_out(
         keys=None if keys is None else layout.take(keys, -1),
         sequences=RowSequences(_share(layout.take(batch.sequence_ids, 0), groups), len(seq_lens)),
         adapters=runs(layout.sequence_rows),
-        second=SecondTokens(layout.take(second, -100), count),
+        second=None if second is None else second._replace(labels=layout.take(second.labels, -100)),
         **common,
     )
     return RankBatch(inputs, layout)
@@ -170,7 +174,9 @@ def _run_one(
     work = {"micro_batch": index, "tokens": batch.num_tokens, "sequences": batch.num_sequences}
     with torch.set_grad_enabled(not request.forward_only), device_span(device, "forward", "micro_batch", **work):
         runs = partial(request.runs, index, batch)
-        rank_batch = lay_out(batch, handle.groups, len(request.data), routes.replayed, runs, request.heads)
+        rank_batch = lay_out(
+            batch, handle.groups, len(request.data), routes.replayed, runs, request.heads, handle.trains_second
+        )
         with routes.forward(index, 0, rank_batch.layout), loads.forward(0, rank_batch.inputs.padding):
             output = handle.model(rank_batch.inputs)
         loss = results.add(index, batch, rank_batch.outputs(output, handle.groups))

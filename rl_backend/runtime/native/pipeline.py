@@ -106,7 +106,13 @@ class _Stages:
         self.loads = handle.pass_loads(forward_only=request.forward_only)
         self._rank_batches = [
             lay_out(
-                batch, handle.groups, len(self._data), routes.replayed, partial(request.runs, index, batch), request.heads
+                batch,
+                handle.groups,
+                len(self._data),
+                routes.replayed,
+                partial(request.runs, index, batch),
+                request.heads,
+                handle.trains_second,
             )
             for index, batch in enumerate(self._data)
         ]

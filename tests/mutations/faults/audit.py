@@ -86,8 +86,8 @@ FAULTS = [
     Fault(
         "router-losses-of-a-pipeline-not-averaged",
         "rl_backend/runtime/native/pipeline.py",
-        "batch, handle.groups, len(self._data), routes.replayed, partial(request.runs, index, batch), request.heads",
-        "batch, handle.groups, 1, routes.replayed, partial(request.runs, index, batch), request.heads",
+        "                len(self._data),\n                routes.replayed,\n",
+        "                1,\n                routes.replayed,\n",
         (f"{_REDUCTIONS}::test_router_losses_of_a_pipeline_are_averaged_over_micro_batches_as_on_one_rank",),
         "the losses would grow with the number of micro-batches",
     ),
