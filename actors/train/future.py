@@ -51,19 +51,19 @@ class GroupFuture[R]:
 
 
 class BoundOperation[**P, R]:
-    """One operation of one group."""
+    """One operation of one group.
+
+    Attributes:
+        submit: starts the operation, which runs after those submitted before it.
+    """
 
     def __init__(self, submit: Callable[P, GroupFuture[R]]) -> None:
-        self._submit = submit
+        self.submit = submit
         functools.update_wrapper(self, submit)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Waits for the result; raises as :meth:`GroupFuture.result`."""
-        return self._submit(*args, **kwargs).result()
-
-    def submit(self, *args: P.args, **kwargs: P.kwargs) -> GroupFuture[R]:
-        """Starts the operation; it runs after those submitted before it."""
-        return self._submit(*args, **kwargs)
+        return self.submit(*args, **kwargs).result()
 
 
 class operation[G, **P, R]:  # noqa: N801, a decorator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -101,14 +101,6 @@ class Failed:
 
 
 type Outcome = Completed | Failed
-
-
-def separate(outcome: Outcome) -> tuple[Outcome, Any]:
-    """What the driver is sent of an operation, and what stays in Ray's object store."""
-    if isinstance(outcome, Completed) and isinstance(outcome.value, Apart):
-        value, stored = outcome.value
-        return replace(outcome, value=Apart(value, None)), stored
-    return outcome, None
 
 
 def peak_memory() -> int:

@@ -18,6 +18,7 @@ from actors.train.context import HandleRef, RankContext
 from actors.train.loss import LossReceiver, SentLoss
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
 from actors.train.outcome import (
+    Apart,
     BuiltModel,
     Completed,
     Failed,
@@ -27,7 +28,6 @@ from actors.train.outcome import (
     TenantForward,
     failed,
     peak_memory,
-    separate,
 )
 from rl_backend.contracts import HandleError, LossFn, ModelHandle, PackedBatch, PendingStepResult, RLBackendError, StepResult
 from rl_backend.contracts.atoms import ATOMS, Operation
@@ -84,7 +84,7 @@ class TrainWorker:
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def execute(self, header: OperationHeader, pickled_call: bytes, loss: SentLoss | None) -> tuple[Outcome, Any]:
-        """Runs a pickled :class:`~rl_backend.contracts.atoms.Operation`. Answers in two parts, as ``separate`` says."""
+        """Runs a pickled operation. Answers its outcome, and what an :class:`~actors.train.outcome.Apart` stores."""
         outcome: Outcome
         try:
             self._sequence.start(header)
@@ -98,7 +98,10 @@ class TrainWorker:
         except Exception as error:  # noqa: BLE001, every error is the driver's to judge
             outcome = failed(error)
         self._sequence.finish(repr(outcome.error) if isinstance(outcome, Failed) else None)
-        return separate(outcome)
+        if isinstance(outcome, Completed) and isinstance(outcome.value, Apart):
+            value, stored = outcome.value
+            return Completed(Apart(value, None), outcome.peak_memory), stored
+        return outcome, None
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def begin(self, driver: Driver, name: str) -> int | Driver:
