@@ -10,7 +10,8 @@ from torch import Tensor
 from rl_backend.contracts import BatchError, PackedBatch, check_keys, check_routes
 from rl_backend.contracts.indexed_keys import KEYS
 from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK
-from rl_backend.runtime.engine import GuardedHandle, PassRequest
+from rl_backend.runtime.engine import GuardedHandle
+from rl_backend.runtime.passes import PassRequest
 
 
 def check_micro_batches(handle: GuardedHandle, request: PassRequest) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,73 +15,11 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts.atoms import Part
 from rl_backend.parallel.groups import RankGroups
-from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.runtime.adaptable import Adaptable
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.offload import Offload
+from rl_backend.runtime.passes import PassRequest
 from rl_backend.runtime.router_replay import MODES, RouterReplay
-
-
-class PassAdapters(Protocol):
-    """The adapters of a pass.
-
-    Attributes:
-        heads: the outputs of the pass, the same for all of its micro-batches and ranks.
-    """
-
-    heads: Sequence[contracts.Head]
-
-    def runs(self, index: int, batch: contracts.PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
-        """Which adapters work on which rows of micro-batch ``index``; each sequence has ``sequence_rows`` on this rank."""
-        ...
-
-    def problem(self, data: Sequence[contracts.PackedBatch]) -> contracts.BatchError | None:
-        """Why these adapters cannot work on this rank's micro-batches."""
-        ...
-
-    def fingerprint(self, data: Sequence[contracts.PackedBatch]) -> int:
-        """Of what ranks with other sequences must have in common, up to 32 bits."""
-        ...
-
-    def begin(self, data: Sequence[contracts.PackedBatch]) -> None:
-        """The micro-batches have been checked on every rank, and run next."""
-        ...
-
-
-class PassRequest(NamedTuple):
-    """One ``forward_backward``, as the runtime asks for it.
-
-    Attributes:
-        data: micro-batches; checked, except with post-validation.
-        loss_fn: None in a forward-only pass without a loss.
-        adapters: that work on the data; None without LoRA.
-    """
-
-    data: Sequence[contracts.PackedBatch]
-    loss_fn: contracts.LossFn | None
-    forward_only: bool
-    router_replay: RouterReplay = "off"
-    adapters: PassAdapters | None = None
-
-    def runs(self, index: int, batch: contracts.PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
-        """As :meth:`PassAdapters.runs`."""
-        return () if self.adapters is None else self.adapters.runs(index, batch, sequence_rows)
-
-    def begin(self) -> None:
-        """As :meth:`PassAdapters.begin`."""
-        if self.adapters is not None:
-            self.adapters.begin(self.data)
-
-    @property
-    def heads(self) -> Sequence[contracts.Head]:
-        """As :attr:`~rl_backend.model.ModelInput.heads`."""
-        return () if self.adapters is None else self.adapters.heads
-
-    @property
-    def kind(self) -> int:
-        """A number that ranks compare."""
-        adapters = 0 if self.adapters is None else self.adapters.fingerprint(self.data)
-        return (adapters * len(MODES) + MODES.index(self.router_replay)) * 2 + self.forward_only
 
 
 class ScheduledOptimizer(Protocol):

@@ -28,8 +28,9 @@ from rl_backend.contracts.atoms import ATOMS, Part
 from rl_backend.parallel.groups import RankGroups
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.checkpoint_writer import CheckpointWriter
-from rl_backend.runtime.engine import GuardedHandle, PassRequest
+from rl_backend.runtime.engine import GuardedHandle
 from rl_backend.runtime.interface import RankPlace
+from rl_backend.runtime.passes import PassRequest
 from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.runtime.tenant import TenantHandle
 from rl_backend.runtime.tenants import TenantRuntime

@@ -23,7 +23,8 @@ from rl_backend.contracts.lora import LORA_FIELD, PEFT_PREFIX, LoRAConfig, LoRAI
 from rl_backend.lora.modules import modules_of_rank, require_trainable, select_modules
 from rl_backend.lora.rows import RowTensor, TenantRows, factors_of, head_parameters
 from rl_backend.runtime.adaptable import RowGroups
-from rl_backend.runtime.engine import GuardedHandle, PassRequest
+from rl_backend.runtime.engine import GuardedHandle
+from rl_backend.runtime.passes import PassRequest
 from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.runtime.tenant import TenantHandle, TenantOptimizer, require_tenant, step_tenants
 from rl_backend.runtime.tenant_pass import LossOfTenants, PassTenants, agree_on_failures, results_of_tenants

@@ -19,9 +19,8 @@ from rl_backend.runtime.bridge.batch import LaidOut, as_model_output, lay_out_pa
 from rl_backend.runtime.bridge.conversion import hf_names
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.routes import PassRoutes
-from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.module_outputs import gather_outputs_of_stages, record_outputs
-from rl_backend.runtime.pass_results import PassResults
+from rl_backend.runtime.passes import PassRequest, PassResults
 from rl_backend.runtime.router_replay import gather_rows
 from rl_backend.trace.device import device_span
 

@@ -20,9 +20,9 @@ from rl_backend.runtime.bridge.handle import BridgeHandle, build_handle
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron_cpu import iterate_on_cpu, on_cpu
 from rl_backend.runtime.bridge_config import BridgeConfig
-from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, start_stream
 from rl_backend.runtime.guarded import GuardedRuntime
+from rl_backend.runtime.passes import PassRequest
 
 
 class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):

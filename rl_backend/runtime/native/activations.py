@@ -10,11 +10,11 @@ from rl_backend.contracts import UnsupportedError, stored_tensors, text_config
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import TokenLayout, gather_outputs
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.module_outputs import gather_outputs_of_stages, module_paths, record_outputs
 from rl_backend.runtime.native.forward_backward import lay_out, run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import run_pipeline
+from rl_backend.runtime.passes import PassRequest
 
 
 def record_activations(handle: NativeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:

@@ -18,11 +18,10 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.router_losses import RowSequences
-from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.native.balance import PassLoads
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.routes import PassRoutes
-from rl_backend.runtime.pass_results import PassResults
+from rl_backend.runtime.passes import PassRequest, PassResults
 from rl_backend.runtime.router_replay import routes_to_replay
 from rl_backend.trace.device import device_span
 

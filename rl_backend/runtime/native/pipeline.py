@@ -13,12 +13,11 @@ from rl_backend.pipeline.executor import PipelineExecutor
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
 from rl_backend.pipeline.tied_weights import add_gradients_of_copies, drop_gradients_of_copies
-from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.native.forward_backward import abandoned_on_error, lay_out
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import schedule_name
 from rl_backend.runtime.native.routes import PassRoutes
-from rl_backend.runtime.pass_results import PassResults
+from rl_backend.runtime.passes import PassRequest, PassResults
 from rl_backend.trace.device import device_span
 
 

@@ -19,7 +19,6 @@ from rl_backend.contracts import (
 )
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups, training_device
 from rl_backend.runtime.batch_checks import check_micro_batches, problem_on_rank
-from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.native import checkpoints, export
@@ -30,6 +29,7 @@ from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import has_last_stage
 from rl_backend.runtime.native.pipeline import run_pipeline
 from rl_backend.runtime.native.validated_pass import run_validated
+from rl_backend.runtime.passes import PassRequest
 
 
 class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):

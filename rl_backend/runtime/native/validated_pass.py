@@ -13,10 +13,10 @@ from rl_backend.contracts import BatchError, ForwardResult
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.pipeline.executor import EmptyStages, PipelineExecutor
 from rl_backend.runtime import batch_checks, saved_state
-from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.native.forward_backward import abandoned_on_error
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import PipelinePass, empty_hidden, pass_schedule
+from rl_backend.runtime.passes import PassRequest
 
 
 class Terms(NamedTuple):

@@ -129,7 +129,7 @@ FAULTS = [
     ),
     Fault(
         "outputs-of-the-last-sequence-first",
-        "rl_backend/runtime/pass_results.py",
+        "rl_backend/runtime/passes.py",
         "part.clone() for part in data[index].split(value)",
         "part.clone() for part in reversed(data[index].split(value))",
         (f"{_RUNTIME}::test_outputs_come_per_sequence_in_the_order_given",),
@@ -137,7 +137,7 @@ FAULTS = [
     ),
     Fault(
         "pipeline-outputs-in-reverse",
-        "rl_backend/runtime/pass_results.py",
+        "rl_backend/runtime/passes.py",
         "for index in sorted(self._outputs):",
         "for index in reversed(sorted(self._outputs)):",
         (f"{_PIPELINES}::test_every_schedule_trains_as_one_rank[1f1b-2]",),

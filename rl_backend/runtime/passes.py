@@ -1,7 +1,8 @@
-"""Results of a pass: losses, metrics and outputs of its micro-batches, the same for every engine."""
+"""A pass, for every engine: what it is asked, and what it answers of its micro-batches."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch.utils._pytree import tree_map_only
 from rl_backend.contracts import (
     BatchError,
     ForwardResult,
+    Head,
+    LossFn,
     Metric,
     MetricValue,
     ModelOutput,
@@ -18,7 +21,70 @@ from rl_backend.contracts import (
     UnsupportedError,
     merge_metrics,
 )
-from rl_backend.runtime.engine import PassRequest
+from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.runtime.router_replay import MODES, RouterReplay
+
+
+class PassAdapters(Protocol):
+    """The adapters of a pass.
+
+    Attributes:
+        heads: the outputs of the pass, the same for all of its micro-batches and ranks.
+    """
+
+    heads: Sequence[Head]
+
+    def runs(self, index: int, batch: PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
+        """Which adapters work on which rows of micro-batch ``index``; each sequence has ``sequence_rows`` on this rank."""
+        ...
+
+    def problem(self, data: Sequence[PackedBatch]) -> BatchError | None:
+        """Why these adapters cannot work on this rank's micro-batches."""
+        ...
+
+    def fingerprint(self, data: Sequence[PackedBatch]) -> int:
+        """Of what ranks with other sequences must have in common, up to 32 bits."""
+        ...
+
+    def begin(self, data: Sequence[PackedBatch]) -> None:
+        """The micro-batches have been checked on every rank, and run next."""
+        ...
+
+
+class PassRequest(NamedTuple):
+    """One ``forward_backward``, as the runtime asks for it.
+
+    Attributes:
+        data: micro-batches; checked, except with post-validation.
+        loss_fn: None in a forward-only pass without a loss.
+        adapters: that work on the data; None without LoRA.
+    """
+
+    data: Sequence[PackedBatch]
+    loss_fn: LossFn | None
+    forward_only: bool
+    router_replay: RouterReplay = "off"
+    adapters: PassAdapters | None = None
+
+    def runs(self, index: int, batch: PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
+        """As :meth:`PassAdapters.runs`."""
+        return () if self.adapters is None else self.adapters.runs(index, batch, sequence_rows)
+
+    def begin(self) -> None:
+        """As :meth:`PassAdapters.begin`."""
+        if self.adapters is not None:
+            self.adapters.begin(self.data)
+
+    @property
+    def heads(self) -> Sequence[Head]:
+        """As :attr:`~rl_backend.model.ModelInput.heads`."""
+        return () if self.adapters is None else self.adapters.heads
+
+    @property
+    def kind(self) -> int:
+        """A number that ranks compare."""
+        adapters = 0 if self.adapters is None else self.adapters.fingerprint(self.data)
+        return (adapters * len(MODES) + MODES.index(self.router_replay)) * 2 + self.forward_only
 
 
 @dataclass
