@@ -10,8 +10,16 @@ from torch.autograd.function import once_differentiable
 from rl_backend.contracts import BatchError
 from rl_backend.primitive.adapted_ends import HEAD, Narrowed, parts_of_head
 from rl_backend.primitive.adapter_runs import AdapterRun, Factors
-from rl_backend.primitive.log_prob_gradient import NextTokenGradient, gradients_of
-from rl_backend.primitive.tiles import LowRank, Tile, Tokens, buffers_for, vocabulary_slices, wide
+from rl_backend.primitive.tiles import (
+    LowRank,
+    NextTokenGradient,
+    Tile,
+    Tokens,
+    buffers_for,
+    gradients_of,
+    vocabulary_slices,
+    wide,
+)
 
 IGNORE_LABEL = -100
 """Label of a position that predicts nothing."""

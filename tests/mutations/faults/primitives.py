@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.mutations.fault import Fault
 
 _LOG_PROB = "rl_backend/primitive/log_prob.py"
-_GRADIENT = "rl_backend/primitive/log_prob_gradient.py"
+_TILES = "rl_backend/primitive/tiles.py"
 _LOG_PROB_TESTS = "tests/unit/rl_backend/primitive/test_log_prob.py"
 _MOE_TESTS = "tests/unit/rl_backend/model/test_moe.py"
 
 FAULTS = [
     Fault(
         "log-probs-without-temperature",
-        "rl_backend/primitive/tiles.py",
+        _TILES,
         "return out if self.temperature is None else out.div_(self.temperature)",
         "return out",
         (f"{_LOG_PROB_TESTS}::test_values_and_gradients_equal_a_full_softmax",),
@@ -20,7 +20,7 @@ FAULTS = [
     ),
     Fault(
         "gradient-without-temperature",
-        _GRADIENT,
+        _TILES,
         "return result if tile.temperature is None else result.div_(tile.temperature)",
         "return result",
         (f"{_LOG_PROB_TESTS}::test_values_and_gradients_equal_a_full_softmax",),
@@ -28,7 +28,7 @@ FAULTS = [
     ),
     Fault(
         "entropy-without-its-value-in-the-gradient",
-        _GRADIENT,
+        _TILES,
         "sub_(grad + grad_entropy * self.entropy_value[chunk])",
         "sub_(grad)",
         (f"{_LOG_PROB_TESTS}::test_gradcheck_passes_for_log_probs_and_entropy",),
@@ -55,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "weight-gradient-of-the-last-chunk",
-        _GRADIENT,
+        _TILES,
         "beta=0 if chunk.start == 0 else 1)",
         "beta=0)",
         (f"{_LOG_PROB_TESTS}::test_values_and_gradients_equal_a_full_softmax",),

@@ -70,7 +70,7 @@ FAULTS = [
     ),
     Fault(
         "bias-of-the-head-from-its-last-chunk",
-        "rl_backend/primitive/log_prob_gradient.py",
+        "rl_backend/primitive/tiles.py",
         "grad_bias[words] += exact.sum(0)",
         "grad_bias[words] = exact.sum(0)",
         (
