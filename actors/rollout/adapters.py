@@ -50,10 +50,8 @@ class AdapterReceiver(WeightReceiver):
                 f"{self._name} was started without adapters; set RolloutConfig.max_adapters", engine=self._name
             )
         held = self._read(factors) if isinstance(factors, str) else factors
-        if held.digest != digest or not held.is_intact:
-            raise WeightCheckError(f"{self._name}: {adapter.name} was damaged on its way", engine=self._name)
-        if name := held.not_finite():
-            raise WeightCheckError(f"{self._name}: {adapter.name}: {name} has values that are not finite", engine=self._name)
+        if damage := held.damage(digest):
+            raise WeightCheckError(f"{self._name}: {adapter.name}: {damage}", engine=self._name)
         self.keep_adapter(adapter, held.tensors())
         self.load_adapter(adapter)
 

@@ -21,7 +21,7 @@ from actors.sync.report import PushClock, PushReport
 from actors.sync.source import SourceRanks
 from actors.train.context import HandleRef, RankContext
 from actors.train.outcome import Apart
-from actors.wire.factors import PackedFactors, ReusedMemory
+from actors.wire.factors import FactorMemory, PackedFactors
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import EngineDeadError, RLBackendError, UnsupportedError
 from rl_backend.runtime.tenant import TenantHandle
@@ -160,14 +160,14 @@ def stage_adapter(
             "push base and adapter as one model with WeightSync(..., merged=True)",
             tenant=handle.name,
         )
-    whole: Iterable[tuple[str, Tensor]] = context.runtime.export_lora_adapter(handle)
+    # What is answered is copied before the rank begins another operation.
+    whole: Iterable[tuple[str, Tensor]] = context.runtime.export_lora_adapter(handle, copy=False)
     if context.rank != 0:
         deque(whole, maxlen=0)
         return None
     if directory is not None:
         whole = [(name, value.cpu()) for name, value in whole]
-    # What is answered is copied before the rank begins another operation.
-    memory = context.state.setdefault(_STAGING, ReusedMemory())
+    memory = context.state.setdefault(_STAGING, FactorMemory())
     packed = PackedFactors.pack(handle.saved_shapes, _scaled(whole, handle.lora.scale), dtype, memory)
     written = ""
     if directory is not None:

@@ -16,21 +16,32 @@ from torch import Tensor
 
 from rl_backend.contracts import dtype_from_name
 from rl_backend.weights.digest import tensor_digest
-from rl_backend.weights.finite import has_non_finite
+from rl_backend.weights.finite import has_non_finite, inspect_tensor
 
 
-class ReusedMemory:
-    """Memory for one thing after the other. The system gives new memory page by page, which takes longer than to fill it."""
+class FactorMemory:
+    """Memory for the factors of one adapter after the other.
+
+    The system gives new memory page by page, which takes longer than to fill it.
+    """
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8)
+        self._laid_out: tuple[Mapping[str, tuple[int, ...]], torch.dtype] = {}, torch.float32
+        self._flat = self._held.view(torch.float32)
+        self._places: Mapping[str, Tensor] = {}
 
-    def take(self, size: int, dtype: torch.dtype) -> Tensor:
-        """(size,) with any values: a view of what every call gives."""
-        nbytes = size * dtype.itemsize
-        if self._held.nbytes < nbytes:
-            self._held = torch.empty(nbytes, dtype=torch.uint8)
-        return self._held[:nbytes].view(dtype)
+    def take(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """One tensor, with any values, and its views of ``shapes`` one after the other: in the memory of every call."""
+        if self._laid_out != (shapes, dtype):
+            size = sum(map(prod, shapes.values()))
+            nbytes = size * dtype.itemsize
+            if self._held.nbytes < nbytes:
+                self._held = torch.empty(nbytes, dtype=torch.uint8)
+            self._flat = self._held[:nbytes].view(dtype)
+            self._places = _views(self._flat, shapes)
+            self._laid_out = shapes, dtype
+        return self._flat, self._places
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +72,7 @@ class PackedFactors:
         shapes: Mapping[str, tuple[int, ...]],
         factors: Iterable[tuple[str, Tensor, float]],
         dtype: str,
-        memory: ReusedMemory | None = None,
+        memory: FactorMemory | None = None,
     ) -> PackedFactors:
         """As :meth:`of`, one factor after the other, none of which is held after the next one is taken.
 
@@ -71,24 +82,22 @@ class PackedFactors:
             memory: holds the values, until it is used again.
         """
         ordered = {name: tuple(shapes[name]) for name in sorted(shapes)}
-        size, torch_dtype = sum(map(prod, ordered.values())), dtype_from_name(dtype)
-        flat = torch.empty(size, dtype=torch_dtype) if memory is None else memory.take(size, torch_dtype)
-        places = _views(flat, ordered)
-        for name, factor, scale in factors:
-            torch.mul(factor.cpu(), scale, out=places.pop(name))
-        assert not places, "factors are as many as shapes"
-        return cls(ordered, dtype, flat.view(torch.uint8).numpy(), _digest(ordered, flat))
+        flat, places = (memory or FactorMemory()).take(ordered, dtype_from_name(dtype))
+        packed = 0
+        for packed, (name, factor, scale) in enumerate(factors, 1):
+            torch.mul(factor.cpu(), scale, out=places[name])
+        assert packed == len(places), "factors are as many as shapes"
+        return cls(ordered, dtype, flat.view(torch.uint8).numpy(), _digest(ordered, tensor_digest(flat)))
 
-    @property
-    def is_intact(self) -> bool:
-        """Whether what is here is what was sent."""
-        return _digest(self.shapes, self._flat) == self.digest
-
-    def not_finite(self) -> str:
-        """The name of a factor with NaN or infinity; empty where there is none."""
-        if not has_non_finite(self._flat):
+    def damage(self, digest: str) -> str:
+        """Why this is not what was sent, which had ``digest``, or must not be loaded; empty where nothing is wrong."""
+        found = inspect_tensor(self._flat)
+        if _digest(self.shapes, found.digest) != digest:
+            return "it was damaged on its way"
+        if found.finite:
             return ""
-        return next(name for name, value in self.tensors().items() if has_non_finite(value))
+        name = next(name for name, value in self.tensors().items() if has_non_finite(value))
+        return f"{name} has values that are not finite"
 
     def tensors(self) -> dict[str, Tensor]:
         """Views of the values, by peft's names. Not to be written to."""
@@ -107,5 +116,5 @@ def _views(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Ten
     return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
 
 
-def _digest(shapes: Mapping[str, Any], flat: Tensor) -> str:
-    return f"{xxhash.xxh3_64_hexdigest(repr(dict(shapes)).encode())} {tensor_digest(flat)}"
+def _digest(shapes: Mapping[str, Any], values: str) -> str:
+    return f"{xxhash.xxh3_64_hexdigest(repr(dict(shapes)).encode())} {values}"

@@ -39,14 +39,17 @@ def whole_tensors(rows: TenantRows, row: Tensor, names: Iterable[str], group: di
     return {name: found[name] for name in names}
 
 
-def each_whole_tensor(
-    rows: TenantRows, row: Tensor, names: Iterable[str], group: dist.ProcessGroup
+def each_weight(
+    rows: TenantRows, names: Iterable[str], group: dist.ProcessGroup, *, copy: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """As :func:`whole_tensors`, in which ranks take part at the call; where one has all, it copies what is taken of it."""
+    """As :func:`whole_tensors` of the weights, in which ranks take part at the call.
+
+    Args:
+        copy: where one rank has all, it copies what is taken of it; without, gives views of the weights.
+    """
     if group.size() > 1:
-        return iter(whole_tensors(rows, row, names, group).items())
-    views = {tensor.name: view for tensor, view in rows.views(row)}
-    return ((name, views[name].clone()) for name in names)
+        return iter(whole_tensors(rows, rows.weights, names, group).items())
+    return ((name, rows.own[name].clone() if copy else rows.own[name]) for name in names)
 
 
 def merged_weights(

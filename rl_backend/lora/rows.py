@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from operator import add
 from typing import NamedTuple
@@ -187,6 +187,11 @@ class TenantRows:
         """Each tensor and its numbers, without padding: a view of ``row``."""
         for tensor in self.tensors:
             yield tensor, tensor.memory(row)[tuple(map(slice, tensor.held))]
+
+    @cached_property
+    def own(self) -> Mapping[str, Tensor]:
+        """Views of the weights as in :meth:`views`, by peft's names, for a rank that has all of the tenant."""
+        return {tensor.name: view for tensor, view in self.views(self.weights)}
 
     def run(self, start: int, stop: int, draw: int | None, key: int = BASE_ONLY) -> AdapterRun:
         """This tenant at work on the rows from ``start`` to ``stop``; ``key`` is its ``lora_id``."""

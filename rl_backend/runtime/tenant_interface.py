@@ -73,10 +73,14 @@ class TenantAtoms[H: ModelHandle]:
         """What runs the model, or the base of a tenant, and for whom. Not a collective."""
         raise self._no_tenants("get_backend_info")
 
-    def export_lora_adapter(self, handle: ModelHandle) -> Iterator[tuple[str, Tensor]]:
+    def export_lora_adapter(self, handle: ModelHandle, *, copy: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yields (peft's name, whole factor) in one order, float32, at the true rank. A collective over a model replica.
 
         Take all of them before the tenant's next step: a single rank reads each when it is taken.
+
+        Args:
+            copy: False is for factors that are read at once: a single rank gives the tenant's own memory, which its next
+                step changes.
         """
         raise self._no_tenants("export_lora_adapter")
 

@@ -11,7 +11,7 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.peft_files import fitted_to, read_peft_directory
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import HandleError, ModelHandle, TensorInfo, UnsupportedError, WeightCheckError, export_dtype
-from rl_backend.lora.factors import WholeTensors, each_whole_tensor, load_tensors, merged_weights, whole_tensors
+from rl_backend.lora.factors import WholeTensors, each_weight, load_tensors, merged_weights, whole_tensors
 from rl_backend.runtime.backend_info import BackendFacts
 from rl_backend.runtime.checkpoint_writer import CheckpointWriter
 from rl_backend.runtime.engine import GuardedHandle
@@ -52,11 +52,11 @@ class TensorAtoms[H: GuardedHandle](BackendFacts[H]):
             stream = self._gradients_of(handle, names)
         return self._stream_in_engine(stream)
 
-    def export_lora_adapter(self, handle: ModelHandle) -> Iterator[tuple[str, Tensor]]:
+    def export_lora_adapter(self, handle: ModelHandle, *, copy: bool = True) -> Iterator[tuple[str, Tensor]]:
         tenant = self._tenant(handle, "export_lora_adapter")
         adaptable = tenant.model.adaptable
         assert adaptable is not None, "the base of a tenant"
-        return each_whole_tensor(tenant.rows, tenant.rows.weights, tenant.saved_shapes, adaptable.whole_group)
+        return each_weight(tenant.rows, tenant.saved_shapes, adaptable.whole_group, copy=copy)
 
     def import_lora_adapter(
         self, handle: ModelHandle, tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | Path | str

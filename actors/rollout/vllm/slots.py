@@ -19,13 +19,13 @@ class _Place(NamedTuple):
         name: in peft's files.
         rows: of the factor that are here; None where all are.
         memory: a view of their shape.
-        beyond: a view of what the slot has between the adapter's rank and the largest.
+        beyond: a view of what the slot has between the adapter's rank and the largest; None where they are the same.
     """
 
     name: str
     rows: slice | None
     memory: Tensor
-    beyond: Tensor
+    beyond: Tensor | None
 
     def of(self, factors: Mapping[str, Tensor]) -> Tensor | None:
         """What belongs here; None where the adapter has no such module."""
@@ -57,12 +57,13 @@ class ModuleSlots(NamedTuple):
 
     def places(self, index: int, rank: int) -> Iterator[_Place]:
         """Of the factors of an adapter of ``rank`` in slot ``index``; of A as many as there are copies."""
+        padded = rank < self.a[0].shape[1]
         for part in self.a:
-            yield _Place(self.names[0], None, part[index, :rank], part[index, rank:])
+            yield _Place(self.names[0], None, part[index, :rank], part[index, rank:] if padded else None)
         start = 0
         for part in self.b:
             rows = slice(start, start := start + part.shape[1]) if len(self.b) > 1 else None
-            yield _Place(self.names[1], rows, part[index, :, :rank], part[index, :, rank:])
+            yield _Place(self.names[1], rows, part[index, :, :rank], part[index, :, rank:] if padded else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +96,8 @@ class SlotTable:
                 place.memory.zero_()
             else:
                 place.memory.copy_(factor)
-            place.beyond.zero_()
+            if place.beyond is not None:
+                place.beyond.zero_()
         for layer in self.others:
             layer.reset_lora(index)
 
@@ -108,7 +110,7 @@ class SlotTable:
                     return place.name
             elif not same_bytes(place.memory.cpu(), factor):
                 return place.name
-            if place.beyond.numel() and bool(place.beyond.any()):
+            if place.beyond is not None and bool(place.beyond.any()):
                 return place.name
         return ""
 

@@ -21,8 +21,8 @@ FAULTS = [
     Fault(
         "damaged-factors-accepted",
         "actors/wire/factors.py",
-        "        return _digest(self.shapes, self._flat) == self.digest\n",
-        "        return True\n",
+        "        if _digest(self.shapes, found.digest) != digest:\n",
+        "        if False:\n",
         (f"{_STAGED}::test_damage_and_values_that_are_not_finite_are_found",),
         "a flipped bit on the way would be served",
     ),

@@ -131,9 +131,9 @@ def test_an_adapter_is_dropped_when_the_last_request_that_samples_with_it_has_le
 
 def test_what_the_kernels_do_not_hold_is_not_served(engine: AdapterReceiver) -> None:
     adapter = version("a", 1)
-    with pytest.raises(WeightCheckError, match="was damaged on its way"):
+    with pytest.raises(WeightCheckError, match="it was damaged on its way"):
         engine.push_adapter(adapter, replace(FACTORS, values=FACTORS.values[::-1].copy()), FACTORS.digest)
-    with pytest.raises(WeightCheckError, match="was damaged on its way"):
+    with pytest.raises(WeightCheckError, match="it was damaged on its way"):
         engine.push_adapter(adapter, FACTORS, "the digest of another")
     assert not engine._llm.kept
     engine._llm.differs = "a"

@@ -19,7 +19,7 @@ from actors.sync.adapter_push import stage_adapter
 from actors.sync.canary import log_probs_of_trainer
 from actors.sync.push import WeightSync
 from actors.train.context import HandleRef, RankContext
-from actors.wire.factors import PackedFactors, ReusedMemory
+from actors.wire.factors import FactorMemory, PackedFactors
 from rl_backend.contracts import ConfigError, UnsupportedError, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime.native import NativeRuntime
@@ -72,25 +72,27 @@ def test_an_adapter_is_the_same_to_the_bit_through_memory_and_through_a_director
 
 
 def test_tenants_of_any_size_are_staged_in_the_same_memory() -> None:
-    memory = ReusedMemory()
+    memory = FactorMemory()
     for rows in (3, 1, 7):
         values = torch.randn(rows, 2)
         for dtype in ("bfloat16", "float32"):
             packed = PackedFactors.pack({"a": values.shape}, [("a", values, 3.0)], dtype, memory)
-            assert packed.is_intact and torch.equal(packed.tensors()["a"], (3.0 * values).to(getattr(torch, dtype)))
+            assert not packed.damage(packed.digest) and torch.equal(packed.tensors()["a"], (3.0 * values).to(getattr(torch, dtype)))
 
 
 def test_damage_and_values_that_are_not_finite_are_found() -> None:
     named = {"b": torch.ones(3, 2), "a": torch.arange(6.0).view(2, 3)}
     packed = PackedFactors.of({name: (value, 0.5) for name, value in named.items()}, "float32")
-    assert packed.is_intact and not packed.not_finite()
+    assert not packed.damage(packed.digest)
     assert all(torch.equal(packed.tensors()[name], 0.5 * value) for name, value in named.items())
-    assert not replace(packed, shapes={"a": (3, 2), "b": (3, 2)}).is_intact
+    other = replace(packed, shapes={"a": (3, 2), "b": (3, 2)})
+    assert other.damage(packed.digest) == "it was damaged on its way"
     flipped = packed.values.copy()
     flipped[5] ^= 1
-    assert not replace(packed, values=flipped).is_intact
+    assert replace(packed, values=flipped).damage(packed.digest) == "it was damaged on its way"
     named["b"][2, 1] = torch.inf
-    assert PackedFactors.of({name: (value, 1.0) for name, value in named.items()}, "float32").not_finite() == "b"
+    infinite = PackedFactors.of({name: (value, 1.0) for name, value in named.items()}, "float32")
+    assert infinite.damage(infinite.digest) == "b has values that are not finite"
 
 
 def test_the_trainer_computes_log_probs_with_and_without_the_adapter(
