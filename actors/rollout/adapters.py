@@ -50,14 +50,18 @@ class AdapterReceiver(WeightReceiver):
                 f"{self._name} was started without adapters; set RolloutConfig.max_adapters", engine=self._name
             )
         held = self._read(factors) if isinstance(factors, str) else factors
-        if damage := held.damage(digest):
-            raise WeightCheckError(f"{self._name}: {adapter.name}: {damage}", engine=self._name)
-        self.keep_adapter(adapter, held.tensors())
+        if name := held.not_finite():
+            raise WeightCheckError(f"{self._name}: {adapter.name}: {name} has values that are not finite", engine=self._name)
+        self.keep_adapter(adapter, held.tensors(), digest)
         self.load_adapter(adapter)
 
-    def keep_adapter(self, adapter: AdapterVersion, tensors: Mapping[str, Tensor]) -> None:
-        """Keeps an adapter for as long as it is served, whether or not it has a slot."""
-        arguments = (adapter.path, adapter.rank, tensors)
+    def keep_adapter(self, adapter: AdapterVersion, tensors: Mapping[str, Tensor], digest: str) -> None:
+        """Keeps an adapter for as long as it is served, whether or not it has a slot.
+
+        Args:
+            digest: what a slot must have that it is loaded into, as :func:`~actors.wire.factors.factor_digest`.
+        """
+        arguments = (adapter.path, adapter.rank, tensors, digest)
         (problem,) = self._vllm_call(self._llm.collective_rpc, "keep_adapter", args=arguments)
         if problem:
             raise WeightCheckError(f"{self._name}: {adapter.name}: {problem}", engine=self._name)
@@ -67,7 +71,7 @@ class AdapterReceiver(WeightReceiver):
         """Puts a kept adapter into one of vLLM's slots, where the one not used for longest gives way.
 
         Raises:
-            WeightCheckError: what the kernels read is not what was kept.
+            WeightCheckError: what the kernels read is not what was sent.
         """
         self._loop.call(self._load_adapter, adapter)
 
@@ -83,12 +87,9 @@ class AdapterReceiver(WeightReceiver):
         try:
             self._vllm_call(self._llm.llm_engine.add_lora, lora_request(adapter))
             arguments = (adapter.path, adapter.number)
-            (difference,) = self._vllm_call(self._llm.collective_rpc, "adapter_difference", args=arguments)
-            if difference:
-                raise WeightCheckError(
-                    f"{self._name}: {adapter.name}: vLLM's kernels read another {difference} than was sent",
-                    engine=self._name,
-                )
+            (problem,) = self._vllm_call(self._llm.collective_rpc, "adapter_problem", args=arguments)
+            if problem:
+                raise WeightCheckError(f"{self._name}: {adapter.name}: {problem}", engine=self._name)
         except Exception:
             self._unload(adapter.number)
             raise

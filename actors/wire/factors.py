@@ -6,17 +6,15 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_backend.contracts import dtype_from_name
-from rl_backend.weights.digest import tensor_digest
-from rl_backend.weights.finite import has_non_finite, inspect_tensor
+from rl_backend.weights.digest import RunningDigest
+from rl_backend.weights.finite import has_non_finite
 
 
 class FactorMemory:
@@ -52,7 +50,7 @@ class PackedFactors:
         shapes: by peft's names, in the order of ``values``.
         dtype: of all.
         values: (bytes,) uint8.
-        digest: of names, shapes and values, where they come from.
+        digest: as :func:`factor_digest`, where they come from.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -87,17 +85,13 @@ class PackedFactors:
         for packed, (name, factor, scale) in enumerate(factors, 1):
             torch.mul(factor.cpu(), scale, out=places[name])
         assert packed == len(places), "factors are as many as shapes"
-        return cls(ordered, dtype, flat.view(torch.uint8).numpy(), _digest(ordered, tensor_digest(flat)))
+        return cls(ordered, dtype, flat.view(torch.uint8).numpy(), factor_digest(places, [flat]))
 
-    def damage(self, digest: str) -> str:
-        """Why this is not what was sent, which had ``digest``, or must not be loaded; empty where nothing is wrong."""
-        found = inspect_tensor(self._flat)
-        if _digest(self.shapes, found.digest) != digest:
-            return "it was damaged on its way"
-        if found.finite:
+    def not_finite(self) -> str:
+        """The name of a factor with NaN or infinity; empty where there is none."""
+        if not has_non_finite(self._flat):
             return ""
-        name = next(name for name, value in self.tensors().items() if has_non_finite(value))
-        return f"{name} has values that are not finite"
+        return next(name for name, value in self.tensors().items() if has_non_finite(value))
 
     def tensors(self) -> dict[str, Tensor]:
         """Views of the values, by peft's names. Not to be written to."""
@@ -116,5 +110,14 @@ def _views(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Ten
     return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
 
 
-def _digest(shapes: Mapping[str, Any], values: str) -> str:
-    return f"{xxhash.xxh3_64_hexdigest(repr(dict(shapes)).encode())} {values}"
+def factor_digest(factors: Mapping[str, Tensor], values: Iterable[Tensor]) -> str:
+    """Digest of the names, shapes and dtypes of factors, and of their values.
+
+    Args:
+        factors: by peft's names; one need not be read for its values.
+        values: those of all factors on the CPU, in the order of ``factors``, parted in any way.
+    """
+    digest = RunningDigest(repr([(name, tuple(factor.shape), factor.dtype) for name, factor in factors.items()]))
+    for each in values:
+        digest.add(each)
+    return str(digest)

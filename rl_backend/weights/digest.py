@@ -55,8 +55,28 @@ def copy_with_digest(place: Tensor, tensor: Tensor, pool: Executor | None = None
 
 def block_digest(start: int, block: range) -> bytes:
     """xxh3-64 of the bytes at the addresses ``start + block.start`` to ``start + block.stop``."""
+    return bytes(xxhash.xxh3_64_digest(_bytes_at(start + block.start, len(block))))
+
+
+class RunningDigest:
+    """xxh3-64 of a text, and of the bytes of tensors one after the other, however they are parted."""
+
+    def __init__(self, text: str) -> None:
+        self._hash = xxhash.xxh3_64(text.encode())
+
+    def add(self, tensor: Tensor) -> None:
+        """Of a tensor on the CPU, in the order of its numbers."""
+        whole = tensor.contiguous()
+        self._hash.update(_bytes_at(whole.data_ptr(), whole.nbytes))
+
+    def __str__(self) -> str:
+        """16 hexadecimal digits."""
+        return str(self._hash.hexdigest())
+
+
+def _bytes_at(address: int, length: int) -> ctypes.Array[ctypes.c_char]:
     # Not through NumPy, which takes a tensor's memory for itself: a parameter's could not be offloaded any more.
-    return bytes(xxhash.xxh3_64_digest((ctypes.c_char * len(block)).from_address(start + block.start)))
+    return (ctypes.c_char * length).from_address(address)
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:

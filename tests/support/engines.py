@@ -119,9 +119,9 @@ class AdapterEngine(RolloutEngine):
         """Ends by SIGKILL when this is called next."""
         self._dies_in = method
 
-    def keep_adapter(self, adapter: AdapterVersion, tensors: Mapping[str, Tensor]) -> None:
+    def keep_adapter(self, adapter: AdapterVersion, tensors: Mapping[str, Tensor], digest: str) -> None:
         self._die("keep_adapter")
-        super().keep_adapter(adapter, tensors)
+        super().keep_adapter(adapter, tensors, digest)
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         self._die("load_adapter")
@@ -146,8 +146,8 @@ class AdapterEngine(RolloutEngine):
         from actors.rollout.vllm.slots import SlotTable
 
         if not hasattr(self, "_originals"):
-            self._originals = SlotTable.write, AdapterSlots.adapter_difference
-        write, difference = self._originals
+            self._originals = SlotTable.write, AdapterSlots.adapter_problem
+        write, problem = self._originals
 
         def changed(table: Any, index: int, rank: int, factors: Mapping[str, Tensor]) -> None:
             if fault == "names":
@@ -157,7 +157,7 @@ class AdapterEngine(RolloutEngine):
             write(table, index, rank, factors)
 
         SlotTable.write = changed if fault else write
-        AdapterSlots.adapter_difference = (lambda *_: "") if fault and unseen else difference
+        AdapterSlots.adapter_problem = (lambda *_: "") if fault and unseen else problem
 
 
 class AdapterGroupOfFaults(RolloutGroup):

@@ -26,10 +26,11 @@ _activate_of_vllm = LoRAModelManager.activate_adapter
 
 
 class _Kept(NamedTuple):
-    """Factors by peft's names, in the dtype of the engine, and the slots that they fit."""
+    """Factors by peft's names, their digest where they come from, and the slots that they fit."""
 
     rank: int
     factors: Mapping[str, Tensor]
+    digest: str
     table: SlotTable
 
 
@@ -100,7 +101,7 @@ class AdapterSlots:
         self._table = None
         self._modules_of_checkpoint = {mapper._map_name(module) if mapper else module: module for module in modules}
 
-    def keep_adapter(self, path: str, rank: int, tensors: Mapping[str, Tensor]) -> str:
+    def keep_adapter(self, path: str, rank: int, tensors: Mapping[str, Tensor], digest: str) -> str:
         """Keeps factors by peft's names for a later load. Returns why they cannot be loaded; empty when they can.
 
         vLLM itself accepts unknown modules, lone factors and other shapes without a word.
@@ -126,18 +127,21 @@ class AdapterSlots:
         if found:
             module = min(found).removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
             return f"{module} takes no adapters in this engine (those that do: {self._table.kinds}); {_MERGED}"
-        dtype = self._manager.lora_config.lora_dtype
-        _kept[path] = _Kept(rank, {name: tensor.to(dtype) for name, tensor in tensors.items()}, self._table)
+        _kept[path] = _Kept(rank, tensors, digest, self._table)
         return ""
 
     def forget_adapter(self, path: str) -> None:
         """Frees what :meth:`keep_adapter` kept."""
         _kept.pop(path, None)
 
-    def adapter_difference(self, path: str, number: int) -> str:
-        """Where the memory that the kernels read for adapter ``number`` is not what was kept; empty where it is."""
+    def adapter_problem(self, path: str, number: int) -> str:
+        """Why the memory that the kernels read for adapter ``number`` is not what was sent; empty where it is."""
         kept = _kept[path]
-        return kept.table.difference(self._manager.lora_index_to_id.index(number), kept.rank, kept.factors)
+        index = self._manager.lora_index_to_id.index(number)
+        if kept.table.digest(index, kept.rank, kept.factors) == kept.digest:
+            return ""
+        name = kept.table.difference(index, kept.rank, kept.factors)
+        return f"vLLM's kernels read another {name} than was sent" if name else "it was damaged on its way"
 
 
 def _find_slots(manager: Any, modules_of_checkpoint: Mapping[str, str]) -> SlotTable:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from actors.wire.factors import factor_digest
 from rl_backend.weights.digest import same_bytes
 
 
@@ -18,12 +19,14 @@ class _Place(NamedTuple):
     Attributes:
         name: in peft's files.
         rows: of the factor that are here; None where all are.
+        is_copy: of what is in another place, too.
         memory: a view of their shape.
         beyond: a view of what the slot has between the adapter's rank and the largest; None where they are the same.
     """
 
     name: str
     rows: slice | None
+    is_copy: bool
     memory: Tensor
     beyond: Tensor | None
 
@@ -58,12 +61,12 @@ class ModuleSlots(NamedTuple):
     def places(self, index: int, rank: int) -> Iterator[_Place]:
         """Of the factors of an adapter of ``rank`` in slot ``index``; of A as many as there are copies."""
         padded = rank < self.a[0].shape[1]
-        for part in self.a:
-            yield _Place(self.names[0], None, part[index, :rank], part[index, rank:] if padded else None)
+        for number, part in enumerate(self.a):
+            yield _Place(self.names[0], None, number > 0, part[index, :rank], part[index, rank:] if padded else None)
         start = 0
         for part in self.b:
             rows = slice(start, start := start + part.shape[1]) if len(self.b) > 1 else None
-            yield _Place(self.names[1], rows, part[index, :, :rank], part[index, :, rank:] if padded else None)
+            yield _Place(self.names[1], rows, False, part[index, :, :rank], part[index, :, rank:] if padded else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +80,8 @@ class SlotTable:
 
     modules: Sequence[ModuleSlots]
     others: Sequence[Any]
-    _places: dict[tuple[int, int], tuple[_Place, ...]] = field(default_factory=dict)
-    """By slot and rank."""
+    _places: dict[tuple[int, int], Mapping[str, Sequence[_Place]]] = field(default_factory=dict)
+    """Slot and rank -> name of a factor -> its places."""
 
     @property
     def kinds(self) -> str:
@@ -89,9 +92,9 @@ class SlotTable:
         """Puts an adapter, by peft's names, into a slot, whatever was there before.
 
         vLLM's own way, module by module with zeros before each copy, takes several times as long. From the last place to
-        the first: what was checked last, and what :meth:`difference` looks at first, is in the processor's cache.
+        the first: what was read last, and what :meth:`digest` reads first, is in the processor's cache.
         """
-        for place in reversed(self._places_in(index, rank)):
+        for place in reversed([place for places in self._places_in(index, rank).values() for place in places]):
             factor = place.of(factors)
             if factor is None:
                 place.memory.zero_()
@@ -102,21 +105,42 @@ class SlotTable:
         for layer in self.others:
             layer.reset_lora(index)
 
+    def digest(self, index: int, rank: int, factors: Mapping[str, Tensor]) -> str:
+        """That of the adapter in a slot, as :func:`~actors.wire.factors.factor_digest`; empty where it holds more.
+
+        Args:
+            factors: what it should hold, of which only names, shapes and dtypes are read.
+        """
+        slot = self._places_in(index, rank)
+        for name, (first, *others) in slot.items():
+            for place in (first, *others):
+                if place.beyond is not None and bool(place.beyond.any()):
+                    return ""
+                if name not in factors and bool(place.memory.any()):
+                    return ""
+            if any(place.is_copy and not same_bytes(place.memory.cpu(), first.memory.cpu()) for place in others):
+                return ""
+        return factor_digest(factors, (place.memory.cpu() for name in factors for place in slot[name] if not place.is_copy))
+
     def difference(self, index: int, rank: int, factors: Mapping[str, Tensor]) -> str:
         """The name of a factor of which a slot holds something else; empty where it holds the adapter and nothing more."""
-        for place in self._places_in(index, rank):
-            factor = place.of(factors)
-            if factor is None:
-                if bool(place.memory.any()):
-                    return place.name
-            elif not same_bytes(place.memory.cpu(), factor):
-                return place.name
-            if place.beyond is not None and bool(place.beyond.any()):
-                return place.name
+        for name, places in self._places_in(index, rank).items():
+            for place in places:
+                factor = place.of(factors)
+                if factor is None:
+                    if bool(place.memory.any()):
+                        return name
+                elif not same_bytes(place.memory.cpu(), factor):
+                    return name
+                if place.beyond is not None and bool(place.beyond.any()):
+                    return name
         return ""
 
-    def _places_in(self, index: int, rank: int) -> Sequence[_Place]:
+    def _places_in(self, index: int, rank: int) -> Mapping[str, Sequence[_Place]]:
         key = index, rank
         if key not in self._places:
-            self._places[key] = tuple(place for slots in self.modules for place in slots.places(index, rank))
+            found: dict[str, list[_Place]] = {}
+            for place in (place for slots in self.modules for place in slots.places(index, rank)):
+                found.setdefault(place.name, []).append(place)
+            self._places[key] = found
         return self._places[key]

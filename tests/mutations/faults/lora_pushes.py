@@ -20,10 +20,10 @@ FAULTS = [
     ),
     Fault(
         "damaged-factors-accepted",
-        "actors/wire/factors.py",
-        "        if _digest(self.shapes, found.digest) != digest:\n",
-        "        if False:\n",
-        (f"{_STAGED}::test_damage_and_values_that_are_not_finite_are_found",),
+        "rl_backend/weights/digest.py",
+        "        self._hash.update(_bytes_at(whole.data_ptr(), whole.nbytes))\n",
+        "        self._hash.update(_bytes_at(whole.data_ptr(), 1))\n",
+        (f"{_STAGED}::test_a_digest_is_of_names_shapes_dtypes_and_all_values",),
         "a flipped bit on the way would be served",
     ),
     Fault(
@@ -105,6 +105,22 @@ FAULTS = [
         "            elif place.memory.shape != factor.shape:\n",
         (f"{_SLOTS}::test_whatever_else_a_slot_holds_is_a_difference",),
         "an adapter that vLLM loads in part would be served by engines that have had their canary",
+    ),
+    Fault(
+        "more-than-the-adapter-in-a-slot-accepted",
+        "actors/rollout/vllm/slots.py",
+        "                if name not in factors and bool(place.memory.any()):\n",
+        "                if False:\n",
+        (f"{_SLOTS}::test_whatever_else_a_slot_holds_is_a_difference",),
+        "a tenant would be served with a module of another's adapter",
+    ),
+    Fault(
+        "copies-in-a-slot-not-compared",
+        "actors/rollout/vllm/slots.py",
+        "            if any(place.is_copy and not",
+        "            if any(False and not",
+        (f"{_SLOTS}::test_whatever_else_a_slot_holds_is_a_difference",),
+        "vLLM's fused layers could read another A for a part of their outputs",
     ),
     Fault(
         "slots-keep-ranks-of-the-adapter-before",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,7 @@ class Slots:
         self.most = most
         self.held: set[int] = set()
         self.kept: set[str] = set()
-        self.differs = ""
+        self.problem = ""
         self.llm_engine = self
 
     def add_lora(self, request: Any) -> None:
@@ -46,7 +45,7 @@ class Slots:
             self.kept.add(args[0])
         elif method == "forget_adapter":
             self.kept.remove(args[0])
-        return [self.differs if method == "adapter_difference" else ""]
+        return [self.problem if method == "adapter_problem" else ""]
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> AdapterReceiver:
 
 def keep(engine: AdapterReceiver, *adapters: AdapterVersion) -> None:
     for adapter in adapters:
-        engine.keep_adapter(adapter, FACTORS.tensors())
+        engine.keep_adapter(adapter, FACTORS.tensors(), FACTORS.digest)
 
 
 def test_the_adapter_not_used_for_longest_gives_way_and_comes_back(engine: AdapterReceiver) -> None:
@@ -131,13 +130,12 @@ def test_an_adapter_is_dropped_when_the_last_request_that_samples_with_it_has_le
 
 def test_what_the_kernels_do_not_hold_is_not_served(engine: AdapterReceiver) -> None:
     adapter = version("a", 1)
-    with pytest.raises(WeightCheckError, match="it was damaged on its way"):
-        engine.push_adapter(adapter, replace(FACTORS, values=FACTORS.values[::-1].copy()), FACTORS.digest)
-    with pytest.raises(WeightCheckError, match="it was damaged on its way"):
-        engine.push_adapter(adapter, FACTORS, "the digest of another")
+    infinite = PackedFactors.of({"a": (torch.ones(2, 3), 1.0), "b": (torch.full((3, 2), torch.inf), 1.0)}, "float32")
+    with pytest.raises(WeightCheckError, match="a@1#1: b has values that are not finite"):
+        engine.push_adapter(adapter, infinite, infinite.digest)
     assert not engine._llm.kept
-    engine._llm.differs = "a"
-    with pytest.raises(WeightCheckError, match="vLLM's kernels read another a than was sent"):
+    engine._llm.problem = "it was damaged on its way"
+    with pytest.raises(WeightCheckError, match="engine 0: a@1#1: it was damaged on its way"):
         engine.push_adapter(adapter, FACTORS, FACTORS.digest)
     assert not engine._llm.held and not engine._loaded
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from actors.rollout.vllm.slots import ModuleSlots, SlotTable
+from actors.wire.factors import factor_digest
 
 SLOTS, LARGEST = 3, 4
 INPUTS, OUTPUTS = 5, (3, 2)
@@ -60,6 +61,7 @@ def test_a_slot_holds_an_adapter_and_nothing_of_the_one_before(table: SlotTable,
         factors = adapter(rank, *modules)
         table.write(1, rank, factors)
         assert table.difference(1, rank, factors) == ""
+        assert table.digest(1, rank, factors) == factor_digest(factors, factors.values())
         for number, module in enumerate(("sliced", "turned")):
             a, b = (factors.get(name) for name in names(module))
             expected = torch.zeros(()) if a is None or b is None else b @ a
@@ -70,6 +72,7 @@ def test_a_slot_holds_an_adapter_and_nothing_of_the_one_before(table: SlotTable,
 
 def test_whatever_else_a_slot_holds_is_a_difference(table: SlotTable) -> None:
     factors = adapter(2, "sliced")
+    digest = factor_digest(factors, factors.values())
     for module, part, place in (
         (0, 1, (0, 1, 4)),
         (0, 3, (0, 1, 1)),
@@ -81,8 +84,11 @@ def test_whatever_else_a_slot_holds_is_a_difference(table: SlotTable) -> None:
         slots = table.modules[module]
         (*slots.a, *slots.b)[part][place] += 1.0
         assert table.difference(0, 2, factors) == slots.names[part >= len(slots.a)]
+        assert table.digest(0, 2, factors) != digest
     table.write(0, 2, factors)
     assert table.difference(0, 2, factors) == ""
+    assert table.digest(0, 2, factors) == digest
+    assert table.digest(0, 2, {name: factors[name] for name in reversed(factors)}) != digest
 
 
 def test_layers_without_a_name_in_the_checkpoint_are_emptied(table: SlotTable) -> None:

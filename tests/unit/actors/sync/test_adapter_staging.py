@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from actors.sync.adapter_push import stage_adapter
 from actors.sync.canary import log_probs_of_trainer
 from actors.sync.push import WeightSync
 from actors.train.context import HandleRef, RankContext
-from actors.wire.factors import FactorMemory, PackedFactors
+from actors.wire.factors import FactorMemory, PackedFactors, factor_digest
 from rl_backend.contracts import ConfigError, UnsupportedError, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime.native import NativeRuntime
@@ -77,22 +76,36 @@ def test_tenants_of_any_size_are_staged_in_the_same_memory() -> None:
         values = torch.randn(rows, 2)
         for dtype in ("bfloat16", "float32"):
             packed = PackedFactors.pack({"a": values.shape}, [("a", values, 3.0)], dtype, memory)
-            assert not packed.damage(packed.digest) and torch.equal(packed.tensors()["a"], (3.0 * values).to(getattr(torch, dtype)))
+            assert torch.equal(packed.tensors()["a"], (3.0 * values).to(getattr(torch, dtype)))
 
 
-def test_damage_and_values_that_are_not_finite_are_found() -> None:
+def test_a_digest_is_of_names_shapes_dtypes_and_all_values() -> None:
     named = {"b": torch.ones(3, 2), "a": torch.arange(6.0).view(2, 3)}
     packed = PackedFactors.of({name: (value, 0.5) for name, value in named.items()}, "float32")
-    assert not packed.damage(packed.digest)
-    assert all(torch.equal(packed.tensors()[name], 0.5 * value) for name, value in named.items())
-    other = replace(packed, shapes={"a": (3, 2), "b": (3, 2)})
-    assert other.damage(packed.digest) == "it was damaged on its way"
-    flipped = packed.values.copy()
-    flipped[5] ^= 1
-    assert replace(packed, values=flipped).damage(packed.digest) == "it was damaged on its way"
+    assert not packed.not_finite()
+    factors = packed.tensors()
+    assert all(torch.equal(factors[name], 0.5 * value) for name, value in named.items())
+    assert packed.digest == factor_digest(factors, factors.values())
+    parted = [row for factor in factors.values() for row in factor]
+    assert packed.digest == factor_digest(factors, parted)
+    flipped = [factor.clone() for factor in factors.values()]
+    flipped[1].view(torch.uint8)[2, 1] ^= 1
+    others = [
+        ({"a": factors["a"].t(), "b": factors["b"]}, factors.values()),
+        ({"a": factors["a"], "c": factors["b"]}, factors.values()),
+        ({"a": factors["a"].to(torch.int32), "b": factors["b"]}, factors.values()),
+        (factors, flipped),
+        (factors, parted[:-1]),
+        (factors, [*parted, torch.zeros(1)]),
+        (factors, reversed(factors.values())),
+    ]
+    assert packed.digest not in [factor_digest(*other) for other in others]
+
+
+def test_a_factor_that_is_not_finite_is_named() -> None:
+    named = {"b": torch.ones(3, 2), "a": torch.ones(2, 3)}
     named["b"][2, 1] = torch.inf
-    infinite = PackedFactors.of({name: (value, 1.0) for name, value in named.items()}, "float32")
-    assert infinite.damage(infinite.digest) == "b has values that are not finite"
+    assert PackedFactors.of({name: (value, 1.0) for name, value in named.items()}, "float32").not_finite() == "b"
 
 
 def test_the_trainer_computes_log_probs_with_and_without_the_adapter(
