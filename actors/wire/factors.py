@@ -81,10 +81,11 @@ class PackedFactors:
         """
         ordered = {name: tuple(shapes[name]) for name in sorted(shapes)}
         flat, places = (memory or FactorMemory()).take(ordered, dtype_from_name(dtype))
-        packed = 0
-        for packed, (name, factor, scale) in enumerate(factors, 1):
+        missing = set(places)
+        for name, factor, scale in factors:
             torch.mul(factor.cpu(), scale, out=places[name])
-        assert packed == len(places), "factors are as many as shapes"
+            missing.discard(name)
+        assert not missing, "factors are as many as shapes"
         return cls(ordered, dtype, flat.view(torch.uint8).numpy(), factor_digest(places, [flat]))
 
     def not_finite(self) -> str:

@@ -152,7 +152,8 @@ def test_factors_that_vllm_would_take_are_refused(served: ServedTenants) -> None
         for refusal in refusals.values():
             assert isinstance(refusal, WeightCheckError) and re.search(message, str(refusal))
     adapter, packed = AdapterVersion("x", 1, 10**9, 32), PackedFactors.of({a: (of_a, 1.0), b: (of_b, 1.0)}, "float32")
-    torn = replace(packed, values=packed.values[::-1].copy())
+    torn = replace(packed, values=packed.values.copy())
+    torn.values[-4] ^= 1
     for refusal in served.rollout.call("push_adapter", adapter, torn, packed.digest).values():
         assert isinstance(refusal, WeightCheckError) and "x@1#1000000000: it was damaged on its way" in str(refusal)
     served.rollout.call("drop_adapter", adapter)
