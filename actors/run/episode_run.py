@@ -32,7 +32,7 @@ class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
             for step in run.steps():
                 batch = run.collect()
                 sequences = episode_sequences(batch.episodes, truncated=config.truncated)
-                ...  # updates of the policy, of episode_parts(sequences, batch.groups, config.updates_per_step)
+                ...  # updates of the policy, of episode_parts(sequences, batch.groups, ...)
                 run.lap("train")
                 run.push()
                 run.end_step(batch.metrics | update_metrics(updates))
