@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "JOURNEYS_TRACE"
 SOURCES = tuple(f"{ROOT / name}/" for name in ("rl_backend", "actors", "examples"))
 
-TOKENS = ("Sample", "TokenSequence", "PackedBatch")
+TOKENS = ("Sample", "TokenSequence", "PackedBatch", "ModelInput")
 WEIGHTS = ("TensorInfo", "WeightManifest")
 MANIFESTS = ("TrainingManifest", "RunManifest")
 PICKLED_BYTES = 256

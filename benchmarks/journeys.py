@@ -35,17 +35,22 @@ ONE_FOLDER = ("rl_backend/primitive", "rl_backend/model")
 class Journey(NamedTuple):
     """Attributes:
     begins, ends: function, and whether its end counts; the first begin and the last end are taken.
-    carries: kinds of data that travel.
+    carries: kinds of data that travel, and of what is made of them on the way.
+    itself: those of what travels alone; files that are given it are counted apart, too. Empty where nothing else is made.
     """
 
     begins: tuple[str, bool]
     ends: tuple[str, bool]
     carries: frozenset[str]
+    itself: frozenset[str] = frozenset()
 
 
 JOURNEYS: Mapping[str, Journey] = {
     "batch to gradient": Journey(
-        ("SampledRun.collect", True), ("GuardedRuntime.forward_backward", True), frozenset({"tokens", "tensor", "pickle"})
+        ("SampledRun.collect", True),
+        ("GuardedRuntime.forward_backward", True),
+        carries=frozenset({"tokens", "tensor", "pickle"}),
+        itself=frozenset({"tokens", "pickle"}),
     ),
     "weights to vLLM": Journey(
         ("SampledRun.push", False), ("SampledRun.push", True), frozenset({"weights", "tensor", "stream"})
@@ -102,20 +107,27 @@ def follow(journey: Journey, calls: Sequence[Call]) -> dict[str, Any]:
     first = min(call.time + call.returned for call in calls if (call.function, call.returned) == journey.begins)
     last = max(call.time for call in calls if (call.function, call.returned) == journey.ends)
     during = [call for call in calls if first <= call.time <= last and "<module>" not in call.function]
-    functions: dict[str, dict[str, None]] = {}
-    for call in during:
-        if journey.carries & set(call.carries):
-            for file, function in [*reversed(call.stack), (call.file, call.function)]:
-                functions.setdefault(file, {})[_plain(function)] = None
-    functions = {file: functions[file] for file in _in_order(functions, during)}
+    functions = _passed(during, journey.carries)
+    itself = _passed(during, journey.itself or journey.carries)
     entered = {call.file for call in during}
     return {
         "files": len(functions),
         "folders": len(folders(functions)),
+        "itself": {"files": len(itself), "folders": len(folders(itself)), "passed": list(itself)},
         "beside_files": len(entered - set(functions)),
         "path": {file: list(names) for file, names in functions.items()},
         "beside": sorted(entered - set(functions)),
     }
+
+
+def _passed(during: Sequence[Call], carries: frozenset[str]) -> dict[str, dict[str, None]]:
+    """Files, in their order, and those of their functions that are given such data, return it or call those that are."""
+    functions: dict[str, dict[str, None]] = {}
+    for call in during:
+        if carries & set(call.carries):
+            for file, function in [*reversed(call.stack), (call.file, call.function)]:
+                functions.setdefault(file, {})[_plain(function)] = None
+    return {file: functions[file] for file in _in_order(functions, during)}
 
 
 def folders(files: Iterable[str]) -> list[str]:
@@ -135,6 +147,8 @@ def with_walks(page: str, found: Mapping[str, Mapping[str, Any]]) -> str:
         rows = "".join(f"| `{file}` | {said.get(file, '')} |\n" for file in journey["path"])
         counts = f"{journey['files']} files in {journey['folders']} folders; {journey['beside_files']} run beside."
         text = re.sub(r"\d+ files in \d+ folders; \d+ run beside\.", counts, ROW.sub("", walk))
+        itself = f"itself passes {journey['itself']['files']} files in {journey['itself']['folders']} folders"
+        text = re.sub(r"itself passes \d+ files in \d+ folders", itself, text)
         page = head + title + text.replace("|---|---|\n", f"|---|---|\n{rows}", 1) + following + tail
     return page
 
@@ -163,7 +177,8 @@ def main() -> None:
     write_result("journeys", {name.lower().replace(" ", "_"): journey for name, journey in found.items()})
     PAGE.write_text(with_walks(PAGE.read_text(), found))
     for name, journey in found.items():
-        print(f"{name}: {journey['files']} files, {journey['folders']} folders ({journey['beside_files']} files beside)")
+        itself = f"{journey['itself']['files']} in {journey['itself']['folders']} of them are given what travels itself"
+        print(f"{name}: {journey['files']} files, {journey['folders']} folders ({journey['beside_files']} beside); {itself}")
         for file, functions in journey["path"].items():
             print(f"    {file}: {', '.join(functions)}")
         print(f"    beside: {json.dumps(journey['beside'])}")

@@ -50,8 +50,6 @@ class AdapterReceiver(WeightReceiver):
                 f"{self._name} was started without adapters; set RolloutConfig.max_adapters", engine=self._name
             )
         held = self._read(factors) if isinstance(factors, str) else factors
-        if name := held.not_finite():
-            raise WeightCheckError(f"{self._name}: {adapter.name}: {name} has values that are not finite", engine=self._name)
         self.keep_adapter(adapter, held.tensors(), digest)
         self.load_adapter(adapter)
 

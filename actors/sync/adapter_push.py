@@ -23,7 +23,7 @@ from actors.train.context import HandleRef, RankContext
 from actors.train.outcome import Apart
 from actors.wire.factors import FactorMemory, PackedFactors
 from rl_backend.checkpoint.peft_files import write_peft_directory
-from rl_backend.contracts import EngineDeadError, RLBackendError, UnsupportedError
+from rl_backend.contracts import EngineDeadError, RLBackendError, UnsupportedError, WeightCheckError
 from rl_backend.runtime.tenant import TenantHandle
 
 _numbers = itertools.count(1)
@@ -151,6 +151,7 @@ def stage_adapter(
 
     Raises:
         UnsupportedError: DoRA.
+        WeightCheckError: a value is not finite in the engines' dtype.
     """
     handle = context.handle(tenant)
     assert isinstance(handle, TenantHandle), "lora_id says so"
@@ -169,6 +170,8 @@ def stage_adapter(
         whole = [(name, value.cpu()) for name, value in whole]
     memory = context.state.setdefault(_STAGING, FactorMemory())
     packed = PackedFactors.pack(handle.saved_shapes, _scaled(whole, handle.lora.scale), dtype, memory)
+    if name := packed.not_finite():
+        raise WeightCheckError(f"{handle.name!r}: {name} has values that are not finite; nothing was sent", name=name)
     written = ""
     if directory is not None:
         root, key = directory

@@ -41,10 +41,11 @@ class WeightSync:
     Of a model: from now on the group's engines refuse to sample until the first push. Staging buffers, as large as the
     weights, are kept from one push to the next; :meth:`close` frees them.
 
-    Of a tenant only its factors move, and nothing pauses: every engine checks names, shapes, ranks and finite values, loads
-    them beside the version before, and finds what its kernels read to have the digest of what was sent. Only then do new
-    requests of the tenant (``RolloutGroup.generate(adapter=...)``) sample with the new version, under a name that is never
-    used again; requests that were made before finish on the version before. A push of a model loads all adapters again.
+    Of a tenant only its factors move, and nothing pauses: the trainer refuses values that are not finite; every engine
+    checks names, shapes and ranks, loads the factors beside the version before, and finds what its kernels read to have the
+    digest of what was sent. Only then do new requests of the tenant (``RolloutGroup.generate(adapter=...)``) sample with
+    the new version, under a name that is never used again; requests that were made before finish on the version before. A
+    push of a model loads all adapters again.
 
     Args:
         train: a ``TrainGroup``, or a :class:`~actors.sync.source.WeightSource`.

@@ -89,6 +89,8 @@ class AdapterSlots:
     model_runner: Any
     _modules_of_checkpoint: Mapping[str, str] = {}
     _table: SlotTable | None = None
+    _fitted: tuple[int, Mapping[str, tuple[int, ...]]] = 0, {}
+    """Rank and shapes of the adapter that was kept last; the next version of a tenant has the same."""
 
     @property
     def _manager(self) -> Any:
@@ -98,7 +100,7 @@ class AdapterSlots:
         """Tells what the checkpoint calls its tensors, which is how tenants name the modules that they adapt."""
         mapper = _renames(self.model_runner.get_model())
         modules = [name.removesuffix(".weight") for name in checkpoint]
-        self._table = None
+        self._table, self._fitted = None, (0, {})
         self._modules_of_checkpoint = {mapper._map_name(module) if mapper else module: module for module in modules}
 
     def keep_adapter(self, path: str, rank: int, tensors: Mapping[str, Tensor], digest: str) -> str:
@@ -111,22 +113,11 @@ class AdapterSlots:
             return f"rank {rank} is more than the {largest} that this engine was started with; raise max_adapter_rank"
         if self._table is None:
             self._table = _find_slots(self._manager, self._modules_of_checkpoint)
-        found = dict(tensors)
-        for slots in self._table.modules:
-            a, b = (found.pop(name, None) for name in slots.names)
-            if a is None and b is None:
-                continue
-            inputs, outputs = slots.sizes
-            for name, tensor, shape in zip(slots.names, (a, b), ((rank, inputs), (outputs, rank)), strict=True):
-                if tensor is None:
-                    return f"{name} is missing"
-                if tuple(tensor.shape) != shape:
-                    return f"{name} has shape {tuple(tensor.shape)}, expected {shape}"
-            if slots.before and peft_name(slots.before, is_a=True) not in tensors:
-                return f"{slots.module} takes an adapter beside {slots.before} only: target both; or {_MERGED}"
-        if found:
-            module = min(found).removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
-            return f"{module} takes no adapters in this engine (those that do: {self._table.kinds}); {_MERGED}"
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if (rank, shapes) != self._fitted:
+            if problem := _misfit(self._table, rank, shapes):
+                return problem
+            self._fitted = rank, shapes
         _kept[path] = _Kept(rank, tensors, digest, self._table)
         return ""
 
@@ -142,6 +133,27 @@ class AdapterSlots:
             return ""
         name = kept.table.difference(index, kept.rank, kept.factors)
         return f"vLLM's kernels read another {name} than was sent" if name else "it was damaged on its way"
+
+
+def _misfit(table: SlotTable, rank: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Why factors of these shapes, by peft's names, do not fit the slots; empty where they do."""
+    left = dict(shapes)
+    for slots in table.modules:
+        found = [left.pop(name, None) for name in slots.names]
+        if found == [None, None]:
+            continue
+        inputs, outputs = slots.sizes
+        for name, shape, expected in zip(slots.names, found, ((rank, inputs), (outputs, rank)), strict=True):
+            if shape is None:
+                return f"{name} is missing"
+            if shape != expected:
+                return f"{name} has shape {shape}, expected {expected}"
+        if slots.before and peft_name(slots.before, is_a=True) not in shapes:
+            return f"{slots.module} takes an adapter beside {slots.before} only: target both; or {_MERGED}"
+    if left:
+        module = min(left).removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
+        return f"{module} takes no adapters in this engine (those that do: {table.kinds}); {_MERGED}"
+    return ""
 
 
 def _find_slots(manager: Any, modules_of_checkpoint: Mapping[str, str]) -> SlotTable:

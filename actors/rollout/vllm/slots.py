@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from actors.wire.factors import factor_digest
@@ -91,17 +92,20 @@ class SlotTable:
     def write(self, index: int, rank: int, factors: Mapping[str, Tensor]) -> None:
         """Puts an adapter, by peft's names, into a slot, whatever was there before.
 
-        vLLM's own way, module by module with zeros before each copy, takes several times as long. From the last place to
-        the first: what was read last, and what :meth:`digest` reads first, is in the processor's cache.
+        vLLM's own way, module by module with zeros before each copy, takes several times as long.
         """
+        memory, written = list[Tensor](), list[Tensor]()
+        # From the last to the first: what :meth:`digest` reads first is in the processor's cache then.
         for place in reversed([place for places in self._places_in(index, rank).values() for place in places]):
             factor = place.of(factors)
             if factor is None:
                 place.memory.zero_()
             else:
-                place.memory.copy_(factor)
+                memory.append(place.memory)
+                written.append(factor)
             if place.beyond is not None:
                 place.beyond.zero_()
+        torch._foreach_copy_(memory, written)
         for layer in self.others:
             layer.reset_lora(index)
 

@@ -31,6 +31,14 @@ def test_a_journey_counts_its_own_files_and_folders(name: str) -> None:
     found = FOUND[name]
     assert found["files"] == len(found["path"])
     assert found["folders"] == len(folders(found["path"]))
+    itself = found["itself"]
+    assert set(itself["passed"]) <= set(found["path"])
+    assert (itself["files"], itself["folders"]) == (len(itself["passed"]), len(folders(itself["passed"])))
+
+
+def test_a_batch_itself_passes_at_most_20_files_in_8_folders() -> None:
+    itself = FOUND["batch_to_gradient"]["itself"]
+    assert itself["files"] <= 20 and itself["folders"] <= 8, itself["passed"]
 
 
 @pytest.mark.parametrize("name", NAMES)
