@@ -205,12 +205,20 @@ FAULTS = [
     Fault(
         "exported-factors-are-the-tenants-memory",
         "rl_backend/lora/factors.py",
-        "((name, views[name].clone()) for",
-        "((name, views[name]) for",
+        "rows.own[name].clone() if copy else",
+        "rows.own[name] if copy else",
         (
             "tests/unit/rl_backend/runtime/test_lora_peft.py::test_exported_factors_stay_as_they_are_while_the_tenant_trains_on",
         ),
         "an adapter that a caller keeps would change with every step",
+    ),
+    Fault(
+        "factors-that-are-not-finite-are-sent",
+        "actors/sync/adapter_push.py",
+        "    if name := packed.not_finite():\n",
+        "    if name := \"\":\n",
+        (f"{_PUSHED}::test_what_an_engine_cannot_load_is_refused_and_the_version_before_serves_on",),
+        "an engine would poison its prefix cache with NaN",
     ),
     Fault(
         "half-of-what-kernels-read-is-compared",
