@@ -97,9 +97,9 @@ def test_long_segments_of_equal_lengths_give_the_bits_of_each_alone() -> None:
     query, key, value = (torch.randn(count * length, heads, 16) for heads in (4, 2, 2))
 
     def attend(count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        inputs = tuple(x.clone().requires_grad_() for x in inputs)
-        out = blocked_attention(*inputs, [length] * count, [length] * count)
-        return out, *torch.autograd.grad(out.square().sum(), inputs)
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        out = blocked_attention(q, k, v, [length] * count, [length] * count)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
     together = attend(count, query, key, value)
     for rows in (slice(start, start + length) for start in range(0, count * length, length)):
