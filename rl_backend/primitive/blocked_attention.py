@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 _BLOCK = 64
 _BATCHED_SCORES = 2**19
-"""Scores of short sequences that one product computes: 2 MiB in float32, which the caches hold."""
+"""Scores of several sequences that one product computes: 2 MiB in float32, which the caches hold."""
 
 
 def blocked_attention(
@@ -24,8 +24,8 @@ def blocked_attention(
     """Packed causal attention; arguments as in :func:`~rl_backend.primitive.attention.packed_attention`.
 
     Each block of queries is multiplied with the keys up to its own end, which is half the work of a full square, and the
-    backward pass computes the probabilities again from the saved log-sum-exp (Dao et al., 2022). Segments of at most one
-    block of queries are computed together with those of equal lengths.
+    backward pass computes the probabilities again from the saved log-sum-exp (Dao et al., 2022). Neighbouring segments of
+    equal lengths are computed together, and those of at most one block of queries are made neighbours.
     """
     attended: Tensor = _BlockedAttention.apply(query, key, value, tuple(query_lens), tuple(key_lens), sinks)
     return attended
@@ -138,14 +138,16 @@ def _rows_in_order(lens: tuple[int, ...], order: list[int]) -> _Rows:
 
 
 class _Block(NamedTuple):
-    """Neighbouring queries of one segment with the keys up to the last one's, or ``batch`` whole segments of equal lengths.
+    """Neighbouring queries of ``batch`` neighbouring segments of equal lengths, with the keys up to the last query's.
 
     Heads that share keys are stacked.
     """
 
-    first_query: int
-    num_queries: int
+    first_query: int  # of the segments, as are first_key and the two lengths of a segment
     first_key: int
+    segment: tuple[int, int]
+    start: int  # within each segment, of the queries of the block
+    num_queries: int
     num_keys: int
     batch: int
     kv_heads: int
@@ -164,13 +166,13 @@ class _Block(NamedTuple):
 
     def keys(self, x: Tensor) -> Tensor:
         """(T, kv_heads, dim) -> (batch * kv_heads, keys, dim)."""
-        rows: Tensor = x[self.first_key :][: self.batch * self.num_keys].unflatten(0, (self.batch, -1))
-        return rows.transpose(1, 2).flatten(0, 1)
+        rows: Tensor = x[self.first_key :][: self.batch * self.segment[1]].unflatten(0, (self.batch, -1))
+        return rows[:, : self.num_keys].transpose(1, 2).flatten(0, 1)
 
     def add_to_keys(self, target: Tensor, x: Tensor) -> None:
         """Adds (batch * kv_heads, keys, dim) onto (kv_heads, T, dim)."""
-        rows: Tensor = target[:, self.first_key :][:, : self.batch * self.num_keys].unflatten(1, (self.batch, -1))
-        rows.transpose(0, 1).add_(x.unflatten(0, (self.batch, -1)))
+        rows: Tensor = target[:, self.first_key :][:, : self.batch * self.segment[1]].unflatten(1, (self.batch, -1))
+        rows[:, :, : self.num_keys].transpose(0, 1).add_(x.unflatten(0, (self.batch, -1)))
 
     def gather(self, x: Tensor) -> Tensor:
         """(T, heads, dim) -> a new (batch * kv_heads, group * queries, dim)."""
@@ -184,8 +186,8 @@ class _Block(NamedTuple):
 
     def _queries(self, x: Tensor) -> Tensor:
         """(T, heads, dim) -> (batch, queries, kv_heads, group, dim), a view."""
-        rows: Tensor = x[self.first_query :][: self.batch * self.num_queries].unflatten(0, (self.batch, -1))
-        grouped: Tensor = rows.unflatten(2, (self.kv_heads, -1))
+        rows: Tensor = x[self.first_query :][: self.batch * self.segment[0]].unflatten(0, (self.batch, -1))
+        grouped: Tensor = rows[:, self.start :][:, : self.num_queries].unflatten(2, (self.kv_heads, -1))
         return grouped
 
 
@@ -195,15 +197,15 @@ def _blocks(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]]) -> 
     scale = query.shape[-1] ** -0.5
     first_query = first_key = 0
     for (queries, keys), run in groupby(segments):
-        remaining = len(list(run))
-        most = max(1, _BATCHED_SCORES // (query.shape[1] * queries * keys)) if queries <= _BLOCK else 1
-        while remaining:
-            batch = min(remaining, most)
-            for start in range(0, queries, _BLOCK):
-                stop = min(start + _BLOCK, queries)
-                num_keys = keys - queries + stop
-                cut = masks[:, : stop - start, : stop - start].unbind()
-                yield _Block(first_query + start, stop - start, first_key, num_keys, batch, key.shape[1], scale, *cut)
-            first_query += batch * queries
-            first_key += batch * keys
-            remaining -= batch
+        count = len(list(run))
+        for start in range(0, queries, _BLOCK):
+            num_queries = min(_BLOCK, queries - start)
+            num_keys = keys - queries + start + num_queries
+            cut = masks[:, :num_queries, :num_queries].unbind()
+            most = max(1, _BATCHED_SCORES // (query.shape[1] * num_queries * num_keys))
+            for first in range(0, count, most):
+                at = first_query + first * queries, first_key + first * keys
+                sizes = num_queries, num_keys, min(most, count - first)
+                yield _Block(*at, (queries, keys), start, *sizes, key.shape[1], scale, *cut)
+        first_query += count * queries
+        first_key += count * keys

@@ -91,6 +91,22 @@ def test_short_segments_of_equal_lengths_in_any_order_are_attended_alone(
     assert_as_defined(blocked_attention, 4, 2, Lengths(queries, keys))
 
 
+def test_long_segments_of_equal_lengths_give_the_bits_of_each_alone() -> None:
+    torch.manual_seed(0)
+    count, length = 3, 200
+    query, key, value = (torch.randn(count * length, heads, 16) for heads in (4, 2, 2))
+
+    def attend(count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        out = blocked_attention(q, k, v, [length] * count, [length] * count)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    together = attend(count, query, key, value)
+    for rows in (slice(start, start + length) for start in range(0, count * length, length)):
+        for alone, beside in zip(attend(1, query[rows], key[rows], value[rows]), together, strict=True):
+            assert torch.equal(alone, beside[rows])
+
+
 @ALL_LENGTHS
 @pytest.mark.parametrize("window", [1, 3, 64, 100, 1000])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
