@@ -1,6 +1,6 @@
 """This checkout against another one, such as the commit before: the same losses, and how fast.
 
-``python -m benchmarks.against OTHER`` writes ``results/against.json``. Each checkout gets a process with its own code. The
+``python -m benchmarks.against OTHER`` writes ``results/against.json``, or the one that ``--record`` names. Each checkout gets a process with its own code. The
 processes take turns, so that a machine that slows down slows both alike; the order is reversed in every second round.
 Parts:
 
@@ -29,7 +29,7 @@ from benchmarks.report import machine, require_sleeping_threads, write_result
 
 ROOT = Path(__file__).parents[1]
 WORKER = Path(__file__).with_name("against_worker.py")
-RESULT = ROOT / "benchmarks" / "results" / "against.json"
+RESULTS = ROOT / "benchmarks" / "results"
 SPEED_PARTS = ("train_speed", "moe_speed")
 PARTS = ("losses", "checkpoint", "demo", *SPEED_PARTS, "weight_sync")
 STEPS = 4
@@ -187,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="This checkout against another one: the same losses, and how fast.")
     parser.add_argument("other", type=Path, help="folder of the other checkout")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps or pushes of each checkout")
+    parser.add_argument("--record", default="against", help="name of the result: another one for another pair of commits")
     parser.add_argument("--only", action="append", choices=PARTS, help="one part; may be given more than once")
     arguments = parser.parse_args()
     require_sleeping_threads("benchmarks.against")
@@ -194,9 +195,10 @@ def main() -> None:
     if not (other / "benchmarks" / "train_speed.py").is_file():
         parser.error(f"other: {other} is not a checkout of rl_backend")
     result: dict[str, Any] = {"ours": commit(ROOT), "other": commit(other), "rounds": arguments.rounds}
-    if RESULT.is_file():
+    record = RESULTS / f"{arguments.record}.json"
+    if record.is_file():
         # Parts that were run before, of the same two commits and in as many rounds.
-        earlier = json.loads(RESULT.read_text())
+        earlier = json.loads(record.read_text())
         same_commits = all(earlier[side]["commit"] == result[side]["commit"] for side in ("ours", "other"))
         if same_commits and earlier["rounds"] == result["rounds"]:
             result |= {part: earlier[part] for part in PARTS if part in earlier}
@@ -214,7 +216,7 @@ def main() -> None:
                 result[part] = compare_speed(other, part, folder, arguments.rounds)
         if "weight_sync" in wanted:
             result["weight_sync"] = compare_weight_sync(other, folder, arguments.rounds)
-    print(f"wrote {write_result('against', {**result, 'machine': machine()})}")
+    print(f"wrote {write_result(arguments.record, {**result, 'machine': machine()})}")
 
 
 if __name__ == "__main__":
