@@ -1,8 +1,8 @@
 """This checkout against another one, such as the commit before: the same losses, and how fast.
 
 ``python -m benchmarks.against OTHER`` writes ``results/against.json``, or the record that ``--record`` names. Each checkout
-gets a process with its own code. The processes take turns, so that a machine that slows down slows both alike; the order is reversed in every second round.
-Parts:
+gets a process with its own code. The processes take turns, so that a machine that slows down slows both alike; the order is
+reversed in every second round. Parts:
 
 - ``losses``: steps of both runtimes on the models of :mod:`benchmarks.train_speed` and :mod:`benchmarks.moe_speed`.
   Losses must be equal bit for bit.
