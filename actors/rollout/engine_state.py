@@ -72,11 +72,8 @@ class VllmInProcess:
 
     def _vllm_call(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls something of vLLM on its own thread, between two steps."""
-        return self._loop.call(self._guarded, call, *args, **kwargs)
-
-    def _guarded(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return call(*args, **kwargs)
+            return self._loop.call(call, *args, **kwargs)
         except Exception as error:
             found = self.failed(error)
             if found is error:

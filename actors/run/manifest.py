@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,11 +37,6 @@ class RunManifest(SealedConfig):
     def _names(cls, files: dict[str, FileFacts]) -> dict[str, FileFacts]:
         require_names(files, depth=2)
         return files
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Names of the directories of models."""
-        return tuple(Path(name).parent.name for name in self.files if Path(name).name == MANIFEST_NAME)
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,12 @@ def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
             raise _damaged(path, name, "it is missing")
         if file_facts(path / name) != facts:
             raise _damaged(path, name, "it has other bytes than were written")
-    return RunCheckpoint(path, manifest.step, manifest.state, manifest.models)
+    return RunCheckpoint(path, manifest.step, manifest.state, models_among(manifest.files))
+
+
+def models_among(files: Iterable[str]) -> tuple[str, ...]:
+    """Names of the directories of models, of the paths in a checkpoint of a run."""
+    return tuple(Path(name).parent.name for name in files if Path(name).name == MANIFEST_NAME)
 
 
 def _damaged(path: Path, name: str, what: str) -> CheckpointError:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.run.manifest import RUN_FILE, RunCheckpoint, RunManifest, read_run_checkpoint
+from actors.run.manifest import RUN_FILE, RunCheckpoint, RunManifest, models_among, read_run_checkpoint
 from rl_backend.checkpoint.durable_commit import rename_synced, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts
 from rl_backend.checkpoint.state_files import file_facts
@@ -113,7 +113,7 @@ class RunCheckpoints:
             # It is committed, and resuming looks at the directories.
             logger.warning("%s does not point to %s: %s", self.root / LATEST, path.name, error)
         self._remove_old()
-        return RunCheckpoint(path, step, manifest.state, manifest.models)
+        return RunCheckpoint(path, step, manifest.state, models_among(manifest.files))
 
     def discard(self, step: int) -> None:
         """Removes the draft of ``step``, if any, to save that step again after one of its saves has failed.
@@ -197,7 +197,7 @@ def _saved_files(draft: Path) -> dict[str, FileFacts]:
             if file is entry:
                 sync(file)  # save_checkpoint has flushed its own
             files[str(file.relative_to(draft))] = file_facts(file)
-    if not any(Path(name).name == MANIFEST_NAME for name in files):
+    if not models_among(files):
         raise CheckpointError(f"no model has been saved to {draft}; save at least one before the commit", path=str(draft))
     return files
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from actors.cluster.placement import PlacementStrategy
-from actors.train.context import RankContext
-from actors.train.future import GroupFuture
 from actors.train.operations import TrainOperations
 from actors.train.order import Driver
 from actors.train.outcome import RankInfo
@@ -120,25 +118,6 @@ class TrainGroup(TrainOperations):
         """For a :class:`~actors.run.trace.TraceCollector`; empty once the group has ended."""
         workers = () if self._ranks.ended else self._ranks.members.workers
         return {f"rank {rank}": worker for rank, worker in enumerate(workers)}
-
-    def run_on_ranks[**P, R](
-        self, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> list[R]:
-        """Calls ``function(context, *args, **kwargs)`` in every rank's process as one operation; one result per rank.
-
-        ``context`` is the rank's :class:`~actors.train.context.RankContext`. The function must call
-        the runtime on every rank alike, because the runtime's calls are collectives. Of a large result that this process
-        only hands on, return an :class:`~actors.train.outcome.Apart`.
-        """
-        return self.submit_on_ranks(function, *args, **kwargs).result()
-
-    def submit_on_ranks[**P, R](
-        self, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> GroupFuture[list[R]]:
-        """As :meth:`run_on_ranks`, for a future."""
-        name = getattr(function, "__qualname__", type(function).__name__)
-        call = Operation("run_on_ranks", {"function": function, "args": args, "kwargs": kwargs})
-        return self._submit(f"run_on_ranks({name})", call)
 
     def take_over(self, timeout: float = 60.0) -> None:
         """Makes this copy the one that operates the group; every other copy is refused from now on.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Concatenate, Literal
 
-from actors.train.context import HandleRef
+from actors.train.context import HandleRef, RankContext
 from actors.train.dispatch import join, split
 from actors.train.future import GroupFuture, operation
 from actors.train.loss import LossSender
@@ -190,6 +190,25 @@ class TrainOperations(TenantOperations):
     def weight_version(self, handle: HandleRef) -> GroupFuture[int]:
         """The model's weight version, the same on every rank."""
         return self.submit("weight_version", handle=handle)
+
+    def run_on_ranks[**P, R](
+        self, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Calls ``function(context, *args, **kwargs)`` in every rank's process as one operation; one result per rank.
+
+        ``context`` is the rank's :class:`~actors.train.context.RankContext`. The function must call
+        the runtime on every rank alike, because the runtime's calls are collectives. Of a large result that this process
+        only hands on, return an :class:`~actors.train.outcome.Apart`.
+        """
+        return self.submit_on_ranks(function, *args, **kwargs).result()
+
+    def submit_on_ranks[**P, R](
+        self, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupFuture[list[R]]:
+        """As :meth:`run_on_ranks`, for a future."""
+        name = getattr(function, "__qualname__", type(function).__name__)
+        call = Operation("run_on_ranks", {"function": function, "args": args, "kwargs": kwargs})
+        return self._submit(f"run_on_ranks({name})", call)
 
     def submit(self, name: str, loss: Losses | None = None, /, **arguments: Any) -> GroupFuture[Any]:
         """Starts an operation by its name in :data:`~rl_backend.contracts.atoms.ATOMS`.

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_backend.contracts import dtype_from_name
-from rl_backend.weights.digest import RunningDigest
-from rl_backend.weights.finite import has_non_finite
+from rl_backend.weights.inspection import RunningDigest, has_non_finite
 
 
 class FactorMemory:

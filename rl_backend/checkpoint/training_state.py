@@ -1,20 +1,125 @@
 """Training state as ``torch.distributed.checkpoint`` directories that any number of ranks can load."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Size, Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest
-from rl_backend.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
 from rl_backend.checkpoint.state_files import DigestingWriter, TensorsReader
 from rl_backend.contracts import CheckpointError
+
+
+class TensorPieces:
+    """The pieces of one tensor that this rank has. ``torch.distributed.checkpoint`` takes it in place of a tensor.
+
+    Args:
+        size: of the whole tensor.
+        pieces: offsets of each piece -> the piece, a view of the tensor to save or to load.
+        writes: False for a copy of what another rank writes: it is only loaded.
+    """
+
+    def __init__(self, size: Sequence[int], pieces: dict[tuple[int, ...], Tensor], *, writes: bool = True) -> None:
+        self.whole_size = Size(size)
+        self.pieces = pieces
+        self.writes = writes
+
+    def piece(self, index: MetadataIndex) -> Tensor:
+        """The piece at ``index.offset``."""
+        assert index.offset is not None, "every item of pieces has an offset"
+        return self.pieces[tuple(index.offset)]
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, Size(offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=Size(offsets), sizes=piece.size()),
+                    properties=TensorProperties.create_from_tensor(piece),
+                    size=self.whole_size,
+                ),
+            )
+            for offsets, piece in self.pieces.items()
+            if self.writes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=Size(offsets), sizes=piece.size()) for offsets, piece in self.pieces.items()]
+
+
+class PiecesSavePlanner(DefaultSavePlanner):
+    """Looks pieces up by their offsets."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.piece(index) if isinstance(found, TensorPieces) else super().lookup_object(index)
+
+
+class PiecesLoadPlanner(DefaultLoadPlanner):
+    """Looks pieces up by their offsets."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # The default planner replaces everything but tensors by None, and looks for nested dictionaries.
+        self.flatten_state_dict = False
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return found.piece(index) if isinstance(found, TensorPieces) else super().lookup_tensor(index)
+
+
+type StateTensors = Mapping[str, Tensor | TensorPieces]
+
+
+class HostBuffers:
+    """Host memory for one model's state; pinned for tensors on a GPU, which copies at the speed of the bus.
+
+    It stays allocated from one copy to the next: writing to fresh memory takes several times as long.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def copy(self, tensors: StateTensors) -> dict[str, Tensor | TensorPieces]:
+        """Copies, valid until the next call. Pieces that another rank writes are left out."""
+        devices = set[torch.device]()
+        copies: dict[str, Tensor | TensorPieces] = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, TensorPieces):
+                pieces = {
+                    offsets: self._copied((name, offsets), piece, devices)
+                    for offsets, piece in tensor.pieces.items()
+                    if tensor.writes
+                }
+                copies[name] = TensorPieces(tensor.whole_size, pieces, writes=tensor.writes)
+            else:
+                copies[name] = self._copied((name, ()), tensor.detach(), devices)
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
+        return copies
+
+    def _copied(self, key: tuple[str, tuple[int, ...]], tensor: Tensor, devices: set[torch.device]) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[key] = buffer
+        if tensor.device.type != "cpu":
+            devices.add(tensor.device)
+        return buffer.copy_(tensor, non_blocking=True)
 
 
 def raise_on_every_rank(problem: str | None, group: dist.ProcessGroup, cause: BaseException | None = None) -> None:
@@ -49,9 +154,6 @@ def on_every_rank(group: dist.ProcessGroup, failed: str) -> Iterator[None]:
         reason = with_notes(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         problem, cause = f"{failed}: {reason}", error
     raise_on_every_rank(problem, group, cause)
-
-
-type StateTensors = Mapping[str, Tensor | TensorPieces]
 
 
 def require_free(path: Path) -> None:

@@ -122,7 +122,7 @@ class TensorInfo(BaseConfig):
     Attributes:
         dtype: torch's name without the module, for example ``bfloat16``.
         offset: bytes from the start of the staging buffer; 0 where a transport has none.
-        digest: of the bytes, see :func:`~rl_backend.weights.digest.tensor_digest`; empty where it is computed per bucket.
+        digest: of the bytes, see :func:`~rl_backend.weights.inspection.tensor_digest`; empty where each bucket has its own.
     """
 
     name: str

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
-from rl_backend.checkpoint.pieces import TensorPieces
-from rl_backend.checkpoint.training_state import StateTensors
+from rl_backend.checkpoint.training_state import StateTensors, TensorPieces
 from rl_backend.contracts import ModelHandle, UnsupportedError, dtype_from_name
 from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
 from rl_backend.primitive.row_products import rows_are_exact

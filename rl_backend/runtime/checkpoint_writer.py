@@ -15,7 +15,6 @@ from rl_backend.checkpoint import training_state
 from rl_backend.checkpoint.durable_commit import discard_draft
 from rl_backend.checkpoint.hf_writer import critic_config, write_hf_directory
 from rl_backend.checkpoint.manifest import TrainingManifest
-from rl_backend.checkpoint.pieces import HostBuffers
 from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, UnsupportedError
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.runtime.engine import GuardedHandle
@@ -35,7 +34,7 @@ class CheckpointWriter:
         self._saves: dict[GuardedHandle, Future[None]] = {}
         self._heard = set[GuardedHandle]()
         """Whose save has failed, and this rank has raised its error."""
-        self._buffers: WeakKeyDictionary[GuardedHandle, HostBuffers] = WeakKeyDictionary()
+        self._buffers: WeakKeyDictionary[GuardedHandle, training_state.HostBuffers] = WeakKeyDictionary()
 
     def wait(self, handle: GuardedHandle | None = None) -> None:
         """Waits for the saves in the background, or only for that of ``handle``. A collective.
@@ -115,7 +114,7 @@ class CheckpointWriter:
                 tensors, manifest = state()
                 manifest = manifest.replace(extra=kept)
                 if asynchronous:
-                    tensors = self._buffers.setdefault(handle, HostBuffers()).copy(tensors)
+                    tensors = self._buffers.setdefault(handle, training_state.HostBuffers()).copy(tensors)
         except CheckpointError:
             if dist.get_rank(self._group) == 0:
                 discard_draft(draft)

@@ -180,10 +180,6 @@ class Engine[H: GuardedHandle](ABC):
         """Around every call of the engine, except while a stream of weights is read."""
         return nullcontext()
 
-    def _stream_in_engine(self, stream: WeightStream) -> WeightStream:
-        """A stream of weights that runs as calls of the engine do."""
-        return stream
-
     @abstractmethod
     def _is_source(self) -> bool:
         """Whether this is the rank of its replica that has outputs."""

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.manifest import TenantFacts, TrainingManifest
-from rl_backend.checkpoint.pieces import TensorPieces
-from rl_backend.checkpoint.training_state import StateTensors, on_every_rank
+from rl_backend.checkpoint.training_state import StateTensors, TensorPieces, on_every_rank
 from rl_backend.contracts import CheckpointError
 from rl_backend.runtime import saved_state
 from rl_backend.runtime.tenant import TenantHandle
-from rl_backend.weights.digest import tensor_digest
+from rl_backend.weights.inspection import tensor_digest
 
 
 def tenant_state(handle: TenantHandle) -> tuple[StateTensors, TrainingManifest]:

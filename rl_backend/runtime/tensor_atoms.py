@@ -128,6 +128,10 @@ class TensorAtoms[H: GuardedHandle](BackendFacts[H]):
             why = f"is a whole weight, other than that of {model.name!r}; only factors are read"
             raise UnsupportedError(f"{path}: {found[0]} {why}", name=found[0])
 
+    def _stream_in_engine(self, stream: WeightStream) -> WeightStream:
+        """A stream of weights that runs as calls of the engine do."""
+        return stream
+
     @staticmethod
     def _tensors_of(tenant: TenantHandle, row: Tensor | None = None) -> WholeTensors:
         """In one of its rows; the weights by default."""

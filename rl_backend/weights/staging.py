@@ -10,8 +10,7 @@ from torch import Tensor
 from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest, dtype_from_name
 from rl_backend.contracts.errors import listed
 from rl_backend.weights.compare import as_announced
-from rl_backend.weights.digest import block_threads, copy_with_digest
-from rl_backend.weights.finite import Inspection, inspect_tensor
+from rl_backend.weights.inspection import Inspection, block_threads, copy_with_digest, inspect_tensor
 
 ALIGNMENT = 64
 """Bytes. A multiple of every dtype's size and of a cache line: a view of the buffer is an ordinary tensor."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint import hf_writer, training_state
 from rl_backend.checkpoint.manifest import read_manifest
-from rl_backend.checkpoint.pieces import HostBuffers
+from rl_backend.checkpoint.training_state import HostBuffers
 from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig
 from rl_backend.runtime.native import NativeRuntime
 from tests.support.bridge_runs import open_bridge

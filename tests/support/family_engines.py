@@ -66,7 +66,7 @@ class FamilyEngine(RolloutEngine):
 
         tensor = torch.zeros(1)
         vars(tensor)["weight_loader"] = partial(print)
-        return hasattr(layerwise._get_weight_loader.__wrapped__(tensor), "__name__")
+        return hasattr(layerwise._get_weight_loader(tensor), "__name__")
 
     def load_past_loaders(self, past: bool) -> None:
         """From now on gpt-oss is loaded as vLLM does it, or as this project does."""

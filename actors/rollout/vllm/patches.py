@@ -36,7 +36,6 @@ from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 
@@ -107,18 +106,12 @@ def route_by_sigmoid_without_groups() -> None:
     CPURouter.__init__ = make_with_group
 
 
-def name_weight_loaders() -> None:
-    """From now on an update may meet loaders of weights without a name (partial functions: MiniMax-M2's norms)."""
-    find = layerwise._get_weight_loader
-
-    @wraps(find)
-    def find_named(tensor: Tensor) -> Any:
-        loader = find(tensor)
-        if not hasattr(loader, "__name__"):
+def name_weight_loaders(model: nn.Module) -> None:
+    """An update asks every loader of a weight for its name, which partial functions lack (MiniMax-M2's norms)."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        loader = getattr(tensor, "weight_loader", None)
+        if loader is not None and not hasattr(loader, "__name__"):
             loader.__name__ = type(loader).__name__
-        return loader
-
-    layerwise._get_weight_loader = find_named
 
 
 def keep_adapters_from_experts() -> None:

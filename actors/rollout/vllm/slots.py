@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actors.wire.factors import factor_digest
-from rl_backend.weights.digest import same_bytes
+from rl_backend.weights.inspection import same_bytes
 
 
 class _Place(NamedTuple):

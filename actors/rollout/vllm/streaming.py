@@ -17,13 +17,12 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from rl_backend.contracts import WeightSyncError
-from rl_backend.weights.digest import device_checksum
-from rl_backend.weights.finite import has_non_finite
+from rl_backend.weights.inspection import device_checksum, has_non_finite
 
 
 @dataclass
 class ChecksumInfo(WeightTransferUpdateInfo):
-    """Last message of a push: name -> :func:`~rl_backend.weights.digest.device_checksum` where it was sent."""
+    """Last message of a push: name -> :func:`~rl_backend.weights.inspection.device_checksum` where it was sent."""
 
     checksums: dict[str, int]
 

@@ -120,6 +120,7 @@ class SwitchingWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo,
         self._engine.init_transfer_engine(init_info)
 
     def start_weight_update(self) -> None:
+        name_weight_loaders(self.model)
         self._engine.start_weight_update()
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> WeightTransferUpdateInfo:
@@ -175,5 +176,4 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     rotate_views_outside_the_kernel()
     route_by_sigmoid_without_groups()
     load_through_loaders()
-    name_weight_loaders()
     turn_generators_back()

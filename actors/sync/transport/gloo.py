@@ -27,7 +27,7 @@ from actors.sync.transport.base import (
 from actors.wire.gloo_group import TIMEOUT, Address, GlooGroup
 from rl_backend.contracts import RLBackendError, TensorInfo, WeightManifest, WeightSyncError
 from rl_backend.weights.compare import as_announced
-from rl_backend.weights.digest import tensor_digest
+from rl_backend.weights.inspection import tensor_digest
 from rl_backend.weights.staging import plan_layout
 
 

@@ -26,7 +26,7 @@ from actors.sync.source import SourceContext, SourceRanks
 from actors.sync.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source
 from rl_backend.contracts import UnsupportedError, WeightSyncError, dtype_from_name
 from rl_backend.weights.compare import as_announced
-from rl_backend.weights.digest import device_checksum
+from rl_backend.weights.inspection import device_checksum
 
 DEFAULT_BYTE_BUDGET = 2**30
 """Bytes of a bucket when the weight sync has no ``byte_budget``; more where a tensor is larger."""

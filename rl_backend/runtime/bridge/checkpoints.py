@@ -8,8 +8,7 @@ from megatron.core.tensor_parallel import random as streams
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
-from rl_backend.checkpoint.pieces import TensorPieces
-from rl_backend.checkpoint.training_state import StateTensors
+from rl_backend.checkpoint.training_state import StateTensors, TensorPieces
 from rl_backend.contracts import CheckpointError
 from rl_backend.runtime import saved_state
 from rl_backend.runtime.bridge.handle import BridgeHandle

@@ -10,7 +10,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
-from rl_backend.checkpoint.pieces import Box, TensorPieces, boxes
+from rl_backend.checkpoint.boxes import Box, boxes
+from rl_backend.checkpoint.training_state import TensorPieces
 from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.batch import CriticOutputLayer
 from rl_backend.runtime.bridge.conversion import Conversion

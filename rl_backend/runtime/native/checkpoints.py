@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
-from rl_backend.checkpoint.pieces import TensorPieces
-from rl_backend.checkpoint.training_state import StateTensors
+from rl_backend.checkpoint.training_state import StateTensors, TensorPieces
 from rl_backend.contracts import stored_tensors
 from rl_backend.parallel import fsdp
 from rl_backend.parallel.shards import local_region, local_tensor, owns

@@ -62,7 +62,7 @@ FAULTS = [
     Fault(
         "asynchronous-save-of-live-tensors",
         "rl_backend/runtime/checkpoint_writer.py",
-        "                tensors = self._buffers.setdefault(handle, HostBuffers()).copy(tensors)\n",
+        "                tensors = self._buffers.setdefault(handle, training_state.HostBuffers()).copy(tensors)\n",
         "                pass\n",
         (f"{_WRITES}::test_a_save_in_the_background_has_the_state_of_its_call_however_late_it_is_written",),
         "a checkpoint would hold weights of two steps",

@@ -64,7 +64,7 @@ FAULTS = [
     ),
     Fault(
         "pieces-of-another-row",
-        f"{_CHECKPOINT}/pieces.py",
+        f"{_CHECKPOINT}/boxes.py",
         "        yield Box((index, *box.offsets), (1, *box.sizes), box.start + index * row)\n",
         "        yield Box((index, *box.offsets), (1, *box.sizes), box.start)\n",
         ("tests/unit/rl_backend/checkpoint/test_pieces.py::test_boxes_cover_every_span_of_a_tensor_once_and_in_order",),
@@ -72,7 +72,7 @@ FAULTS = [
     ),
     Fault(
         "copies-are-written-too",
-        f"{_CHECKPOINT}/pieces.py",
+        f"{_CHECKPOINT}/training_state.py",
         "            for offsets, piece in self.pieces.items()\n            if self.writes\n",
         "            for offsets, piece in self.pieces.items()\n",
         ("tests/unit/rl_backend/checkpoint/test_pieces.py::test_a_copy_of_what_another_rank_writes_is_not_written",),

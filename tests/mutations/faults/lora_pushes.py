@@ -20,7 +20,7 @@ FAULTS = [
     ),
     Fault(
         "damaged-factors-accepted",
-        "rl_backend/weights/digest.py",
+        "rl_backend/weights/inspection.py",
         "        self._hash.update(_bytes_at(whole.data_ptr(), whole.nbytes))\n",
         "        self._hash.update(_bytes_at(whole.data_ptr(), 1))\n",
         (f"{_STAGED}::test_a_digest_is_of_names_shapes_dtypes_and_all_values",),
@@ -222,7 +222,7 @@ FAULTS = [
     ),
     Fault(
         "half-of-what-kernels-read-is-compared",
-        "rl_backend/weights/digest.py",
+        "rl_backend/weights/inspection.py",
         "right.data_ptr(), left.nbytes) == 0)",
         "right.data_ptr(), left.nbytes // 2) == 0)",
         ("tests/unit/rl_backend/weights/test_weights.py::test_tensors_are_the_same_where_every_byte_is",),

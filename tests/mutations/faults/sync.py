@@ -45,7 +45,7 @@ FAULTS = [
     ),
     Fault(
         "staged-values-not-checked",
-        "rl_backend/weights/finite.py",
+        "rl_backend/weights/inspection.py",
         "    suspects = (~sums.isfinite()).nonzero().flatten().tolist()\n",
         "    suspects = sums.isinf().nonzero().flatten().tolist()\n",
         (f"{_WEIGHTS}::test_one_bad_value_among_many_is_found",),
@@ -53,7 +53,7 @@ FAULTS = [
     ),
     Fault(
         "overflowing-sums-are-refused",
-        "rl_backend/weights/finite.py",
+        "rl_backend/weights/inspection.py",
         "    return any(not bool(chunks[index].isfinite().all()) for index in suspects)\n",
         "    return bool(suspects)\n",
         (f"{_WEIGHTS}::test_finite_values_whose_sum_overflows_are_accepted",),
@@ -61,7 +61,7 @@ FAULTS = [
     ),
     Fault(
         "last-chunk-not-checked",
-        "rl_backend/weights/finite.py",
+        "rl_backend/weights/inspection.py",
         "    sums = torch.stack([chunk.sum() for chunk in chunks])\n",
         "    sums = torch.stack([chunk.sum() for chunk in (chunks[:-1] or chunks)])\n",
         (f"{_WEIGHTS}::test_one_bad_value_among_many_is_found",),
@@ -69,7 +69,7 @@ FAULTS = [
     ),
     Fault(
         "negative-infinity-not-checked",
-        "rl_backend/weights/finite.py",
+        "rl_backend/weights/inspection.py",
         '        and np.frombuffer(memory, f"u{dtype.itemsize}").max() < sign | infinity\n',
         "",
         (f"{_WEIGHTS}::test_one_bad_value_among_many_is_found",),
@@ -77,7 +77,7 @@ FAULTS = [
     ),
     Fault(
         "last-block-not-digested",
-        "rl_backend/weights/digest.py",
+        "rl_backend/weights/inspection.py",
         "for first in range(0, nbytes, BLOCK_BYTES)]",
         "for first in range(0, nbytes, BLOCK_BYTES)][: max(nbytes // BLOCK_BYTES, 1)]",
         (f"{_WEIGHTS}::test_a_copy_and_its_digest_cover_every_byte_around_the_ends_of_blocks",),
@@ -261,7 +261,7 @@ FAULTS = [
     ),
     Fault(
         "checksums-of-whole-tensors",
-        "rl_backend/weights/digest.py",
+        "rl_backend/weights/inspection.py",
         "flat.split(CHECKSUM_BYTES // (2 if words else 8))",
         "flat.split(flat.numel())",
         (f"{_CUDA}::test_a_checksum_takes_a_bounded_amount_of_memory",),

@@ -68,7 +68,7 @@ def test_a_stream_ends_before_the_first_tensor_that_is_not_the_one_announced(
 
 def test_a_receiver_refuses_tensors_that_arrive_under_each_others_names() -> None:
     from actors.rollout.vllm.streaming import CheckedLoad
-    from rl_backend.weights.digest import device_checksum
+    from rl_backend.weights.inspection import device_checksum
 
     class Model:
         def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from rl_backend.checkpoint.pieces import boxes
+from rl_backend.checkpoint.boxes import boxes
 from rl_backend.checkpoint.stored_metadata import MOST_SPLIT_DIMENSIONS, covers_once
 
 type Rectangle = tuple[tuple[int, ...], tuple[int, ...]]

@@ -19,7 +19,7 @@ from actors.train.outcome import breaks_process_group
 from rl_backend.cli import gpu_check
 from rl_backend.contracts import ConfigError, UnsupportedError
 from rl_backend.runtime.bridge_config import BridgeConfig
-from rl_backend.weights.digest import CHECKSUM_BYTES, device_checksum
+from rl_backend.weights.inspection import CHECKSUM_BYTES, device_checksum
 from tests.support.bridge_runs import open_bridge
 from tests.support.clusters import ROOT
 

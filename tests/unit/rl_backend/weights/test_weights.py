@@ -8,15 +8,16 @@ from torch import Tensor
 
 from rl_backend.contracts import TensorInfo, UnsupportedError, WeightCheckError, WeightManifest, dtype_from_name
 from rl_backend.weights.compare import ExpectedWeights, check_manifest, find_mismatches
-from rl_backend.weights.digest import (
+from rl_backend.weights.inspection import (
     BLOCK_BYTES,
     block_threads,
     copy_with_digest,
     device_checksum,
+    has_non_finite,
+    inspect_tensor,
     same_bytes,
     tensor_digest,
 )
-from rl_backend.weights.finite import has_non_finite, inspect_tensor
 from rl_backend.weights.staging import ALIGNMENT, check_staged, find_intact, plan_layout, read_tensor, write_tensors
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -1,10 +1,12 @@
-"""Digests of tensors, computed without copying them."""
+"""What tensors hold, at the price of one pass over memory: digests and checksums, and whether all values are finite."""
 
 import ctypes
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -17,6 +19,9 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 _RUN = 2
 """Blocks that a thread takes at one time."""
+
+_INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F80_0000, torch.float64: 0x7FF0_0000_0000_0000}
+"""The bits of positive infinity."""
 
 
 def block_threads(threads: int) -> AbstractContextManager[Executor | None]:
@@ -99,6 +104,53 @@ def each_block[T](nbytes: int, work: Callable[[range], T], pool: Executor | None
         return [work(block) for block in blocks]
     runs = [blocks[first : first + _RUN] for first in range(0, len(blocks), _RUN)]
     return [result for results in pool.map(lambda run: [work(block) for block in run], runs) for result in results]
+
+
+class Inspection(NamedTuple):
+    """What one pass over a tensor finds: its digest, and whether all its values are finite."""
+
+    digest: str
+    finite: bool
+
+
+def inspect_tensor(tensor: Tensor, pool: Executor | None = None) -> Inspection:
+    """Reads a contiguous CPU tensor.
+
+    torch's own sums would start threads for every block, and share them with whatever else this process computes.
+    """
+    flat = tensor.reshape(-1)
+    if flat.dtype not in _INFINITY:
+        return Inspection(tensor_digest(flat, pool), not has_non_finite(flat))
+    start = flat.data_ptr()
+    found = each_block(
+        flat.nbytes, lambda block: (block_digest(start, block), _block_is_finite(start, block, flat.dtype)), pool
+    )
+    return Inspection(join_digests(digest for digest, _ in found), all(finite for _, finite in found))
+
+
+def _block_is_finite(start: int, block: range, dtype: torch.dtype) -> bool:
+    infinity, sign = _INFINITY[dtype], 1 << (8 * dtype.itemsize - 1)
+    memory = _bytes_at(start + block.start, len(block))
+    # Positive infinity and NaN are the largest signed numbers; with the sign bit set, the largest unsigned ones.
+    return bool(
+        np.frombuffer(memory, f"i{dtype.itemsize}").max() < infinity
+        and np.frombuffer(memory, f"u{dtype.itemsize}").max() < sign | infinity
+    )
+
+
+def has_non_finite(tensor: Tensor) -> bool:
+    """Whether a contiguous tensor holds NaN or infinity. Integer tensors never do.
+
+    ``isfinite().all()`` writes a mask and costs many times a copy. A sum is not finite when any addend is not, so each chunk
+    is summed first; only a chunk whose sum is not finite (its sum may also have overflowed) is looked at element by element.
+    """
+    if not tensor.is_floating_point():
+        return False
+    # A float16 sum overflows at 65504, so its chunks are small enough for ordinary weights to stay below.
+    chunks = tensor.reshape(-1).split(1 << (20 if tensor.dtype == torch.float16 else 24))
+    sums = torch.stack([chunk.sum() for chunk in chunks])
+    suspects = (~sums.isfinite()).nonzero().flatten().tolist()
+    return any(not bool(chunks[index].isfinite().all()) for index in suspects)
 
 
 CHECKSUM_BYTES = 1 << 26
