@@ -41,6 +41,9 @@ def test_a_group_takes_the_arguments_of_the_runtime_with_the_same_defaults(name:
         # A group packs micro-batches from sequences, and sends the loss by itself.
         runtime = {each: given for each, given in runtime.items() if each not in ("data", "loss_fn")}
         group = {each: given for each, given in group.items() if each in runtime}
+    if name == "export_lora_adapter":
+        # What a group answers has travelled, and is a copy in any case.
+        del runtime["copy"]
     assert {each: given.default for each, given in group.items()} == {each: given.default for each, given in runtime.items()}
 
 
