@@ -216,7 +216,7 @@ FAULTS = [
         "factors-that-are-not-finite-are-sent",
         "actors/sync/adapter_push.py",
         "    if name := packed.not_finite():\n",
-        "    if name := \"\":\n",
+        '    if name := "":\n',
         (f"{_PUSHED}::test_what_an_engine_cannot_load_is_refused_and_the_version_before_serves_on",),
         "an engine would poison its prefix cache with NaN",
     ),
