@@ -36,6 +36,7 @@ OWN_ARGUMENTS = {
     "max_loras": "max_adapters",
     "max_cpu_loras": "max_adapters",
     "max_lora_rank": "max_adapter_rank",
+    "lora_dtype": "dtype",
 }
 """Arguments of vLLM that are not given as such -> the field that decides each; None where engines do."""
 MAX_ADAPTER_RANK = 512

@@ -105,7 +105,8 @@ class SlotTable:
                 written.append(factor)
             if place.beyond is not None:
                 place.beyond.zero_()
-        torch._foreach_copy_(memory, written)
+        if memory:
+            torch._foreach_copy_(memory, written)
         for layer in self.others:
             layer.reset_lora(index)
 

@@ -213,6 +213,14 @@ FAULTS = [
         "an adapter that a caller keeps would change with every step",
     ),
     Fault(
+        "digests-of-senders-ignored",
+        "actors/rollout/adapters.py",
+        "held.tensors(), digest)",
+        "held.tensors(), held.digest)",
+        (f"{_ENGINE}::test_what_the_kernels_do_not_hold_is_not_served",),
+        "factors that were changed on their way would be served",
+    ),
+    Fault(
         "factors-that-are-not-finite-are-sent",
         "actors/sync/adapter_push.py",
         "    if name := packed.not_finite():\n",

@@ -30,7 +30,7 @@ class Slots:
         self.most = most
         self.held: set[int] = set()
         self.kept: set[str] = set()
-        self.problem = ""
+        self.problem = self.digest = ""
         self.llm_engine = self
 
     def add_lora(self, request: Any) -> None:
@@ -43,6 +43,7 @@ class Slots:
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str]:
         if method == "keep_adapter":
             self.kept.add(args[0])
+            self.digest = args[3]
         elif method == "forget_adapter":
             self.kept.remove(args[0])
         return [self.problem if method == "adapter_problem" else ""]
@@ -130,6 +131,9 @@ def test_an_adapter_is_dropped_when_the_last_request_that_samples_with_it_has_le
 
 def test_what_the_kernels_do_not_hold_is_not_served(engine: AdapterReceiver) -> None:
     adapter = version("a", 1)
+    engine.push_adapter(version("b", 1), FACTORS, "of the sender")
+    assert engine._llm.digest == "of the sender", "and not the one that came with the factors"
+    engine.drop_adapter(version("b", 1))
     engine._llm.problem = "it was damaged on its way"
     with pytest.raises(WeightCheckError, match="engine 0: a@1#1: it was damaged on its way"):
         engine.push_adapter(adapter, FACTORS, FACTORS.digest)

@@ -91,10 +91,16 @@ def test_short_segments_of_equal_lengths_in_any_order_are_attended_alone(
     assert_as_defined(blocked_attention, 4, 2, Lengths(queries, keys))
 
 
-def test_long_segments_of_equal_lengths_give_the_bits_of_each_alone() -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("length", [65, 200, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (1, 1)])
+def test_long_segments_of_equal_lengths_give_the_bits_of_each_alone(
+    heads: int, kv_heads: int, length: int, threads: int
+) -> None:
     torch.manual_seed(0)
-    count, length = 3, 200
-    query, key, value = (torch.randn(count * length, heads, 16) for heads in (4, 2, 2))
+    before, count = torch.get_num_threads(), 3
+    query, key, value = (torch.randn(count * length, each, 16) for each in (heads, kv_heads, kv_heads))
+    torch.set_num_threads(threads)
 
     def attend(count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         q, k, v = (x.clone().requires_grad_() for x in inputs)
@@ -105,6 +111,7 @@ def test_long_segments_of_equal_lengths_give_the_bits_of_each_alone() -> None:
     for rows in (slice(start, start + length) for start in range(0, count * length, length)):
         for alone, beside in zip(attend(1, query[rows], key[rows], value[rows]), together, strict=True):
             assert torch.equal(alone, beside[rows])
+    torch.set_num_threads(before)
 
 
 @ALL_LENGTHS
