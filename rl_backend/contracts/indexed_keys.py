@@ -56,7 +56,8 @@ def check_keys(batch: PackedBatch, indexed: IndexedLayers | None) -> None:
         indexed: None for a model that attends to no chosen keys.
 
     Raises:
-        BatchError: a batch without keys; keys for such a model; of another shape or type; a place that does not exist or comes later, or that a
+        BatchError: no keys, or keys for such a model; of another shape or type; a place that does not exist or comes
+            later, or that a
             token has twice in a layer; more or fewer of them than the token can see and ``top_k`` allows.
     """
     keys = batch.token_field(KEYS)
