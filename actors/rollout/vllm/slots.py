@@ -31,6 +31,11 @@ class _Place(NamedTuple):
     memory: Tensor
     beyond: Tensor | None
 
+    def holds_more(self, factors: Mapping[str, Tensor]) -> bool:
+        """Whether something is here where the adapter has nothing."""
+        absent = self.name not in factors and bool(self.memory.any())
+        return absent or (self.beyond is not None and bool(self.beyond.any()))
+
     def of(self, factors: Mapping[str, Tensor]) -> Tensor | None:
         """What belongs here; None where the adapter has no such module."""
         factor = factors.get(self.name)
@@ -117,12 +122,9 @@ class SlotTable:
             factors: what it should hold, of which only names, shapes and dtypes are read.
         """
         slot = self._places_in(index, rank)
-        for name, (first, *others) in slot.items():
-            for place in (first, *others):
-                if place.beyond is not None and bool(place.beyond.any()):
-                    return ""
-                if name not in factors and bool(place.memory.any()):
-                    return ""
+        for first, *others in slot.values():
+            if any(place.holds_more(factors) for place in (first, *others)):
+                return ""
             if any(place.is_copy and not same_bytes(place.memory.cpu(), first.memory.cpu()) for place in others):
                 return ""
         return factor_digest(factors, (place.memory.cpu() for name in factors for place in slot[name] if not place.is_copy))
@@ -132,12 +134,7 @@ class SlotTable:
         for name, places in self._places_in(index, rank).items():
             for place in places:
                 factor = place.of(factors)
-                if factor is None:
-                    if bool(place.memory.any()):
-                        return name
-                elif not same_bytes(place.memory.cpu(), factor):
-                    return name
-                if place.beyond is not None and bool(place.beyond.any()):
+                if place.holds_more(factors) or (factor is not None and not same_bytes(place.memory.cpu(), factor)):
                     return name
         return ""
 

@@ -91,6 +91,11 @@ def test_whatever_else_a_slot_holds_is_a_difference(table: SlotTable) -> None:
     assert table.digest(0, 2, {name: factors[name] for name in reversed(factors)}) != digest
 
 
+def test_an_adapter_of_no_module_here_leaves_a_slot_empty(table: SlotTable) -> None:
+    table.write(1, 2, {"elsewhere.lora_A": torch.ones(2, INPUTS)})
+    assert not any(bool(part[1].any()) for slots in table.modules for part in (*slots.a, *slots.b))
+
+
 def test_layers_without_a_name_in_the_checkpoint_are_emptied(table: SlotTable) -> None:
     emptied: list[int] = []
     SlotTable(table.modules, [SimpleNamespace(reset_lora=emptied.append)]).write(2, 1, adapter(1, "turned"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -91,16 +91,21 @@ def test_short_segments_of_equal_lengths_in_any_order_are_attended_alone(
     assert_as_defined(blocked_attention, 4, 2, Lengths(queries, keys))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("length", [65, 200, 1000])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (1, 1)])
-def test_long_segments_of_equal_lengths_give_the_bits_of_each_alone(
-    heads: int, kv_heads: int, length: int, threads: int
-) -> None:
+def test_long_segments_of_equal_lengths_give_the_bits_of_each_alone(heads: int, kv_heads: int, length: int) -> None:
     torch.manual_seed(0)
-    before, count = torch.get_num_threads(), 3
+    count = 3
     query, key, value = (torch.randn(count * length, each, 16) for each in (heads, kv_heads, kv_heads))
-    torch.set_num_threads(threads)
 
     def attend(count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         q, k, v = (x.clone().requires_grad_() for x in inputs)
@@ -111,7 +116,6 @@ def test_long_segments_of_equal_lengths_give_the_bits_of_each_alone(
     for rows in (slice(start, start + length) for start in range(0, count * length, length)):
         for alone, beside in zip(attend(1, query[rows], key[rows], value[rows]), together, strict=True):
             assert torch.equal(alone, beside[rows])
-    torch.set_num_threads(before)
 
 
 @ALL_LENGTHS
