@@ -18,7 +18,7 @@ from benchmarks.report import medians
 from rl_backend.contracts import TokenSequence
 
 RANK = 16
-RUNS = 7
+RUNS = 15
 PUSHES_OF_A_RUN = 3
 MODELS = {"250M": weight_sync.MODEL, "small": MODEL}
 INCLUDES = {

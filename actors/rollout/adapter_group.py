@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import ray
+
+from actors.rollout.adapter_memory import AdapterMemory
 from actors.rollout.calls import collect
 from actors.rollout.engines import EngineSet, engine_name, raise_first
-from actors.rollout.messages import AdapterVersion, PushedAdapter
+from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
+from actors.wire.factors import FactorMemories, SharedFactors
+from actors.wire.segment import host_identity
 from rl_backend.contracts import BatchError, RolloutError, WeightVersionError
 
 
@@ -18,12 +24,14 @@ class AdapterGroup(EngineSet):
 
     Attributes:
         base_pushes: of weights to these engines, by which adapters know that what they stand beside has changed.
+        adapter_memory: where pushes leave factors for engines on this process's host.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changing = threading.Lock()
         self._adapters: dict[str, PushedAdapter] = {}
+        self.adapter_memory = AdapterMemory()
         self._merged = ""
         self.base_pushes = 0
 
@@ -37,8 +45,13 @@ class AdapterGroup(EngineSet):
         with self._changing:
             with self._lock:
                 adapter = self._served(tenant)
-                del self._adapters[tenant]
-            raise_first(self.call("drop_adapter", adapter))
+                pushed = self._adapters.pop(tenant)
+            calls: dict[int, Any] = {}
+            try:
+                calls = self.start_call("drop_adapter", adapter)
+                raise_first(self.gather(calls))
+            finally:
+                self.free_factors(pushed, calls.values())
 
     @contextmanager
     def changing_adapters(self) -> Iterator[None]:
@@ -79,6 +92,26 @@ class AdapterGroup(EngineSet):
             self._adapters[pushed.adapter.tenant] = pushed
         return before
 
+    def is_on_node(self, node_id: str, host: str) -> bool:
+        """Whether this process and all living engines are on that Ray node and share its /dev/shm."""
+        if ray.get_runtime_context().get_node_id() != node_id or host_identity() != host:
+            return False
+        infos = self.infos
+        return all((infos[engine].node_id, infos[engine].host) == (node_id, host) for engine in self.engines)
+
+    def sent_to(self, pushed: PushedAdapter, info: EngineInfo) -> PushedAdapter:
+        """As that engine can read it: what is in shared memory goes through Ray to another host."""
+        if not isinstance(pushed.factors, SharedFactors) or info.host == host_identity():
+            return pushed
+        return pushed._replace(factors=pushed.factors.packed(FactorMemories(), pushed.digest))
+
+    def free_factors(self, pushed: PushedAdapter, calls: Collection[Any]) -> None:
+        """Of a version that is served no more, once these calls have dropped it from all engines."""
+        if isinstance(pushed.factors, SharedFactors):
+            self.adapter_memory.give_back(pushed.factors.segment.path, calls)
+        elif isinstance(pushed.factors, str):
+            shutil.rmtree(pushed.factors, ignore_errors=True)
+
     def base_changed(self, merged: str) -> None:
         """Engines have been given other weights.
 
@@ -107,9 +140,11 @@ class AdapterGroup(EngineSet):
                 self.require_plain_base(each.tenant)
         return chosen
 
-    def _bring_adapters(self, actors: Mapping[int, Any]) -> None:
+    def _bring_adapters(self, actors: Mapping[int, Any], infos: Mapping[int, EngineInfo]) -> None:
         """Gives engines that are about to join every tenant; each is loaded once, and compared with what was sent."""
         names = {engine: engine_name(engine) for engine in actors}
         for pushed in self._adapters.values():
-            calls = {engine: actor.push_adapter.remote(*pushed) for engine, actor in actors.items()}
+            calls = {
+                engine: actor.push_adapter.remote(*self.sent_to(pushed, infos[engine])) for engine, actor in actors.items()
+            }
             raise_first(collect(calls, names, self.config.start_timeout))

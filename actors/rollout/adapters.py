@@ -10,7 +10,7 @@ from torch import Tensor
 from actors.rollout.config import RolloutConfig
 from actors.rollout.messages import AdapterVersion
 from actors.rollout.weight_update import WeightReceiver
-from actors.wire.factors import PackedFactors
+from actors.wire.factors import FactorMemories, PackedFactors, SharedFactors
 from rl_backend.checkpoint.peft_files import read_peft_directory
 from rl_backend.contracts import (
     RolloutError,
@@ -31,8 +31,11 @@ class AdapterReceiver(WeightReceiver):
         """Those in vLLM's slots, the one not used for longest first."""
         self._dropped: set[AdapterVersion] = set()
         """Those that requests still sample with."""
+        self._shared: set[int] = set()
+        """Those whose factors are in memory that is somebody else's again once they are dropped."""
+        self._memories = FactorMemories()
 
-    def push_adapter(self, adapter: AdapterVersion, factors: PackedFactors | str, digest: str) -> None:
+    def push_adapter(self, adapter: AdapterVersion, factors: PackedFactors | SharedFactors | str, digest: str) -> None:
         """Checks an adapter, keeps it, and loads it beside the others; everything serves on.
 
         Args:
@@ -43,14 +46,19 @@ class AdapterReceiver(WeightReceiver):
             UnsupportedError: an engine that was started without adapters.
             CheckpointError: a directory that cannot be read here.
             WeightCheckError: what arrived is not what was sent, vLLM cannot load it, or its kernels read something else.
+            WeightSyncError: shared memory that is not on this host.
         """
         self._check_updatable()
         if not self._config.max_adapters:
             raise UnsupportedError(
                 f"{self._name} was started without adapters; set RolloutConfig.max_adapters", engine=self._name
             )
-        held = self._read(factors) if isinstance(factors, str) else factors
-        self.keep_adapter(adapter, held.tensors(), digest)
+        if isinstance(factors, SharedFactors):
+            self.keep_adapter(adapter, factors.tensors(self._memories), digest)
+            self._shared.add(adapter.number)
+        else:
+            held = self._read(factors) if isinstance(factors, str) else factors
+            self.keep_adapter(adapter, held.tensors(), digest)
         self.load_adapter(adapter)
 
     def keep_adapter(self, adapter: AdapterVersion, tensors: Mapping[str, Tensor], digest: str) -> None:
@@ -93,12 +101,19 @@ class AdapterReceiver(WeightReceiver):
             raise
 
     def drop_adapter(self, adapter: AdapterVersion) -> None:
-        """Forgets an adapter, once no request that was made before samples with it."""
+        """Forgets an adapter, once no request that was made before samples with it.
+
+        When this returns, nothing here reads the memory that the adapter was pushed in.
+        """
         self._loop.call(self._drop_adapter, adapter)
 
     def _drop_adapter(self, adapter: AdapterVersion) -> None:
+        shared = adapter.number in self._shared
+        self._shared.discard(adapter.number)
         if adapter in self._loop.adapters(running=False):
             self._dropped.add(adapter)
+            if shared:
+                self._vllm_call(self._llm.collective_rpc, "own_adapter", args=(adapter.path,))
             return
         self._dropped.discard(adapter)
         if adapter.number in self._loaded:

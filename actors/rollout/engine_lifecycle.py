@@ -101,9 +101,12 @@ class StartedEngines(TurnGroup):
         self._end_turns(RolloutError("the rollout group is closed"))
         actors = list(self._actors.values())
         self._actors.clear()
-        if ray_is_usable():
-            _end(actors)
-            self._placement.release()
+        try:
+            if ray_is_usable():
+                _end(actors)
+                self._placement.release()
+        finally:
+            self.adapter_memory.close()
 
     def __enter__(self) -> Self:
         return self
@@ -124,7 +127,7 @@ class StartedEngines(TurnGroup):
             outcomes = collect(calls, names, self.config.start_timeout)
             raise_first(outcomes)
             with self._changing:
-                self._bring_adapters(actors)
+                self._bring_adapters(actors, outcomes)
                 with self._lock:
                     self._infos.update(outcomes)
                     self._actors.update(actors)

@@ -80,8 +80,9 @@ class PushedAdapter(NamedTuple):
     """What an engine needs to serve an adapter, as :meth:`~actors.rollout.adapters.AdapterReceiver.push_adapter` takes it.
 
     Attributes:
-        factors: a reference to :class:`~actors.wire.factors.PackedFactors` in Ray's object store, the scale multiplied into
-            B; or a directory in peft's format.
+        factors: :class:`~actors.wire.factors.SharedFactors`, or a reference to a
+            :class:`~actors.wire.factors.PackedFactors` in Ray's object store, the scale multiplied into B; or a directory in
+            peft's format.
         digest: of the factors, where they come from.
     """
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ray
 from torch import Tensor
 
 from actors.cluster import prometheus
@@ -21,9 +22,17 @@ from actors.sync.report import PushClock, PushReport
 from actors.sync.source import SourceRanks
 from actors.train.context import HandleRef, RankContext
 from actors.train.outcome import Apart
-from actors.wire.factors import FactorMemory, PackedFactors
+from actors.wire.factors import FactorMemories, FactorMemory, PackedFactors, SharedFactors
+from actors.wire.segment import Segment, host_identity
 from rl_backend.checkpoint.peft_files import write_peft_directory
-from rl_backend.contracts import EngineDeadError, RLBackendError, UnsupportedError, WeightCheckError
+from rl_backend.contracts import (
+    EngineDeadError,
+    RLBackendError,
+    UnsupportedError,
+    WeightCheckError,
+    WeightSyncError,
+    dtype_from_name,
+)
 from rl_backend.runtime.tenant import TenantHandle
 
 _numbers = itertools.count(1)
@@ -56,6 +65,7 @@ class AdapterPush:
         self._tenant = tenant
         self._directory = None if directory is None else Path(directory)
         self._canary = canary
+        self._source: _Source | None = None
         self._proven: dict[int, tuple[int, int]] = {}
         """Engine -> its process, and how many pushes of weights it had seen, when its canary came back."""
 
@@ -67,37 +77,69 @@ class AdapterPush:
             staged, factors = self._stage()
             clock.version = staged.version
         adapter = AdapterVersion(tenant.name, staged.version, next(_numbers), staged.rank)
+        pushed = PushedAdapter(adapter, factors, staged.digest)
         with group.changing_adapters():
             engines = group.fixed()
             skipped = tuple(engines.lost_engines)
             try:
                 group.require_pushable(adapter)
-                pushed = PushedAdapter(adapter, factors, staged.digest)
                 with clock.phase("load"):
-                    _raise_refusal(engines.call("push_adapter", *pushed))
+                    infos = engines.infos
+                    _raise_refusal(engines.call("push_adapter", each=lambda engine: group.sent_to(pushed, infos[engine])))
                 with clock.phase("probe"):
                     self._probe(engines, adapter)
             except BaseException:
-                self._drop(engines, adapter, factors)
+                self._drop(engines, pushed)
                 raise
             with clock.phase("switch"):
                 before = group.switch_adapter(pushed)
                 if before is not None:
-                    self._drop(engines, before.adapter, before.factors)
+                    self._drop(engines, before)
         prometheus.set_gauge("rl_backend_adapter_version", adapter.version, tenant=adapter.tenant)
         for engine, error in engines.lost_engines.items():
             if engine not in skipped:
                 raise error
-        transport = "object_store" if self._directory is None else "directory"
-        return PushReport(adapter.version, staged.nbytes, clock.seconds(), transport, engines.engines, skipped)
+        return PushReport(adapter.version, staged.nbytes, clock.seconds(), _transport_of(factors), engines.engines, skipped)
 
-    def _stage(self) -> Apart[StagedAdapter]:
-        """What is staged, and its factors: a reference to them, which only engines follow; or their directory."""
+    def _stage(self) -> tuple[StagedAdapter, Any]:
+        """What is staged, and its factors: in shared memory; a reference to them, which only engines follow; or their
+        directory.
+        """
         dtype = self._rollout.config.dtype
-        directory = None if self._directory is None else (self._directory, uuid.uuid4().hex[:8])
-        (answer, *_) = self._train.run_on_ranks(stage_adapter, self._tenant, dtype, directory)
+        if self._directory is not None:
+            return self._stage_in(dtype, (self._directory, uuid.uuid4().hex[:8]))
+        segment = self._take_segment(dtype)
+        if segment is None:
+            return self._stage_in(dtype, None)
+        try:
+            return self._stage_in(dtype, segment)
+        except BaseException:
+            self._rollout.adapter_memory.discard(segment.path)
+            raise
+
+    def _stage_in(self, dtype: str, place: Place) -> tuple[StagedAdapter, Any]:
+        (answer, *_) = self._train.run_on_ranks(stage_adapter, self._tenant, dtype, place)
         assert answer is not None, "rank 0 answers"
-        return answer if directory is None else Apart(answer.value, answer.value.directory)
+        staged: StagedAdapter = answer.value
+        if isinstance(place, Segment):
+            if staged.layout:
+                return staged, SharedFactors(place, staged.layout)
+            self._rollout.adapter_memory.discard(place.path)
+        return staged, staged.directory or answer.stored
+
+    def _take_segment(self, dtype: str) -> Segment | None:
+        """Memory for the factors that rank 0, this process and all engines share; None where there is none."""
+        if self._source is None:
+            (source, *_) = self._train.run_on_ranks(describe_source, self._tenant, dtype)
+            assert source is not None, "rank 0 answers"
+            self._source = source
+        if not self._rollout.is_on_node(self._source.node_id, self._source.host):
+            return None
+        try:
+            return self._rollout.adapter_memory.take(self._source.nbytes)
+        except (WeightSyncError, OSError):
+            # Ray's object store goes to disk where memory is full; the report says which of the two it was.
+            return None
 
     def _probe(self, engines: EngineSet, adapter: AdapterVersion) -> None:
         """A canary, where an engine has not had one since it started or since its weights were pushed."""
@@ -107,13 +149,10 @@ class AdapterPush:
             proven = send_canary(self._canary, self._train, engines, self._tenant, adapter)
             self._proven = {engine: present[engine] for engine in proven}
 
-    @staticmethod
-    def _drop(engines: EngineSet, adapter: AdapterVersion, factors: Any) -> None:
-        if engines.engines:
-            # Not waited for: it comes after what was asked of the engine before, and before what is asked of it later.
-            engines.start_call("drop_adapter", adapter)
-        if isinstance(factors, str):
-            shutil.rmtree(factors, ignore_errors=True)
+    def _drop(self, engines: EngineSet, pushed: PushedAdapter) -> None:
+        # Not waited for: it comes after what was asked of the engine before, and before what is asked of it later.
+        calls = engines.start_call("drop_adapter", pushed.adapter) if engines.engines else {}
+        self._rollout.free_factors(pushed, calls.values())
 
 
 def _raise_refusal(outcomes: Mapping[int, Any]) -> None:
@@ -124,6 +163,34 @@ def _raise_refusal(outcomes: Mapping[int, Any]) -> None:
         raise (refused or failed)[0]
 
 
+def _transport_of(factors: Any) -> str:
+    if isinstance(factors, SharedFactors):
+        return "shared_memory"
+    return "directory" if isinstance(factors, str) else "object_store"
+
+
+type Place = Segment | tuple[Path, str] | None
+"""For factors: shared memory; where to write a directory in peft's format, and a part of its name; Ray's object store."""
+
+
+class _Source(NamedTuple):
+    """Where the factors of a tenant come from, and how many bytes they are."""
+
+    nbytes: int
+    node_id: str
+    host: str
+
+
+def describe_source(context: RankContext, tenant: HandleRef, dtype: str) -> _Source | None:
+    """Runs on every rank. Rank 0 answers."""
+    if context.rank != 0:
+        return None
+    handle = context.handle(tenant)
+    assert isinstance(handle, TenantHandle), "lora_id says so"
+    nbytes = sum(map(prod, handle.saved_shapes.values())) * dtype_from_name(dtype).itemsize
+    return _Source(nbytes, ray.get_runtime_context().get_node_id(), host_identity())
+
+
 class StagedAdapter(NamedTuple):
     """An adapter as rank 0 has it.
 
@@ -131,23 +198,20 @@ class StagedAdapter(NamedTuple):
         version, rank: of the tenant.
         digest, nbytes: of its factors.
         directory: that they are in; empty where they are in memory.
+        layout: of factors in shared memory; empty where they are elsewhere.
     """
 
     version: int
     rank: int
     digest: str
     nbytes: int
-    directory: str
+    directory: str = ""
+    layout: bytes = b""
 
 
-def stage_adapter(
-    context: RankContext, tenant: HandleRef, dtype: str, directory: tuple[Path, str] | None
-) -> Apart[StagedAdapter] | None:
-    """Runs on every rank, between two operations. Rank 0 answers, and keeps the factors in Ray's object store: in the
-    engines' dtype, the scale multiplied into B.
-
-    Args:
-        directory: where to write a directory in peft's format, and a part of its name.
+def stage_adapter(context: RankContext, tenant: HandleRef, dtype: str, place: Place) -> Apart[StagedAdapter] | None:
+    """Runs on every rank, between two operations. Rank 0 answers, and leaves the factors in their place: in the engines'
+    dtype, the scale multiplied into B.
 
     Raises:
         UnsupportedError: DoRA.
@@ -166,19 +230,34 @@ def stage_adapter(
     if context.rank != 0:
         deque(whole, maxlen=0)
         return None
-    if directory is not None:
+    if isinstance(place, tuple) and not isinstance(place, Segment):
         whole = [(name, value.cpu()) for name, value in whole]
-    memory = context.state.setdefault(_STAGING, FactorMemory())
-    packed = PackedFactors.pack(handle.saved_shapes, _scaled(whole, handle.lora.scale), dtype, memory)
+    memories = context.state.setdefault(_STAGING, FactorMemories())
+    memory = _mapped(memories, place)
+    packed = PackedFactors.pack(handle.saved_shapes, _scaled(whole, handle.lora.scale), dtype, memory or memories.at(None))
     if name := packed.not_finite():
         raise WeightCheckError(f"{handle.name!r}: {name} has values that are not finite; nothing was sent", name=name)
-    written = ""
-    if directory is not None:
-        root, key = directory
-        written = str(root / f"{handle.name.replace('/', '_')}@{handle.weight_version}-{key}")
-        write_peft_directory(written, whole, handle.lora, str(handle.config.hf_path))
-    staged = StagedAdapter(handle.weight_version, handle.lora.rank, packed.digest, packed.values.nbytes, written)
-    return Apart(staged, None if written else packed)
+    staged = StagedAdapter(handle.weight_version, handle.lora.rank, packed.digest, packed.values.nbytes)
+    if memory is not None:
+        return Apart(staged._replace(layout=packed.layout), None)
+    if place is None or isinstance(place, Segment):
+        return Apart(staged, packed)
+    root, key = place
+    directory = str(root / f"{handle.name.replace('/', '_')}@{handle.weight_version}-{key}")
+    write_peft_directory(directory, whole, handle.lora, str(handle.config.hf_path))
+    return Apart(staged._replace(directory=directory), None)
+
+
+def _mapped(memories: FactorMemories, place: Place) -> FactorMemory | None:
+    """The segment; None where the factors go elsewhere, or where it is gone or another user's."""
+    if not isinstance(place, Segment):
+        return None
+    try:
+        return memories.at(place)
+    except (WeightSyncError, OSError, RuntimeError):
+        # Its driver has given up, or Ray's workers are of another user. An error here would be of one rank alone: where
+        # nobody reads it, the others would wait for this one in their next operation. Ray's object store takes the factors.
+        return None
 
 
 def _scaled(factors: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor, float]]:

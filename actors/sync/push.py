@@ -52,7 +52,8 @@ class WeightSync:
         rollout: the engines.
         handle: which model or tenant of the training group; None for a :class:`~actors.sync.source.WeightSource`.
         transport: ``auto`` takes CUDA IPC where trainer and engine share a GPU, NCCL where both have one, shared memory on
-            one Ray node, else gloo; ``PushReport.transport`` says which. Only ``auto`` for a tenant: Ray's object store.
+            one Ray node, else gloo; ``PushReport.transport`` says which. Only ``auto`` for a tenant: shared memory where
+            the driver is on that node, too, else Ray's object store.
         byte_budget: largest number of bytes that the export gathers at one time, and of a bucket where weights are streamed;
             holds the largest tensor.
         merged: push a tenant as a model of its own, base and adapter added up: for engines without adapters, and for what

@@ -23,7 +23,7 @@ class PushReport:
             time in which engines check what is staged already, and ``verify`` what is left of that. Where turns of episodes
             have been asked for, ``turns`` is the time until those in flight had ended or paused. A LoRA tenant has
             ``stage``, ``load`` with all checks, ``probe`` and ``switch``.
-        transport: the one used; of a tenant ``object_store`` or ``directory``.
+        transport: the one used; of a tenant ``shared_memory``, ``object_store`` or ``directory``.
         engines: numbers of the engines that were updated.
         skipped: engines that were dead or dirty before the push began.
     """

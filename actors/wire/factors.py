@@ -1,17 +1,24 @@
-"""Factors of an adapter as one run of bytes, which Ray hands from process to process without pickling tensor by tensor."""
+"""Factors of an adapter as one run of bytes, which goes from process to process without pickling tensor by tensor: through
+Ray, or in shared memory.
+"""
 
 from __future__ import annotations
 
+import os
+import pickle
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.wire.segment import Segment, map_segment
 from rl_backend.contracts import dtype_from_name
 from rl_backend.weights.inspection import RunningDigest, has_non_finite
 
@@ -20,25 +27,86 @@ class FactorMemory:
     """Memory for the factors of one adapter after the other.
 
     The system gives new memory page by page, which takes longer than to fill it.
+
+    Args:
+        held: (bytes,) uint8, the memory, which is not replaced by more; None takes what is needed.
     """
 
-    def __init__(self) -> None:
-        self._held = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, held: Tensor | None = None) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8) if held is None else held
+        self._is_fixed = held is not None
         self._laid_out: tuple[Mapping[str, tuple[int, ...]], torch.dtype] = {}, torch.float32
-        self._flat = self._held.view(torch.float32)
+        self._flat = self._held[:0].view(torch.float32)
         self._places: Mapping[str, Tensor] = {}
 
     def take(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """One tensor, with any values, and its views of ``shapes`` one after the other: in the memory of every call."""
+        """One tensor, which is not written to, and its views of ``shapes`` one after the other."""
         if self._laid_out != (shapes, dtype):
             size = sum(map(prod, shapes.values()))
             nbytes = size * dtype.itemsize
             if self._held.nbytes < nbytes:
+                assert not self._is_fixed, "whoever gives memory gives enough"
                 self._held = torch.empty(nbytes, dtype=torch.uint8)
             self._flat = self._held[:nbytes].view(dtype)
             self._places = _views(self._flat, shapes)
             self._laid_out = shapes, dtype
         return self._flat, self._places
+
+
+class FactorMemories:
+    """A process's own :class:`FactorMemory`, and those in segments. They stay mapped, until one is asked for when the file
+    of another is gone.
+    """
+
+    def __init__(self) -> None:
+        self._own = FactorMemory()
+        self._mapped: dict[str, FactorMemory] = {}
+
+    def at(self, segment: Segment | None) -> FactorMemory:
+        """That of a segment; without one the process's own.
+
+        Raises:
+            WeightSyncError: the segment is not on this host.
+        """
+        if segment is None:
+            return self._own
+        self._mapped = {path: memory for path, memory in self._mapped.items() if os.path.exists(path)}
+        if segment.path not in self._mapped:
+            self._mapped[segment.path] = FactorMemory(map_segment(segment.path, segment.nbytes))
+        return self._mapped[segment.path]
+
+
+class SharedFactors(NamedTuple):
+    """Factors in shared memory.
+
+    Attributes:
+        segment: begins with the values.
+        layout: names, shapes and dtype, as :attr:`PackedFactors.layout`.
+    """
+
+    segment: Segment
+    layout: bytes
+
+    def tensors(self, memories: FactorMemories) -> Mapping[str, Tensor]:
+        """Views of the values, by peft's names. Not to be written to; valid until the segment is written to again.
+
+        Raises:
+            WeightSyncError: the segment is not on this host.
+        """
+        shapes, dtype = _read_layout(self.layout)
+        return memories.at(self.segment).take(shapes, dtype_from_name(dtype))[1]
+
+    def packed(self, memories: FactorMemories, digest: str) -> PackedFactors:
+        """The same through Ray, which copies them."""
+        shapes, dtype = _read_layout(self.layout)
+        flat, _ = memories.at(self.segment).take(shapes, dtype_from_name(dtype))
+        return PackedFactors(shapes, dtype, flat.view(torch.uint8).numpy(), digest)
+
+
+@lru_cache(maxsize=64)
+def _read_layout(layout: bytes) -> tuple[Mapping[str, tuple[int, ...]], str]:
+    shapes, dtype = pickle.loads(layout)
+    return shapes, dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +160,11 @@ class PackedFactors:
         if not has_non_finite(self._flat):
             return ""
         return next(name for name, value in self.tensors().items() if has_non_finite(value))
+
+    @property
+    def layout(self) -> bytes:
+        """Names, shapes and dtype, for a process that has the values."""
+        return pickle.dumps((self.shapes, self.dtype))
 
     def tensors(self) -> dict[str, Tensor]:
         """Views of the values, by peft's names. Not to be written to."""

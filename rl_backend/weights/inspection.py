@@ -92,6 +92,18 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     return bool(_memcmp(left.data_ptr(), right.data_ptr(), left.nbytes) == 0)
 
 
+def is_zero(tensor: Tensor) -> bool:
+    """Whether a tensor holds nothing but zeros; on a CPU, nothing but zero bytes. torch's own ``any`` takes several times as
+    long there.
+    """
+    if tensor.device.type != "cpu":
+        return not bool(tensor.any())
+    whole = tensor.contiguous()
+    start = whole.data_ptr()
+    # The first byte is 0, and every other one what the byte before it is.
+    return not whole.nbytes or (_bytes_at(start, 1).raw == b"\0" and _memcmp(start, start + 1, whole.nbytes - 1) == 0)
+
+
 def join_digests(digests: Iterable[bytes]) -> str:
     """A tensor's digest, of its blocks' digests."""
     return str(xxhash.xxh3_64_hexdigest(b"".join(digests)))

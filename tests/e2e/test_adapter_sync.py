@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from actors import Canary, HandleRef, WeightSource, WeightSync
+from actors.rollout.engines import raise_first
 from actors.rollout.messages import AdapterVersion
 from actors.rollout.sample import Sample
-from actors.wire.factors import PackedFactors
+from actors.wire.factors import PackedFactors, SharedFactors
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.peft_files import read_peft_directory
 from rl_backend.contracts import (
@@ -23,6 +24,7 @@ from rl_backend.contracts import (
     RolloutError,
     RuntimeConfig,
     WeightCheckError,
+    WeightSyncError,
     WeightVersionError,
 )
 from rl_backend.contracts.lora import LoRAConfig
@@ -49,13 +51,16 @@ def test_tenants_in_one_batch_are_the_trainers_after_every_push(served: ServedTe
             served.step(name, 10 * index + number)
             report = sync.push()
             assert report.version == served.train.weight_version(served.tenants[name])
-            assert (report.transport, report.engines, report.skipped) == ("object_store", (0, 1), ())
+            assert (report.transport, report.engines, report.skipped) == ("shared_memory", (0, 1), ())
             assert 0 < report.nbytes < 2**19 and report.seconds["total"] > report.seconds["stage"] > 0
         served.assert_served(EVERYONE, served.versions())
         served.assert_served(["narrow"] * len(PROMPTS), served.versions())
         other = served.sample("middle")
         assert served.gap(served.tenants["wide"], other) > 1e-3
     assert served.tokens(None) == plain
+    memory = served.rollout.adapter_memory
+    # Three versions are served, two segments are kept, and one may have been dropped just now.
+    assert len(memory._in_use) == 3 and len(memory._read) <= 1 and len(memory._spare) <= 2
     newest = served.versions()["narrow"]
 
     def check(found: Served) -> None:
@@ -244,6 +249,46 @@ def test_an_adapter_goes_through_a_directory(served: ServedTenants, tmp_path: Pa
     served.assert_served(["wide"] * len(PROMPTS), served.versions())
     served.syncs["wide"].push()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.shows("lora: where trainer, driver and an engine share no memory, an adapter goes through Ray's object store")
+def test_an_adapter_goes_where_no_memory_is_shared(served: ServedTenants, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout, sync = served.rollout, served.syncs["wide"]
+
+    def full(nbytes: int) -> Any:
+        raise WeightSyncError("/dev/shm has 0 MiB free")
+
+    served.step("wide", 85)
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout.adapter_memory, "take", full)
+        assert sync.push().transport == "object_store"
+    served.assert_served(["wide"] * len(PROMPTS), served.versions())
+    served.step("wide", 86)
+    with monkeypatch.context() as patch:
+        patch.setattr("actors.rollout.adapter_group.host_identity", lambda: "another")
+        assert sync.push().transport == "object_store"
+    served.assert_served(["wide"] * len(PROMPTS), served.versions())
+    served.step("wide", 87)
+    with monkeypatch.context() as patch:
+        patch.setattr(served.train, "run_on_ranks", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sync.push()
+    assert not rollout.adapter_memory._in_use.keys() - {
+        pushed.factors.segment.path for pushed in rollout._adapters.values() if isinstance(pushed.factors, SharedFactors)
+    }
+    assert sync.push().transport == "shared_memory"
+    infos = {engine: replace(info, host="another") for engine, info in rollout.infos.items()}
+    (pushed,) = (each for tenant, each in rollout._adapters.items() if tenant == "wide")
+    sent = rollout.sent_to(pushed, infos[1])
+    assert isinstance(sent.factors, PackedFactors) and rollout.sent_to(pushed, rollout.infos[1]) == pushed
+    again = replace(pushed.adapter, number=10**9 + 1)
+    raise_first(rollout.call("push_adapter", again, sent.factors, sent.digest))
+    rollout.call("drop_adapter", again)
+    served.assert_served(["wide"] * len(PROMPTS), served.versions())
+
+
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.shows("lora: an adapter that vLLM takes and does not apply, or applies wrongly, is found before it is served")

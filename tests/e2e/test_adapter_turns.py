@@ -10,7 +10,7 @@ from actors.rollout.config import SamplingConfig
 from actors.rollout.tokens import RolloutTokens
 from rl_backend.contracts import RolloutError
 from rl_backend.environment.protocol import Generation
-from tests.support.served_tenants import LONG, TOLERANCE, ServedTenants
+from tests.support.served_tenants import LONG, PROMPTS, TOLERANCE, ServedTenants
 from tests.support.turns import as_sample, ask, until, until_in_flight
 
 TURN = 40
@@ -64,6 +64,29 @@ def test_turns_of_tenants_finish_on_their_versions_and_later_ones_have_the_new(s
     asyncio.run(only_present_versions_are_loaded())
     with pytest.raises(RolloutError, match="adapter='nobody' has not been pushed"):
         asyncio.run(ask(RolloutTokens(rollout, adapter="nobody"), [5], 1, 1))
+
+
+@pytest.mark.shows("turns: one that has to wait has the version that it was asked of, whatever is pushed meanwhile")
+def test_a_turn_that_waits_has_its_version_after_many_pushes(served: ServedTenants) -> None:
+    rollout, version = served.rollout, served.versions()["narrow"]
+    source, options = RolloutTokens(rollout, adapter="narrow"), SamplingConfig(max_new_tokens=TURN)
+    expected = rollout.generate([LONG], options, seeds=[3], adapter="narrow")
+
+    async def play() -> list[Generation]:
+        waiting = [asyncio.ensure_future(ask(source, LONG, 3, TURN)) for _ in range(2)]
+        await until_in_flight(rollout, 2)
+        for step in range(4):
+            served.step("narrow", 75 + step)
+            await asyncio.to_thread(served.syncs["narrow"].push)
+        assert not any(turn.done() for turn in waiting)
+        rollout.call("release_turns")
+        return await asyncio.gather(*waiting)
+
+    rollout.call("hold_turns")
+    for turn in asyncio.run(play()):
+        assert turn.token_ids == expected[0].response_ids and set(turn.versions) == {version}
+        assert turn.log_probs == pytest.approx(expected[0].log_probs, abs=TOLERANCE)
+    served.assert_served(["narrow"] * len(PROMPTS), served.versions())
 
 
 def test_a_push_of_the_base_waits_for_the_turns_of_tenants(served: ServedTenants) -> None:

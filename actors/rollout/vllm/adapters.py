@@ -41,15 +41,15 @@ _kept: dict[str, _Kept] = {}
 class _LoadedFromMemory(LoRAModel):
     """What vLLM's managers hold of an adapter that is kept here."""
 
-    def __init__(self, number: int, kept: _Kept) -> None:
-        super().__init__(number, kept.rank, {})
-        self.kept = kept
+    def __init__(self, number: int, path: str) -> None:
+        super().__init__(number, _kept[path].rank, {})
+        self.path = path
 
 
 def _load_adapter(manager: Any, request: Any) -> Any:
     if not request.lora_path.startswith(IN_MEMORY):
         return _load_of_vllm(manager, request)
-    return _LoadedFromMemory(request.lora_int_id, _kept[request.lora_path])
+    return _LoadedFromMemory(request.lora_int_id, request.lora_path)
 
 
 def _add_adapter(manager: Any, adapter: Any) -> None:
@@ -68,7 +68,8 @@ def _activate_adapter(manager: Any, number: int) -> bool:
     index = manager.lora_index_to_id.index(None)
     manager._active_adapters[number] = None
     manager.lora_index_to_id[index] = number
-    adapter.kept.table.write(index, adapter.kept.rank, adapter.kept.factors)
+    kept = _kept[adapter.path]
+    kept.table.write(index, kept.rank, kept.factors)
     return True
 
 
@@ -120,6 +121,11 @@ class AdapterSlots:
             self._fitted = rank, shapes
         _kept[path] = _Kept(rank, tensors, digest, self._table)
         return ""
+
+    def own_adapter(self, path: str) -> None:
+        """Copies the factors that :meth:`keep_adapter` kept, whose memory will be written to."""
+        kept = _kept[path]
+        _kept[path] = kept._replace(factors={name: factor.clone() for name, factor in kept.factors.items()})
 
     def forget_adapter(self, path: str) -> None:
         """Frees what :meth:`keep_adapter` kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actors.wire.factors import factor_digest
-from rl_backend.weights.inspection import same_bytes
+from rl_backend.weights.inspection import is_zero, same_bytes
 
 
 class _Place(NamedTuple):
@@ -31,15 +31,38 @@ class _Place(NamedTuple):
     memory: Tensor
     beyond: Tensor | None
 
-    def holds_more(self, factors: Mapping[str, Tensor]) -> bool:
-        """Whether something is here where the adapter has nothing."""
-        absent = self.name not in factors and bool(self.memory.any())
-        return absent or (self.beyond is not None and bool(self.beyond.any()))
-
     def of(self, factors: Mapping[str, Tensor]) -> Tensor | None:
         """What belongs here; None where the adapter has no such module."""
         factor = factors.get(self.name)
         return factor if factor is None or self.rows is None else factor[self.rows]
+
+
+class _Slot(NamedTuple):
+    """A slot as adapters of one rank fill it.
+
+    Attributes:
+        places: by the name of the factor.
+        copies: of one A, memory and that of the first.
+        beyond: what is 0 under any adapter.
+    """
+
+    places: dict[str, list[_Place]]
+    copies: Sequence[tuple[Tensor, Tensor]]
+    beyond: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, places: Iterable[_Place]) -> _Slot:
+        by_name: dict[str, list[_Place]] = {}
+        for place in places:
+            by_name.setdefault(place.name, []).append(place)
+        every = [place for found in by_name.values() for place in found]
+        copies = [(place.memory, by_name[place.name][0].memory) for place in every if place.is_copy]
+        return cls(by_name, copies, [place.beyond for place in every if place.beyond is not None])
+
+    def absent(self, factors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Name and memory of what an adapter has nothing for."""
+        for name in self.places.keys() - factors.keys():
+            yield from ((name, place.memory) for place in self.places[name])
 
 
 class ModuleSlots(NamedTuple):
@@ -86,8 +109,8 @@ class SlotTable:
 
     modules: Sequence[ModuleSlots]
     others: Sequence[Any]
-    _places: dict[tuple[int, int], Mapping[str, Sequence[_Place]]] = field(default_factory=dict)
-    """Slot and rank -> name of a factor -> its places."""
+    _slots: dict[tuple[int, int], _Slot] = field(default_factory=dict)
+    """By slot and rank."""
 
     @property
     def kinds(self) -> str:
@@ -99,17 +122,18 @@ class SlotTable:
 
         vLLM's own way, module by module with zeros before each copy, takes several times as long.
         """
-        memory, written = list[Tensor](), list[Tensor]()
+        memory, written, slot = list[Tensor](), list[Tensor](), self._slot(index, rank)
         # From the last to the first: what :meth:`digest` reads first is in the processor's cache then.
-        for place in reversed([place for places in self._places_in(index, rank).values() for place in places]):
-            factor = place.of(factors)
-            if factor is None:
-                place.memory.zero_()
-            else:
-                memory.append(place.memory)
-                written.append(factor)
-            if place.beyond is not None:
-                place.beyond.zero_()
+        for name in reversed(slot.places):
+            for place in reversed(slot.places[name]):
+                factor = place.of(factors)
+                if factor is None:
+                    place.memory.zero_()
+                else:
+                    memory.append(place.memory)
+                    written.append(factor)
+        for beyond in slot.beyond:
+            beyond.zero_()
         if memory:
             torch._foreach_copy_(memory, written)
         for layer in self.others:
@@ -121,28 +145,31 @@ class SlotTable:
         Args:
             factors: what it should hold, of which only names, shapes and dtypes are read.
         """
-        slot = self._places_in(index, rank)
-        for first, *others in slot.values():
-            if any(place.holds_more(factors) for place in (first, *others)):
-                return ""
-            if any(place.is_copy and not same_bytes(place.memory.cpu(), first.memory.cpu()) for place in others):
-                return ""
-        return factor_digest(factors, (place.memory.cpu() for name in factors for place in slot[name] if not place.is_copy))
+        slot = self._slot(index, rank)
+        if not all(map(is_zero, slot.beyond)) or not all(is_zero(memory) for _, memory in slot.absent(factors)):
+            return ""
+        if not all(same_bytes(memory.cpu(), first.cpu()) for memory, first in slot.copies):
+            return ""
+        own = (place.memory.cpu() for name in factors for place in slot.places[name] if not place.is_copy)
+        return factor_digest(factors, own)
 
     def difference(self, index: int, rank: int, factors: Mapping[str, Tensor]) -> str:
         """The name of a factor of which a slot holds something else; empty where it holds the adapter and nothing more."""
-        for name, places in self._places_in(index, rank).items():
+        slot = self._slot(index, rank)
+        for name, memory in slot.absent(factors):
+            if not is_zero(memory):
+                return name
+        for name, places in slot.places.items():
             for place in places:
                 factor = place.of(factors)
-                if place.holds_more(factors) or (factor is not None and not same_bytes(place.memory.cpu(), factor)):
+                if factor is not None and not same_bytes(place.memory.cpu(), factor):
+                    return name
+                if place.beyond is not None and not is_zero(place.beyond):
                     return name
         return ""
 
-    def _places_in(self, index: int, rank: int) -> Mapping[str, Sequence[_Place]]:
+    def _slot(self, index: int, rank: int) -> _Slot:
         key = index, rank
-        if key not in self._places:
-            found: dict[str, list[_Place]] = {}
-            for place in (place for slots in self.modules for place in slots.places(index, rank)):
-                found.setdefault(place.name, []).append(place)
-            self._places[key] = found
-        return self._places[key]
+        if key not in self._slots:
+            self._slots[key] = _Slot.of(place for slots in self.modules for place in slots.places(index, rank))
+        return self._slots[key]

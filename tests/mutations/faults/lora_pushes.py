@@ -7,6 +7,7 @@ from tests.mutations.fault import Fault
 _STAGED = "tests/unit/actors/sync/test_adapter_staging.py"
 _PUSHED = "tests/e2e/test_adapter_sync.py"
 _ENGINE = "tests/unit/actors/rollout/test_adapters.py"
+_MEMORY = "tests/unit/actors/rollout/test_adapter_memory.py"
 _SLOTS = "tests/unit/actors/rollout/test_slots.py"
 
 FAULTS = [
@@ -15,7 +16,7 @@ FAULTS = [
         "actors/sync/adapter_push.py",
         """scale if name.removesuffix(".weight").endswith("_B") else 1.0""",
         "1.0",
-        (f"{_STAGED}::test_an_adapter_is_the_same_to_the_bit_through_memory_and_through_a_directory[float32]",),
+        (f"{_STAGED}::test_an_adapter_is_the_same_to_the_bit_through_memory_shared_memory_and_a_directory[float32]",),
         "engines would serve another adapter than is trained",
     ),
     Fault(
@@ -69,7 +70,7 @@ FAULTS = [
     Fault(
         "pushes-to-the-first-engine-alone",
         "actors/sync/adapter_push.py",
-        """engines.call("push_adapter", *pushed)""",
+        """engines.call("push_adapter", each=lambda engine: group.sent_to(pushed, infos[engine]))""",
         "engines.gather({0: engines._living()[0].push_adapter.remote(*pushed)})",
         (f"{_PUSHED}::test_tenants_in_one_batch_are_the_trainers_after_every_push",),
         "requests would fail on every other engine",
@@ -85,8 +86,8 @@ FAULTS = [
     Fault(
         "refusals-of-engines-ignored",
         "actors/sync/adapter_push.py",
-        """_raise_refusal(engines.call("push_adapter", *pushed))""",
-        """engines.call("push_adapter", *pushed)""",
+        """_raise_refusal(engines.call("push_adapter", each=lambda engine: group.sent_to(pushed, infos[engine])))""",
+        """engines.call("push_adapter", each=lambda engine: group.sent_to(pushed, infos[engine]))""",
         (f"{_PUSHED}::test_what_an_engine_cannot_load_is_refused_and_the_version_before_serves_on",),
         "requests would go to engines without the version that they ask for",
     ),
@@ -109,23 +110,23 @@ FAULTS = [
     Fault(
         "more-than-the-adapter-in-a-slot-accepted",
         "actors/rollout/vllm/slots.py",
-        "absent = self.name not in factors and bool(self.memory.any())",
-        "absent = False",
+        "not all(is_zero(memory) for _, memory in slot.absent(factors))",
+        "False",
         (f"{_SLOTS}::test_whatever_else_a_slot_holds_is_a_difference",),
         "a tenant would be served with a module of another's adapter",
     ),
     Fault(
         "copies-in-a-slot-not-compared",
         "actors/rollout/vllm/slots.py",
-        "            if any(place.is_copy and not",
-        "            if any(False and not",
+        "if not all(same_bytes(memory.cpu(), first.cpu()) for memory, first in slot.copies):",
+        "if False:",
         (f"{_SLOTS}::test_whatever_else_a_slot_holds_is_a_difference",),
         "vLLM's fused layers could read another A for a part of their outputs",
     ),
     Fault(
         "slots-keep-ranks-of-the-adapter-before",
         "actors/rollout/vllm/slots.py",
-        "            place.beyond.zero_()\n",
+        "            beyond.zero_()\n",
         "            pass\n",
         (f"{_SLOTS}::test_a_slot_holds_an_adapter_and_nothing_of_the_one_before",),
         "a tenant would be served with a part of another's adapter",
@@ -133,8 +134,8 @@ FAULTS = [
     Fault(
         "slots-keep-modules-of-the-adapter-before",
         "actors/rollout/vllm/slots.py",
-        "                place.memory.zero_()\n",
-        "                pass\n",
+        "                    place.memory.zero_()\n",
+        "                    pass\n",
         (f"{_SLOTS}::test_a_slot_holds_an_adapter_and_nothing_of_the_one_before",),
         "a tenant would be served with modules of another's adapter",
     ),
@@ -165,7 +166,7 @@ FAULTS = [
     Fault(
         "restarted-engines-without-tenants",
         "actors/rollout/engine_lifecycle.py",
-        "                self._bring_adapters(actors)\n",
+        "                self._bring_adapters(actors, outcomes)\n",
         "",
         ("tests/e2e/test_adapter_failures.py::test_an_engine_that_is_killed_in_mid_push[keep_adapter]",),
         "a restarted engine would refuse every tenant",
@@ -173,8 +174,8 @@ FAULTS = [
     Fault(
         "the-version-that-is-served-is-dropped",
         "actors/sync/adapter_push.py",
-        "                    self._drop(engines, before.adapter, before.factors)\n",
-        "                    self._drop(engines, adapter, staged.factors)\n",
+        "                    self._drop(engines, before)\n",
+        "                    self._drop(engines, pushed)\n",
         (f"{_PUSHED}::test_tenants_in_one_batch_are_the_trainers_after_every_push",),
         "requests would fail after the second push of a tenant",
     ),
@@ -227,6 +228,46 @@ FAULTS = [
         '    if name := "":\n',
         (f"{_PUSHED}::test_what_an_engine_cannot_load_is_refused_and_the_version_before_serves_on",),
         "an engine would poison its prefix cache with NaN",
+    ),
+    Fault(
+        "shared-memory-written-to-while-engines-read-it",
+        "actors/rollout/adapter_memory.py",
+        "            if calls and ray.wait(",
+        "            if False and ray.wait(",
+        (f"{_MEMORY}::test_memory_is_used_again_once_every_engine_has_dropped_what_was_in_it",),
+        "an engine could load half of one version and half of the next",
+    ),
+    Fault(
+        "memory-of-a-push-that-failed-used-again",
+        "actors/rollout/adapter_memory.py",
+        "            if segment is not None:\n                segment.close()\n",
+        "            if segment is not None:\n                self._spare.append(segment)\n",
+        (f"{_MEMORY}::test_memory_that_somebody_may_write_to_is_not_used_again",),
+        "a rank that goes on after its driver gave up could write into the factors of a later push",
+    ),
+    Fault(
+        "shared-memory-never-given-back",
+        "actors/rollout/adapter_group.py",
+        "            self.adapter_memory.give_back(pushed.factors.segment.path, calls)\n",
+        "            pass\n",
+        (f"{_PUSHED}::test_tenants_in_one_batch_are_the_trainers_after_every_push",),
+        "every push would take more memory",
+    ),
+    Fault(
+        "versions-in-use-read-from-memory-of-later-ones",
+        "actors/rollout/vllm/adapters.py",
+        "factors={name: factor.clone() for name, factor in kept.factors.items()}",
+        "factors=kept.factors",
+        ("tests/e2e/test_adapter_turns.py::test_a_turn_that_waits_has_its_version_after_many_pushes",),
+        "a turn would be sampled with factors that were pushed after it was asked for",
+    ),
+    Fault(
+        "shared-factors-sent-to-another-host",
+        "actors/rollout/adapter_group.py",
+        "if not isinstance(pushed.factors, SharedFactors) or info.host == host_identity():",
+        "if True:",
+        (f"{_PUSHED}::test_an_adapter_goes_where_no_memory_is_shared",),
+        "an engine that starts on another host would not find its tenants",
     ),
     Fault(
         "half-of-what-kernels-read-is-compared",

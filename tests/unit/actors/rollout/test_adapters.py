@@ -13,7 +13,8 @@ from actors.rollout.adapter_group import AdapterGroup
 from actors.rollout.adapters import AdapterReceiver
 from actors.rollout.config import RolloutConfig
 from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
-from actors.wire.factors import PackedFactors
+from actors.wire.factors import PackedFactors, SharedFactors
+from actors.wire.segment import Segment, SharedSegment
 from rl_backend.contracts import BatchError, RLBackendError, RolloutError, WeightCheckError, WeightVersionError
 
 FACTORS = PackedFactors.of({"a": (torch.ones(2, 3), 1.0), "b": (torch.ones(3, 2), 2.0)}, "float32")
@@ -30,6 +31,7 @@ class Slots:
         self.most = most
         self.held: set[int] = set()
         self.kept: set[str] = set()
+        self.owned: set[str] = set()
         self.problem = self.digest = ""
         self.llm_engine = self
 
@@ -44,6 +46,9 @@ class Slots:
         if method == "keep_adapter":
             self.kept.add(args[0])
             self.digest = args[3]
+        elif method == "own_adapter":
+            assert args[0] in self.kept
+            self.owned.add(args[0])
         elif method == "forget_adapter":
             self.kept.remove(args[0])
         return [self.problem if method == "adapter_problem" else ""]
@@ -127,6 +132,23 @@ def test_an_adapter_is_dropped_when_the_last_request_that_samples_with_it_has_le
     assert engine._llm.held == {2} and engine._llm.kept == {new.path}
     with pytest.raises(RolloutError, match="engine 0 does not have a@1#1: push it"):
         engine._take_slot(old)
+
+
+def test_of_what_is_dropped_and_in_use_an_engine_has_its_own_copy_of_shared_factors(
+    engine: AdapterReceiver, in_use: dict[bool, set[AdapterVersion]]
+) -> None:
+    segment = SharedSegment(FACTORS.values.nbytes)
+    try:
+        shared = SharedFactors(Segment(str(segment.path), segment.nbytes), FACTORS.layout)
+        of_ray, idle, busy = version("a", 1), version("b", 2), version("c", 3)
+        for adapter, factors in ((of_ray, FACTORS), (idle, shared), (busy, shared)):
+            engine.push_adapter(adapter, factors, FACTORS.digest)
+        in_use[False] |= {of_ray, busy}
+        for adapter in (of_ray, idle, busy, busy):
+            engine.drop_adapter(adapter)
+        assert engine._llm.owned == {busy.path} and engine._llm.kept == {of_ray.path, busy.path}
+    finally:
+        segment.close()
 
 
 def test_what_the_kernels_do_not_hold_is_not_served(engine: AdapterReceiver) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from actors.rollout.adapters import AdapterReceiver
 from actors.rollout.config import RolloutConfig
 from actors.rollout.messages import AdapterVersion
 from actors.sync import canary
-from actors.sync.adapter_push import stage_adapter
+from actors.sync.adapter_push import describe_source, stage_adapter
 from actors.sync.canary import log_probs_of_trainer
 from actors.sync.push import WeightSync
 from actors.train.context import HandleRef, RankContext
-from actors.wire.factors import FactorMemory, PackedFactors, factor_digest
+from actors.wire.factors import FactorMemories, FactorMemory, PackedFactors, SharedFactors, factor_digest
+from actors.wire.segment import Segment, SharedSegment, host_identity
 from rl_backend.contracts import ConfigError, UnsupportedError, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime.native import NativeRuntime
@@ -55,9 +57,16 @@ def engine_of(model: Path, dtype: str) -> AdapterReceiver:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_adapter_is_the_same_to_the_bit_through_memory_and_through_a_directory(
-    context: RankContext, tenant: HandleRef, untied_model: Path, tmp_path: Path, dtype: str
+def test_an_adapter_is_the_same_to_the_bit_through_memory_shared_memory_and_a_directory(
+    context: RankContext,
+    tenant: HandleRef,
+    untied_model: Path,
+    tmp_path: Path,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Ray is not running, and only the name of its node is asked of it.
+    monkeypatch.setattr("actors.sync.adapter_push.ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "n"))
     through_memory = stage_adapter(context, tenant, dtype, None)
     through_a_directory = stage_adapter(context, tenant, dtype, (tmp_path, "key"))
     assert through_memory is not None and through_a_directory is not None
@@ -68,6 +77,23 @@ def test_an_adapter_is_the_same_to_the_bit_through_memory_and_through_a_director
     assert read.digest == factors.digest == in_memory.digest == in_a_directory.digest
     assert all(torch.equal(value, factors.tensors()[name]) for name, value in read.tensors().items())
     assert in_memory.nbytes == sum(value.nbytes for value in read.tensors().values())
+    source = describe_source(context, tenant, dtype)
+    assert source is not None and source.nbytes == in_memory.nbytes and source.host == host_identity()
+    segment = SharedSegment(source.nbytes)
+    try:
+        through_shared_memory = stage_adapter(context, tenant, dtype, Segment(str(segment.path), segment.nbytes))
+        assert through_shared_memory is not None and through_shared_memory.stored is None
+        staged = through_shared_memory.value
+        shared = SharedFactors(Segment(str(segment.path), segment.nbytes), staged.layout)
+        assert staged.digest == in_memory.digest and staged.nbytes == in_memory.nbytes
+        for found in (shared.tensors(FactorMemories()), shared.packed(FactorMemories(), staged.digest).tensors()):
+            assert list(found) == list(factors.tensors())
+            assert all(torch.equal(value, factors.tensors()[name]) for name, value in found.items())
+            assert factor_digest(found, found.values()) == staged.digest
+    finally:
+        segment.close()
+    gone = stage_adapter(context, tenant, dtype, Segment(str(segment.path), segment.nbytes))
+    assert gone is not None and isinstance(gone.stored, PackedFactors) and not gone.value.layout
 
 
 def test_tenants_of_any_size_are_staged_in_the_same_memory() -> None:
@@ -77,6 +103,12 @@ def test_tenants_of_any_size_are_staged_in_the_same_memory() -> None:
         for dtype in ("bfloat16", "float32"):
             packed = PackedFactors.pack({"a": values.shape}, [("a", values, 3.0)], dtype, memory)
             assert torch.equal(packed.tensors()["a"], (3.0 * values).to(getattr(torch, dtype)))
+
+
+def test_factors_of_an_odd_number_of_halves_fit_their_memory() -> None:
+    values = torch.randn(3, 1)
+    packed = PackedFactors.pack({"a": values.shape}, [("a", values, 1.0)], "bfloat16", FactorMemory(torch.empty(6).byte()))
+    assert torch.equal(packed.tensors()["a"], values.bfloat16())
 
 
 def test_a_digest_is_of_names_shapes_dtypes_and_all_values() -> None:

@@ -15,6 +15,7 @@ from rl_backend.weights.inspection import (
     device_checksum,
     has_non_finite,
     inspect_tensor,
+    is_zero,
     same_bytes,
     tensor_digest,
 )
@@ -198,6 +199,22 @@ def test_tensors_are_the_same_where_every_byte_is(dtype: torch.dtype) -> None:
         other[place] = -other[place]
         assert not same_bytes(tensor, other) and not same_bytes(other, tensor)
     assert not same_bytes(torch.zeros(2), -torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.uint8])
+@pytest.mark.parametrize("size", [1, 5, 640])
+def test_a_tensor_is_zero_where_every_byte_is(dtype: torch.dtype, size: int) -> None:
+    wide = torch.zeros(size, 3, dtype=dtype)
+    for tensor in (wide, wide[:, 1], wide[:0]):
+        assert is_zero(tensor)
+    wide[:, 0] = 1
+    assert is_zero(wide[:, 1:])
+    for place in {0, size // 2, size - 1}:
+        wide[place, 1] = 1
+        assert not is_zero(wide[:, 1:]) and not is_zero(wide[:, 1].clone()) and not is_zero(wide[:, 1])
+        wide[place, 1] = 0
+    full = torch.full((size,), 7, dtype=dtype)
+    assert not is_zero(full), "equal bytes that are not 0"
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.uint8, torch.int64])
