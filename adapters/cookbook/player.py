@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.contracts import BatchError, ConfigError, EpisodeEndError
+from rl_backend.data.rewards.pool import TimeLimitError
 from rl_backend.environment.calling import Caller
 from rl_backend.environment.episode import Stop
+from rl_backend.environment.playing import ended_by
 from rl_backend.environment.protocol import Result, Sampler
 
 MASKED = "parse_error_masked"
@@ -75,8 +77,15 @@ class CookbookPlayer:
         first = await self._call(env.initial_observation)
         if not isinstance(first, tuple):
             return Result(float(first.reward), _numbers(first.metrics), _stop(first.metrics))
-        observation, condition = first
         metrics: dict[str, float] = {}
+        try:
+            return await self._turns(env, first, sampler, metrics)
+        except (EpisodeEndError, TimeLimitError) as end:
+            return ended_by(end, metrics)
+
+    async def _turns(self, env: CookbookEnv, first: tuple[Any, Any], sampler: Sampler, metrics: dict[str, float]) -> Result:
+        """Adds to ``metrics`` what each step says."""
+        observation, condition = first
         while True:
             turn = await sampler.sample(observation.to_ints(), stop_token_ids=self._stop_ids(condition))
             step = await self._call(_step, env, list(turn.token_ids), turn.finish)

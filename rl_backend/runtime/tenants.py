@@ -26,7 +26,8 @@ from rl_backend.runtime.adaptable import RowGroups
 from rl_backend.runtime.engine import GuardedHandle
 from rl_backend.runtime.passes import PassRequest
 from rl_backend.runtime.router_replay import RouterReplay
-from rl_backend.runtime.tenant import TenantHandle, TenantOptimizer, require_tenant, step_tenants
+from rl_backend.runtime.tenant import TenantHandle, require_tenant, step_tenants
+from rl_backend.runtime.tenant_optimizer import TenantOptimizer
 from rl_backend.runtime.tenant_pass import LossOfTenants, PassTenants, agree_on_failures, results_of_tenants
 from rl_backend.runtime.tensor_atoms import TensorAtoms
 

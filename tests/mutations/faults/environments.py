@@ -146,6 +146,16 @@ FAULTS = [
         "curves would be of the episodes that ended well alone",
     ),
     Fault(
+        "metrics-of-the-cookbook-lost-at-a-limit",
+        "adapters/cookbook/player.py",
+        "            return ended_by(end, metrics)\n",
+        "            return ended_by(end)\n",
+        (
+            "tests/unit/adapters/cookbook/test_cookbook_player.py::test_an_episode_that_a_limit_ends_has_the_metrics_of_its_turns",
+        ),
+        "curves would be of the episodes that ended well alone",
+    ),
+    Fault(
         "late-environment-left-open",
         f"{_ENVIRONMENT}/calling.py",
         "        elif raised is None:\n            self._late()\n",

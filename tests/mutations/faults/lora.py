@@ -46,7 +46,7 @@ FAULTS = [
     ),
     Fault(
         "tensor-parallel-parts-of-a-gradient-not-added",
-        "rl_backend/runtime/tenant.py",
+        "rl_backend/runtime/tenant_optimizer.py",
         "if section.summed and tensor is not None and tensor.size() > 1:",
         "if section.summed and tensor is not None and tensor.size() > 9:",
         (f"{_LAYOUTS}[native-tp2]",),
@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "gradients-not-averaged-over-data-parallel-ranks",
-        "rl_backend/runtime/tenant.py",
+        "rl_backend/runtime/tenant_optimizer.py",
         "            self._rows.gradients.div_(self.groups.dp_size)\n",
         "            pass\n",
         (f"{_LAYOUTS}[native-dp2]",),

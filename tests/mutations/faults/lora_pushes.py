@@ -266,7 +266,7 @@ FAULTS = [
         "actors/rollout/adapter_group.py",
         "if not isinstance(pushed.factors, SharedFactors) or info.host == host_identity():",
         "if True:",
-        (f"{_PUSHED}::test_an_adapter_goes_where_no_memory_is_shared",),
+        ("tests/e2e/test_adapter_transports.py::test_an_adapter_goes_where_no_memory_is_shared",),
         "an engine that starts on another host would not find its tenants",
     ),
     Fault(

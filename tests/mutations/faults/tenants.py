@@ -118,7 +118,7 @@ FAULTS = [
     ),
     Fault(
         "gradients-of-a-step-kept-for-the-next",
-        "rl_backend/runtime/tenant.py",
+        "rl_backend/runtime/tenant_optimizer.py",
         "        self._rows.gradients.zero_()\n",
         "        pass\n",
         (f"{_PEFT}::test_tenants_in_one_batch_train_as_peft_does_one_by_one[qwen3]",),
@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "gradients-added-up-again-by-a-step",
-        "rl_backend/runtime/tenant.py",
+        "rl_backend/runtime/tenant_optimizer.py",
         "        if self._reduced:\n            return\n",
         "",
         (f"{_LAYOUTS}[native-tp2]",),

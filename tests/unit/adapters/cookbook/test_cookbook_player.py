@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adapters.cookbook import CookbookPlayer
-from rl_backend.environment import Episode, play_episode
+from rl_backend.environment import Episode, Limits, play_episode
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.libraries import cookbook
 from tests.support.token_sources import RandomSource, WrittenSource
@@ -55,9 +55,9 @@ class Counting:
         return StepResult(0.25, done, Ids(self.ids if not self.row.get("empty") else []), [7], metrics)
 
 
-def play(row: dict[str, Any], source: Any = None) -> Episode:
-    player = CookbookPlayer(Counting, TOKENIZER)
-    return asyncio.run(play_episode(player, row, source or RandomSource(context_tokens=4096), sampling_seed=1, seed=5))
+def play(row: dict[str, Any], source: Any = None, **limits: Any) -> Episode:
+    player, source = CookbookPlayer(Counting, TOKENIZER), source or RandomSource(context_tokens=4096)
+    return asyncio.run(play_episode(player, row, source, sampling_seed=1, seed=5, limits=Limits(**limits)))
 
 
 def test_observations_that_continue_are_one_segment_and_masked_turns_are_not_trained() -> None:
@@ -73,6 +73,12 @@ def test_observations_that_continue_are_one_segment_and_masked_turns_are_not_tra
     assert sum(segment.sampled) == sum(len(turn.token_ids) for turn in others)
     assert not any(segment.sampled[: 1 + len(first.token_ids)])
     assert len(play({"turns": 3, "keeps": False}).segments) == 3
+
+
+def test_an_episode_that_a_limit_ends_has_the_metrics_of_its_turns() -> None:
+    episode = play({"turns": 9}, turns=2)
+    assert (episode.stop, len(episode.turns), episode.error) == ("turns", 2, "limits.turns=2")
+    assert episode.metrics["parse_error_masked"] == 1.0 and episode.reward == 0.5
 
 
 def test_a_prompt_that_is_too_long_ends_the_episode_with_its_reward() -> None:
