@@ -48,8 +48,6 @@ class PPOConfig(RLConfig):
         "run_dir": "runs/ppo",
         "prompts_per_step": 256,
         "sampling.n": 1,
-        "loss.clip_ratio_low": 0.2,
-        "loss.clip_ratio_high": 0.2,
     }
 
     help_groups: ClassVar[Mapping[str, Sequence[str]]] = {"model": ("critic_model",), "layout": ("groups",)}

@@ -131,7 +131,11 @@ def load_data(config: SFTConfig) -> tuple[Examples[list[TokenSequence]], list[To
     if len(examples) < config.batch_size and not config.epochs:
         problem = f"{config.dataset} has {len(examples)} examples; use at most that"
         raise ConfigError.of("SFTConfig.batch_size", config.batch_size, problem)
-    return examples, list(chain(*load(config.eval_dataset, held_out=True))) if config.eval_dataset else []
+    held_out = list(chain(*load(config.eval_dataset, held_out=True))) if config.eval_dataset else []
+    if 0 < len(held_out) < config.data_parallel_size:
+        problem = f"{len(held_out)} sequences for {config.data_parallel_size} data-parallel ranks, each of which needs one"
+        raise ConfigError.of("SFTConfig.eval_dataset", config.eval_dataset, f"{problem}; use more, or leave it out")
+    return examples, held_out
 
 
 def held_out_metrics(model: GroupModel, sequences: Sequence[TokenSequence]) -> dict[str, float]:

@@ -73,6 +73,10 @@ class TenantsConfig(UserConfig):
         **UserConfig.follows,
         "rollout.max_adapters": Follows(lambda config: len(config.users)),
         "rollout.max_adapter_rank": Follows(lambda config: max(user.lora.rank for user in config.each().values())),
+        "rollout.load_tokenizer": Follows(
+            lambda config: any(user.filled("rollout").load_tokenizer for user in config.each().values()),
+            "follows from stop_strings; leave it out",
+        ),
     }
 
     help_groups: ClassVar[Mapping[str, Sequence[str]]] = {"users": ("users",)}
@@ -85,11 +89,11 @@ class TenantsConfig(UserConfig):
     @model_validator(mode="after")
     def _check_users(self) -> Self:
         for name, user in self.each().items():
-            if user.longest_sequence > self.rollout.max_model_len:
+            if user.longest_sampled > self.rollout.max_model_len:
                 raise ConfigError.of(
                     "TenantsConfig.rollout.max_model_len",
                     self.rollout.max_model_len,
-                    f"user {name!r} has sequences of up to {user.longest_sequence} tokens; set it for all",
+                    f"user {name!r} has sequences of up to {user.longest_sampled} tokens; set it for all",
                 )
         return self
 

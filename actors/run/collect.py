@@ -7,24 +7,22 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from actors.rollout.config import SamplingConfig
 from actors.rollout.sample import Sample
 from actors.rollout.stream import SampledBatch, SampleStream
 from actors.run.clock import Clock
+from actors.run.ends import Ends
 from actors.run.eval_sets import HeldOutSet, load_held_out
 from actors.run.reward_scores import begin_scoring, load_scorer
 from actors.run.rl_config import RLConfig
-from actors.run.state import read_object
 from actors.run.versions import VersionedCollector
 from actors.run.vital_signs import sample_metrics
 from actors.train.model import require_experts, require_known_end
 from rl_backend.algorithm import groups_with_signal
 from rl_backend.contracts import ConfigError, RewardError
-from rl_backend.data.chat import turn_end
-from rl_backend.data.prompts import Prompt, as_messages, endless_batches, load_prompts, load_tokenizer
+from rl_backend.data.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
 from rl_backend.data.rewards import RewardScorer, Score, Scoring, reward_metrics
 
 
@@ -63,7 +61,7 @@ def load_inputs(config: RLConfig) -> Inputs:
         require_answer=reward.needs_ground_truth,
     )
     prompts = load(config.dataset)
-    held_out = load_held_out(config.eval_sets, config.eval_sampling, load, stop_token_ids(config.model, tokenizer))
+    held_out = load_held_out(config.eval_sets, config.eval_sampling, load, Ends(config.model, tokenizer, config.data))
     if len(prompts) < config.prompts_per_step:
         raise ConfigError.of(
             f"{type(config).__name__}.prompts_per_step",
@@ -76,49 +74,9 @@ def load_inputs(config: RLConfig) -> Inputs:
         prompts=prompts,
         held_out=held_out,
         batches=endless_batches(prompts, config.prompts_per_step, config.seed),
-        sampling=config.sampling.replace(
-            stop_token_ids=tuple(
-                dict.fromkeys(
-                    [
-                        *config.sampling.stop_token_ids,
-                        *stop_token_ids(config.model, tokenizer),
-                        *_turn_ends(prompts[0], tokenizer, config),
-                    ]
-                )
-            )
-        ),
+        sampling=Ends(config.model, tokenizer, config.data)(config.sampling, prompts[0], config.dataset),
         notes=tuple(note for note in (prompts.note, *(each.note for each in held_out)) if note),
     )
-
-
-def _turn_ends(prompt: Prompt, tokenizer: Any, config: RLConfig) -> list[int]:
-    """What ends an answer to messages by the chat template, which SFT trains; nothing for texts."""
-    messages = as_messages(prompt.example.prompt, config.data, config.dataset)
-    if messages is None:
-        return []
-    end = turn_end(messages, tokenizer, chat_template_kwargs=config.data.chat_template_kwargs)
-    return [] if end is None else [end]
-
-
-def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
-    """What ends a response: the tokenizer's end-of-text token and those that ``generation_config.json`` names.
-
-    Chat models end a turn with a different token from a text.
-
-    Raises:
-        ConfigError: that file is damaged.
-    """
-    path = Path(model) / "generation_config.json"
-    try:
-        named = read_object(path).get("eos_token_id") if path.exists() else None
-        ids = named if isinstance(named, list) else [] if named is None else [named]
-        if not all(type(token) is int for token in ids):
-            raise ValueError(f"eos_token_id={named!r}, expected a token id or a list of them")
-    except (OSError, ValueError) as error:
-        raise ConfigError.of(
-            "model", model, f"generation_config.json cannot be used: {error}; repair or remove it"
-        ) from None
-    return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))
 
 
 @dataclass(frozen=True)

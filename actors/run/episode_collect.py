@@ -104,7 +104,7 @@ class EpisodeCollector(VersionedCollector[EpisodeBatch]):
         failed = [episode for episode in _played(batch) if episode.stop in FAILED]
         failures = [f"{episode.stop} after {len(episode.turns)} turns: {episode.error}" for episode in failed]
         kept = [(row, group.episodes) for row, group in zip(batch.prompts, batch.samples, strict=True) if group.episodes]
-        if not any(episode.segments for _, episodes in kept for episode in episodes):
+        if not any(_is_trained(episode) for _, episodes in kept for episode in episodes):
             such = f", such as: {failures[0]}" if failures else ""
             raise EpisodeFailedError(f"step {step}: no episode of the step has a turn to train on{such}")
         groups = (
@@ -145,9 +145,14 @@ class EpisodeCollector(VersionedCollector[EpisodeBatch]):
 
 
 def _all_cut(batch: DrawnBatch[Row, Group]) -> bool:
-    """Whether all episodes that have a turn were cut off."""
-    episodes = [episode for group in batch.samples for episode in group.episodes if episode.segments]
+    """Whether all episodes that have a turn to train on were cut off."""
+    episodes = [episode for group in batch.samples for episode in group.episodes if _is_trained(episode)]
     return bool(episodes) and all(map(is_cut, episodes))
+
+
+def _is_trained(episode: Episode) -> bool:
+    """Whether it has a token to train on: a turn that no environment has left out."""
+    return any(any(segment.sampled) for segment in episode.segments)
 
 
 def _played(batch: DrawnBatch[Row, Group]) -> Iterator[Episode]:

@@ -141,7 +141,7 @@ class EpisodeConfig(SampledConfig):
         if self.sampling.max_new_tokens >= self.limits.episode_tokens:
             problem = f"max_episode_tokens={self.limits.episode_tokens} must hold a prompt and a turn; use less"
             raise ConfigError.of(f"{name}.max_response_tokens", self.sampling.max_new_tokens, problem)
-        if self.least_episodes > self.sampling.n:
+        if self.on_episode_failure == "drop" and self.least_episodes > self.sampling.n:
             problem = f"a group has samples_per_prompt={self.sampling.n} episodes; use at most that"
             raise ConfigError.of(f"{name}.least_episodes", self.least_episodes, problem)
         return self

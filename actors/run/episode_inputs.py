@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actors.run.collect import stop_token_ids
+from actors.run.ends import stop_token_ids
 from actors.run.episode_config import EpisodeConfig
 from actors.run.episode_stream import Row
 from actors.run.eval_sets import HeldOutSet

@@ -151,19 +151,19 @@ def load_held_out(
     sets: Mapping[str, EvalSet],
     sampling: Mapping[str, SamplingConfig],
     load: Callable[..., Examples[Prompt]],
-    ends: Sequence[int],
+    ends: Callable[[SamplingConfig, Prompt, str], SamplingConfig],
 ) -> list[HeldOutSet]:
     """Reads held-out sets; raises as :func:`~rl_backend.data.prompts.load_prompts`.
 
     Args:
         sampling: of each set.
         load: as :func:`~rl_backend.data.prompts.load_prompts`, of path and ``held_out``.
-        ends: end-of-text tokens.
+        ends: what ends a response, as :class:`~actors.run.ends.Ends`.
     """
     found = []
     for name, each in sets.items():
-        how = sampling[name].replace(stop_token_ids=(*sampling[name].stop_token_ids, *ends))
         prompts = load(each.path, held_out=True)
+        how = ends(sampling[name], prompts[0], each.path)
         pass_at = tuple(dict.fromkeys((1, how.n))) if each.pass_at is None else each.pass_at
         threshold = 1.0 if each.pass_threshold is None else each.pass_threshold
         found.append(HeldOutSet(name, prompts, how, pass_at, threshold, prompts.note))

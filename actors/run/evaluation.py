@@ -16,9 +16,9 @@ from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group import RolloutGroup
 from actors.rollout.lengths import more_than, positions_of
 from actors.rollout.placement import with_share
-from actors.run.collect import stop_token_ids
 from actors.run.console import Phases
 from actors.run.dtype import ChosenDtype, resolve_dtype
+from actors.run.ends import Ends
 from actors.run.eval_sets import EvalDatasets, EvalSet, load_held_out, sets_by_name
 from actors.run.held_out import HeldOutResult, answer
 from actors.run.lengths import fitted_lengths
@@ -122,10 +122,10 @@ class EvalConfig(Options):
     @property
     def eval_sampling(self) -> dict[str, SamplingConfig]:
         """How each set is answered."""
-        one = self.sampling
-        several = one if one.temperature or self.gives("sampling.temperature") else one.replace(temperature=1.0)
+        one, given = self.sampling, self.gives("sampling.temperature")
+        several = one if one.temperature or given else one.replace(temperature=1.0)
         sets = self.eval_sets.items()
-        return {name: each.sampling(several if each.n != 1 else one, greedy=False) for name, each in sets}
+        return {name: each.sampling(several if each.n != 1 else one, greedy=not given) for name, each in sets}
 
     @property
     def longest_sequence(self) -> int:
@@ -165,7 +165,7 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
     )
     phases, engines = Phases(), config.rollout.num_engines
     with phases.phase("data", f"reading {count(len(config.eval_sets), 'held-out set')}"):
-        sets = load_held_out(config.eval_sets, config.eval_sampling, load, stop_token_ids(config.model, tokenizer))
+        sets = load_held_out(config.eval_sets, config.eval_sampling, load, Ends(config.model, tokenizer, config.data))
     with ExitStack() as stack:
         stack.callback(reward.close)
         if rollout is None:

@@ -13,8 +13,9 @@ from pydantic import Field
 
 from actors import Sample
 from actors.cluster.placement import gpus_each
-from actors.run.collect import TrainingBatch, load_inputs, stop_token_ids
+from actors.run.collect import TrainingBatch, load_inputs
 from actors.run.command_line import parse_config
+from actors.run.ends import stop_token_ids
 from actors.run.folder import RunFolder
 from actors.run.reward_scores import score
 from examples.demo.__main__ import RECIPES, Algorithm, DemoConfig, demo_settings
@@ -214,10 +215,12 @@ def test_a_response_to_messages_ends_where_the_chat_template_ends_a_turn(tmp_pat
     (tmp_path / "rewards.py").write_text("def any_of(**facts): return 1.0\n")
     ends = {}
     for name in ("chat", "text"):
-        options: dict[str, Any] = {"dataset": f"{tmp_path}/{name}.jsonl", "reward": f"{tmp_path}/rewards.py:any_of"}
+        path = f"{tmp_path}/{name}.jsonl"
+        options: dict[str, Any] = {"dataset": path, "eval_dataset": path, "reward": f"{tmp_path}/rewards.py:any_of"}
         sizes = {"prompts_per_step": 1, "max_prompt_tokens": 64, "max_response_tokens": 64}
         inputs = load_inputs(GRPOConfig(model=str(tmp_path / "model"), **sizes, **options))
         ends[name] = tokenizer.decode(inputs.sampling.stop_token_ids)
+        assert inputs.held_out[0].sampling.stop_token_ids == inputs.sampling.stop_token_ids
     assert ends == {"chat": "</s><|im_end|>", "text": "</s>"}
 
 
@@ -229,6 +232,14 @@ def test_options_of_data_have_short_names_and_are_read_from_the_command_line() -
         chat_template_kwargs={"enable_thinking": False}, too_long="cut", prompt_column="question"
     )
     assert GRPOConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_loss_of_ppo_clips_as_it_does_elsewhere() -> None:
+    options = {"model": "m", "dataset": "d", "reward": "r"}
+    for name in ("grpo", "gspo", "cispo"):
+        assert "clip_ratio_low" not in PPOConfig(**options, **{"loss.name": name}).actor_loss().keywords
+    asked = PPOConfig(**options, **{"loss.name": "gspo", "loss.clip_ratio_low": 0.1}).actor_loss()
+    assert asked.keywords["clip_ratio_low"] == 0.1
 
 
 def test_ppo_needs_steps_in_which_the_actor_is_trained() -> None:

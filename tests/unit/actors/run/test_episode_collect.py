@@ -41,6 +41,9 @@ async def player(row: Mapping[str, Any], sampler: Sampler) -> Result:
         if row.get("hangs"):
             await asyncio.Event().wait()
         sampler.reward(first.token_ids[0] / 100)
+        if row.get("left_out"):
+            sampler.leave_out()
+            return Result(stop="done")
         await sampler.sample([1, row["task"], *first.token_ids, 9], max_tokens=2)
         return Result(metrics={"won": float(first.token_ids[0] > 25)}, stop="turns" if row.get("cut") else "done")
     finally:
@@ -150,6 +153,20 @@ def test_a_batch_whose_episodes_were_all_cut_off_is_passed_over_where_they_are_m
         EpisodeFailedError, match=r"in 10 batches in a row; raise the limits, such as max_turns, or set trunc"
     ):
         collector(10).collect(1, Clock())
+
+
+def test_episodes_whose_turns_are_all_left_out_have_nothing_to_train_on() -> None:
+    with pytest.raises(EpisodeFailedError, match=r"no episode of the step has a turn to train on$"):
+        collector_of(settings(), left_out=True).collect(1, Clock())
+    told: list[str] = []
+    # The first batch has episodes that were cut off, and others without a trained turn.
+    batches = (
+        [{"task": each, "cut": number == 0, "left_out": number + each == 0} for each in range(3)] for number in count()
+    )
+    stream = EpisodeStream(player, RandomSource(version=1), PlayOptions(), batches, n=4, seed=5, ahead=0)
+    collector = EpisodeCollector(settings(truncated="mask"), stream, on_skipped=told.append)
+    collector.pushed(1, 0)
+    assert collector.collect(1, Clock()).metrics["batches_cut_off"] == 1 and len(told) == 1
 
 
 def test_shuffled_rewards_are_the_same_rewards_on_other_episodes() -> None:
@@ -279,6 +296,13 @@ def test_metrics_of_an_environment_replace_none_of_every_episodes() -> None:
 def test_options_that_cannot_work_are_refused(options: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(**options)
+
+
+def test_single_episodes_need_no_number_that_only_groups_have() -> None:
+    for on_failure in ("stop", "zero"):
+        assert settings(samples_per_prompt=1, on_episode_failure=on_failure).least_episodes == 2
+    with pytest.raises(ConfigError, match="a group has samples_per_prompt=1 episodes; use at most that"):
+        settings(samples_per_prompt=1)
 
 
 def test_lengths_follow_from_one_another() -> None:

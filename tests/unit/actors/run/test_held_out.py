@@ -240,6 +240,8 @@ def test_an_evaluation_alone_has_options_for_all_sets_that_each_may_replace() ->
     mixed = of_evaluation("--eval-dataset", sets, "--pass-threshold", "2")
     assert [(each.n, each.temperature) for each in mixed.eval_sampling.values()] == [(4, 1.0), (1, 0.0)]
     assert [each.pass_threshold for each in mixed.eval_sets.values()] == [0.5, 2.0]
+    one = of_evaluation("--eval-dataset", '{"a": {"path": "x", "n": 1}, "b": "y"}', "--samples-per-prompt", "8")
+    assert [(each.n, each.temperature) for each in one.eval_sampling.values()] == [(1, 0.0), (8, 1.0)]
     with pytest.raises(ConfigError, match="--eval-dataset"):
         of_evaluation()
     with pytest.raises(ConfigError, match=r"^--reward: required field is missing$"):

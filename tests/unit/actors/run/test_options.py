@@ -369,6 +369,9 @@ def test_a_user_has_the_options_of_all_and_its_own() -> None:
     engines = config.rollout_config(ClusterShare(1, 1, 0))
     assert (engines.max_adapters, engines.max_adapter_rank, engines.max_model_len) == (2, 16, 1024)
     assert TenantsConfig.model_validate_json(config.model_dump_json()) == config
+    assert not config.filled("rollout").load_tokenizer
+    stops = read("--users", '{"ann": {}, "bob": {"stop_strings": ["END"]}}', kind=TenantsConfig)
+    assert stops.filled("rollout").load_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -381,6 +384,10 @@ def test_a_user_has_the_options_of_all_and_its_own() -> None:
         ('{"a": {"run_dir": "y"}}', "user 'a': UserConfig.run_dir='y': is run_dir/a; leave it out"),
         ('{"a": {"lora.push": "merged"}}', "users share engines; push adapters"),
         ('{"a": {"max_response_tokens": 600}}', "--rollout.max_model_len=1024: user 'a' has sequences of up to 1112 tokens"),
+        (
+            '{"a": {"eval_dataset": {"h": {"path": "p", "max_new_tokens": 900}}}}',
+            "--rollout.max_model_len=1024: user 'a' has sequences of up to 1412 tokens",
+        ),
         ('{"a": {"loss": "gspo"}}', "is loss.name now; set that"),
     ],
 )

@@ -262,6 +262,10 @@ def test_supervised_sequences_fit_the_model_and_a_batch(options: dict[str, Any],
         train_sft(SFTConfig(**{**options, "dataset": str(data)}))
     with pytest.raises(ConfigError, match=r"SFTConfig\.batch_size=9000: \S+ has 64 examples; use at most that"):
         train_sft(SFTConfig(**options, batch_size=9000))
+    held_out = tmp_path / "few.jsonl"
+    held_out.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    with pytest.raises(ConfigError, match=r"SFTConfig\.eval_dataset=\S+: 1 sequences for 2 data-parallel ranks"):
+        train_sft(SFTConfig(**{**options, "ranks": 2, "eval_dataset": str(held_out)}))
     assert not ray.is_initialized()
 
 
