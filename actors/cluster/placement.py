@@ -83,7 +83,11 @@ def reserve(
         raise ConfigError.of("placement", strategy, "expected 'pack' or 'spread'")
     bundle: dict[str, float] = {"CPU": cores_per_rank, **({"GPU": gpus_per_rank} if gpus_per_rank else {})}
     group = reserve_bundles(f"training group {name!r}", "rank", bundle, num_ranks, strategy, timeout, name=name)
-    return Reservation(group, _slots(group, num_ranks))
+    try:
+        return Reservation(group, _slots(group, num_ranks))
+    except BaseException:
+        remove_placement_group(group)
+        raise
 
 
 def reserve_bundles(
@@ -98,19 +102,24 @@ def reserve_bundles(
 ) -> PlacementGroup:
     """Reserves ``count`` equal bundles, one for each ``member`` of ``asker``; raises as :func:`reserve`."""
     group = placement_group([bundle] * count, strategy=strategy.upper(), name=name)
-    if not group.wait(timeout):
+    try:
+        if group.wait(timeout):
+            return group
         free, total = ray.available_resources(), ray.cluster_resources()
+    except BaseException:
+        # Ray would grant it one day, and nobody could give it back.
         remove_placement_group(group)
-        raise UnsupportedError(
-            f"{asker} asks for {count} {member}s with {_amounts(bundle)} each, together "
-            f"{_amounts({kind: count * amount for kind, amount in bundle.items()})}; after {timeout:g} s the cluster "
-            f"has {_amounts(free)} free of {_amounts(total)}, in {_describe_nodes()} (a {member} must fit into one node); "
-            "free some, add nodes, or ask for less",
-            asked={kind: count * amount for kind, amount in bundle.items()},
-            free={kind: free.get(kind, 0.0) for kind in ("CPU", "GPU")},
-            total={kind: total.get(kind, 0.0) for kind in ("CPU", "GPU")},
-        )
-    return group
+        raise
+    remove_placement_group(group)
+    raise UnsupportedError(
+        f"{asker} asks for {count} {member}s with {_amounts(bundle)} each, together "
+        f"{_amounts({kind: count * amount for kind, amount in bundle.items()})}; after {timeout:g} s the cluster "
+        f"has {_amounts(free)} free of {_amounts(total)}, in {_describe_nodes()} (a {member} must fit into one node); "
+        "free some, add nodes, or ask for less",
+        asked={kind: count * amount for kind, amount in bundle.items()},
+        free={kind: free.get(kind, 0.0) for kind in ("CPU", "GPU")},
+        total={kind: total.get(kind, 0.0) for kind in ("CPU", "GPU")},
+    )
 
 
 def living_nodes() -> list[dict[str, Any]]:

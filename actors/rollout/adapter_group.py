@@ -24,6 +24,7 @@ class AdapterGroup(EngineSet):
 
     Attributes:
         base_pushes: of weights to these engines, by which adapters know that what they stand beside has changed.
+        last_sync: key of the last push of weights, whichever way they took.
         adapter_memory: where pushes leave factors for engines on this process's host.
     """
 
@@ -32,7 +33,7 @@ class AdapterGroup(EngineSet):
         self._changing = threading.Lock()
         self._adapters: dict[str, PushedAdapter] = {}
         self.adapter_memory = AdapterMemory()
-        self._merged = ""
+        self._merged = self.last_sync = ""
         self.base_pushes = 0
 
     @property

@@ -156,7 +156,8 @@ class RolloutEngine(TurnServer):
             problem = "sleeps at level 2, which drops the weights of turns that pause; ask again after the next push"
             self._loop.drop(RolloutError(f"{self._name} {problem}", engine=self._name))
         self._loop.call(self._unload_all)
-        self._vllm_call(self._llm.sleep, level=level)
+        # Turns that pause stay vLLM's requests. Their keys and values have been dropped.
+        self._vllm_call(self._llm.sleep, level=level, mode="keep")
         self._state = "asleep"
         if level == 2:
             self._version, self._require_push = UNVERSIONED, True
@@ -166,7 +167,8 @@ class RolloutEngine(TurnServer):
         self._check_sleep_mode()
         self._vllm_call(self._llm.wake_up)
         self._state = "serving"
-        self._loop.release()
+        if not self._lacks_weights:  # else turns that have not begun go on waiting, for the push
+            self._loop.release()
 
     def _sample(
         self, requests: Sequence[Request], sampling: SamplingConfig, adapters: Sequence[AdapterVersion | None]

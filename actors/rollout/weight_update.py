@@ -74,9 +74,12 @@ class WeightReceiver(VllmInProcess):
             self._drop_own_segment()
 
     def forget_segment(self, path: str) -> None:
-        """Drops the mapping of a segment that its owner is about to remove."""
+        """Drops the mappings of a segment that its owner is about to remove, here and in the workers."""
         if self._mapped is not None and self._mapped.path == path:
             self._mapped = self._buffer = self._verified = None
+            if self._staged_in_workers:
+                self._staged_in_workers = False
+                self._vllm_call(self._llm.collective_rpc, "forget_staged")
 
     def verify_part(self, push: str, part: WeightManifest, segment: Segment) -> None:
         """Checks tensors that a push has staged, while its trainer stages those that come after them.
@@ -212,9 +215,9 @@ class WeightReceiver(VllmInProcess):
 
     def _drop_own_segment(self) -> None:
         if self._own_segment is not None:
-            self.forget_segment(str(self._own_segment.path))
-            self._own_segment.close()
-            self._own_segment = None
+            segment, self._own_segment = self._own_segment, None
+            segment.close()
+            self.forget_segment(str(segment.path))
 
     def _start_weight_update(self) -> None:
         # Keys and values of the old weights would be reused for equal prefixes.

@@ -137,6 +137,9 @@ class WeightSync:
             clock.version = plan.version
             transport = self._choose(plan, rollout)
             transport.check(plan, rollout)
+            if self._rollout.last_sync != self._key and isinstance(transport, StreamingTransport):
+                transport.reconnect()
+            self._rollout.last_sync = self._key
         if isinstance(transport, StagedTransport):
             engines = self._push_staged(transport, plan, rollout, clock)
         elif isinstance(transport, StreamingTransport):

@@ -89,6 +89,24 @@ def test_the_segment_and_its_mappings_are_the_same_in_the_next_push(
     assert_serves(group, trainer, trainer.source.version)
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_a_weight_sync_that_is_closed_leaves_no_memory_behind(
+    group: RolloutGroup, trainer: ReferenceTrainer, transport: Any
+) -> None:
+    processes = [os.getpid(), *(info.pid for info in group.infos.values())]
+
+    def mapped() -> set[str]:
+        lines = [line for pid in processes for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+        return {line.split()[5] for line in lines if str(DIRECTORY / "rl_backend_weights") in line}
+
+    before = mapped()
+    with WeightSync(trainer.source, group, transport=transport) as sync:
+        sync.push()
+        assert mapped() - before
+    assert_serves(group, trainer, trainer.source.version)  # after what closing has asked of the engines
+    assert not mapped() - before
+
+
 @pytest.mark.parametrize("place", [0, 5, -1])
 def test_a_byte_that_changes_once_its_tensor_is_staged_is_found_before_anything_is_loaded(
     place: int, group: RolloutGroup, trainer: ReferenceTrainer, monkeypatch: pytest.MonkeyPatch

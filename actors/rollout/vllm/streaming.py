@@ -1,8 +1,8 @@
 """vLLM's NCCL and CUDA IPC receivers, with every bucket checked before it is loaded. Has not been run: needs CUDA.
 
-A bucket with NaN or infinity is not loaded, and nothing after it; the rest is still received, because the sender waits for
-it. Checksums of what was received are compared with the sender's after the last bucket. Either failure leaves the engine
-dirty.
+A bucket with NaN or infinity, or one that vLLM's loaders refuse, is not loaded, and nothing after it; the rest is still
+received, because the sender waits for it. Checksums of what was received are compared with the sender's after the last
+bucket. Each of these failures leaves the engine dirty.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class CheckedLoad:
         self._model = model
         self._received: dict[str, Tensor] = {}
         self._non_finite: list[str] = []
+        self._refused: Exception | None = None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads one bucket, unless it or an earlier one is damaged."""
@@ -46,11 +47,18 @@ class CheckedLoad:
             self._received[name] = device_checksum(tensor)
             if has_non_finite(tensor):
                 self._non_finite.append(name)
-        if not self._non_finite:
+        if self._non_finite or self._refused is not None:
+            return
+        try:
             self._model.load_weights(bucket)
+        except Exception as error:  # noqa: BLE001, raised by `confirm`: an error here would leave the sender waiting
+            self._refused = error
 
     def confirm(self, checksums: dict[str, int]) -> None:
         """Raises :class:`~rl_backend.contracts.WeightSyncError` unless all that was sent arrived, unchanged and finite."""
+        if self._refused is not None:
+            problem = f"vLLM could not load them: {type(self._refused).__name__}: {self._refused}"
+            raise WeightSyncError(problem) from self._refused
         if self._non_finite:
             raise WeightSyncError(f"weights hold NaN or infinity: {', '.join(self._non_finite[:8])}")
         received = {name: int(checksum) for name, checksum in self._received.items()}

@@ -146,6 +146,8 @@ class SwitchingWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo,
 class WorkerExtension(AdapterSlots):
     """Methods added to vLLM's worker."""
 
+    weight_transfer_engine: Any
+
     def describe_parameters(self, checkpoint: Sequence[str]) -> EngineParameters:
         """The model's parameters and what vLLM calls the tensors of a checkpoint."""
         model: torch.nn.Module = self.model_runner.get_model()
@@ -156,6 +158,10 @@ class WorkerExtension(AdapterSlots):
             dict(getattr(model, "packed_modules_mapping", {})),
             {name: mapper._map_name(name) if mapper else name for name in checkpoint},
         )
+
+    def forget_staged(self) -> None:
+        """Drops the mapping of a staging segment."""
+        self.weight_transfer_engine.shutdown()
 
     def state_dtypes(self) -> list[str]:
         """Of the recurrent states of every layer that has one."""

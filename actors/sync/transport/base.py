@@ -103,6 +103,10 @@ class StreamingTransport(Transport):
         """Brings ranks and living engines together; called before every push."""
 
     @abstractmethod
+    def reconnect(self) -> None:
+        """Another push has reached the engines since: they receive from that one, until :meth:`connect`."""
+
+    @abstractmethod
     def send(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[str, Any]:
         """Sends all weights; returns the last message for every engine's ``update``, by which it confirms them."""
 

@@ -46,9 +46,10 @@ class GlooTransport(StagedTransport):
     def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
         self._key = plan.key
         layout, nbytes = plan_layout(plan.infos)
-        self._connect(train, rollout)
+        # First what waits for engines that sample: the source rank waits for them to connect for a short time alone.
         segments = rollout.call("make_segment", nbytes)
         raise_failures(segments)
+        self._connect(train, rollout)
         receiving = rollout.start_call("receive", plan.key, WeightManifest(version=plan.version, tensors=layout))
         try:
             sent = train.run_on_ranks(broadcast_weights, plan)

@@ -94,13 +94,23 @@ class ExportSource:
         return [ParamMeta(info.name, dtype_from_name(info.dtype), info.shape) for info in self.plan.infos]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        self.checksums = {}
+        self.checksums, stream = {}, _present_stream()
         for info, tensor in as_announced(self.plan.infos, export(self.context, self.plan)):
-            # vLLM packs several tensors before it sends them, the export may reuse one for the next.
-            whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+            # vLLM packs several tensors before it sends them, the export may reuse one for the next. It sends from a device.
+            device = tensor.device if stream is None else stream.device
+            whole = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
             if self.context.rank == SOURCE_RANK:
                 self.checksums[info.name] = device_checksum(whole)
             yield info.name, whole
+            before, stream = stream, _present_stream()
+            if before is not None and stream != before:
+                # vLLM asks for a bucket's tensors on one stream and for the next bucket's on another, and what the export
+                # has begun on the one, such as a gather of several tensors, it goes on with on the other.
+                before.synchronize()
+
+
+def _present_stream() -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 
 class VllmStreamingTransport(StreamingTransport):
@@ -132,6 +142,9 @@ class VllmStreamingTransport(StreamingTransport):
         if self._members:
             train.run_on_ranks(close_stream, self._key)
             self._members = {}
+
+    def reconnect(self) -> None:
+        self._members = {}
 
     def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}

@@ -190,8 +190,14 @@ def test_a_request_that_is_given_up_while_it_pauses_has_what_it_had(loop: StepLo
 @pytest.mark.parametrize("level", [1, 2])
 def test_turns_that_pause_are_lost_with_the_weights_alone(loop: StepLoop, stepper: CountingStepper, level: int) -> None:
     asleep: list[int] = []
-    llm = SimpleNamespace(sleep=lambda level: asleep.append(level), wake_up=lambda: asleep.clear())
+
+    def sleep(level: int, mode: str) -> None:
+        assert mode == "keep", "vLLM would abort requests that pause, without a word"
+        asleep.append(level)
+
+    llm = SimpleNamespace(sleep=sleep, wake_up=lambda: asleep.clear())
     engine: Any = SimpleNamespace(_loop=loop, _llm=llm, _name="engine 0", _version=1, _state="serving")
+    engine._lacks_weights = level == 2
     engine._check_sleep_mode = engine._check_clean = engine._unload_all = lambda: None
     engine._vllm_call = loop.call
     paused, waiting = submit(loop, job(100, 6, pausable=True)), []
@@ -200,6 +206,9 @@ def test_turns_that_pause_are_lost_with_the_weights_alone(loop: StepLoop, steppe
     waiting = submit(loop, job(200, 1))
     assert asleep == [level] and [each.done() for each in (*paused, *waiting)] == [level == 2, False]
     RolloutEngine.wake_up(engine)
+    if level == 2:
+        assert not loop.call(waiting[0].done)
+        loop.release()  # as `resume` does after the push
     stepper.allow(10)
     assert tokens(waiting[0]) == [200]
     if level == 1:

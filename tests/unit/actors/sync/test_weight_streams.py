@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from actors.sync.push import WeightSync
 from actors.sync.source import WeightSource
 from actors.sync.transport.base import PushPlan, describe_export, make_plan
 from actors.sync.transport.gpu import ExportSource
@@ -64,6 +68,82 @@ def test_a_stream_ends_before_the_first_tensor_that_is_not_the_one_announced(
     with pytest.raises(WeightCheckError, match="the export"):
         send()
     assert sent == list(WEIGHTS)[:before]
+
+
+def test_what_an_export_began_on_a_stream_is_done_before_it_goes_on_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+
+    class Stream:
+        device = torch.device("cpu")
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            waited.append(self.name)
+
+    first, second = Stream("first"), Stream("second")
+    present = [first]
+    monkeypatch.setattr("actors.sync.transport.gpu._present_stream", lambda: present[-1])
+    tensors = iter(Exports(list(WEIGHTS), monkeypatch).stream())
+    next(tensors)
+    assert not waited
+    present.append(second)
+    next(tensors)
+    assert waited == ["first"]
+    next(tensors)
+    assert waited == ["first"]
+
+
+def test_tensors_of_a_cpu_are_sent_from_the_device_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.sync.transport.gpu._present_stream", lambda: SimpleNamespace(device=torch.device("meta")))
+    stream = Exports(list(WEIGHTS), monkeypatch).stream()
+    monkeypatch.setattr("actors.sync.transport.gpu.device_checksum", lambda tensor: tensor)
+    assert {tensor.device.type for _, tensor in stream} == {"meta"}
+
+
+def test_a_transport_whose_engines_receive_from_another_push_connects_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    infos = {0: SimpleNamespace(pid=7)}
+    engines: Any = SimpleNamespace(engines=(0,), infos=infos, config=SimpleNamespace(tensor_parallel=1), actors=list)
+    train: Any = SimpleNamespace(run_on_ranks=lambda function, plan, client: opened.append(plan.key))
+    rollout: Any = SimpleNamespace(fixed=lambda: engines, last_sync="", attach_weight_sync=lambda: None)
+    engines.lost_engines = {}
+    syncs = [WeightSync(train, rollout, transport="nccl") for _ in range(2)]
+    plans = {sync._key: SimpleNamespace(key=sync._key, version=1, nbytes=0) for sync in syncs}
+    for sync in syncs:
+        monkeypatch.setattr(sync, "_plan", partial(plans.get, sync._key))
+        monkeypatch.setattr(sync._transport, "check", lambda plan, rollout: None)
+        push = partial(_connect_alone, train)
+        monkeypatch.setattr(sync, "_push_streaming", push)
+    first, second = syncs
+    for sync in (first, first, second, first, first):
+        sync._push()
+    assert opened == [first._key, second._key, first._key]
+
+
+def _connect_alone(train: Any, transport: Any, plan: Any, rollout: Any, clock: Any) -> tuple[int, ...]:
+    transport.connect(plan, train, rollout)
+    return (0,)
+
+
+def test_a_receiver_takes_all_that_is_sent_although_a_loader_refuses_a_part_of_it() -> None:
+    from actors.rollout.vllm.streaming import CheckedLoad
+    from rl_backend.weights.inspection import device_checksum
+
+    class Model:
+        def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+            loaded.extend(name for name, _ in weights)
+            if "b" in loaded:
+                raise RuntimeError("out of memory")
+
+    loaded: list[str] = []
+    load = CheckedLoad(Model())
+    for name, tensor in WEIGHTS.items():
+        load.load_weights([(name, tensor)])
+    assert loaded == ["a", "b"]
+    with pytest.raises(WeightSyncError, match="vLLM could not load them: RuntimeError: out of memory"):
+        load.confirm({name: int(device_checksum(tensor)) for name, tensor in WEIGHTS.items()})
 
 
 def test_a_receiver_refuses_tensors_that_arrive_under_each_others_names() -> None:
