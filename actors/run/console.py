@@ -78,13 +78,21 @@ def command_began(*, take: bool = False) -> float:
 
 
 def say(line: str) -> None:
-    """Prints a line, also while a terminal shows a phase that lasts."""
+    """Prints a line, also while a terminal shows a phase that lasts.
+
+    Where the reader of a pipe has left, such as ``tee`` by the Ctrl-C that a run saves itself after, lines are lost from now
+    on, and the run goes on: its folder has them.
+    """
     with _printing:
         live = _live and _on_terminal()
-        sys.stdout.write(f"{_CLEAR if live else ''}{line}\n")
-        if live:
-            _live[0].draw()
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(f"{_CLEAR if live else ''}{line}\n")
+            if live:
+                _live[0].draw()
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # What is still in the buffer would be refused again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def warn(problem: str, label: str = "") -> None:

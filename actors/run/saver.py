@@ -46,7 +46,8 @@ class RunSaver:
         self._config = config
         self._folder = folder
         self._models = models
-        self._store = RunCheckpoints(folder.path / CHECKPOINTS, config.keep_checkpoints or None)
+        keep = config.keep_checkpoints if config.save_every else 0
+        self._store = RunCheckpoints(folder.path / CHECKPOINTS, keep or None)
         self._store.clean_up()
         self._run = {**saved_facts(config), "dtype": config.trained_dtype} if config.save_every else {}
         self._saving: int | None = None
@@ -87,9 +88,11 @@ class RunSaver:
 
     def _begin(self, step: int) -> None:
         self.finish()
+        # Made here: on NFS a driver that has looked for it, and finds it made elsewhere, would not see it for a while.
+        draft = self._store.make_draft(step)
         self._saving = self._saved = step
         for name, model in self._models.items():
-            model.group.save_checkpoint(model.handle, self._store.draft(step) / name, asynchronous=self._config.async_save)
+            model.group.save_checkpoint(model.handle, draft / name, asynchronous=self._config.async_save)
 
     def commit(self, step: int, state: Mapping[str, Any], position: StreamPosition | None = None) -> None:
         """Adds the loop's state to the checkpoint of ``step``, if one was begun, and commits what is written by now.
@@ -99,10 +102,12 @@ class RunSaver:
             position: of the stream of samples; :func:`stream_position` reads it back.
         """
         if self._saving == step:
-            self._state = {"run": self._run, "logs": self._folder.sync_logs(), **state}
+            whole = {"run": self._run, "logs": self._folder.sync_logs(), **state}
             if position is not None:
-                self._state["batches"] = {"taken": position.taken}
+                whole["batches"] = {"taken": position.taken}
                 save_drawn(position.drawn, self._store.draft(step))
+            # Last: what ends in between is not committed.
+            self._state = whole
         if self._saving is not None and not self._is_being_written():
             self.finish()
 

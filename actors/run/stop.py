@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Literal
 
@@ -63,8 +63,9 @@ class StopRequest:
             if self.reason is None and not lost:
                 self.ask(_REASONS[number])
                 again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
-                # Not print: the signal may have come in the middle of one.
-                os.write(2, f"\n{self.reason}: {answer}{again}\n".encode())
+                # Not print: the signal may have come in the middle of one. Who reads it may have left, by the same Ctrl-C.
+                with suppress(OSError):
+                    os.write(2, f"\n{self.reason}: {answer}{again}\n".encode())
             elif lost or time.monotonic() - self._asked > _SAME_SECONDS[number]:
                 self.insisted = not lost
                 before[number](number, frame)

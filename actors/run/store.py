@@ -89,6 +89,19 @@ class RunCheckpoints:
             )
         return self.root / f".{path.name}.incomplete"
 
+    def make_draft(self, step: int) -> Path:
+        """:meth:`draft`, as a directory that exists.
+
+        Raises:
+            CheckpointError: as :meth:`draft`, or it cannot be made.
+        """
+        draft = self.draft(step)
+        try:
+            draft.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot make {draft}: {error}", path=str(draft)) from error
+        return draft
+
     def commit(self, step: int, state: Mapping[str, Any]) -> RunCheckpoint:
         """Makes the draft of ``step`` a checkpoint, in one rename, then points ``latest`` to it and removes old ones.
 

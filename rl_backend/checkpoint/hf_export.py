@@ -49,6 +49,12 @@ class TrainingWeights:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         self.manifest.require_files(self.path)
+        if self.manifest.lora is not None:
+            raise CheckpointError.at(
+                self.path,
+                "holds a LoRA tenant, not a model; load it into a tenant of its base, and use export_lora_adapter, or "
+                "save_checkpoint(hf=True) for the model with the adapter added",
+            )
         if self.manifest.private:
             backend = self.manifest.runtime_config.get("backend")
             raise CheckpointError.at(

@@ -77,7 +77,7 @@ def write_peft_directory(path: Path | str, tensors: Iterable[tuple[str, Tensor]]
         )
         sync_tree(draft)
         commit_draft(draft, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter for a full disk
         raise CheckpointError.at(target, f"could not be written: {error}") from error
     finally:
         if draft.exists():

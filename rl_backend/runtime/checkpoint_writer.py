@@ -109,8 +109,10 @@ class CheckpointWriter:
         self.wait(handle)
         draft = training_state.reserve_draft(path, self._group)
         try:
+            # By itself: `extra` may be given on one rank alone, and `state` has collectives.
             with training_state.on_every_rank(self._group, f"{path} could not be saved"):
                 kept = _as_json(extra or {}, path)
+            with training_state.on_every_rank(self._group, f"{path} could not be saved"):
                 tensors, manifest = state()
                 manifest = manifest.replace(extra=kept)
                 if asynchronous:

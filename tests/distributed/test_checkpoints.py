@@ -237,6 +237,8 @@ def extra_job(model: str, folder: str) -> None:
         for extra in ({"path": path}, {1: "a"}, {"pair": (1, 2)}):
             with pytest.raises(CheckpointError, match=r"saved: extra="):
                 runtime.save_checkpoint(handle, path, extra=extra)
+        with pytest.raises(CheckpointError, match=r"saved: extra="):
+            runtime.save_checkpoint(handle, path, extra={"path": path} if dist.get_rank() == 0 else None)
         with pytest.raises(ConfigError, match="Hugging Face directory has no place"):
             runtime.save_checkpoint(handle, path, hf=True, extra=kept)
         runtime.save_checkpoint(handle, path, asynchronous=True, extra=kept)

@@ -103,6 +103,20 @@ def test_a_line_without_room_for_every_metric_leaves_out_the_last(
     assert there[0] and not there[-1] and there == sorted(there, reverse=True)
 
 
+def test_a_reader_that_has_left_ends_no_run() -> None:
+    code = (
+        "import os, signal, sys\nfrom actors.run.console import say\nfrom actors.run.stop import StopRequest\n"
+        "out, err = os.dup(1), os.dup(2)\n"
+        "for fd in (1, 2):\n    read, write = os.pipe(); os.close(read); os.dup2(write, fd)\n"
+        "stop = StopRequest()\n"
+        "with stop.on_signals('the run ends'):\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    say('a step')\n    say('another')\n"
+        "os.write(out, f'went on, {stop.reason}'.encode())"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("went on, ") and "None" not in ended.stdout
+
+
 def test_of_quick_steps_a_line_is_printed_each_second(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actors.rollout.stream import save_drawn
 from actors.run import run as run_module
@@ -19,7 +20,9 @@ from actors.run.lock import RunLock
 from actors.run.state import RunState
 from examples import grpo, ppo, sft
 from examples.demo.task import write_task
+from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import BaseConfig, CheckpointError, ConfigError, RunFolderError
+from rl_backend.contracts.lora import LoRAConfig
 from tests.support.native import open_runtime
 
 pytestmark = pytest.mark.filterwarnings(
@@ -109,6 +112,13 @@ def test_what_is_lost_at_the_end_of_a_run_makes_it_fail(small_disk: Path) -> Non
     with pytest.raises(RunFolderError, match="No space left"):
         run_out_of_space(small_disk, lose_curves)
     assert state(small_disk / "run")[0] == "failed"
+
+
+def test_an_adapter_names_a_full_disk(small_disk: Path) -> None:
+    tensors = {f"base_model.model.m.lora_{part}.weight": torch.ones(2**18) for part in "AB"}
+    with pytest.raises(CheckpointError, match=r"adapter.*could not be written: .*No space left on device"):
+        write_peft_directory(small_disk / "adapter", tensors.items(), LoRAConfig(), "base")
+    assert not list(small_disk.iterdir())
 
 
 def test_drawn_samples_name_a_full_disk(small_disk: Path) -> None:

@@ -129,6 +129,57 @@ def test_saves_that_training_waits_for_are_committed_in_their_step_and_errors_ar
     assert committed(tmp_path) == ["step-00000002"]
 
 
+def test_a_run_that_saves_no_checkpoints_leaves_those_that_there_are(tmp_path: Path) -> None:
+    config = config_of(tmp_path, async_save=False, keep_checkpoints=0, steps=8)
+    models: Any = {"sft": GroupModel(Group(), None)}  # type: ignore[arg-type]
+    with RunFolder(config.run_dir, config, report_seconds=0) as folder:
+        saver = RunSaver(config, folder, models, RunStart())
+        for number in (2, 4, 6):
+            step(saver, number)
+    again = config_of(tmp_path, save_every=0, steps=9, resume="auto")
+    assert again.keep_checkpoints == 2
+    with RunFolder(again.run_dir, again, start=(start := find_start(again)), report_seconds=0) as folder:
+        RunSaver(again, folder, models, start)
+    assert committed(tmp_path) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_a_checkpoint_whose_samples_were_not_written_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(drawn: Any, draft: Path) -> None:
+        (draft / "drawn_samples.pt").write_text("x")
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr("actors.run.saver.save_drawn", fail)
+
+    def work(saver: RunSaver) -> None:
+        saver.save(2, Clock())
+        group.write()
+        saver.commit(2, {"mine": {}}, StreamPosition(3))
+
+    config, group = config_of(tmp_path), Group()
+    models: Any = {"sft": GroupModel(group, None)}  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        end_with(KeyError("not reached"), config, models, work)
+    assert committed(tmp_path) == []
+
+
+def test_the_driver_makes_the_directory_that_ranks_save_into(tmp_path: Path) -> None:
+    there: list[bool] = []
+
+    class Looking(Group):
+        def save_checkpoint(self, handle: Any, path: Path, *, asynchronous: bool) -> None:
+            there.append(path.parent.is_dir())
+            super().save_checkpoint(handle, path, asynchronous=asynchronous)
+
+    config = config_of(tmp_path)
+    with RunFolder(config.run_dir, config, report_seconds=0) as folder:
+        saver = RunSaver(config, folder, {"sft": GroupModel(Looking(), None)}, RunStart())  # type: ignore[arg-type]
+        step(saver, 2)
+        saver.finish()
+    assert there == [True]
+
+
 def test_a_dtype_that_the_cluster_decides_must_be_the_one_that_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

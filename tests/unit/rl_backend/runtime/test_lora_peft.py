@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from rl_backend.checkpoint.hf_export import TrainingWeights
 from rl_backend.checkpoint.peft_files import read_peft_directory, write_peft_directory
 from rl_backend.contracts import (
     CheckpointError,
@@ -151,6 +152,9 @@ def test_peft_loads_what_a_tenant_exports(
     assert float((transformers_log_probs(loaded) - expected).abs().max()) < 1e-5
     assert float((log_probs(runtime, base) - expected).abs().max()) > 1e-3
     runtime.save_checkpoint(tenant, tmp_path / "merged", hf=True)
+    runtime.save_checkpoint(tenant, tmp_path / "state")
+    with pytest.raises(CheckpointError, match=r"state.*holds a LoRA tenant, not a model; load it into a tenant"):
+        TrainingWeights(tmp_path / "state")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert float((transformers_log_probs(merged) - expected).abs().max()) < 1e-5
     again = runtime.create_lora_adapter(base, tenant.lora.replace(seed=9))
