@@ -73,10 +73,7 @@ class TenantsConfig(UserConfig):
         **UserConfig.follows,
         "rollout.max_adapters": Follows(lambda config: len(config.users)),
         "rollout.max_adapter_rank": Follows(lambda config: max(user.lora.rank for user in config.each().values())),
-        "rollout.load_tokenizer": Follows(
-            lambda config: any(user.filled("rollout").load_tokenizer for user in config.each().values()),
-            "follows from stop_strings; leave it out",
-        ),
+        "rollout.load_tokenizer": Follows(lambda config: any(user.stops_at_strings for user in config.each().values())),
     }
 
     help_groups: ClassVar[Mapping[str, Sequence[str]]] = {"users": ("users",)}
@@ -90,11 +87,8 @@ class TenantsConfig(UserConfig):
     def _check_users(self) -> Self:
         for name, user in self.each().items():
             if user.longest_sampled > self.rollout.max_model_len:
-                raise ConfigError.of(
-                    "TenantsConfig.rollout.max_model_len",
-                    self.rollout.max_model_len,
-                    f"user {name!r} has sequences of up to {user.longest_sampled} tokens; set it for all",
-                )
+                problem = f"user {name!r} has sequences of up to {user.longest_sampled} tokens; set it for all"
+                raise ConfigError.of("TenantsConfig.rollout.max_model_len", self.rollout.max_model_len, problem)
         return self
 
     def runs(self) -> Mapping[str, UserConfig]:

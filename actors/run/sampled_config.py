@@ -64,10 +64,7 @@ class SampledConfig(TrainingConfig):
         "rollout.return_routed_experts": Follows(
             lambda config: config.router_replay == "R3", "follows from router_replay; set that to R3"
         ),
-        "rollout.load_tokenizer": Follows(
-            lambda config: any(each.stop_strings for each in (config.sampling, *config.eval_sampling.values())),
-            "follows from stop_strings; leave it out",
-        ),
+        "rollout.load_tokenizer": Follows(lambda config: config.stops_at_strings, "follows from stop_strings; leave it out"),
         "rollout.max_adapters": Follows(
             lambda config: int(config.pushes_adapters), "follows from lora.rank and lora.push; leave it out"
         ),
@@ -209,6 +206,11 @@ class SampledConfig(TrainingConfig):
         """Tokens of the longest prompt with the longest response, in training or to a held-out set."""
         longest = (each.max_new_tokens for each in (self.sampling, *self.eval_sampling.values()))
         return self.max_prompt_tokens + max(longest)
+
+    @property
+    def stops_at_strings(self) -> bool:
+        """Whether responses, in training or to a held-out set, end at a text, which engines look for."""
+        return any(each.stop_strings for each in (self.sampling, *self.eval_sampling.values()))
 
     @property
     def optimizer_steps(self) -> int:

@@ -108,8 +108,8 @@ FAULTS = [
     Fault(
         "held-out-responses-do-not-end",
         _SETS,
-        "stop_token_ids=(*sampling[name].stop_token_ids, *ends)",
-        "stop_token_ids=sampling[name].stop_token_ids",
+        "how = ends(sampling[name], prompts[0], each.path)",
+        "how = sampling[name]",
         (f"{_TESTS}::test_inputs_have_every_set_with_the_tokens_that_end_a_response",),
         "held-out responses would go on behind their end-of-text token",
     ),

@@ -73,6 +73,12 @@ def watchers(folder: Path) -> list[psutil.Process]:
     return found
 
 
+def ignored(pid: int) -> int:
+    """Signals that a process ignores, a bit for each."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("SigIgn")), 16)
+
+
 def facts(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "run.json").read_text())
     return found
@@ -133,7 +139,9 @@ def test_a_run_that_another_process_has_taken_up_is_left_alone(going: subprocess
 
 def test_a_watcher_waits_for_who_holds_the_folder_and_ignores_signals(going: subprocess.Popen[str], tmp_path: Path) -> None:
     (watcher,) = watchers(tmp_path)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    wait_until(lambda: all(ignored(watcher.pid) >> (number - 1) & 1 for number in numbers))  # it has begun
+    for number in numbers:
         watcher.send_signal(number)
     watcher.suspend()
     going.kill()
