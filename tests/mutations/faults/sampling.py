@@ -81,7 +81,7 @@ FAULTS = [
         "stop-strings-of-held-out-sets-without-a-tokenizer",
         "actors/run/sampled_config.py",
         "any(each.stop_strings for each in (self.sampling, *self.eval_sampling.values()))",
-        "any(each.stop_strings for each in (config.sampling,))",
+        "any(each.stop_strings for each in (self.sampling,))",
         (f"{_HELD_OUT}::test_one_response_is_greedy_and_several_are_sampled_as_in_training",),
         "a run would end at its first evaluation, after its engines have started",
     ),
