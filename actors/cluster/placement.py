@@ -106,20 +106,19 @@ def reserve_bundles(
         if group.wait(timeout):
             return group
         free, total = ray.available_resources(), ray.cluster_resources()
+        raise UnsupportedError(
+            f"{asker} asks for {count} {member}s with {_amounts(bundle)} each, together "
+            f"{_amounts({kind: count * amount for kind, amount in bundle.items()})}; after {timeout:g} s the cluster "
+            f"has {_amounts(free)} free of {_amounts(total)}, in {_describe_nodes()} (a {member} must fit into one node); "
+            "free some, add nodes, or ask for less",
+            asked={kind: count * amount for kind, amount in bundle.items()},
+            free={kind: free.get(kind, 0.0) for kind in ("CPU", "GPU")},
+            total={kind: total.get(kind, 0.0) for kind in ("CPU", "GPU")},
+        )
     except BaseException:
-        # Ray would grant it one day, and nobody could give it back.
+        # Ctrl-C too: Ray would grant it one day, and nobody could give it back.
         remove_placement_group(group)
         raise
-    remove_placement_group(group)
-    raise UnsupportedError(
-        f"{asker} asks for {count} {member}s with {_amounts(bundle)} each, together "
-        f"{_amounts({kind: count * amount for kind, amount in bundle.items()})}; after {timeout:g} s the cluster "
-        f"has {_amounts(free)} free of {_amounts(total)}, in {_describe_nodes()} (a {member} must fit into one node); "
-        "free some, add nodes, or ask for less",
-        asked={kind: count * amount for kind, amount in bundle.items()},
-        free={kind: free.get(kind, 0.0) for kind in ("CPU", "GPU")},
-        total={kind: total.get(kind, 0.0) for kind in ("CPU", "GPU")},
-    )
 
 
 def living_nodes() -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import ray
 
 from actors.rollout.adapter_memory import AdapterMemory
 from actors.rollout.calls import collect
-from actors.rollout.engines import EngineSet, engine_name, raise_first
+from actors.rollout.engines import EngineSet, are_on_node, engine_name, raise_first
 from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
 from actors.wire.factors import FactorMemories, SharedFactors
 from actors.wire.segment import host_identity
@@ -97,8 +97,7 @@ class AdapterGroup(EngineSet):
         """Whether this process and all living engines are on that Ray node and share its /dev/shm."""
         if ray.get_runtime_context().get_node_id() != node_id or host_identity() != host:
             return False
-        infos = self.infos
-        return all((infos[engine].node_id, infos[engine].host) == (node_id, host) for engine in self.engines)
+        return are_on_node(self, node_id, host)
 
     def sent_to(self, pushed: PushedAdapter, info: EngineInfo) -> PushedAdapter:
         """As that engine can read it: what is in shared memory goes through Ray to another host."""

@@ -196,6 +196,12 @@ def engine_name(engine: int) -> str:
     return f"engine {engine}"
 
 
+def are_on_node(engines: EngineSet, node_id: str, host: str) -> bool:
+    """Whether all living engines are on that Ray node and share its /dev/shm."""
+    infos = engines.infos
+    return all((infos[engine].node_id, infos[engine].host) == (node_id, host) for engine in engines.engines)
+
+
 def raise_first(outcomes: Mapping[int, Any]) -> None:
     """Raises the first outcome of :meth:`EngineSet.call` that is an error."""
     for outcome in outcomes.values():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from actors.rollout.engines import EngineSet
+from actors.rollout.engines import EngineSet, are_on_node
 from actors.rollout.group import RolloutGroup
 from actors.sync.adapter_push import AdapterPush
 from actors.sync.canary import Canary
@@ -272,5 +272,4 @@ def choose_transport(plan: PushPlan, rollout: EngineSet) -> Transport:
             return make_transport("cuda_ipc")
         if not devices_of_two(plan, rollout):
             return make_transport("nccl")
-    on_node = all((info.node_id, info.host) == (plan.node_id, plan.host) for info in infos)
-    return make_transport("shared_memory" if on_node else "gloo")
+    return make_transport("shared_memory" if are_on_node(rollout, plan.node_id, plan.host) else "gloo")

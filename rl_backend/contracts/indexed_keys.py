@@ -57,8 +57,7 @@ def check_keys(batch: PackedBatch, indexed: IndexedLayers | None) -> None:
 
     Raises:
         BatchError: no keys, or keys for such a model; of another shape or type; a place that does not exist or comes
-            later, or that a
-            token has twice in a layer; more or fewer of them than the token can see and ``top_k`` allows.
+            later, or that a token has twice in a layer; more or fewer of them than the token can see and ``top_k`` allows.
     """
     keys = batch.token_field(KEYS)
     if indexed is None or not indexed.layers:
