@@ -125,6 +125,9 @@ class StreamedTransport(StreamingTransport):
         segment = self._staged.segments[rollout.engines[0]]
         rollout.call("init_transfer", {"kind": "staged", "path": segment.path, "nbytes": segment.nbytes})
 
+    def reconnect(self) -> None:
+        """Nothing to do: every push connects."""
+
     def send(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[str, Any]:
         if self.failure is not None:
             raise self.failure
