@@ -64,17 +64,14 @@ class SFTConfig(TrainingConfig):
         """False while the epochs are to be counted."""
         return not self.epochs or self.is_set("steps")
 
+    def with_known_steps(self) -> Self:
+        return self if self.chooses_steps else self.with_epochs(len(load_data(self)[0]))
+
     def with_epochs(self, examples: int) -> Self:
         """With the steps that the epochs take."""
         if not self.epochs:
             return self
-        batches = batches_per_epoch(examples, self.batch_size)
-        if examples // batches < self.data_parallel_size:
-            problem = (
-                f"{examples} examples give {batches} batches, too small for {self.data_parallel_size} data-parallel ranks"
-            )
-            raise ConfigError.of("SFTConfig.batch_size", self.batch_size, f"{problem}; raise it")
-        steps = self.epochs * batches
+        steps = self.epochs * batches_per_epoch(examples, self.batch_size)
         if self.chooses_steps and self.steps != steps:
             problem = f"epochs={self.epochs} of {examples} examples are {steps} steps; leave out one of the two"
             raise ConfigError.of("SFTConfig.steps", self.steps, problem)
@@ -132,9 +129,6 @@ def load_data(config: SFTConfig) -> tuple[Examples[list[TokenSequence]], list[To
         problem = f"{config.dataset} has {len(examples)} examples; use at most that"
         raise ConfigError.of("SFTConfig.batch_size", config.batch_size, problem)
     held_out = list(chain(*load(config.eval_dataset, held_out=True))) if config.eval_dataset else []
-    if 0 < len(held_out) < config.data_parallel_size:
-        problem = f"{len(held_out)} sequences for {config.data_parallel_size} data-parallel ranks, each of which needs one"
-        raise ConfigError.of("SFTConfig.eval_dataset", config.eval_dataset, f"{problem}; use more, or leave it out")
     return examples, held_out
 
 

@@ -244,6 +244,10 @@ class TrainingConfig(RankOptions):
         """Whether ``steps`` is the length of the run; else it is known when the data has been read."""
         return True
 
+    def with_known_steps(self) -> Self:
+        """With the length of the run as ``steps``; reads data where they decide it, and then raises as :meth:`read_data`."""
+        return self
+
     @property
     def training_groups(self) -> int:
         """Groups of ``ranks`` ranks each."""

@@ -30,7 +30,8 @@ class Shares(NamedTuple):
 
     Attributes:
         calls: the pickled :class:`~rl_backend.contracts.atoms.Operation` of each rank.
-        plan, seq_lens: which sequences went where, and their lengths, for an operation that splits sequences.
+        plan, seq_lens: which sequences went where, and their lengths with those of fillers, for an operation that splits
+            sequences.
         tenants: whose they are, by ``lora_id``; empty without LoRA tenants.
     """
 
@@ -68,17 +69,20 @@ def split(operation: Operation, num_ranks: int, max_tokens: int, *, has_loss: bo
     check_same_fields(rows)
     seq_lens = [len(sequence) for sequence in rows]
     dp_size, multiple_of = handle.data_parallel_size, handle.micro_batch_multiple
+    # A loss that reads no mask would train on fillers.
+    fill = not trains or "loss_mask" in rows[0].token_fields
     tenants: list[int] = []
     if has_tenants and handle.lora_id < 0:
         tenants = [int(row.sequence_fields[LORA_FIELD]) for row in rows]
-        plan = plan_tenants(seq_lens, tenants, dp_size, budget, multiple_of=multiple_of)
+        plan = plan_tenants(seq_lens, tenants, dp_size, budget, multiple_of=multiple_of, fill=fill)
     else:
-        plan = plan_micro_batches(seq_lens, dp_size, budget, multiple_of=multiple_of)
+        plan = plan_micro_batches(seq_lens, dp_size, budget, multiple_of=multiple_of, fill=fill)
     of_data_parallel_rank = [
         cloudpickle.dumps(Operation(operation.name, {**arguments, "data": batches}))
         for batches in pack_plan(rows, plan, meta)
     ]
-    return Shares([of_data_parallel_rank[dp_rank] for dp_rank in handle.data_parallel_ranks], plan, seq_lens, tenants)
+    lengths = [*seq_lens, *(seq_lens[index] for index in plan.fillers)]
+    return Shares([of_data_parallel_rank[dp_rank] for dp_rank in handle.data_parallel_ranks], plan, lengths, tenants)
 
 
 def join(operation: Operation, shares: Shares, values: Sequence[Any], group_id: str) -> Any:

@@ -75,7 +75,9 @@ class TrainOperations(TenantOperations):
     ) -> GroupFuture[ForwardResult]:
         """Spreads sequences over the data-parallel ranks, runs them forward and backward, and merges the results.
 
-        The model is in training mode, or in evaluation mode when ``forward_only``, for the length of the call.
+        The model is in training mode, or in evaluation mode when ``forward_only``, for the length of the call. Where the
+        number of sequences cannot give every rank as many micro-batches, copies with a ``loss_mask`` of zeros join them; a
+        batch that is trained on without the token field ``loss_mask`` is refused then.
 
         Args:
             sequences: a list, or a TensorDict with jagged fields (``sequences_from_tensordict``), on the CPU.

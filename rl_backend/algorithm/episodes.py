@@ -184,30 +184,27 @@ def episode_parts(
 ) -> list[list[TokenSequence]]:
     """What each update of a step trains on: at most ``parts``, each of whole groups of episodes.
 
-    Sequences that are masked as a whole are left out, so that no part is without a trained token; where fewer than ``least``
-    are trained, as many masked ones stay as the ranks need.
+    Sequences that are masked as a whole are left out, so that no part is without a trained token.
 
     Args:
         groups: of each episode, masked ones too, the number of its group; episodes of a group stand next to each other.
-        least: sequences that each part needs: the data-parallel ranks.
+        least: sequences of each of several parts: the data-parallel ranks.
 
     Raises:
-        BatchError: fewer sequences than ``least``.
+        BatchError: no sequence with a trained token.
     """
-    trained = [bool(sequence.token_fields["loss_mask"].any()) for sequence in sequences]
-    missing = max(least - sum(trained), 0)
-    masked = [index for index, each in enumerate(trained) if not each]
-    chosen = {index for index, each in enumerate(trained) if each} | set(masked[:missing])
-    left = [sequence for index, sequence in enumerate(sequences) if index in chosen]
+    left = [sequence for sequence in sequences if bool(sequence.token_fields["loss_mask"].any())]
+    if not left:
+        raise BatchError(f"none of the {len(sequences)} sequences that are left of a step has a token to train on")
     of_groups = [
         list(members) for _, members in groupby(left, key=lambda sequence: groups[int(sequence.sequence_fields[EPISODE])])
     ]
-    for count in range(min(parts, len(of_groups)), 0, -1):
+    for count in range(min(parts, len(of_groups)), 1, -1):
         bounds = [len(of_groups) * index // count for index in range(count + 1)]
         found = [[each for members in of_groups[start:stop] for each in members] for start, stop in pairwise(bounds)]
         if all(len(part) >= least for part in found):
             return found
-    raise BatchError(f"{len(sequences)} sequences are left of a step; each of {least} data-parallel ranks needs one")
+    return [left]
 
 
 def truncated_share(episodes: Collection[PlayedEpisode]) -> float:

@@ -152,19 +152,19 @@ def rewards_of_tokens(fields: Mapping[str, Tensor], seq_lens: Tensor, rewards: S
 def update_parts[T](sequences: Sequence[T], group_size: int, updates: int, num_ranks: int) -> Iterator[Sequence[T]]:
     """What each update of a step trains on: whole groups, as many as in the others or one more.
 
-    Of a step that reward functions have left too little of, there are fewer updates.
+    Of a step that reward functions have left too little of, there are fewer updates, at least one.
 
     Args:
         group_size: sequences of each prompt, which stand next to each other.
         updates: of a whole step.
-        num_ranks: data-parallel ranks, each of which needs a sequence.
+        num_ranks: data-parallel ranks; several updates give each of them a sequence.
 
     Raises:
-        BatchError: fewer sequences than data-parallel ranks.
+        BatchError: no whole group.
     """
     groups = len(sequences) // group_size
-    updates = min(updates, groups // math.ceil(num_ranks / group_size))
-    if not updates:
-        raise BatchError(f"{len(sequences)} responses are left of a step; each of {num_ranks} data-parallel ranks needs one")
+    if not groups:
+        raise BatchError(f"{len(sequences)} responses are left of a step; an update needs a group of {group_size}")
+    updates = max(1, min(updates, groups // math.ceil(num_ranks / group_size)))
     for index in range(updates):
         yield sequences[groups * index // updates * group_size : groups * (index + 1) // updates * group_size]

@@ -18,9 +18,12 @@ class MicroBatchPlan:
         micro_batches: [data-parallel rank][micro-batch] -> indices into the caller's list, ascending, of several tenants one
             tenant's after the other's. Every rank has the same number of micro-batches, none is empty, every index appears
             once.
+        fillers: where the sequences do not suffice for that, copies of some join them, which no loss reads. Their indices
+            follow the caller's; each entry is the caller's sequence of which one is a copy.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    fillers: tuple[int, ...] = ()
 
     @property
     def dp_size(self) -> int:
@@ -33,14 +36,17 @@ class MicroBatchPlan:
 
     @property
     def num_sequences(self) -> int:
-        return sum(len(micro_batch) for rank in self.micro_batches for micro_batch in rank)
+        """The caller's."""
+        return sum(len(micro_batch) for rank in self.micro_batches for micro_batch in rank) - len(self.fillers)
 
     def rank_indices(self, dp_rank: int) -> tuple[int, ...]:
         """The caller's indices of one rank's sequences, in the order in which that rank sees them."""
         return tuple(index for micro_batch in self.micro_batches[dp_rank] for index in micro_batch)
 
 
-def plan_micro_batches(seq_lens: Sequence[int], dp_size: int, max_tokens: int, *, multiple_of: int = 1) -> MicroBatchPlan:
+def plan_micro_batches(
+    seq_lens: Sequence[int], dp_size: int, max_tokens: int, *, multiple_of: int = 1, fill: bool = False
+) -> MicroBatchPlan:
     """Spreads sequences over ranks and micro-batches, with as few micro-batches as the greedy packings find.
 
     A sequence of L tokens counts as work ``L + L**2 / ATTENTION_CROSSOVER_TOKENS``. Longest first, each goes to the
@@ -53,21 +59,25 @@ def plan_micro_batches(seq_lens: Sequence[int], dp_size: int, max_tokens: int, *
         dp_size: data-parallel ranks.
         max_tokens: largest number of tokens in one micro-batch.
         multiple_of: the number of micro-batches of a rank is a multiple of this.
+        fill: copies of the shortest sequence join sequences that are fewer than ranks, or whose number cannot give every
+            rank the same number of micro-batches within the budget. Without, both are refused.
 
     Raises:
-        BatchError: a sequence longer than ``max_tokens``, fewer sequences than ranks, or a number of sequences that cannot
-            give every rank the same number of micro-batches within the budget.
+        BatchError: no sequence, one longer than ``max_tokens``, or without ``fill`` a number of sequences as above.
     """
-    _check(seq_lens, dp_size, max_tokens, multiple_of)
-    work = [length + length * length / ATTENTION_CROSSOVER_TOKENS for length in seq_lens]
-    order = sorted(range(len(seq_lens)), key=lambda index: (-seq_lens[index], index))
-    fewest = -(-sum(seq_lens) // (max_tokens * dp_size * multiple_of)) * multiple_of
+    _check(seq_lens, dp_size, max_tokens, multiple_of, fewest=1 if fill else dp_size * multiple_of)
+    found = _fewest_micro_batches(seq_lens, dp_size, max_tokens, multiple_of)
+    if found is not None:
+        return MicroBatchPlan(found)
+    if fill:
+        # One micro-batch for each sequence always has room.
+        shortest = min(range(len(seq_lens)), key=lambda index: (seq_lens[index], index))
+        fillers = (shortest,) * (-len(seq_lens) % (dp_size * multiple_of))
+        lengths = [*seq_lens, *(seq_lens[index] for index in fillers)]
+        found = _fewest_micro_batches(lengths, dp_size, max_tokens, multiple_of)
+        assert found is not None
+        return MicroBatchPlan(found, fillers)
     most = len(seq_lens) // (dp_size * multiple_of) * multiple_of
-    for per_rank in range(fewest, most + 1, multiple_of):
-        bins = per_rank * dp_size
-        filled = _least_work(order, seq_lens, work, bins, max_tokens) or _best_fit(order, seq_lens, bins, max_tokens)
-        if filled is not None:
-            return MicroBatchPlan(_spread(filled, work, dp_size))
     multiple = f" in multiples of {multiple_of}" if multiple_of > 1 else ""
     raise BatchError(
         f"{len(seq_lens)} sequences of {sum(seq_lens)} tokens do not fit into {most} micro-batches of at most {max_tokens} "
@@ -79,8 +89,29 @@ def plan_micro_batches(seq_lens: Sequence[int], dp_size: int, max_tokens: int, *
     )
 
 
+def _fewest_micro_batches(
+    seq_lens: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int
+) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
+    work = [length + length * length / ATTENTION_CROSSOVER_TOKENS for length in seq_lens]
+    order = sorted(range(len(seq_lens)), key=lambda index: (-seq_lens[index], index))
+    fewest = -(-sum(seq_lens) // (max_tokens * dp_size * multiple_of)) * multiple_of
+    most = len(seq_lens) // (dp_size * multiple_of) * multiple_of
+    for per_rank in range(fewest, most + 1, multiple_of):
+        bins = per_rank * dp_size
+        filled = _least_work(order, seq_lens, work, bins, max_tokens) or _best_fit(order, seq_lens, bins, max_tokens)
+        if filled is not None:
+            return _spread(filled, work, dp_size)
+    return None
+
+
 def plan_tenants(
-    seq_lens: Sequence[int], tenants: Sequence[int], dp_size: int, max_tokens: int, *, multiple_of: int = 1
+    seq_lens: Sequence[int],
+    tenants: Sequence[int],
+    dp_size: int,
+    max_tokens: int,
+    *,
+    multiple_of: int = 1,
+    fill: bool = False,
 ) -> MicroBatchPlan:
     """As :func:`plan_micro_batches` for sequences of several LoRA tenants, which share micro-batches.
 
@@ -89,24 +120,31 @@ def plan_tenants(
 
     Args:
         tenants: of each sequence.
+        fill: copies join each tenant's sequences by themselves.
 
     Raises:
         BatchError: as :func:`plan_micro_batches`, of any tenant alone, by its number.
     """
-    _check(seq_lens, min(dp_size, 1), max_tokens, min(multiple_of, 1))
+    _check(seq_lens, dp_size, max_tokens, multiple_of, fewest=1)
+    fillers: list[int] = []
     # A column is what one micro-batch of every rank has of one tenant.
     filled: list[list[tuple[int, tuple[tuple[int, ...], ...]]]] = []
     room: list[int] = []
     for tenant in dict.fromkeys(tenants):
         own = [index for index, each in enumerate(tenants) if each == tenant]
         try:
-            plan = plan_micro_batches([seq_lens[index] for index in own], dp_size, max_tokens, multiple_of=multiple_of)
+            lengths = [seq_lens[index] for index in own]
+            plan = plan_micro_batches(lengths, dp_size, max_tokens, multiple_of=multiple_of, fill=fill)
         except BatchError as error:
             raise BatchError(f"LoRA tenant {tenant}: {error.message}", **error.details, tenant=tenant) from error
+        first_filler = len(seq_lens) + len(fillers)
+        fillers += [own[place] for place in plan.fillers]
+        own += range(first_filler, len(seq_lens) + len(fillers))
+        lengths += [lengths[place] for place in plan.fillers]
         first = 0
         for column in zip(*plan.micro_batches, strict=True):
             indices = tuple(tuple(own[place] for place in places) for places in column)
-            size = max(sum(seq_lens[index] for index in of_rank) for of_rank in indices)
+            size = max(sum(lengths[place] for place in of_rank) for of_rank in column)
             place = next((place for place in range(first, len(filled)) if room[place] >= size), len(filled))
             if place == len(filled):
                 filled.append([])
@@ -122,11 +160,12 @@ def plan_tenants(
         tuple(
             tuple(tuple(index for _, indices in columns for index in indices[rank]) for columns in filled)
             for rank in range(dp_size)
-        )
+        ),
+        tuple(fillers),
     )
 
 
-def _check(seq_lens: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int) -> None:
+def _check(seq_lens: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int, *, fewest: int) -> None:
     if dp_size < 1 or max_tokens < 1 or multiple_of < 1:
         raise BatchError(f"dp_size={dp_size}, max_tokens={max_tokens} and multiple_of={multiple_of} must be at least 1")
     for index, length in enumerate(seq_lens):
@@ -140,7 +179,7 @@ def _check(seq_lens: Sequence[int], dp_size: int, max_tokens: int, multiple_of: 
                 length=length,
                 max_tokens=max_tokens,
             )
-    if len(seq_lens) < dp_size * multiple_of:
+    if len(seq_lens) < fewest:
         needs = "one" if multiple_of == 1 else f"{multiple_of}, one for each of {multiple_of} micro-batches"
         raise BatchError(
             f"{len(seq_lens)} sequences for {dp_size} data-parallel ranks; each rank needs at least {needs}",

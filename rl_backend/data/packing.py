@@ -180,6 +180,9 @@ def pack_plan(
     ``batch_num_tokens`` or ``global_batch_size`` of the caller's takes precedence, of several tenants one in ``tenants``:
     gradients that add up over several calls share the denominators of all of them.
 
+    A filler of the plan has ``loss_mask`` and ``episode_share`` 0. Beside one every sequence has an ``episode_share``, so
+    that means over sequences leave it out. What a model adds to the loss by itself, as the balance of experts, counts it.
+
     Raises:
         BatchError: fields that differ between sequences, a ``loss_mask`` that is not 0 at a sequence's last position (it
             predicts nothing), a plan for another number of sequences, a ``dp_size`` or ``num_micro_batches`` in ``meta``, or
@@ -188,6 +191,9 @@ def pack_plan(
     check_same_fields(sequences)
     if plan.num_sequences != len(sequences):
         raise BatchError(f"the plan is for {plan.num_sequences} sequences; got {len(sequences)}")
+    if plan.fillers:
+        shared_by = [_with_share(sequence, _share(sequence)) for sequence in sequences]
+        sequences = [*shared_by, *(_filler(shared_by[index]) for index in plan.fillers)]
     given = dict(meta or {})
     for name in ("dp_size", "num_micro_batches"):
         if name in given:
@@ -211,6 +217,18 @@ def pack_plan(
     return [
         [_packed([sequences[index] for index in micro_batch], shared) for micro_batch in rank] for rank in plan.micro_batches
     ]
+
+
+def _filler(source: TokenSequence) -> TokenSequence:
+    fields = dict(source.token_fields)
+    if "loss_mask" in fields:
+        fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
+    return _with_share(TokenSequence(source.input_ids, fields, source.sequence_fields), 0.0)
+
+
+def _with_share(sequence: TokenSequence, share: float) -> TokenSequence:
+    shares = {EPISODE_SHARE: torch.tensor(share, dtype=torch.float64)}
+    return TokenSequence(sequence.input_ids, sequence.token_fields, {**sequence.sequence_fields, **shares})
 
 
 def _share(sequence: TokenSequence) -> float:
@@ -246,7 +264,7 @@ def _facts_of_tenants(
 
 
 def restore_order[T](plan: MicroBatchPlan, per_rank: Sequence[Sequence[T]]) -> list[T]:
-    """One value per sequence, from ranks to the caller's order.
+    """One value per sequence, from ranks to the caller's order; those of fillers are dropped.
 
     Args:
         per_rank: [data-parallel rank] -> one value per sequence of that rank, in the order of its micro-batches.

@@ -40,9 +40,17 @@ class Found(NamedTuple):
     norm: float
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", {}),
+    "mistral, window of 5": ("mistral", {"sliding_window": 5}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny(request.param, tmp_path_factory.mktemp("models") / request.param))
+    family, options = MODELS[request.param]
+    return str(write_tiny(family, tmp_path_factory.mktemp("models") / family, **options))
 
 
 def run(runtime: Runtime[Any], handle: Any) -> tuple[Tensor, float]:

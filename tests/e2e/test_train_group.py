@@ -110,6 +110,40 @@ def test_training_steps_equal_those_of_a_runtime_in_this_process(
         assert group.weight_version(model) == version
 
 
+@pytest.mark.shows("actors: a number of sequences that the ranks do not divide trains as on one rank, however long they are")
+@pytest.mark.parametrize("count", [1, 3])
+def test_sequences_that_ranks_do_not_divide_train_as_on_one_rank(
+    group: TrainGroup, config: RuntimeConfig, count: int
+) -> None:
+    long = random_token_sequences([40, 33, 36][:count], 128)
+    runtime = create_runtime(config)
+    alone = runtime.build_model()
+    plan = plan_micro_batches([len(sequence) for sequence in long], 1, MAX_TOKENS)
+    (data,) = pack_plan(long, plan)
+    model = group.build_model()
+    with runtime.train_mode(alone):
+        expected = runtime.forward_backward(alone, data, nll_loss)
+    result = group.forward_backward(model, long, NLL, max_tokens_per_micro_batch=MAX_TOKENS)
+    assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert result.means == pytest.approx(expected.means, rel=1e-5)
+    log_probs = restore_order(plan, [expected.output("log_probs")])
+    for ours, theirs in zip(result.output("log_probs"), log_probs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert group.optimizer_step(model).grad_norm == pytest.approx(runtime.optimizer_step(alone).grad_norm, rel=1e-5)
+    runtime.close()
+
+
+def test_long_sequences_without_a_mask_that_ranks_do_not_divide_only_run_forward(
+    group: TrainGroup, policy: HandleRef
+) -> None:
+    bare = [TokenSequence(sequence.input_ids) for sequence in random_token_sequences([40, 33, 36], 128)]
+    outputs = group.forward(policy, bare, max_tokens_per_micro_batch=MAX_TOKENS).output("log_probs")
+    assert [len(row) for row in outputs] == [40, 33, 36]
+    if group.num_ranks > 1:
+        with pytest.raises(BatchError, match="make the number of sequences a multiple of the data-parallel size"):
+            group.forward_backward(policy, bare, NLL, max_tokens_per_micro_batch=MAX_TOKENS)
+
+
 def test_a_tensordict_gives_what_a_list_gives(group: TrainGroup, policy: HandleRef, sequences: list[TokenSequence]) -> None:
     meta = {"calculate_entropy": True, "temperature": 0.7}
     from_list = group.forward(policy, sequences, meta=meta)
@@ -261,14 +295,6 @@ def test_data_that_cannot_run_is_refused_before_any_rank_sees_it(
     with pytest.raises(BatchError, match="max_tokens_per_micro_batch=65 is more than the configuration's 64"):
         group.forward_backward(policy, sequences, NLL, max_tokens_per_micro_batch=65)
     assert group.run_on_ranks(operation_number)[0] == before + 1
-
-
-def test_more_ranks_than_sequences_are_refused(group: TrainGroup, policy: HandleRef, sequences: list[TokenSequence]) -> None:
-    if group.num_ranks == 1:
-        assert len(group.forward(policy, sequences[:1]).output("log_probs")) == 1
-        return
-    with pytest.raises(BatchError, match="1 sequences for 2 data-parallel ranks"):
-        group.forward(policy, sequences[:1])
 
 
 def test_a_forward_only_model_gives_log_probs_and_refuses_to_train(

@@ -17,7 +17,7 @@ def find_run_folder(config: TrainingConfig) -> str:
         ConfigError: it cannot be made or written to, is in use, or holds another run.
         CheckpointError: it holds a checkpoint that cannot be continued.
     """
-    start = find_start(config)
+    start = find_start(config.with_known_steps() if config.resume else config)
     folder = Path(config.run_dir)
     has_lock = (folder / ".lock").exists()
     with without_new_folders(folder):

@@ -85,9 +85,12 @@ def attach_adapters(
         for module in model.modules():
             if isinstance(module, DotProductAttention):
                 scale = module.softmax_scale * (module.scale_mask_softmax.scale or 1.0)
-                _replace(module, partial(_attend, module, chunk, scale))
+                # Megatron counts the tokens before a token; a layer that it gives no window sees all of them.
+                windowed = module.scale_mask_softmax.window_size
+                window = None if windowed is None else windowed[0] + 1
+                _replace(module, partial(_attend, module, chunk, scale, window))
             elif isinstance(module, LatentCoreAttention):
-                _replace(module, partial(_attend, module, chunk, module.softmax_scale))
+                _replace(module, partial(_attend, module, chunk, module.softmax_scale, None))
             elif isinstance(module, LanguageModelEmbedding):
                 _replace(module, partial(_embed, module, chunk))
             elif isinstance(module, MoELayer):
@@ -243,6 +246,7 @@ def _attend(
     attention: Any,
     chunk: ChunkAdapters,
     scale: float,
+    window: int | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -261,7 +265,7 @@ def _attend(
     q, k, v = (laid_out.pack(each) for each in (query, key, value))
     # The primitive scales by head_dim ** -0.5, which not every model does.
     factor = scale * query.shape[-1] ** 0.5
-    return laid_out.unpack(packed_attention(q * factor, k, v, laid_out.segments).flatten(1))
+    return laid_out.unpack(packed_attention(q * factor, k, v, laid_out.segments, window).flatten(1))
 
 
 def _embed(embedding: nn.Module, chunk: ChunkAdapters, *arguments: Any, **options: Any) -> Tensor:

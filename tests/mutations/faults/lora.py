@@ -111,7 +111,7 @@ FAULTS = [
     Fault(
         "bridge-attends-to-padded-sequences",
         "rl_backend/runtime/bridge/adapters.py",
-        "                _replace(module, partial(_attend, module, chunk, scale))\n",
+        "                _replace(module, partial(_attend, module, chunk, scale, window))\n",
         "                pass\n",
         (f"{_BITS}[bridge-one rank]",),
         "a tenant's update would depend on the longest sequence beside it",

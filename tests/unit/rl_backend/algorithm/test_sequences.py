@@ -13,5 +13,6 @@ def test_the_updates_of_a_step_share_what_is_left_of_it() -> None:
     assert [len(part) for part in update_parts(range(10), 2, 4, 1)] == [2, 2, 2, 4]
     assert [len(part) for part in update_parts(range(4), 2, 4, 1)] == [2, 2]
     assert [len(part) for part in update_parts(range(10), 2, 4, 3)] == [4, 6]
-    with pytest.raises(BatchError, match="2 responses are left of a step; each of 3 data-parallel ranks needs one"):
-        list(update_parts(range(2), 2, 4, 3))
+    assert [list(part) for part in update_parts(range(2), 2, 4, 3)] == [[0, 1]]
+    with pytest.raises(BatchError, match="1 responses are left of a step; an update needs a group of 2"):
+        list(update_parts(range(1), 2, 4, 3))

@@ -34,6 +34,30 @@ def test_any_plan_covers_every_sequence_once_within_the_budget_and_leaves_none_e
         assert plan_micro_batches(seq_lens, dp_size, max_tokens, multiple_of=multiple) == plan
 
 
+def test_copies_of_the_shortest_sequence_join_those_that_cannot_give_every_rank_as_much() -> None:
+    generator = random.Random(3)
+    filled = 0
+    for _ in range(400):
+        dp_size, multiple = generator.randint(1, 5), generator.randint(1, 4)
+        seq_lens = [generator.randint(5, 9) for _ in range(generator.randint(1, 20))]
+        plan = plan_micro_batches(seq_lens, dp_size, 12, multiple_of=multiple, fill=True)
+        filled += bool(plan.fillers)
+        assert plan.num_sequences == len(seq_lens)
+        assert plan.num_micro_batches % multiple == 0
+        assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_batches}
+        lengths = [*seq_lens, *(seq_lens[index] for index in plan.fillers)]
+        members = [indices for rank in plan.micro_batches for indices in rank]
+        assert sorted(itertools.chain.from_iterable(members)) == list(range(len(lengths)))
+        assert all(0 < sum(lengths[i] for i in indices) <= 12 for indices in members)
+        assert len(plan.fillers) < dp_size * multiple
+        assert all(seq_lens[index] == min(seq_lens) for index in plan.fillers)
+        try:
+            assert plan == plan_micro_batches(seq_lens, dp_size, 12, multiple_of=multiple)
+        except BatchError:
+            assert plan.fillers
+    assert 100 < filled < 400
+
+
 def test_ranks_get_similar_work_from_skewed_lengths() -> None:
     generator = random.Random(1)
     for dp_size, count, max_tokens in ((2, 64, 8192), (4, 128, 8192), (8, 512, 16384)):

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from rl_backend.contracts import BatchError, TokenSequence
+from rl_backend.algorithm.loss_aggregation import aggregate_loss, aggregation_terms
+from rl_backend.contracts import EPISODE_SHARE, BatchError, TokenSequence
 from rl_backend.data import pack_plan, plan_micro_batches, prepare_micro_batches, restore_order
 
 
@@ -45,6 +46,38 @@ def test_every_micro_batch_knows_the_whole_batch() -> None:
                 "dp_size": 2,
                 "num_micro_batches": len(batches),
             }
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_copies_that_fill_ranks_change_no_loss_metric_denominator_or_output(mode: str) -> None:
+    sequences = random_sequences(random.Random(4), 5)
+    longest = max(map(len, sequences))
+    values = [torch.arange(len(sequence)).double() for sequence in sequences]
+    sequences = [
+        TokenSequence(sequence.input_ids, {**sequence.token_fields, "values": value})
+        for sequence, value in zip(sequences, values, strict=True)
+    ]
+
+    def loss_and_metric(dp_size: int, budget: int, *, fill: bool) -> tuple[float, float]:
+        plan = plan_micro_batches([len(s) for s in sequences], dp_size, budget, fill=fill)
+        assert bool(plan.fillers) == fill
+        per_rank = pack_plan(sequences, plan)
+        outputs = [[row for batch in batches for row in batch.split(batch.token_field("values"))] for batches in per_rank]
+        for restored, value in zip(restore_order(plan, outputs), values, strict=True):
+            assert torch.equal(restored, value)
+        loss, sums, weights = 0.0, 0.0, 0.0
+        for batch in (batch for batches in per_rank for batch in batches):
+            assert batch.meta["global_batch_size"] == 5
+            tokens, mask = batch.token_field("values"), batch.token_field("loss_mask")
+            loss += aggregate_loss(tokens, mask, batch, mode).item() / dp_size
+            share = batch.sequence_fields.get(EPISODE_SHARE)
+            part, weight = aggregation_terms(tokens, mask, batch.seq_lens, mode, episode_share=share)
+            sums, weights = sums + part.item(), weights + weight.item()
+        return loss, sums / weights
+
+    expected = loss_and_metric(1, 999, fill=False)
+    assert loss_and_metric(3, longest, fill=True) == pytest.approx(expected, rel=1e-12)
+    assert loss_and_metric(8, longest, fill=True) == pytest.approx(expected, rel=1e-12)
 
 
 def test_without_a_loss_mask_there_is_no_token_count() -> None:

@@ -64,6 +64,31 @@ def test_sequences_are_refused_by_the_callers_index_and_the_tenants_number() -> 
     assert refused.value.details["tenant"] == 7
 
 
+def test_copies_join_each_tenants_sequences_by_themselves() -> None:
+    tenants, seq_lens = [7, 0, 0, 0], [30, 25, 22, 21]
+    plan = plan_tenants(seq_lens, tenants, 2, BUDGET, fill=True)
+    assert plan.fillers == (0, 3)
+    assert plan.num_sequences == 4
+    for tenant, own in ((7, [0, 4]), (0, [1, 2, 3, 5])):
+        lengths = [seq_lens[index] for index, each in enumerate(tenants) if each == tenant]
+        alone = plan_micro_batches(lengths, 2, BUDGET, fill=True)
+        expected = [[tuple(own[place] for place in batch) for batch in rank] for rank in alone.micro_batches]
+        assert own_parts(plan, own) == expected
+    sequences = [
+        TokenSequence(
+            torch.zeros(length, dtype=torch.int64),
+            {"loss_mask": torch.arange(length) < length - 1},
+            {LORA_FIELD: torch.tensor(tenant)},
+        )
+        for length, tenant in zip(seq_lens, tenants, strict=True)
+    ]
+    ((first, *_), _) = pack_plan(sequences, plan)
+    assert first.meta["tenants"] == {
+        7: {"global_batch_size": 1, "num_micro_batches": 1, "batch_num_tokens": 29.0},
+        0: {"global_batch_size": 3, "num_micro_batches": 2, "batch_num_tokens": 24.0 + 21.0 + 20.0},
+    }
+
+
 def test_each_tenant_has_facts_of_its_own_and_the_callers_come_first() -> None:
     tenants, seq_lens = [3, -1, 3, 3], [30, 20, 30, 10]
     sequences = [
