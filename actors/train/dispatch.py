@@ -69,8 +69,8 @@ def split(operation: Operation, num_ranks: int, max_tokens: int, *, has_loss: bo
     check_same_fields(rows)
     seq_lens = [len(sequence) for sequence in rows]
     dp_size, multiple_of = handle.data_parallel_size, handle.micro_batch_multiple
-    # A loss that reads no mask would train on fillers.
-    fill = not trains or "loss_mask" in rows[0].token_fields
+    # A loss that reads no mask would count fillers.
+    fill = not has_loss or "loss_mask" in rows[0].token_fields
     tenants: list[int] = []
     if has_tenants and handle.lora_id < 0:
         tenants = [int(row.sequence_fields[LORA_FIELD]) for row in rows]

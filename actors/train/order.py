@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
+import threading
 import uuid
 from dataclasses import dataclass
 
@@ -34,12 +36,28 @@ class OperationHeader:
 
     Attributes:
         number: 1 for the group's first.
-        acknowledged: the driver has seen the failure of every operation up to this one.
+        submitter: the driver's thread, by :data:`this_thread`. What one thread submits builds on what it submitted before;
+            threads that share a group, each with a tenant of its own, do not depend on each other.
+        acknowledged: the driver has seen the failures of these operations.
+        taken_over: the operations up to this one were another driver's.
     """
 
     number: int
     name: str
-    acknowledged: int
+    submitter: int = 0
+    acknowledged: frozenset[int] = frozenset()
+    taken_over: int = 0
+
+
+class _Thread(threading.local):
+    """A thread's number; Python gives the identity of a thread that has ended to another one."""
+
+    def __init__(self) -> None:
+        self.number = next(_NUMBERS)
+
+
+_NUMBERS = itertools.count(1)
+this_thread = _Thread()
 
 
 class OperationLedger:
@@ -74,12 +92,14 @@ class OperationLedger:
 
 
 class OperationSequence:
-    """One rank's check that operations arrive in order and that none runs after one that failed unseen."""
+    """One rank's check that operations arrive in order and that none runs after one of its thread that failed unseen."""
 
     def __init__(self) -> None:
         self.started = 0
         self.finished = 0
-        self._failed: tuple[int, str] | None = None
+        self._submitter = 0
+        self._failed: dict[int, tuple[int, str]] = {}
+        """Thread of the driver -> number of its operation that failed unseen, and why."""
 
     def start(self, header: OperationHeader) -> None:
         """Raises :class:`~rl_backend.contracts.OperationOrderError` when the operation must not run."""
@@ -88,19 +108,21 @@ class OperationSequence:
                 f"operation {header.number} ({header.name}) arrived after operation {self.started}; one in between was lost",
                 number=header.number,
             )
-        self.started = header.number
-        if self._failed is not None and header.acknowledged < self._failed[0]:
-            number, reason = self._failed
+        self.started, self._submitter = header.number, header.submitter
+        for submitter, (number, _) in list(self._failed.items()):
+            if number in header.acknowledged or number <= header.taken_over:
+                del self._failed[submitter]
+        if header.submitter in self._failed:
+            number, reason = self._failed[header.submitter]
             raise OperationOrderError(
                 f"operation {header.number} ({header.name}) was not run, because operation {number} before it failed and "
                 f"its result had not been read: {reason}",
                 number=header.number,
                 failed=number,
             )
-        self._failed = None
 
     def finish(self, failure: str | None) -> None:
         """Ends the operation that started last."""
-        if failure is not None and self._failed is None:
-            self._failed = (self.started, failure)
+        if failure is not None:
+            self._failed.setdefault(self._submitter, (self.started, failure))
         self.finished = self.started

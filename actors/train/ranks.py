@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.cluster.ray_watch import ray_is_usable
 from actors.train.loss import SentLoss
-from actors.train.order import Driver, OperationHeader
+from actors.train.order import Driver, OperationHeader, this_thread
 from actors.train.outcome import Completed, Failed, RankInfo, breaks_process_group, with_origin
 from rl_backend.contracts import GroupFailedError, HandleError, OperationOrderError, RLBackendError
 from rl_backend.contracts.atoms import Operation
@@ -64,7 +64,8 @@ class TrainRanks:
         self.operator = driver.description
         self.journal: list[Operation] = []
         self.peak_memory = 0
-        self._acknowledged = 0
+        self._acknowledged = frozenset[int]()
+        self._taken_over = 0
         self._lock = threading.RLock()
         self._ended: RLBackendError | None = None
 
@@ -84,7 +85,7 @@ class TrainRanks:
                 if isinstance(number, Driver):
                     self._owned, self.operator = False, number.description
                     raise self._not_owner()
-                header = OperationHeader(number, name, self._acknowledged)
+                header = OperationHeader(number, name, this_thread.number, self._acknowledged, self._taken_over)
                 refs = [
                     worker.execute.remote(header, call, loss)
                     for worker, call in zip(self.members.workers, pickled_calls, strict=True)
@@ -162,7 +163,7 @@ class TrainRanks:
                         not_arrived=lost,
                     )
                 time.sleep(POLL_SECONDS)
-            self._owned, self.operator, self._acknowledged = True, self.driver.description, number
+            self._owned, self.operator, self._taken_over = True, self.driver.description, number
 
     def check_usable(self) -> None:
         """Raises when the group has ended, or another driver operates it."""
@@ -271,8 +272,10 @@ class TrainRanks:
 
     def _raise(self, title: str, number: int, failures: Mapping[int, Failed]) -> NoReturn:
         """Every rank answered: raises the lowest rank's error, typed ones first, or the one that it points to."""
+        # An operation that was refused for an earlier one tells of that failure too.
+        refused = [failure.error for failure in failures.values() if isinstance(failure.error, OperationOrderError)]
         with self._lock:
-            self._acknowledged = max(self._acknowledged, number)
+            self._acknowledged |= {number, *(error.details["failed"] for error in refused if "failed" in error.details)}
         broken = [rank for rank in sorted(failures) if breaks_process_group(failures[rank].error)]
         typed = [rank for rank in sorted(failures) if isinstance(failures[rank].error, RLBackendError)]
         rank = (typed or sorted(set(failures) - set(broken)) or broken)[0]

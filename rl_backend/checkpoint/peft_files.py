@@ -30,8 +30,11 @@ _REFUSED: Mapping[str, object] = {
     "fan_in_fan_out": False,
     "layer_replication": None,
     "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
 }
 """Fields of ``adapter_config.json`` whose other values change what an adapter computes in ways that are not read here."""
+_CHANGES_BASE = ("pissa", "corda", "olora", "loftq")
+"""What ``init_lora_weights`` begins with where peft changes the base too: the factors hold beside what is left of it."""
 
 
 class PeftAdapter(NamedTuple):
@@ -122,6 +125,13 @@ def read_peft_directory(path: Path | str) -> PeftAdapter:
             raise UnsupportedError(
                 f"{directory / CONFIG_FILE}: {name}={config[name]!r} is not read; train without it", name=name
             )
+    initial = config.get("init_lora_weights")
+    if isinstance(initial, str) and initial.startswith(_CHANGES_BASE):
+        raise UnsupportedError(
+            f"{directory / CONFIG_FILE}: init_lora_weights={initial!r} is not read: its factors belong to a base that peft "
+            "has changed; let peft convert them, with save_pretrained(path_initial_model_for_weight_conversion=...)",
+            name="init_lora_weights",
+        )
     # peft adds the names of both to what it trains of a model for token classification.
     if whole := set(config.get("modules_to_save") or ()) - {_HEAD, "classifier"}:
         raise UnsupportedError(

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest
 from rl_backend.checkpoint.state_files import DigestingWriter, TensorsReader
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, RLBackendError
 
 
 class TensorPieces:
@@ -122,11 +122,17 @@ class HostBuffers:
         return buffer.copy_(tensor, non_blocking=True)
 
 
-def raise_on_every_rank(problem: str | None, group: dist.ProcessGroup, cause: BaseException | None = None) -> None:
-    """A collective over ``group`` (gloo): raises :class:`CheckpointError` on every rank if any rank has a problem.
+def raise_on_every_rank(
+    problem: str | None,
+    group: dist.ProcessGroup,
+    cause: BaseException | None = None,
+    kind: type[RLBackendError] = CheckpointError,
+) -> None:
+    """A collective over ``group`` (gloo): raises on every rank if any rank has a problem.
 
     Args:
         cause: what the error on this rank is raised from.
+        kind: of the error.
     """
     problems: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
@@ -134,26 +140,27 @@ def raise_on_every_rank(problem: str | None, group: dist.ProcessGroup, cause: Ba
     if found:
         distinct = dict.fromkeys(found.values())
         where = "" if len(found) == len(problems) else f" (on rank {', '.join(map(str, found))})"
-        raise CheckpointError("; ".join(distinct) + where, ranks=sorted(found)) from cause
+        raise kind("; ".join(distinct) + where, ranks=sorted(found)) from cause
 
 
 @contextmanager
-def on_every_rank(group: dist.ProcessGroup, failed: str) -> Iterator[None]:
-    """Ends its body with a collective over ``group`` (gloo): what fails on one rank is a CheckpointError on every rank.
+def on_every_rank(group: dist.ProcessGroup, failed: str, kind: type[RLBackendError] = CheckpointError) -> Iterator[None]:
+    """Ends its body with a collective over ``group`` (gloo): what fails on one rank is an error on every rank.
 
     Args:
-        failed: begins the message, unless the body raises a :class:`CheckpointError` with its own.
+        failed: begins the message, unless the body raises one of ``kind`` with its own.
+        kind: of the error.
     """
     problem: str | None = None
     cause: Exception | None = None
     try:
         yield
-    except CheckpointError as error:
+    except kind as error:
         problem, cause = error.message, error
     except Exception as error:  # noqa: BLE001 - raised below, on every rank
         reason = with_notes(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         problem, cause = f"{failed}: {reason}", error
-    raise_on_every_rank(problem, group, cause)
+    raise_on_every_rank(problem, group, cause, kind)
 
 
 def require_free(path: Path) -> None:

@@ -46,7 +46,8 @@ class LossFn(Protocol):
 
     Losses of micro-batches are summed and gradients are averaged over the data-parallel ranks; nothing is divided by the
     number of micro-batches. A mean over all tokens of all ranks is therefore
-    ``(loss * mask).sum() / meta["batch_num_tokens"] * meta["dp_size"]``.
+    ``(loss * mask).sum() / meta["batch_num_tokens"] * meta["dp_size"]``. The mask of a sequence, or of a whole micro-batch,
+    may be all 0: copies fill what cannot be spread evenly over ranks.
 
     Returns:
         a 0-d loss with a gradient (None only in a forward-only pass), and metrics by name: a (sum, weight) pair, or a bare

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 from rl_backend.contracts import BatchError
 
@@ -59,8 +60,8 @@ def plan_micro_batches(
         dp_size: data-parallel ranks.
         max_tokens: largest number of tokens in one micro-batch.
         multiple_of: the number of micro-batches of a rank is a multiple of this.
-        fill: copies of the shortest sequence join sequences that are fewer than ranks, or whose number cannot give every
-            rank the same number of micro-batches within the budget. Without, both are refused.
+        fill: copies of the shortest sequences, of each as many, join sequences that are fewer than ranks, or whose number
+            cannot give every rank the same number of micro-batches within the budget. Without, both are refused.
 
     Raises:
         BatchError: no sequence, one longer than ``max_tokens``, or without ``fill`` a number of sequences as above.
@@ -71,8 +72,8 @@ def plan_micro_batches(
         return MicroBatchPlan(found)
     if fill:
         # One micro-batch for each sequence always has room.
-        shortest = min(range(len(seq_lens)), key=lambda index: (seq_lens[index], index))
-        fillers = (shortest,) * (-len(seq_lens) % (dp_size * multiple_of))
+        shortest_first = sorted(range(len(seq_lens)), key=lambda index: (seq_lens[index], index))
+        fillers = tuple(islice(cycle(shortest_first), -len(seq_lens) % (dp_size * multiple_of)))
         lengths = [*seq_lens, *(seq_lens[index] for index in fillers)]
         found = _fewest_micro_batches(lengths, dp_size, max_tokens, multiple_of)
         assert found is not None

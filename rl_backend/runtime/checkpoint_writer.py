@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,10 @@ class CheckpointWriter:
         unheard = {text for failures in everywhere for text, heard in failures if not heard}
         if unheard:
             raise CheckpointError("; ".join(sorted(unheard))) from next(iter(own.values()), None)
+
+    def settle(self) -> None:
+        """Waits until no save is being written. Raises nothing: each handle's next call has its error."""
+        wait(self._saves.values())
 
     def is_pending(self, handle: GuardedHandle) -> bool:
         """Whether a save of ``handle`` is still being written; raises its error once it is not. Not a collective.

@@ -57,6 +57,7 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
         offload: where each part is.
         broken: why the handle cannot be used, empty when it can: a pass failed in the middle (until ``zero_grad``).
         damaged: why its weights cannot be trusted: a checkpoint failed in the middle of loading (until one loads).
+        loaded: digest of the manifest of the checkpoint that it has loaded; empty where there is none.
     """
 
     owner: object | None
@@ -70,6 +71,7 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
     offload: Offload = field(init=False)
     broken: str = ""
     damaged: str = ""
+    loaded: str = ""
 
     def __post_init__(self) -> None:
         self.offload = Offload(self.name, self.groups.device)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import BatchError, ForwardResult, Head, LossFn, MetricValue, ModelOutput, PackedBatch
+from rl_backend.contracts import BatchError, ForwardResult, Head, LossFn, Metric, MetricValue, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import BASE_ONLY, LORA_FIELD
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.runtime.tenant import TenantHandle
@@ -156,7 +156,8 @@ class LossOfTenants:
                 self.failures[key] = f"{type(error).__name__}: {error}"
                 continue
             self.results.setdefault(key, []).append((0.0 if loss is None else float(loss.detach()), found))
-            metrics |= {f"{handle.name}/{name}": value for name, value in found.items()}
+            # By number: a tenant's name may be the beginning of another's.
+            metrics |= {f"{key}/{name}": value for name, value in found.items()}
             total = total if loss is None else total + loss
         return total, metrics
 
@@ -216,7 +217,7 @@ def results_of_tenants(
         error = loss.failures.get(key, "") if loss is not None else ""
         # Of a failed loss other ranks may have other micro-batches.
         own = loss.results.get(key, []) if loss is not None and not error else []
-        prefix = f"{name}/"
+        prefix = f"{key}/"
         metrics = (
             {}
             if error
@@ -224,6 +225,12 @@ def results_of_tenants(
         )
         found[name] = ForwardResult(tuple(value for value, _ in own), metrics, outputs, error=error, lora_id=key)
     return found
+
+
+def metrics_by_name(metrics: Mapping[str, Metric], tenants: PassTenants) -> dict[str, Metric]:
+    """Those that :class:`LossOfTenants` gives, each with its tenant's name in front."""
+    found = ((each.partition("/"), metric) for each, metric in metrics.items())
+    return {f"{tenants.by_id[int(key)].name}/{name}": metric for (key, _, name), metric in found}
 
 
 def own_outputs[V](outputs: Mapping[str, V], head: Head) -> dict[str, V]:

@@ -17,6 +17,9 @@ from rl_backend.runtime import saved_state
 from rl_backend.runtime.tenant import TenantHandle
 from rl_backend.weights.inspection import tensor_digest
 
+_LOADED = "+"
+"""Between the digest of the weights on disk and that of a checkpoint."""
+
 
 def tenant_state(handle: TenantHandle) -> tuple[StateTensors, TrainingManifest]:
     """What a checkpoint of the tenant holds."""
@@ -56,10 +59,12 @@ def load_tenant_state(handle: TenantHandle, path: Path) -> TrainingManifest:
                     name=name,
                 )
         if facts.base != base:
+            loaded = ", beside which the model has loaded a checkpoint," if handle.model.loaded else ""
+            theirs = ", and a checkpoint that its base had loaded" if _LOADED in facts.base else ""
             raise CheckpointError.at(
                 path,
-                f"is an adapter of another base model: the weights of {handle.config.hf_path} are others than those that it "
-                f"was trained on (hf_path={manifest.runtime_config.get('hf_path')!r})",
+                f"is an adapter of another base model: the weights of {handle.config.hf_path}{loaded} are others than those "
+                f"that it was trained on (hf_path={manifest.runtime_config.get('hf_path')!r}{theirs})",
             )
 
     manifest, _ = saved_state.load_state(handle, path, lambda each: dict(_pieces(each)), check=check)
@@ -95,13 +100,13 @@ def _pieces(handle: TenantHandle) -> Iterator[tuple[str, TensorPieces]]:
 
 
 def _base_digest(handle: TenantHandle) -> str:
-    """Of the base's weights on disk. A collective; rank 0 reads them, once."""
+    """Of the base's weights on disk, and of the checkpoint that it has loaded. A collective; rank 0 reads them, once."""
     group, hf_path, found = handle.groups.host_group, handle.config.hf_path, [""]
     with on_every_rank(group, f"the weights in {hf_path}, by which a base is known, cannot be read"):
         if dist.get_rank(group) == 0:
             found = [_digest_of_directory(hf_path)]
     dist.broadcast_object_list(found, group_src=0, group=group)
-    return found[0]
+    return found[0] + (f"{_LOADED}{handle.model.loaded}" if handle.model.loaded else "")
 
 
 @lru_cache(maxsize=8)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_backend.checkpoint.training_state import on_every_rank
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
     BatchError,
@@ -28,7 +29,7 @@ from rl_backend.runtime.passes import PassRequest
 from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.runtime.tenant import TenantHandle, require_tenant, step_tenants
 from rl_backend.runtime.tenant_optimizer import TenantOptimizer
-from rl_backend.runtime.tenant_pass import LossOfTenants, PassTenants, agree_on_failures, results_of_tenants
+from rl_backend.runtime.tenant_pass import LossOfTenants, PassTenants, agree_on_failures, metrics_by_name, results_of_tenants
 from rl_backend.runtime.tensor_atoms import TensorAtoms
 
 
@@ -66,7 +67,9 @@ class TenantRuntime[H: GuardedHandle](TensorAtoms[H]):
         tensors += own_head if adaptable.holds_head else ()
         groups = RowGroups.of(adaptable, handle.groups.dp_size)
         initial = self._initial_head(handle, own_head) | self._initial_magnitudes(handle, lora, modules)
-        rows = TenantRows.new(lora, tensors, handle.groups.device, initial, groups.sum_over_inputs)
+        # A rank without memory for it must not leave the others with one tenant more, whose numbers would be others.
+        with on_every_rank(handle.groups.host_group, f"the adapter {name!r} could not be made", HandleError):
+            rows = TenantRows.new(lora, tensors, handle.groups.device, initial, groups.sum_over_inputs)
         optimizer = optimizer or handle.config.backend_cfg.optimizer
         tenant = TenantHandle(
             name=name,
@@ -202,7 +205,8 @@ class TenantRuntime[H: GuardedHandle](TensorAtoms[H]):
             loss.failures.update(agree_on_failures(loss.failures, tenants.present(data)))
             for key, failure in loss.failures.items() if tenants.trains else ():
                 self._break([mine[key]], f"its loss raised {failure}, so its gradients are incomplete")
-        return ForwardResult(result.losses, result.metrics, result.outputs, results_of_tenants(loss, tenants, data, result))
+        metrics = metrics_by_name(result.metrics, tenants)
+        return ForwardResult(result.losses, metrics, result.outputs, results_of_tenants(loss, tenants, data, result))
 
     def _break_trained(self, tenants: PassTenants, data: Sequence[PackedBatch]) -> None:
         """After an error; one that was raised before anything ran leaves gradients as they were."""

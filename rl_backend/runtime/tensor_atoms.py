@@ -113,7 +113,9 @@ class TensorAtoms[H: GuardedHandle](BackendFacts[H]):
         Random state is that of :func:`~rl_backend.runtime.saved_state.source_rank`; where there is none it stays.
         """
         with self._atom(handle, "load_checkpoint"):
-            self._writer.wait()
+            # It may read what another handle saves; that handle's errors are its own.
+            self._writer.settle()
+            self._writer.wait(handle)
             manifest = self._load_state_of(handle, Path(path))
             if not handle.forward_only:
                 handle.drop_gradients()
@@ -173,7 +175,15 @@ class TensorAtoms[H: GuardedHandle](BackendFacts[H]):
         """Restores a model or a tenant."""
         if isinstance(handle, TenantHandle):
             return load_tenant_state(handle, path)
-        return self._load_training_state(handle, path)
+        if names := sorted(tenant.name for tenant in self._tenants.values() if tenant.model is handle):
+            raise HandleError(
+                f"load_checkpoint on {handle.name!r}, the base of {', '.join(map(repr, names))}: they were made beside the "
+                "weights that it has; load it before create_lora_adapter",
+                handle=handle.name,
+            )
+        manifest = self._load_training_state(handle, path)
+        handle.loaded = manifest.digest
+        return manifest
 
     def _tenant(self, handle: ModelHandle, operation: str) -> TenantHandle:
         """``handle``, if it is a tenant that ``operation`` can be done on."""

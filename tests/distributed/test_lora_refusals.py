@@ -146,6 +146,30 @@ def test_a_loss_that_fails_on_one_rank_has_no_results_on_any(ranks: RankPool, mo
         assert "narrow" in refused[2] and "model" in refused[2]
 
 
+def no_memory_job(model: str) -> tuple[str, list[str], list[int]]:
+    """What this rank hears when the last rank has no memory for a tenant, and which tenants it has then and later."""
+    with open_runtime(model) as runtime, pytest.MonkeyPatch.context() as patch:
+        base = runtime.build_model(trainable=False)
+        if dist.get_rank() == dist.get_world_size() - 1:
+
+            def fails(*arguments: object) -> None:
+                raise torch.OutOfMemoryError("no room")
+
+            patch.setattr("rl_backend.lora.rows.TenantRows.new", fails)
+        with pytest.raises(HandleError) as raised:
+            create(runtime, base, ("narrow",))
+        names = [each.name for each in runtime.list_lora_adapters(base)]
+        patch.undo()
+        made = create(runtime, base, ("middle", "narrow"))
+        return str(raised.value), names, [tenant.lora_id for tenant in made.values()]
+
+
+def test_a_tenant_that_one_rank_has_no_memory_for_is_made_on_none(ranks: RankPool, model: str) -> None:
+    for heard, names, numbers in ranks.run(no_memory_job, model):
+        assert heard == "the adapter 'narrow' could not be made: OutOfMemoryError: no room (on rank 1)"
+        assert (names, numbers) == ([], [0, 1])
+
+
 def lost_base_job(model: str, path: str) -> str:
     """What this rank hears of a save after the base's files have gone from the first rank's disk."""
     with open_runtime(model) as runtime:

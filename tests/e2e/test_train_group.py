@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,8 +141,9 @@ def test_long_sequences_without_a_mask_that_ranks_do_not_divide_only_run_forward
     outputs = group.forward(policy, bare, max_tokens_per_micro_batch=MAX_TOKENS).output("log_probs")
     assert [len(row) for row in outputs] == [40, 33, 36]
     if group.num_ranks > 1:
-        with pytest.raises(BatchError, match="make the number of sequences a multiple of the data-parallel size"):
-            group.forward_backward(policy, bare, NLL, max_tokens_per_micro_batch=MAX_TOKENS)
+        for forward_only in (False, True):
+            with pytest.raises(BatchError, match="make the number of sequences a multiple of the data-parallel size"):
+                group.forward_backward(policy, bare, NLL, forward_only=forward_only, max_tokens_per_micro_batch=MAX_TOKENS)
 
 
 def test_a_tensordict_gives_what_a_list_gives(group: TrainGroup, policy: HandleRef, sequences: list[TokenSequence]) -> None:
@@ -347,6 +349,20 @@ def test_what_was_submitted_behind_a_failure_does_not_run(
     with pytest.raises(ValueError, match="this loss never works"):
         failing.result()
     assert group.weight_version(policy) == version
+    group.zero_grad(policy)
+
+
+def test_what_another_thread_submits_runs_behind_a_failure(
+    group: TrainGroup, policy: HandleRef, sequences: list[TokenSequence]
+) -> None:
+    failing = group.forward_backward.submit(policy, sequences, fail_in_loss)
+    with ThreadPoolExecutor(1) as other:
+        result = other.submit(group.forward, policy, sequences).result()
+    assert [len(row) for row in result.output("log_probs")] == LENGTHS
+    with pytest.raises(OperationOrderError, match=r"zero_grad.*was not run.*this loss never works"):
+        group.zero_grad(policy)
+    with pytest.raises(ValueError, match="this loss never works"):
+        failing.result()
     group.zero_grad(policy)
 
 

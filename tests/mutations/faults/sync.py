@@ -152,10 +152,18 @@ FAULTS = [
     Fault(
         "operations-behind-a-failure-run",
         "actors/train/order.py",
-        "        if self._failed is not None and header.acknowledged < self._failed[0]:\n",
-        "        if self._failed is not None and header.acknowledged < 0:\n",
+        "        if header.submitter in self._failed:\n",
+        "        if False:\n",
         ("tests/unit/actors/train/test_order.py::test_nothing_runs_after_a_failure_until_the_driver_has_seen_it",),
         "a step would follow a pass that failed",
+    ),
+    Fault(
+        "failure-of-one-thread-stops-the-others",
+        "actors/train/order.py",
+        "self.started, self._submitter = header.number, header.submitter",
+        "self.started, self._submitter = header.number, 0",
+        ("tests/unit/actors/train/test_order.py::test_a_failure_stops_the_operations_of_its_own_thread_alone",),
+        "a tenant whose pass fails would end the runs of the others",
     ),
     Fault(
         "another-driver-operates-the-group",

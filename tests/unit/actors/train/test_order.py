@@ -22,25 +22,43 @@ def test_the_ledger_numbers_one_drivers_operations_and_tells_others_who_has_the_
 
 def test_an_operation_out_of_order_is_refused() -> None:
     sequence = OperationSequence()
-    sequence.start(OperationHeader(1, "a", 0))
+    sequence.start(OperationHeader(1, "a"))
     sequence.finish(None)
     for number in (1, 3):
         with pytest.raises(OperationOrderError, match=f"operation {number} .* arrived after operation 1"):
-            sequence.start(OperationHeader(number, "b", 0))
+            sequence.start(OperationHeader(number, "b"))
     assert (sequence.started, sequence.finished) == (1, 1)
 
 
 def test_nothing_runs_after_a_failure_until_the_driver_has_seen_it() -> None:
     sequence = OperationSequence()
-    sequence.start(OperationHeader(1, "a", 0))
+    sequence.start(OperationHeader(1, "a"))
     sequence.finish("BatchError('x')")
     for number in (2, 3):
         with pytest.raises(OperationOrderError, match=r"operation 1 before it failed .*: Batch"):
-            sequence.start(OperationHeader(number, "b", 0))
+            sequence.start(OperationHeader(number, "b"))
         sequence.finish("OperationOrderError")
-    sequence.start(OperationHeader(4, "c", 1))
+    sequence.start(OperationHeader(4, "c", acknowledged=frozenset({1})))
     sequence.finish(None)
-    sequence.start(OperationHeader(5, "d", 1))
+    sequence.start(OperationHeader(5, "d", acknowledged=frozenset({1})))
+    sequence.finish("BatchError('y')")
+    sequence.start(OperationHeader(6, "e", taken_over=5))
+
+
+def test_a_failure_stops_the_operations_of_its_own_thread_alone() -> None:
+    sequence = OperationSequence()
+    sequence.start(OperationHeader(1, "a", submitter=1))
+    sequence.finish("BatchError('x')")
+    sequence.start(OperationHeader(2, "b", submitter=2))
+    sequence.finish("BatchError('y')")
+    # That the second thread has seen its own failure says nothing about the first's.
+    seen = frozenset({2})
+    with pytest.raises(OperationOrderError, match="operation 1 before it failed"):
+        sequence.start(OperationHeader(3, "c", 1, seen))
+    sequence.finish("OperationOrderError")
+    sequence.start(OperationHeader(4, "d", 2, seen))
+    sequence.finish(None)
+    sequence.start(OperationHeader(5, "e", 1, seen | {1}))
 
 
 def test_an_error_travels_with_its_details_and_gains_the_place_where_it_happened() -> None:
