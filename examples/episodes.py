@@ -38,7 +38,7 @@ from actors.run import (
     with_outputs,
 )
 from rl_backend.algorithm import episode_parts, episode_sequences
-from rl_backend.contracts import ConfigError, HasEffect
+from rl_backend.contracts import ConfigError, HasEffect, OptimizerConfig
 from rl_backend.environment import Step, ToolPool, Turn
 
 
@@ -133,12 +133,21 @@ class EpisodesConfig(EpisodeConfig):
         if self.algorithm == "grpo" and self.advantage != "reinforce_plus_plus" and self.sampling.n < 2:
             problem = f"advantage={self.advantage!r} compares at least 2 episodes"
             raise ConfigError.of("EpisodesConfig.samples_per_prompt", self.sampling.n, problem)
+        try:
+            self.critic_optimizer()
+        except ConfigError as error:
+            problem = f"the policy's schedule does not fit it: {error}"
+            raise ConfigError.of("EpisodesConfig.critic_lr", self.critic_lr, problem) from None
         return self
 
     def models(self) -> tuple[RunModel, ...]:
         critic, reference = RunModel("model", self.model, "values"), RunModel("model", self.model, forward_only=True)
         others = [critic] * (self.algorithm == "ppo") + [reference] * (self.kl_coef > 0)
         return (*super().models(), *others)
+
+    def critic_optimizer(self) -> OptimizerConfig | None:
+        optimizer = self.train.backend_cfg.optimizer
+        return optimizer.replace(lr=self.critic_lr) if self.algorithm == "ppo" else None
 
     def policy_loss(self) -> Loss:
         options = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}
@@ -156,8 +165,8 @@ def train(config: EpisodesConfig, session: Session | None = None, on_step: OnSte
     loss, value_loss, meta = config.policy_loss(), Loss("rl_backend.algorithm:value_loss"), config.meta()
     with run:
         policy = run.build_model("policy", router_replay=config.router_replay)
-        optimizer = config.train.backend_cfg.optimizer.replace(lr=config.critic_lr)
-        critic = run.build_model("critic", head="values", optimizer=optimizer) if config.algorithm == "ppo" else None
+        optimizer = config.critic_optimizer()
+        critic = run.build_model("critic", head="values", optimizer=optimizer) if optimizer else None
         reference = run.build_model("reference", forward_only=True) if config.kl_coef else None
         run.begin(config.algorithm.upper(), {"policy": policy, **({"critic": critic} if critic else {})})
         for _ in run.steps():

@@ -79,6 +79,11 @@ class PPOConfig(RLConfig):
             raise ConfigError.of(
                 "PPOConfig.critic_warmup_steps", self.critic_warmup_steps, f"leaves none of steps={self.steps} to the actor"
             )
+        try:
+            self.critic_optimizer()
+        except ConfigError as error:
+            problem = f"the actor's schedule does not fit it: {error}"
+            raise ConfigError.of("PPOConfig.critic_lr", self.critic_lr, problem) from None
         return self
 
     def models(self) -> tuple[RunModel, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import ray
 
@@ -32,6 +33,8 @@ class AdapterGroup(EngineSet):
         self._lock = threading.Lock()
         self._changing = threading.Lock()
         self._adapters: dict[str, PushedAdapter] = {}
+        self._pushers: dict[str, tuple[Hashable, ref[Any]]] = {}
+        """Name of a tenant -> which one it is, and what pushes it."""
         self.adapter_memory = AdapterMemory()
         self._merged = self.last_sync = ""
         self.base_pushes = 0
@@ -47,6 +50,7 @@ class AdapterGroup(EngineSet):
             with self._lock:
                 adapter = self._served(tenant)
                 pushed = self._adapters.pop(tenant)
+                self._pushers.pop(tenant, None)
             calls: dict[int, Any] = {}
             try:
                 calls = self.start_call("drop_adapter", adapter)
@@ -75,6 +79,29 @@ class AdapterGroup(EngineSet):
                 version=served.version,
                 offered=adapter.version,
             )
+
+    def require_same_tenant(self, name: str, tenant: Hashable, pusher: object) -> None:
+        """Refuses a tenant under the name of another one, whose pusher is in use; else the name is this tenant's.
+
+        Args:
+            tenant: the same for all that push it.
+
+        Raises:
+            RolloutError: requests of the other tenant would sample with this one.
+        """
+        other, other_pusher = self._pushers.get(name, (tenant, None))
+        if other != tenant and other_pusher is not None and other_pusher() is not None:
+            raise RolloutError(
+                f"another tenant called {name!r}, of another training group or made anew, is pushed to these engines; give "
+                "tenants names of their own, or close() the WeightSync of the other one",
+                tenant=name,
+            )
+        self._pushers[name] = tenant, ref(pusher)
+
+    def release_name(self, name: str, pusher: object) -> None:
+        """Lets another tenant have the name."""
+        if (held := self._pushers.get(name)) is not None and held[1]() is pusher:
+            del self._pushers[name]
 
     def require_plain_base(self, tenant: str) -> None:
         """Raises :class:`~rl_backend.contracts.RolloutError` where the engines' weights have an adapter merged into them."""

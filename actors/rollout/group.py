@@ -119,7 +119,8 @@ class RolloutGroup(StartedEngines):
         Raises:
             UnsupportedError: on a CPU, or without ``sleep_mode``.
         """
-        raise_first(self.call("sleep", level))
+        # Engines wait for turns in flight, which may take as long as a request.
+        raise_first(self.call("sleep", level, timeout=self.config.sampling_timeout))
 
     def wake_up(self) -> None:
         """Takes the GPU memory back."""

@@ -57,6 +57,13 @@ class StreamPosition:
     drawn: Sequence[Sequence[Sample]] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class _Begun[P, S]:
+    number: int
+    prompts: list[P]
+    samples: Future[DrawnBatch[P, S]]
+
+
 class BatchStream[P, S](ABC):
     """Samples one batch of prompts after the other. A kind of stream says how, in :meth:`_draw`.
 
@@ -82,7 +89,8 @@ class BatchStream[P, S](ABC):
         self._on_sampled = on_sampled
         self._taken = self._begun = 0
         self._one_at_a_time = ThreadPoolExecutor(1, thread_name_prefix="sample-stream")
-        self._waiting: deque[Future[DrawnBatch[P, S]]] = deque()
+        self._waiting: deque[_Begun[P, S]] = deque()
+        self._raised: _Begun[P, S] | None = None
         self._may_begin = threading.Event()
         self._may_begin.set()
         self._sampling_now = threading.Lock()
@@ -92,16 +100,25 @@ class BatchStream[P, S](ABC):
     def next(self, more: int | None = None) -> DrawnBatch[P, S]:
         """The next batch; waits for it, and raises what :meth:`~actors.rollout.group.RolloutGroup.generate` raises.
 
+        After an error the same batch is sampled again by the next call.
+
         Args:
             more: batches that will certainly be asked for after this one, where that is less than ``ahead``.
         """
         if not self._waiting:
             self._begin()
-        batch = self._waiting.popleft()
+        elif self._waiting[0] is self._raised:
+            self._waiting[0] = self._submit(self._raised.number, self._raised.prompts)
         ahead = self._ahead if more is None else min(self._ahead, more)
-        while len(self._waiting) < ahead:
+        while len(self._waiting) <= ahead:
             self._begin()
-        sampled = batch.result()
+        batch = self._waiting[0]
+        try:
+            sampled = batch.samples.result()
+        except Exception:
+            self._raised = batch
+            raise
+        self._waiting.popleft()
         self._taken = sampled.number
         return sampled
 
@@ -117,7 +134,7 @@ class BatchStream[P, S](ABC):
         A push made inside waits for no other samples, and with ``ahead=1`` it is certain which weights a batch is made with.
         """
         if self._waiting:
-            wait([self._waiting[0]])
+            wait([self._waiting[0].samples])
         try:
             self._may_begin.clear()
             with self._sampling_now:
@@ -141,7 +158,10 @@ class BatchStream[P, S](ABC):
 
     def _begin(self) -> None:
         self._begun += 1
-        self._waiting.append(self._one_at_a_time.submit(self._sample, self._begun, next(self._batches)))
+        self._waiting.append(self._submit(self._begun, next(self._batches)))
+
+    def _submit(self, number: int, prompts: list[P]) -> _Begun[P, S]:
+        return _Begun(number, prompts, self._one_at_a_time.submit(self._sample, number, prompts))
 
     def _sample(self, number: int, prompts: list[P]) -> DrawnBatch[P, S]:
         self._may_begin.wait()
@@ -200,9 +220,9 @@ class SampleStream(BatchStream[Prompt, Sample]):
         """With the batches that are complete; what is being sampled now is sampled again."""
         drawn: list[list[Sample]] = []
         for batch in self._waiting:
-            if not batch.done() or batch.exception() is not None:
+            if not batch.samples.done() or batch.samples.exception() is not None:
                 break
-            drawn.append(batch.result().samples)
+            drawn.append(batch.samples.result().samples)
         return StreamPosition(self._taken, drawn)
 
     def _go_to(self, position: StreamPosition) -> None:
@@ -210,8 +230,9 @@ class SampleStream(BatchStream[Prompt, Sample]):
         for samples in position.drawn:
             self._begun += 1
             batch: Future[SampledBatch] = Future()
-            batch.set_result(_answered(self._begun, next(self._batches), samples))
-            self._waiting.append(batch)
+            prompts = next(self._batches)
+            batch.set_result(_answered(self._begun, prompts, samples))
+            self._waiting.append(_Begun(self._begun, prompts, batch))
 
 
 def _answered(number: int, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> SampledBatch:

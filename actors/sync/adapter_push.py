@@ -82,6 +82,7 @@ class AdapterPush:
             engines = group.fixed()
             skipped = tuple(engines.lost_engines)
             try:
+                group.require_same_tenant(tenant.name, (tenant.group_id, tenant.key), self)
                 group.require_pushable(adapter)
                 with clock.phase("load"):
                     infos = engines.infos
@@ -100,6 +101,10 @@ class AdapterPush:
             if engine not in skipped:
                 raise error
         return PushReport(adapter.version, staged.nbytes, clock.seconds(), _transport_of(factors), engines.engines, skipped)
+
+    def close(self) -> None:
+        """Lets another tenant have the name; what is served stays."""
+        self._rollout.release_name(self._tenant.name, self)
 
     def _stage(self) -> tuple[StagedAdapter, Any]:
         """What is staged, and its factors: in shared memory; a reference to them, which only engines follow; or their

@@ -150,6 +150,8 @@ class WeightSync:
 
     def close(self) -> None:
         """Frees staging buffers and connections; the engines keep their weights, and a later push makes new ones."""
+        if self._adapter is not None:
+            self._adapter.close()
         if self._transport is not None:
             transport, self._transport, self._chosen_for = self._transport, None, {}
             transport.close(self._train, self._rollout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -65,7 +66,12 @@ class TenantOperations:
 
     @operation
     def import_lora_adapter(
-        self, handle: HandleRef, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+        self, handle: HandleRef, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Path | str
     ) -> GroupFuture[None]:
-        """As :meth:`~rl_backend.runtime.Runtime.import_lora_adapter`; all is checked before anything changes."""
-        return self.submit("import_lora_adapter", handle=handle, tensors=dict(tensors))
+        """As :meth:`~rl_backend.runtime.Runtime.import_lora_adapter`; all is checked before anything changes.
+
+        Args:
+            tensors: also a directory in peft's format that every rank can read.
+        """
+        given = str(Path(tensors).absolute()) if isinstance(tensors, Path | str) else dict(tensors)
+        return self.submit("import_lora_adapter", handle=handle, tensors=given)

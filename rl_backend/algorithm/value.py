@@ -30,8 +30,8 @@ from rl_backend.contracts import EPISODE_SHARE, BatchError, ConfigError, MetricV
 def masked_whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """``(values - mean) / sqrt(variance + 1e-8)`` over the selected tokens, with the unbiased variance.
 
-    The batch must be whole: all sequences of all ranks in this step. Equal values become 0. The arithmetic is done in
-    float64. Source: verl's ``masked_whiten``.
+    The batch must be whole: all sequences of all ranks in this step. Equal values become 0, and so does a single one. The
+    arithmetic is done in float64. Source: verl's ``masked_whiten``.
 
     Args:
         values: (T,) floating, without a gradient.
@@ -42,7 +42,7 @@ def masked_whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True)
         (T,) in the dtype of ``values``, 0 where ``loss_mask`` is 0.
 
     Raises:
-        BatchError: fewer than two selected tokens, or a selected value that is not finite.
+        BatchError: no selected token, or a selected value that is not finite.
     """
     if values.dim() != 1 or values.shape != loss_mask.shape:
         raise BatchError(
@@ -50,9 +50,9 @@ def masked_whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True)
         )
     check_finite(loss_mask, values=values)
     chosen = values.detach()[loss_mask != 0].to(torch.float64)
-    if chosen.numel() < 2:
-        raise BatchError(f"loss_mask selects {chosen.numel()} tokens; a variance needs at least 2")
-    variance, mean = torch.var_mean(chosen)
+    if not chosen.numel():
+        raise BatchError("loss_mask selects no token; whitening needs at least one")
+    variance, mean = torch.var_mean(chosen, correction=min(1, chosen.numel() - 1))
     whitened = (chosen - mean) * torch.rsqrt(variance + 1e-8)
     if not shift_mean:
         whitened = whitened + mean

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from actors import HandleRef, Loss, TrainGroup
+from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import BatchError, HandleError, NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
 from tests.support.models import write_tiny_qwen3
@@ -108,6 +109,11 @@ def test_threads_of_one_driver_train_tenants_of_one_base(group: TrainGroup, base
     assert all(torch.equal(value, kept[key]) for key, value in group.export_lora_adapter(first["wide"]).items())
     assert group.weight_version(first["wide"]) == STEPS
     group.import_lora_adapter(second["wide"], {name: value * 2 for name, value in kept.items()})
+    doubled = group.export_lora_adapter(second["wide"])
+    write_peft_directory(tmp_path / "adapter", kept.items(), CONFIGS["wide"], "base")
+    group.import_lora_adapter(second["wide"], tmp_path / "adapter")
+    assert all(torch.equal(value, kept[key]) for key, value in group.export_lora_adapter(second["wide"]).items())
+    assert not any(torch.equal(value, kept[key]) for key, value in doubled.items())
     infos = {info.name: info for info in group.list_lora_adapters(base)}
     assert infos["wide of threads"].step == STEPS and infos["wide of threads"].config == CONFIGS["wide"]
 

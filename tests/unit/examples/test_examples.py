@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +21,7 @@ from actors.run.folder import RunFolder
 from actors.run.reward_scores import score
 from examples.demo.__main__ import RECIPES, Algorithm, DemoConfig, demo_settings
 from examples.demo.task import careless_answer, character_tokenizer, has_carry, right_answer, write_task
+from examples.episodes import EpisodesConfig
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
@@ -147,6 +149,21 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
 def test_grpo_options_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GRPOConfig(model="m", dataset="d", reward="r", **changes)
+
+
+@pytest.mark.parametrize("name", ["PPOConfig", "EpisodesConfig"])
+def test_a_schedule_of_the_policy_that_the_critic_cannot_have_is_refused_by_the_critics_option(name: str) -> None:
+    options: dict[str, Any] = {"model": "m", "dataset": "d", "lr": 1e-4, "critic_lr": 1e-5}
+    options |= {"train.backend_cfg.optimizer.min_lr": 2e-5, "train.backend_cfg.optimizer.lr_decay_style": "cosine"}
+    if name == "PPOConfig":
+        make: Any = partial(PPOConfig, **options, reward="r")
+    else:
+        make = partial(EpisodesConfig, **options, algorithm="ppo", environment="examples.episodes:Calculator")
+    with pytest.raises(
+        ConfigError, match=rf"^{name}\.critic_lr=1e-05: .* fit it: \S+min_lr=2e-05: must not exceed"
+    ):
+        make()
+    assert make(critic_lr=1e-4).critic_optimizer().lr == 1e-4
 
 
 def test_runtime_and_layout_are_options_of_every_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,3 +211,24 @@ def test_no_tenant_goes_back_to_an_older_version_and_none_is_served_beside_merge
         group.require_pushable(version("poet", 4, of_tenant=6))
     group.base_changed("")
     assert group.chosen("poet", 1)[0].version == 5 and group.base_pushes == 2
+
+
+class Pusher:
+    """What pushes a tenant."""
+
+
+def test_a_tenant_is_not_pushed_under_the_name_of_another_that_is_in_use() -> None:
+    group = Group()
+    first, again, other = Pusher(), Pusher(), Pusher()
+    group.require_same_tenant("tenant-0", ("group a", 3), first)
+    group.require_same_tenant("tenant-0", ("group a", 3), again)
+    group.require_same_tenant("tenant-1", ("group b", 3), other)
+    with pytest.raises(RolloutError, match=r"another tenant called 'tenant-0', of another training group .* close\(\)"):
+        group.require_same_tenant("tenant-0", ("group b", 3), other)
+    group.release_name("tenant-0", first)
+    with pytest.raises(RolloutError, match="another tenant called 'tenant-0'"):
+        group.require_same_tenant("tenant-0", ("group b", 3), other)
+    group.release_name("tenant-0", again)
+    group.require_same_tenant("tenant-0", ("group b", 3), other)
+    del other
+    group.require_same_tenant("tenant-0", ("group a", 3), first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from actors import Sample, SamplingConfig
 from actors.rollout.sample import Routes, VersionSpan
-from actors.rollout.stream import SampleStream, StreamPosition, load_drawn, save_drawn
+from actors.rollout.stream import SampledBatch, SampleStream, StreamPosition, load_drawn, save_drawn
 from rl_backend.contracts import CheckpointError, EngineDeadError
 from rl_backend.data.prompts import Prompt, PromptExample
 
@@ -234,6 +235,29 @@ def test_an_engine_that_dies_is_reported_by_the_step_that_needs_the_batch() -> N
         engines.error = EngineDeadError("engine 0 is dead")
         with pytest.raises(EngineDeadError, match="engine 0 is dead"):
             stream.next()
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_batch_whose_sampling_fails_is_sampled_again_and_none_is_passed_over(ahead: int) -> None:
+    engines = Engines()
+    found: list[SampledBatch] = []
+    with stream_of(engines, ahead) as stream:
+        engines.error = EngineDeadError("engine 0 is dead")
+        for _ in range(2):
+            with pytest.raises(EngineDeadError):
+                stream.next()
+            assert stream.position == StreamPosition(0, [])
+            with stream.between_batches():
+                pass
+        engines.error = None
+        while len(found) < 5:
+            # What was begun ahead in the meantime has failed as well.
+            with suppress(EngineDeadError):
+                found.append(stream.next())
+    assert [batch.number for batch in found] == [1, 2, 3, 4, 5]
+    assert [batch.samples[0].prompt_ids for batch in found] == [[1], [2], [3], [4], [5]]
+    seeds = {(number, tuple(of_batch)) for number, of_batch in zip(engines.begun, engines.seeds, strict=True)}
+    assert len(seeds) == len(set(engines.begun)) and engines.begun.count(1) == 3
 
 
 def test_an_error_in_the_loop_does_not_wait_for_samples() -> None:

@@ -142,6 +142,10 @@ def test_whitened_values_have_mean_0_and_variance_1_over_selected_tokens_of_the_
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6])
 def test_equal_values_whiten_to_nothing(value: float) -> None:
     assert masked_whiten(torch.full((7,), value, dtype=torch.float64), torch.ones(7)).abs().max() < 1e-9
+    alone = torch.tensor([0.0, 1.0, 0.0])
+    assert masked_whiten(torch.full((3,), value, dtype=torch.float64), alone).tolist() == [0.0, 0.0, 0.0]
+    kept = masked_whiten(torch.full((3,), value, dtype=torch.float64), alone, shift_mean=False)
+    assert kept.tolist() == [0.0, value, 0.0]
 
 
 def test_reinforce_plus_plus_advantages_differ_by_token_and_the_baseline_form_by_response() -> None:
@@ -197,7 +201,7 @@ LENGTHS = torch.tensor([2, 1])
         (lambda: token_rewards([1.0], torch.ones(3), LENGTHS), BatchError, "1 rewards for 2 sequences"),
         (lambda: token_rewards([1.0, math.nan], torch.ones(3), LENGTHS), BatchError, r"rewards\[1\] is nan"),
         (lambda: token_rewards([1.0, 1.0], torch.ones(4), LENGTHS), BatchError, "loss_mask has shape"),
-        (lambda: masked_whiten(torch.ones(3), torch.tensor([0, 1, 0])), BatchError, "selects 1 tokens"),
+        (lambda: masked_whiten(torch.ones(3), torch.tensor([0, 0, 0])), BatchError, "selects no token"),
         (lambda: masked_whiten(torch.ones(3), torch.ones(2)), BatchError, r"shape \(3,\) and loss_mask \(2,\)"),
         (lambda: kl_in_reward(*[torch.ones(3)] * 4, kl_coef=-1.0), ConfigError, "kl_coef=-1.0"),
         (lambda: kl_in_reward(*[torch.ones(3)] * 4, kl_coef=0.1, kl_type="k4"), ConfigError, "kl_type='k4'"),
