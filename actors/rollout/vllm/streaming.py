@@ -43,16 +43,15 @@ class CheckedLoad:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads one bucket, unless it or an earlier one is damaged."""
         bucket = list(weights)
-        for name, tensor in bucket:
-            self._received[name] = device_checksum(tensor)
-            if has_non_finite(tensor):
-                self._non_finite.append(name)
-        if self._non_finite or self._refused is not None:
-            return
         try:
-            self._model.load_weights(bucket)
+            for name, tensor in bucket:
+                self._received[name] = device_checksum(tensor)
+                if has_non_finite(tensor):
+                    self._non_finite.append(name)
+            if not self._non_finite and self._refused is None:
+                self._model.load_weights(bucket)
         except Exception as error:  # noqa: BLE001, raised by `confirm`: an error here would leave the sender waiting
-            self._refused = error
+            self._refused = self._refused or error
 
     def confirm(self, checksums: dict[str, int]) -> None:
         """Raises :class:`~rl_backend.contracts.WeightSyncError` unless all that was sent arrived, unchanged and finite."""
@@ -97,6 +96,12 @@ class _Checked:
 
 class CheckedNcclWeightTransferEngine(_Checked, NCCLWeightTransferEngine):
     """Receives by NCCL broadcast."""
+
+    def shutdown(self) -> None:
+        # vLLM drops the communicator, and NCCL keeps its memory of the GPU.
+        if self.model_update_group is not None:
+            self.model_update_group.destroy()
+        super().shutdown()
 
 
 class CheckedIpcWeightTransferEngine(_Checked, IPCWeightTransferEngine):

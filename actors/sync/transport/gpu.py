@@ -1,7 +1,8 @@
 """Weights between GPUs, over NCCL or CUDA IPC, on vLLM's own transfer engines. Has not been run: needs CUDA.
 
-- ``nccl``: the source rank and every worker of every engine form one NCCL group; buckets of ``byte_budget`` bytes are
-  packed, broadcast, checked and loaded. A rank that dies leaves the others waiting in NCCL, as in any NCCL job.
+- ``nccl``: the source rank and every worker of every engine form one NCCL group; buckets of ``byte_budget`` bytes, and the
+  tensor that fills them, are packed, broadcast, checked and loaded; two are under way at a time. An engine that dies or
+  receives no more ends the broadcast. A rank that dies leaves the engines waiting in NCCL, as in any NCCL job.
 - ``cuda_ipc``: for colocated training, where every GPU of every engine also has a training rank. Each rank packs buckets
   into one buffer on its GPU; the engine's worker on that GPU maps it, checks and loads it.
 
@@ -12,8 +13,11 @@ engines' Ray actors. Beginning and finishing an update belong to the driver, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -24,7 +28,7 @@ from actors.cluster.ports import with_free_port
 from actors.rollout.engines import EngineSet
 from actors.sync.source import SourceContext, SourceRanks
 from actors.sync.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source
-from rl_backend.contracts import UnsupportedError, WeightSyncError, dtype_from_name
+from rl_backend.contracts import GroupFailedError, HandleError, UnsupportedError, WeightSyncError, dtype_from_name
 from rl_backend.weights.compare import as_announced
 from rl_backend.weights.inspection import device_checksum
 
@@ -44,11 +48,13 @@ class EngineClient:
         kind: transport, as the workers know it.
         actors: in the order of their ranks in the transfer group.
         workers: processes of one engine.
+        stop_sending: ends a send that waits for engines; set where the sender can wait for ever.
     """
 
     kind: str
     actors: list[Any]
     workers: int
+    stop_sending: Callable[[], None] | None = None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         calls = []
@@ -66,11 +72,20 @@ class EngineClient:
         """Every engine has begun already."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # A failed engine keeps its error for the driver, which asks every engine at the end of the push.
-        calls = [actor.update.remote(update_info) for actor in self.actors]
-        _, hanging = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
-        if hanging:
-            raise _no_answer(self.kind, len(hanging), "answered the update")
+        # A failed engine keeps its error for the driver, which asks every engine at the end of the push; but it receives
+        # nothing more, for which a sender must not wait.
+        waiting, deadline = [actor.update.remote(update_info) for actor in self.actors], time.monotonic() + ANSWER_SECONDS
+        try:
+            while waiting:
+                done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+                if not done:
+                    raise _no_answer(self.kind, len(waiting), "answered the update")
+                if self.stop_sending is not None:
+                    ray.get(done)
+        except BaseException:
+            if self.stop_sending is not None:
+                self.stop_sending()
+            raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """The driver finishes when every engine has confirmed its checksums."""
@@ -139,9 +154,11 @@ class VllmStreamingTransport(StreamingTransport):
             raise
 
     def close(self, train: SourceRanks, rollout: EngineSet) -> None:
-        if self._members:
-            train.run_on_ranks(close_stream, self._key)
-            self._members = {}
+        if self._key:
+            key, self._key, self._members = self._key, "", {}
+            # A training group that has ended keeps nothing.
+            with suppress(GroupFailedError, HandleError):
+                train.run_on_ranks(close_stream, key)
 
     def reconnect(self) -> None:
         self._members = {}
@@ -164,11 +181,12 @@ def _no_answer(transport: str, engines: int, what: str) -> WeightSyncError:
 
 
 def open_stream(context: SourceContext, plan: PushPlan, client: EngineClient) -> None:
-    """Runs on every rank: makes vLLM's trainer-side engine."""
+    """Runs on every rank: makes vLLM's trainer-side engine, in place of the one of an earlier connection."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+    close_stream(context, plan.key)
     # A tensor travels in one bucket.
     budget = max(plan.byte_budget or DEFAULT_BYTE_BUDGET, *(info.nbytes for info in plan.infos))
     source = ExportSource(context, plan)
@@ -182,7 +200,8 @@ def open_stream(context: SourceContext, plan: PushPlan, client: EngineClient) ->
 
     if client.kind == "nccl":
         host = ray.util.get_node_ip_address()
-        context.state[plan.key] = with_free_port(host, open_nccl)
+        engine = context.state[plan.key] = with_free_port(host, open_nccl)
+        client.stop_sending = partial(end_group, engine)
     else:
         init_info = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=budget, rank=context.rank)
         context.state[plan.key] = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
@@ -202,7 +221,18 @@ def close_stream(context: SourceContext, key: str) -> None:
     """Runs on every rank: ends vLLM's trainer-side engine."""
     engine = context.state.pop(key, None)
     if engine is not None:
+        end_group(engine)
         engine.shutdown()
+
+
+def end_group(engine: Any) -> None:
+    """Ends the NCCL group of one of vLLM's transfer engines, which would else keep memory of the GPU until its process ends.
+
+    A broadcast that waits for another member returns.
+    """
+    group = getattr(engine, "model_update_group", None)
+    if group is not None:
+        group.destroy()
 
 
 class NcclTransport(VllmStreamingTransport):

@@ -159,9 +159,7 @@ def test_a_schedule_of_the_policy_that_the_critic_cannot_have_is_refused_by_the_
         make: Any = partial(PPOConfig, **options, reward="r")
     else:
         make = partial(EpisodesConfig, **options, algorithm="ppo", environment="examples.episodes:Calculator")
-    with pytest.raises(
-        ConfigError, match=rf"^{name}\.critic_lr=1e-05: .* fit it: \S+min_lr=2e-05: must not exceed"
-    ):
+    with pytest.raises(ConfigError, match=rf"^{name}\.critic_lr=1e-05: .* fit it: \S+min_lr=2e-05: must not exceed"):
         make()
     assert make(critic_lr=1e-4).critic_optimizer().lr == 1e-4
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from actors.sync.push import WeightSync
 from actors.sync.source import WeightSource
 from actors.sync.transport.base import PushPlan, describe_export, make_plan
-from actors.sync.transport.gpu import ExportSource
-from rl_backend.contracts import WeightCheckError, WeightSyncError
+from actors.sync.transport.gpu import EngineClient, ExportSource, NcclTransport, close_stream, end_group, send_stream
+from rl_backend.contracts import EngineDeadError, HandleError, WeightCheckError, WeightSyncError
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, 3), "c": torch.full((2, 3), -2.0)}
 
@@ -125,6 +125,90 @@ def test_a_transport_whose_engines_receive_from_another_push_connects_again(monk
 def _connect_alone(train: Any, transport: Any, plan: Any, rollout: Any, clock: Any) -> tuple[int, ...]:
     transport.connect(plan, train, rollout)
     return (0,)
+
+
+class Group:
+    """Stands for a communicator of vLLM's."""
+
+    ended = 0
+
+    def destroy(self) -> None:
+        self.ended += 1
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, Exception | None]) -> EngineClient:
+    """A client of engines of these names that answer so, in this order; those without an outcome never do."""
+
+    def wait(calls: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        found = next((name for name in outcomes if name in calls), None)
+        return ([], calls) if found is None else ([found], [name for name in calls if name != found])
+
+    def get(done: list[str]) -> None:
+        (name,) = done
+        error = outcomes[name]
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("actors.sync.transport.gpu.ray", SimpleNamespace(wait=wait, get=get))
+    actors = [SimpleNamespace(update=SimpleNamespace(remote=lambda info, name=name: name)) for name in ("a", "b")]
+    return EngineClient("nccl", actors, 1)
+
+
+def test_a_sender_stops_when_an_engine_receives_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    for outcomes, error in (
+        ({"b": EngineDeadError("engine 1 died")}, "engine 1 died"),
+        ({"a": None}, "1 engines have not answered the update"),
+    ):
+        client, group = answers(monkeypatch, outcomes), Group()
+        client.stop_sending = partial(end_group, SimpleNamespace(model_update_group=group))
+        with pytest.raises((EngineDeadError, WeightSyncError), match=error):
+            client.update_weights({})
+        assert group.ended == 1
+    client, group = answers(monkeypatch, {"a": None, "b": None}), Group()
+    client.stop_sending = partial(end_group, SimpleNamespace(model_update_group=group))
+    client.update_weights({})
+    assert group.ended == 0
+    # A sender that waits for no engine goes on: the driver hears of the failure at the end.
+    answers(monkeypatch, {"a": EngineDeadError("engine 0 died"), "b": None}).update_weights({})
+
+
+def test_connections_that_end_leave_no_group_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    from actors.rollout.vllm.streaming import CheckedNcclWeightTransferEngine
+
+    group = Group()
+    context: Any = SimpleNamespace(state={"key": SimpleNamespace(model_update_group=group, shutdown=lambda: None)})
+    close_stream(context, "key")
+    close_stream(context, "key")
+    receiver = CheckedNcclWeightTransferEngine.__new__(CheckedNcclWeightTransferEngine)
+    receiver.model_update_group = group
+    receiver.shutdown()
+    receiver.shutdown()
+    assert group.ended == 2 and context.state == {}
+
+
+def test_a_sync_whose_push_failed_closes_what_ranks_keep_and_one_of_a_group_that_has_ended_nothing() -> None:
+    closed: list[str] = []
+
+    def run_on_ranks(function: Any, argument: Any, *others: Any) -> list[Any]:
+        if function is send_stream:
+            raise WeightSyncError("an engine died")
+        if closed and closed[-1] == "second":
+            raise HandleError("the group was shut down")
+        closed.append(argument if function is close_stream else argument.key)
+        return []
+
+    train: Any = SimpleNamespace(run_on_ranks=run_on_ranks)
+    engines: Any = SimpleNamespace(engines=(0,), infos={0: SimpleNamespace(pid=7)}, actors=list)
+    engines.config = SimpleNamespace(tensor_parallel=1)
+    transport = NcclTransport()
+    for key in ("first", "second"):
+        plan: Any = SimpleNamespace(key=key)
+        transport.connect(plan, train, engines)
+        with pytest.raises(WeightSyncError):
+            transport.send(plan, train, engines)
+        transport.close(train, engines)
+        transport.close(train, engines)
+    assert closed == ["first", "first", "second"]
 
 
 def test_a_receiver_takes_all_that_is_sent_although_a_loader_refuses_a_part_of_it() -> None:
