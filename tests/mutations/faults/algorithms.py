@@ -260,4 +260,24 @@ FAULTS = [
         ("tests/unit/rl_backend/contracts/test_batch.py::test_metrics_of_uneven_micro_batches_merge_to_the_mean_over_all",),
         "means over uneven micro-batches would be wrong",
     ),
+    Fault(
+        "copies-that-fill-ranks-counted-as-sequences",
+        "rl_backend/data/packing.py",
+        "source.sequence_fields), 0.0)",
+        "source.sequence_fields), 1.0)",
+        (
+            "tests/unit/rl_backend/data/test_dispatch.py::test_copies_that_fill_ranks_change_no_loss_metric_denominator_or_output",
+        ),
+        "means over sequences would be over more than the caller's",
+    ),
+    Fault(
+        "copies-that-fill-ranks-trained-on",
+        "rl_backend/data/packing.py",
+        'fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])',
+        "pass",
+        (
+            "tests/unit/rl_backend/data/test_dispatch.py::test_copies_that_fill_ranks_change_no_loss_metric_denominator_or_output",
+        ),
+        "some sequences would count twice",
+    ),
 ]
