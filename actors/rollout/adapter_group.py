@@ -6,7 +6,7 @@ import shutil
 import threading
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import ray
@@ -18,6 +18,14 @@ from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
 from actors.wire.factors import FactorMemories, SharedFactors
 from actors.wire.segment import host_identity
 from rl_backend.contracts import BatchError, RolloutError, WeightVersionError
+
+
+class AdapterPusher(Protocol):
+    """What pushes a tenant's adapters."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it can push no more: its training group has ended."""
 
 
 class AdapterGroup(EngineSet):
@@ -33,7 +41,7 @@ class AdapterGroup(EngineSet):
         self._lock = threading.Lock()
         self._changing = threading.Lock()
         self._adapters: dict[str, PushedAdapter] = {}
-        self._pushers: dict[str, tuple[Hashable, ref[Any]]] = {}
+        self._pushers: dict[str, tuple[Hashable, ref[AdapterPusher]]] = {}
         """Name of a tenant -> which one it is, and what pushes it."""
         self.adapter_memory = AdapterMemory()
         self._merged = self.last_sync = ""
@@ -80,8 +88,8 @@ class AdapterGroup(EngineSet):
                 offered=adapter.version,
             )
 
-    def require_same_tenant(self, name: str, tenant: Hashable, pusher: object) -> None:
-        """Refuses a tenant under the name of another one, whose pusher is in use; else the name is this tenant's.
+    def require_same_tenant(self, name: str, tenant: Hashable, pusher: AdapterPusher) -> None:
+        """Refuses a tenant under the name of another one that is still pushed; else the name is this tenant's.
 
         Args:
             tenant: the same for all that push it.
@@ -89,16 +97,18 @@ class AdapterGroup(EngineSet):
         Raises:
             RolloutError: requests of the other tenant would sample with this one.
         """
-        other, other_pusher = self._pushers.get(name, (tenant, None))
-        if other != tenant and other_pusher is not None and other_pusher() is not None:
-            raise RolloutError(
-                f"another tenant called {name!r}, of another training group or made anew, is pushed to these engines; give "
-                "tenants names of their own, or close() the WeightSync of the other one",
-                tenant=name,
-            )
+        held = self._pushers.get(name)
+        if held is not None and held[0] != tenant:
+            other = held[1]()
+            if other is not None and not other.is_over:
+                raise RolloutError(
+                    f"another tenant called {name!r}, of another training group or made anew, is pushed to these engines; "
+                    "give tenants names of their own, or close() the WeightSync of the other one",
+                    tenant=name,
+                )
         self._pushers[name] = tenant, ref(pusher)
 
-    def release_name(self, name: str, pusher: object) -> None:
+    def release_name(self, name: str, pusher: AdapterPusher) -> None:
         """Lets another tenant have the name."""
         if (held := self._pushers.get(name)) is not None and held[1]() is pusher:
             del self._pushers[name]

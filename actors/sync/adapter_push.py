@@ -21,6 +21,7 @@ from actors.sync.canary import Canary, send_canary
 from actors.sync.report import PushClock, PushReport
 from actors.sync.source import SourceRanks
 from actors.train.context import HandleRef, RankContext
+from actors.train.group import TrainGroup
 from actors.train.outcome import Apart
 from actors.wire.factors import FactorMemories, FactorMemory, PackedFactors, SharedFactors
 from actors.wire.segment import Segment, host_identity
@@ -101,6 +102,11 @@ class AdapterPush:
             if engine not in skipped:
                 raise error
         return PushReport(adapter.version, staged.nbytes, clock.seconds(), _transport_of(factors), engines.engines, skipped)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the training group has ended."""
+        return isinstance(self._train, TrainGroup) and self._train.ended
 
     def close(self) -> None:
         """Lets another tenant have the name; what is served stays."""

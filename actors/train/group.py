@@ -110,13 +110,18 @@ class TrainGroup(TrainOperations):
         return tuple(self._ranks.journal)
 
     @property
+    def ended(self) -> bool:
+        """Whether the group has failed or was shut down, to this driver's knowledge."""
+        return self._ranks.ended
+
+    @property
     def peak_memory(self) -> int:
         """Bytes: the most that any rank has held so far, on its GPU or, without one, in host memory. 0 before a result."""
         return self._ranks.peak_memory
 
     def trace_actors(self) -> Mapping[str, Any]:
         """For a :class:`~actors.run.trace.TraceCollector`; empty once the group has ended."""
-        workers = () if self._ranks.ended else self._ranks.members.workers
+        workers = () if self.ended else self._ranks.members.workers
         return {f"rank {rank}": worker for rank, worker in enumerate(workers)}
 
     def take_over(self, timeout: float = 60.0) -> None:
@@ -138,7 +143,7 @@ class TrainGroup(TrainOperations):
         Raises:
             OperationOrderError: another driver operates the group.
         """
-        if self._ranks.ended:
+        if self.ended:
             return
         self._ranks.check_usable()
         try:

@@ -214,7 +214,9 @@ def test_no_tenant_goes_back_to_an_older_version_and_none_is_served_beside_merge
 
 
 class Pusher:
-    """What pushes a tenant."""
+    """Stands for the pushes of a tenant."""
+
+    is_over = False
 
 
 def test_a_tenant_is_not_pushed_under_the_name_of_another_that_is_in_use() -> None:
@@ -230,5 +232,7 @@ def test_a_tenant_is_not_pushed_under_the_name_of_another_that_is_in_use() -> No
         group.require_same_tenant("tenant-0", ("group b", 3), other)
     group.release_name("tenant-0", again)
     group.require_same_tenant("tenant-0", ("group b", 3), other)
-    del other
+    other.is_over = True
     group.require_same_tenant("tenant-0", ("group a", 3), first)
+    del first
+    group.require_same_tenant("tenant-0", ("group b", 3), Pusher())
