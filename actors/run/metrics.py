@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -144,18 +144,24 @@ WRITERS = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter, "mlflow": Mlf
 
 
 def writer_classes(names: str | None) -> dict[str, Any]:
-    """The writers that ``names``, with commas between them, asks for.
+    """The writers that ``names``, with commas between them, asks for; ``none`` asks for none.
 
     Raises:
         ConfigError: an unknown name, a package that is not installed, or a class that cannot be imported.
     """
-    return {name: _writer_class(name) for part in (names or "").split(",") if (name := part.strip())}
+    wanted = [name for part in (names or "").split(",") if (name := part.strip())]
+    return {} if wanted == ["none"] else {name: _writer_class(name, _instead_of(wanted)) for name in wanted}
 
 
-def _writer_class(name: str) -> Any:
+def _instead_of(names: Collection[str]) -> str:
+    """What to do without one of ``names``."""
+    return "leave it out" if len(names) > 1 else "give none"
+
+
+def _writer_class(name: str, otherwise: str) -> Any:
     if name in WRITERS:
         if importlib.util.find_spec(name) is None:
-            raise ConfigError.of("metrics_to", name, f"{name} is not installed: pip install {name}, or leave it out")
+            raise ConfigError.of("metrics_to", name, f"{name} is not installed: pip install {name}, or {otherwise}")
         return WRITERS[name]
     module, separator, attribute = name.partition(":")
     if not separator:
@@ -183,14 +189,15 @@ class Curves:
 
     def __init__(self, names: str | None, facts: WriterFacts) -> None:
         self._writers: dict[str, MetricsWriter] = {}
-        for name, kind in writer_classes(names).items():
+        kinds = writer_classes(names)
+        for name, kind in kinds.items():
             try:
                 self._writers[name] = kind(facts)
             except Exception as error:
                 self.close()
                 if isinstance(error, OSError) and name == "tensorboard":
                     raise
-                problem = f"cannot be opened, {type(error).__name__}: {error}; see to it, or leave it out"
+                problem = f"cannot be opened, {type(error).__name__}: {error}; see to it, or {_instead_of(kinds)}"
                 raise ConfigError.of("metrics_to", name, problem) from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

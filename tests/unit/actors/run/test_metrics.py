@@ -68,8 +68,10 @@ def test_a_writer_of_ones_own_is_told_of_every_step_beside_tensorboard(tmp_path:
     assert written[0][4] == 0, "points of the steps that are taken again are to be dropped"
 
 
-def test_a_run_may_have_no_writer(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, Options(), report_seconds=0, metrics_to=None) as folder:
+@pytest.mark.parametrize("none", [None, "none"])
+def test_a_run_may_have_no_writer(none: str | None, tmp_path: Path) -> None:
+    SFTConfig(model="m", dataset="d", metrics_to=none)
+    with RunFolder(tmp_path, Options(), report_seconds=0, metrics_to=none) as folder:
         folder.log(1, {"reward": 0.5})
     assert not (tmp_path / "tensorboard").exists()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "reward": 0.5}
@@ -87,6 +89,7 @@ def test_a_writer_that_fails_is_dropped_with_one_warning_and_the_run_continues(t
 @pytest.mark.parametrize(
     ("names", "message"),
     [
+        ("mlflow", "metrics_to='mlflow': mlflow is not installed: pip install mlflow, or give none$"),
         ("nothing", "metrics_to='nothing': is none of tensorboard, wandb, mlflow, trackio"),
         ("tensorboard,mlflow", "metrics_to='mlflow': mlflow is not installed: pip install mlflow, or leave it out"),
         (f"{__name__}:NoSuchWriter", "NoSuchWriter': cannot be imported"),
@@ -110,7 +113,8 @@ def test_a_writer_that_cannot_be_opened_ends_the_run_with_its_name(tmp_path: Pat
         raise PermissionError("no key")
 
     monkeypatch.setattr(MyWriter, "__init__", refuse)
-    with pytest.raises(ConfigError, match=r"metrics_to=.*MyWriter': cannot be opened, PermissionError: no key"):
+    message = r"metrics_to=.*MyWriter': cannot be opened, PermissionError: no key; see to it, or give none$"
+    with pytest.raises(ConfigError, match=message):
         RunFolder(tmp_path, Options(), report_seconds=0, metrics_to=MINE)
     assert json.loads((tmp_path / "run.json").read_text())["state"] == "failed"
 
