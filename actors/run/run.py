@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -27,6 +28,10 @@ from actors.train.model import GroupModel, RouterReplayMode
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import Head, OptimizerConfig, RLBackendError
 from rl_backend.data.hub import local_model
+from rl_backend.lab.text import as_number, finite
+
+_METRICS = "metrics"
+"""Of a checkpoint's state: those of its step, as :func:`~rl_backend.lab.text.json_text` writes them."""
 
 type OnStep = Callable[[int, dict[str, float]], None]
 """Called after each step with its number and metrics."""
@@ -58,6 +63,7 @@ class Run[C: TrainingConfig]:
         start: where the run begins.
         session: inside the context, what it works with.
         folder: inside the context, what it writes.
+        last_metrics: those of the last step, as :meth:`end_step` was given them; at first those of the checkpoint's step.
 
     Raises:
         ConfigError: options or a folder with which the run cannot begin, or a session that does not fit it.
@@ -94,6 +100,8 @@ class Run[C: TrainingConfig]:
         saved = {} if self.start.checkpoint is None else self.start.checkpoint.state
         self._vital_signs = VitalSigns(saved.get("vital_signs"))  # which checkpoints of earlier versions do not have
         self._warnings: list[str] = []
+        known = saved.get(_METRICS, {}).items()  # likewise
+        self.last_metrics = {name: number for name, value in known if (number := as_number(value)) is not None}
 
     def __enter__(self) -> Self:
         config = self.config
@@ -212,6 +220,7 @@ class Run[C: TrainingConfig]:
             metrics: those of :data:`~actors.run.console.SHOWN` are printed, as many as a line has room for. The run adds
                 ``tokens_per_second/<phase>`` and ``peak_memory_gib``, of the rank that has held most so far.
         """
+        self.last_metrics = dict(metrics)
         self._saver.save(self._step, self._clock)
         memory = max(group.peak_memory for group in self.session.groups)
         measured = {**metrics, **self._clock.rates, "peak_memory_gib": memory / 2**30}
@@ -251,7 +260,7 @@ class Run[C: TrainingConfig]:
         raise stopped
 
     def _whole_state(self) -> dict[str, Any]:
-        return {**self._state(), "vital_signs": self._vital_signs.state}
+        return {**self._state(), "vital_signs": self._vital_signs.state, _METRICS: finite(self.last_metrics, json.dumps)}
 
     def _restore(self, trained: Mapping[str, GroupModel]) -> None:
         checkpoint = self.start.checkpoint
