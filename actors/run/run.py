@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+import xxhash
+
 from actors.rollout.stream import StreamPosition
 from actors.run.clock import Clock
 from actors.run.config import LoRAOptions, TrainingConfig
@@ -164,9 +166,9 @@ class Run[C: TrainingConfig]:
         if forward_only:
             return GroupModel(trainer, base)
         lora: LoRAOptions = config.filled("lora")
-        tenant = trainer.create_lora_adapter(
-            base, lora.adapter(), optimizer, name=f"{self.folder.path.name}/{name}", head=head
-        )
+        # Folders of several runs on the session may end alike; whole paths would be too long for names.
+        owner = f"{self.folder.path.name}-{xxhash.xxh32_hexdigest(bytes(self.folder.path))}"
+        tenant = trainer.create_lora_adapter(base, lora.adapter(), optimizer, name=f"{owner}/{name}", head=head)
         if self._lent is not None:
             self._stack.callback(self._remove, trainer, tenant)
         return GroupModel(trainer, tenant, router_replay, base, path)
