@@ -28,6 +28,7 @@ from actors.run import (
     RunModel,
     RunResult,
     TrainingBatch,
+    kl_metrics,
     parse_config,
     run_command,
     to_sequences,
@@ -146,11 +147,13 @@ def train(config: GRPOConfig, session: Session | None = None, on_step: OnStep | 
                 config.sampling.n,
                 kl_coef=config.kl_in_reward,
             )
+            # A KL in the loss is among the loss's own metrics.
+            kl = kl_metrics(sequences) if config.kl_in_reward else {}
             parts = update_parts(sequences, config.sampling.n, config.updates_per_step, config.data_parallel_size)
             updates = [policy.update(part, loss, meta) for part in parts]
             run.lap("train")
             run.push()
-            run.end_step(batch.metrics | update_metrics(updates))
+            run.end_step(batch.metrics | kl | update_metrics(updates))
         run.save_model(policy)
         return run.finish()
 

@@ -26,6 +26,7 @@ from actors.run import (
     RLConfig,
     RunModel,
     RunResult,
+    kl_metrics,
     parse_config,
     rewards_of_tokens,
     run_command,
@@ -35,7 +36,7 @@ from actors.run import (
     with_outputs,
 )
 from rl_backend import OptimizerConfig, TokenSequence
-from rl_backend.algorithm import explained_variance, gae_advantages, kl_penalty, masked_sum, masked_whiten, zero_masked
+from rl_backend.algorithm import explained_variance, gae_advantages, masked_whiten
 from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, ConfigError, HasEffect
 from rl_backend.data import local_model, pack
 
@@ -185,13 +186,12 @@ def with_gae(
     advantages, returns = gae_advantages(of_tokens, fields["old_values"], mask, seq_lens, config.gamma, config.lam)
     added = {"advantages": masked_whiten(advantages, mask), "returns": returns}
     estimated = with_outputs(sequences, {name: packed.split(value) for name, value in added.items()})
-    metrics = {}
+    metrics: dict[str, float] = {}
     explained = explained_variance(fields["old_values"], returns, mask)
     if math.isfinite(explained):
         metrics["explained_variance"] = explained
     if config.kl_in_reward:
-        kl = kl_penalty(zero_masked(fields["old_log_probs"], mask), zero_masked(fields["ref_log_probs"], mask), "k3")
-        metrics["kl"] = float(masked_sum(kl, mask) / mask.sum())
+        metrics |= kl_metrics(sequences)
     return estimated, metrics
 
 

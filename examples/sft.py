@@ -100,7 +100,6 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
     with run:
         model = run.build_model("sft")
         facts = [f"{len(examples)} examples", *filter(None, [examples.note]), f"{config.batch_size} a step"]
-        metrics: dict[str, float] = {}
         run.begin("SFT", {"sft": model}, [*facts, config.describe_ranks()])
         for step in run.steps():
             metrics = update_metrics([model.update(list(chain(*next(batches))), loss)])
@@ -109,7 +108,7 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
                 metrics |= held_out_metrics(model, held_out)
                 run.lap("evaluate")
             run.end_step(metrics)
-        run.write_summary(metrics)
+        run.write_summary(run.last_metrics)  # of the checkpoint, where no step was left
         return run.save_model(model)
 
 

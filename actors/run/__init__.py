@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from actors.train.model import GroupModel as GroupModel
     from actors.train.model import update_metrics as update_metrics
     from rl_backend.algorithm.sequences import Advantage as Advantage
+    from rl_backend.algorithm.sequences import kl_metrics as kl_metrics
     from rl_backend.algorithm.sequences import rewards_of_tokens as rewards_of_tokens
     from rl_backend.algorithm.sequences import to_sequences as to_sequences
     from rl_backend.algorithm.sequences import update_parts as update_parts
@@ -65,6 +66,7 @@ _MODULES = {
     "TrainingConfig": "actors.run.config",
     "announce": "actors.run.console",
     "evaluate": "actors.run.evaluation",
+    "kl_metrics": "rl_backend.algorithm.sequences",
     "parse_config": "actors.run.command_line",
     "positions_of": "actors.rollout.lengths",
     "rewards_of_tokens": "rl_backend.algorithm.sequences",
@@ -100,6 +102,7 @@ __all__ = [
     "TrainingConfig",
     "announce",
     "evaluate",
+    "kl_metrics",
     "parse_config",
     "positions_of",
     "rewards_of_tokens",

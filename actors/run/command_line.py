@@ -72,7 +72,8 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
         values = says.nest(file.values)
         known = {name: value for name, value in found.items() if name in says.short or "." in name}
         types = says.section_types(merged(values, says.nest(known)))
-        _read_last[:] = [(says, dict(sections_of(config_type, types)))]
+        sections = dict(sections_of(config_type, types))
+        _read_last[:] = [(says, sections)]
         parser = _Parser(prog=_program(), allow_abbrev=False, add_help=False)
         parser.describe(config_type, description, types)
         for flag in ("--help", "-h"):
@@ -87,9 +88,9 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
             cli_shortcuts={path: name for name, path in says.short.items()},
             root_parser=parser,
         )
-        _refuse_unknown(file, config_type, dict(sections_of(config_type, types)))
+        _refuse_unknown(file, config_type, sections)
         from_flags = says.nest({**source(), **repeated})
-        config = config_type(**merged(values, from_flags))
+        config = config_type(**merged(values, from_flags, sections))
     except SettingsError as error:
         place = re.search(r"encountered for (\S+):|field \"(\w+)\"", str(error))
         flag = _shown(f"--{place[1] or place[2]}") if place else "command line"

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -64,19 +64,22 @@ class TensorBoardWriter:
 
 
 class _TrackingWriter:
-    """A service that stores each step as soon as it is told."""
+    """A run at a service that stores each step as soon as it is told.
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    The run is asked, not its package, whose current run may be that of another user's thread.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._module.log({name: float(value) for name, value in metrics.items()}, step=step)
+        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
     def flush(self) -> None:
         pass
 
     def close(self) -> None:
-        self._module.finish()
+        self._run.finish()
 
 
 class WandbWriter(_TrackingWriter):
@@ -85,14 +88,16 @@ class WandbWriter(_TrackingWriter):
     def __init__(self, facts: WriterFacts) -> None:
         import wandb
 
-        super().__init__(wandb)
-        wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "rl-backend"),
-            name=facts.folder.name,
-            id=facts.identity,
-            resume="allow",
-            dir=str(facts.folder),
-            config=dict(facts.options),
+        super().__init__(
+            wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "rl-backend"),
+                name=facts.folder.name,
+                id=facts.identity,
+                resume="allow",
+                dir=str(facts.folder),
+                config=dict(facts.options),
+                reinit="create_new",  # beside the runs of other users in this process
+            )
         )
 
 
@@ -101,31 +106,37 @@ class TrackioWriter(_TrackingWriter):
 
     def __init__(self, facts: WriterFacts) -> None:
         trackio = importlib.import_module("trackio")
-        super().__init__(trackio)
         project = os.environ.get("TRACKIO_PROJECT", "rl-backend")
         name = f"{facts.folder.name}-{facts.identity[:6]}"
-        trackio.init(project=project, name=name, config=dict(facts.options), resume="allow")
+        super().__init__(trackio.init(project=project, name=name, config=dict(facts.options), resume="allow"))
 
 
-class MlflowWriter(_TrackingWriter):
-    """MLflow, in the experiment that ``MLFLOW_EXPERIMENT_NAME`` names. A resumed run continues its curves."""
+class MlflowWriter:
+    """MLflow, in the experiment that ``MLFLOW_EXPERIMENT_NAME`` names. A resumed run continues its curves.
+
+    MLflow's active run is one of each thread, so that a writer is made and closed in the thread of its run.
+    """
 
     def __init__(self, facts: WriterFacts) -> None:
-        mlflow = importlib.import_module("mlflow")
-        super().__init__(mlflow)
+        self._mlflow = mlflow = importlib.import_module("mlflow")
         file = facts.folder / "mlflow_run_id"
         known = file.read_text().strip() if facts.drop_from is not None and file.exists() else None
         run = mlflow.start_run(run_id=known, run_name=None if known else facts.folder.name)
+        self._run_id = run.info.run_id
         if known is None:
-            file.write_text(f"{run.info.run_id}\n")
+            file.write_text(f"{self._run_id}\n")
             mlflow.log_params({name: str(value) for name, value in facts.options.items()})
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         # MLflow refuses names with an @, such as pass@8.
-        self._module.log_metrics({name.replace("@", "_at_"): float(value) for name, value in metrics.items()}, step=step)
+        named = {name.replace("@", "_at_"): float(value) for name, value in metrics.items()}
+        self._mlflow.log_metrics(named, step=step, run_id=self._run_id)
+
+    def flush(self) -> None:
+        pass
 
     def close(self) -> None:
-        self._module.end_run()
+        self._mlflow.end_run()
 
 
 WRITERS = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter, "mlflow": MlflowWriter, "trackio": TrackioWriter}
@@ -133,18 +144,24 @@ WRITERS = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter, "mlflow": Mlf
 
 
 def writer_classes(names: str | None) -> dict[str, Any]:
-    """The writers that ``names``, with commas between them, asks for.
+    """The writers that ``names``, with commas between them, asks for; ``none`` asks for none.
 
     Raises:
         ConfigError: an unknown name, a package that is not installed, or a class that cannot be imported.
     """
-    return {name: _writer_class(name) for part in (names or "").split(",") if (name := part.strip())}
+    wanted = [name for part in (names or "").split(",") if (name := part.strip())]
+    return {} if wanted == ["none"] else {name: _writer_class(name, _instead_of(wanted)) for name in wanted}
 
 
-def _writer_class(name: str) -> Any:
+def _instead_of(names: Collection[str]) -> str:
+    """What to do without one of ``names``."""
+    return "leave it out" if len(names) > 1 else "give none"
+
+
+def _writer_class(name: str, otherwise: str) -> Any:
     if name in WRITERS:
         if importlib.util.find_spec(name) is None:
-            raise ConfigError.of("metrics_to", name, f"{name} is not installed: pip install {name}, or leave it out")
+            raise ConfigError.of("metrics_to", name, f"{name} is not installed: pip install {name}, or {otherwise}")
         return WRITERS[name]
     module, separator, attribute = name.partition(":")
     if not separator:
@@ -172,14 +189,15 @@ class Curves:
 
     def __init__(self, names: str | None, facts: WriterFacts) -> None:
         self._writers: dict[str, MetricsWriter] = {}
-        for name, kind in writer_classes(names).items():
+        kinds = writer_classes(names)
+        for name, kind in kinds.items():
             try:
                 self._writers[name] = kind(facts)
             except Exception as error:
                 self.close()
                 if isinstance(error, OSError) and name == "tensorboard":
                     raise
-                problem = f"cannot be opened, {type(error).__name__}: {error}; see to it, or leave it out"
+                problem = f"cannot be opened, {type(error).__name__}: {error}; see to it, or {_instead_of(kinds)}"
                 raise ConfigError.of("metrics_to", name, problem) from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -93,7 +93,8 @@ class Options(BaseConfig):
     @classmethod
     def overlaid(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Self:
         """Of the values of both, in their places or by their short names; where both have one, that of ``above``."""
-        return cls(**merged(cls.nest(below), cls.nest(above)))
+        values = cls.nest(below)
+        return cls(**merged(values, cls.nest(above), dict(sections_of(cls, cls.section_types(values)))))
 
     @model_validator(mode="wrap")
     @classmethod
@@ -181,15 +182,24 @@ def sections_of(
             yield from sections_of(nested, types, f"{prefix}{name}.")
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dictionaries; where both have a value, that of ``above``. Configurations become the values given to them."""
+def merged(
+    below: Mapping[str, Any], above: Mapping[str, Any], sections: Container[str] | None = None, prefix: str = ""
+) -> dict[str, Any]:
+    """Nested dictionaries; where both have a value, that of ``above``. Configurations become the values given to them.
+
+    Args:
+        sections: prefixes of configurations, as of :func:`sections_of`. Another dictionary is one value, such as reward
+            functions by name: that of ``above`` has nothing of the one below. None: there is no such one.
+        prefix: of what is merged.
+    """
     values = dict(below)
     for name, value in above.items():
         if isinstance(value, BaseConfig):
             value = {each: getattr(value, each) for each in value.model_fields_set}
         if isinstance(value, Mapping):
-            there = values.get(name)
-            value = merged(there if isinstance(there, Mapping) else {}, value)
+            place = f"{prefix}{name}."
+            there = values.get(name) if sections is None or place in sections else None
+            value = merged(there if isinstance(there, Mapping) else {}, value, sections, place)
         values[name] = value
     return values
 

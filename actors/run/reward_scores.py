@@ -10,6 +10,7 @@ from actors.cluster.session import raise_if_terminated
 from actors.rollout.sample import Sample
 from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import RewardCall, RewardConfig, RewardScorer, Score, Scoring
+from rl_backend.data.rewards.result import for_json
 
 
 def load_scorer(config: RewardConfig) -> RewardScorer:
@@ -57,7 +58,7 @@ def describe(
             "prompt": tokenizer.decode(sample.prompt_ids),
             "response": tokenizer.decode(sample.response_ids),
             "reward": score.value,
-            "ground_truth": prompt.example.ground_truth,
+            "ground_truth": for_json(prompt.example.ground_truth),
             "version_spans": [list(span) for span in sample.version_spans],
             "finish_reason": sample.finish_reason,
             **({"reward_info": dict(score.info)} if score.info else {}),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Self
+
+import xxhash
 
 from actors.rollout.stream import StreamPosition
 from actors.run.clock import Clock
@@ -27,6 +30,10 @@ from actors.train.model import GroupModel, RouterReplayMode
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import Head, OptimizerConfig, RLBackendError
 from rl_backend.data.hub import local_model
+from rl_backend.lab.text import as_number, finite
+
+_METRICS = "metrics"
+"""Of a checkpoint's state: those of its step, as :func:`~rl_backend.lab.text.json_text` writes them."""
 
 type OnStep = Callable[[int, dict[str, float]], None]
 """Called after each step with its number and metrics."""
@@ -58,6 +65,7 @@ class Run[C: TrainingConfig]:
         start: where the run begins.
         session: inside the context, what it works with.
         folder: inside the context, what it writes.
+        last_metrics: those of the last step, as :meth:`end_step` was given them; at first those of the checkpoint's step.
 
     Raises:
         ConfigError: options or a folder with which the run cannot begin, or a session that does not fit it.
@@ -94,6 +102,8 @@ class Run[C: TrainingConfig]:
         saved = {} if self.start.checkpoint is None else self.start.checkpoint.state
         self._vital_signs = VitalSigns(saved.get("vital_signs"))  # which checkpoints of earlier versions do not have
         self._warnings: list[str] = []
+        known = saved.get(_METRICS, {}).items()  # likewise
+        self.last_metrics = {name: number for name, value in known if (number := as_number(value)) is not None}
 
     def __enter__(self) -> Self:
         config = self.config
@@ -156,9 +166,9 @@ class Run[C: TrainingConfig]:
         if forward_only:
             return GroupModel(trainer, base)
         lora: LoRAOptions = config.filled("lora")
-        tenant = trainer.create_lora_adapter(
-            base, lora.adapter(), optimizer, name=f"{self.folder.path.name}/{name}", head=head
-        )
+        # Folders of several runs on the session may end alike; whole paths would be too long for names.
+        owner = f"{self.folder.path.name}-{xxhash.xxh32_hexdigest(bytes(self.folder.path))}"
+        tenant = trainer.create_lora_adapter(base, lora.adapter(), optimizer, name=f"{owner}/{name}", head=head)
         if self._lent is not None:
             self._stack.callback(self._remove, trainer, tenant)
         return GroupModel(trainer, tenant, router_replay, base, path)
@@ -212,6 +222,7 @@ class Run[C: TrainingConfig]:
             metrics: those of :data:`~actors.run.console.SHOWN` are printed, as many as a line has room for. The run adds
                 ``tokens_per_second/<phase>`` and ``peak_memory_gib``, of the rank that has held most so far.
         """
+        self.last_metrics = dict(metrics)
         self._saver.save(self._step, self._clock)
         memory = max(group.peak_memory for group in self.session.groups)
         measured = {**metrics, **self._clock.rates, "peak_memory_gib": memory / 2**30}
@@ -251,7 +262,7 @@ class Run[C: TrainingConfig]:
         raise stopped
 
     def _whole_state(self) -> dict[str, Any]:
-        return {**self._state(), "vital_signs": self._vital_signs.state}
+        return {**self._state(), "vital_signs": self._vital_signs.state, _METRICS: finite(self.last_metrics, json.dumps)}
 
     def _restore(self, trained: Mapping[str, GroupModel]) -> None:
         checkpoint = self.start.checkpoint

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rl_backend.algorithm import advantages
 from rl_backend.algorithm.episodes import EPISODE, TOKEN_REWARDS, episode_lengths, final_values
-from rl_backend.algorithm.loss_aggregation import sum_by_sequence, zero_masked
+from rl_backend.algorithm.loss_aggregation import masked_sum, sum_by_sequence, zero_masked
+from rl_backend.algorithm.policy import kl_penalty
 from rl_backend.algorithm.rewards import kl_in_reward, token_rewards
 from rl_backend.algorithm.value import gae_advantages, masked_whiten
 from rl_backend.contracts import BatchError, TokenSequence
@@ -147,6 +148,18 @@ def rewards_of_tokens(fields: Mapping[str, Tensor], seq_lens: Tensor, rewards: S
     if not kl_coef:
         return of_tokens
     return kl_in_reward(of_tokens, fields["old_log_probs"], fields["ref_log_probs"], mask, kl_coef=kl_coef)
+
+
+def kl_metrics(sequences: Sequence[TokenSequence]) -> dict[str, float]:
+    """``kl``, of the old policy to the reference, in nats per response token: for runs whose loss has no KL that says it.
+
+    Args:
+        sequences: with ``old_log_probs`` and ``ref_log_probs``.
+    """
+    fields = pack(sequences).token_fields
+    mask = fields["loss_mask"]
+    old, reference = (zero_masked(fields[name], mask) for name in ("old_log_probs", "ref_log_probs"))
+    return {"kl": float(masked_sum(kl_penalty(old, reference, "k3"), mask) / mask.sum())}
 
 
 def update_parts[T](sequences: Sequence[T], group_size: int, updates: int, num_ranks: int) -> Iterator[Sequence[T]]:

@@ -1,4 +1,4 @@
-"""``rl-backend report``: writes ``report.html`` into a run folder from the files in it."""
+"""``rl-backend report``: writes ``report.html`` into a run folder, or a folder of users' runs, from the files in it."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,8 @@ from rl_backend.lab.report.page import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run, finished or not")
+    text = "the folder of a run, finished or not, or of several users' runs"
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -18,8 +19,9 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: not a run folder, or one that cannot be written to.
     """
     folder: Path = arguments.run_dir
-    if not (folder / "metrics.jsonl").is_file():
-        raise CommandError(f"{folder} is not a run folder: it has no metrics.jsonl; give the directory of --run-dir")
+    if not any(log.is_file() for pattern in ("metrics.jsonl", "*/metrics.jsonl") for log in folder.glob(pattern)):
+        problem = "is not a run folder: it has no metrics.jsonl, and neither has a folder in it"
+        raise CommandError(f"{folder} {problem}; give the directory of --run-dir")
     try:
         print(write_report(folder))
     except OSError as error:

@@ -79,6 +79,29 @@ def require_text(content: Any, place: str) -> None:
             raise UnsupportedError(f"{place}.content[{index}] is a part with {found!r}: {TEXT_ALONE}", name=found)
 
 
+def require_utf8(value: Any, place: str) -> None:
+    """Refuses half of a surrogate pair, which JSON can have and tokenizers cannot read, in a text or in what has texts.
+
+    Args:
+        place: of the value, for the error.
+
+    Raises:
+        BatchError: names place and character.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise BatchError(
+                f"{place}: character {error.start + 1} is {value[error.start]!r}, half of a surrogate pair, which UTF-8 "
+                "cannot write; put the whole character there, or remove it"
+            ) from None
+    for name, each in value.items() if isinstance(value, Mapping) else ():
+        require_utf8(each, f"{place}.{name}")
+    for index, each in enumerate(value if isinstance(value, list | tuple) else ()):
+        require_utf8(each, f"{place}[{index}]")
+
+
 def render_messages(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Any,

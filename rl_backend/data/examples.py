@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 from rl_backend.contracts import BatchError, UnsupportedError
-from rl_backend.data.chat import TEXT_ALONE, ChatMessage, require_text
+from rl_backend.data.chat import TEXT_ALONE, ChatMessage, require_text, require_utf8
 from rl_backend.data.config import DataConfig, TooLong
 from rl_backend.data.rows import Row, Rows, open_rows
 
@@ -98,6 +98,7 @@ class _Reader:
             raise self.missing(name, "prompt_column")
         is_prompt = isinstance(value, str | list) and bool(value)
         self.require(name, value, is_prompt, "text or a list of chat messages, not empty")
+        require_utf8(value, f"{self.where}, field {name}")
         if isinstance(value, str):
             return value, None
         messages = [self.message(f"{name}[{index}]", message) for index, message in enumerate(value)]

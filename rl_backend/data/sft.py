@@ -19,6 +19,7 @@ from rl_backend.data.chat import (
     encode_text,
     marks_answers,
     render_messages,
+    require_utf8,
     special_token_ids,
 )
 from rl_backend.data.config import DataConfig
@@ -118,6 +119,7 @@ def example_tokens(
         train_on = "last"
         if not isinstance(example.ground_truth, str):
             raise BatchError(f"the answer is {example.ground_truth!r}; SFT needs text")
+        require_utf8(example.ground_truth, f"field {data.answer_column}" if data.answer_column else "the answer")
         answer = {"role": "assistant", "content": example.ground_truth}
     if messages is not None:
         turns = [*messages, answer] if answer else messages

@@ -40,7 +40,7 @@ class Weight:
     def build_model(self, **_: Any) -> Any:
         return SimpleNamespace(name="weight")
 
-    def save_checkpoint(self, handle: Any, path: Path, *, asynchronous: bool) -> None:
+    def save_checkpoint(self, handle: Any, path: Path, *, asynchronous: bool = False, hf: bool = False) -> None:
         path.mkdir(parents=True)
         (path / "manifest.json").write_text(json.dumps(self.value))
 

@@ -92,6 +92,8 @@ class WorkerPool:
                 raise TimeLimitError
             if worker.usable:
                 self._idle.append(worker)
+            else:
+                self._abandon(worker)
             return answer.result()
 
     def close(self) -> None:
@@ -170,7 +172,8 @@ class _Process:
             # Signals to the run's group, of a terminal or a scheduler, are for the run: it ends this process when it ends.
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, process_group=0)
         self._connection = ours
-        self._thread = _Thread([self._load, self._ask])
+        # It alone reads from the connection, and so closes it: another thread could close one that it reads from.
+        self._thread = _Thread([self._load, self._ask, ours.close])
         self.usable = True
         self.ready = self._thread.call(0, {"specs": list(specs)})
 
@@ -181,6 +184,7 @@ class _Process:
         """At once, and what it does with it."""
         self._process.kill()
         self._process.wait()
+        self._thread.call(2, {})
         self._thread.end()
 
     def _load(self, specs: list[str]) -> None:

@@ -107,7 +107,7 @@ def beside_the_score(result: Any) -> tuple[dict[str, float], dict[str, Any]]:
             number = _finite_number(value)
             if number is not None:
                 numbers[str(key)] = number
-            info[str(key)] = _for_json(value) if number is None else number
+            info[str(key)] = for_json(value) if number is None else number
     return numbers, info
 
 
@@ -124,11 +124,16 @@ def _is_real(value: Any) -> TypeGuard[SupportsFloat]:
     return isinstance(value, SupportsFloat) and "complex" not in str(getattr(value, "dtype", ""))
 
 
-def _for_json(value: Any) -> Any:
+def for_json(value: Any) -> Any:
+    """``value`` for a record: what JSON has no form for, such as a date, becomes a short text of Python's."""
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value, default=_in_python))
     except (TypeError, ValueError, RecursionError):
         return _shown(value)
+
+
+def _in_python(value: Any) -> Any:
+    return value.item() if getattr(value, "ndim", None) == 0 else _shown(value)
 
 
 class _ShortRepr(reprlib.Repr):

@@ -20,8 +20,8 @@ FAULTS = [
     Fault(
         "files-replace-flags",
         _LINE,
-        "config = config_type(**merged(values, from_flags))",
-        "config = config_type(**merged(from_flags, values))",
+        "config = config_type(**merged(values, from_flags, sections))",
+        "config = config_type(**merged(from_flags, values, sections))",
         (f"{_OPTIONS}::test_flags_replace_a_file_which_replaces_defaults",),
         "a flag beside --config would be accepted and ignored",
     ),

@@ -6,9 +6,13 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
@@ -28,6 +32,7 @@ from rl_backend.checkpoint.hf_reader import SINGLE_FILE
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError
 from rl_backend.data.prompts import Prompt, PromptExample, load_tokenizer
 from rl_backend.data.rewards import LoadedReward, RewardScorer
+from rl_backend.lab.text import json_text
 from tests.support.page import read_page
 
 REQUIRED = ["--model", "m", "--dataset", "d", "--reward", "r", "--dtype", "float32"]
@@ -171,6 +176,29 @@ def test_results_are_means_over_prompts_with_their_errors() -> None:
     lines = first.lines(Digits())
     assert [(line["set"], line["prompt"], line["response"]) for line in lines[3:5]] == [("a", "0", "3"), ("a", "1", "0")]
     assert len(lines) == 12
+
+
+def test_a_ground_truth_that_json_has_no_form_for_is_given_as_it_is_and_written_as_text() -> None:
+    truths = [Decimal("0.50"), date(2024, 5, 17), b"4", {"at": datetime(2024, 5, 17, 8), "in": [3, "m"]}, np.int64(3), "7"]
+    given: list[Any] = []
+
+    def seen(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+        given.append(ground_truth)
+        return 1.0
+
+    prompts = [Prompt(PromptExample("p", truth, "d"), [1]) for truth in truths]
+    held_out = replace(set_of([0], 1), prompts=prompts)
+    (result,) = answer(Engines(), [held_out], Digits(), RewardScorer([LoadedReward(seen, "seen")]), seed=0)  # type: ignore[arg-type]
+    assert given == truths
+    written = [json.loads(json_text(line))["ground_truth"] for line in result.lines(Digits())]
+    assert written == [
+        "Decimal('0.50')",
+        "datetime.date(2024, 5, 17)",
+        "b'4'",
+        {"at": "datetime.datetime(2024, 5, 17, 8, 0)", "in": [3, "m"]},
+        3,
+        "7",
+    ]
 
 
 @pytest.mark.shows("evaluation: a mean reward is called a reward, whatever its size, and never an accuracy")

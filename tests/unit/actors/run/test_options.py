@@ -88,6 +88,24 @@ def test_flags_replace_a_file_which_replaces_defaults(tmp_path: Path) -> None:
     assert read("--config", str(tmp_path / "mine.json")).parallel.tp == 2
 
 
+def test_a_flag_of_a_dictionary_replaces_that_of_a_file_and_several_flags_add_up(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "model: m\ndataset: d\nreward: {strict: a.py:f, short: b.py:g}\nreward_workers: 3\nbackend: bridge\n"
+        "chat_template_kwargs: {enable_thinking: false}\nrollout: {seed: 7, engine_args: {quantization: fp8}}\n"
+        "train: {backend_cfg: {override_transformer_config: {moe_router_fusion: true}, param_dtype: bfloat16}}\n"
+    )
+    file = parse_config(GRPOConfig, "", ["--config", str(tmp_path / "mine.yaml")])
+    assert (list(file.reward), file.rollout.engine_args) == (["strict", "short"], {"quantization": "fp8"})
+    given = ["--reward", "lax=c.py:h", "--reward", "long=d.py:i", "--chat-template-kwargs", "x=1"]
+    given += ["--rollout.engine_args", '{"y": 1}']
+    given += ["--train.backend_cfg.override_transformer_config", '{"moe_permute_fusion": true}']
+    config = parse_config(GRPOConfig, "", ["--config", str(tmp_path / "mine.yaml"), *given])
+    assert (list(config.reward), config.rewards.workers) == (["lax", "long"], 3)
+    assert (config.data.chat_template_kwargs, config.rollout.engine_args, config.rollout.seed) == ({"x": "1"}, {"y": 1}, 7)
+    backend = config.train.backend_cfg
+    assert (backend.override_transformer_config, backend.param_dtype) == ({"moe_permute_fusion": True}, "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -372,6 +390,16 @@ def test_a_user_has_the_options_of_all_and_its_own() -> None:
     assert not config.filled("rollout").load_tokenizer
     stops = read("--users", '{"ann": {}, "bob": {"stop_strings": ["END"]}}', kind=TenantsConfig)
     assert stops.filled("rollout").load_tokenizer
+
+
+def test_a_users_reward_functions_replace_those_of_all() -> None:
+    users = '{"ann": {}, "bob": {"reward": {"lax": "c.py:h"}, "rollout.engine_args": {"y": 1}, "reward_workers": 2}}'
+    shared = ("--reward", "strict=a.py:f", "--reward-timeout-seconds", "5", "--rollout.engine_args", '{"x": 1}')
+    arguments = ["--model", "m", "--dataset", "d", *shared, "--users", users]
+    ann, bob = parse_config(TenantsConfig, "", arguments).each().values()
+    assert [list(user.reward) for user in (ann, bob)] == [["strict"], ["lax"]]
+    assert [user.rollout.engine_args for user in (ann, bob)] == [{"x": 1}, {"y": 1}]
+    assert [(user.rewards.timeout_seconds, user.rewards.workers) for user in (ann, bob)] == [(5, 1), (5, 2)]
 
 
 @pytest.mark.parametrize(

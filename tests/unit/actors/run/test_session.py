@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
-from actors import Session
+from actors import Run, Session
 from actors.cluster.placement import ClusterShare
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import ConfigError
+from tests.support.stopped_run import Weight, config_of
 
 OPTIONS: dict[str, Any] = {"model": "m", "dataset": "d", "dtype": "float32"}
 
@@ -127,3 +129,34 @@ def test_a_run_that_samples_needs_engines_and_one_with_a_group_for_each_model_ne
         session_of(SFTConfig(**OPTIONS, max_prompt_tokens=512)).require(config)
     with pytest.raises(ConfigError, match=r"training groups=1.*asks for 2"):
         session_of(config).require(PPOConfig(**OPTIONS, reward="r", groups="each"))
+
+
+class Tenants(Weight):
+    """A training group that refuses a second tenant of a name, as a runtime does."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        super().__init__(config)
+        self.names: list[str] = []
+
+    def create_lora_adapter(self, base: Any, lora: Any, optimizer: Any, *, name: str, head: str) -> Any:
+        if name in self.names:
+            raise ConfigError.of("name", name, "'base' has a tenant of this name; choose another one")
+        self.names.append(name)
+        return SimpleNamespace(name=name)
+
+    def remove_lora_adapter(self, tenant: Any) -> None:
+        self.names.remove(tenant.name)
+
+
+def test_runs_whose_folders_end_alike_have_tenants_of_their_own(tmp_path: Path, tied_model: Path) -> None:
+    ann, bob = (
+        config_of(tmp_path, tied_model, run_dir=str(tmp_path / user / "grpo"), **{"lora.rank": 4}) for user in ("ann", "bob")
+    )
+    group = Tenants(ann)
+    session = Session([group])  # type: ignore[list-item]
+    with Run(ann, session) as first, Run(bob, session) as second:
+        made = [run.build_model(name).handle.name for run in (first, second) for name in ("actor", "critic")]
+        assert made == group.names
+    assert not group.names
+    with Run(ann.replace(steps=2), session) as again:
+        assert again.build_model("actor").handle.name == made[0], "a run that resumes has the same name"

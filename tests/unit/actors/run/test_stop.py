@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -11,15 +12,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from actors import Run, Session
 from actors.cluster.session import RunStopped, RunTerminated
 from actors.run import stop as stop_module
 from actors.run.stop import StopRequest
+from actors.train.model import GroupModel, Update
+from examples import sft
+from rl_backend.contracts import Metric
 from tests.support.clusters import ROOT
-from tests.support.stopped_run import STEPS, config_of, train
+from tests.support.stopped_run import STEPS, Weight, config_of, train
 
 
 def at_step(wanted: int, *signals: int, pause: float = 0.0) -> Callable[[int], None]:
@@ -101,6 +107,35 @@ def test_a_run_without_checkpoints_ends_in_order_and_says_so(
     assert "Ctrl-C: the run ends when this step is done without a checkpoint (save_every=0); Ctrl-C again" in output.err
     assert output.out.endswith(f"ended by {how}\n")
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.shows("resume: a run that ended after its last checkpoint, before its results, has those of its last step")
+def test_sft_that_is_resumed_after_its_last_step_has_the_results_of_it(
+    tmp_path: Path, tied_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Trained(GroupModel):
+        def update(self, *_: Any) -> Update:
+            value = self.group.update(1)  # type: ignore[attr-defined]
+            return Update({"nll": Metric(value, 1.0), "odd": Metric(math.nan, 1.0)}, True, 1.0, 1e-5)
+
+    class Empty(list[list[Any]]):
+        note = ""
+
+    monkeypatch.setattr(sft, "load_data", lambda config: (Empty([[]]), []))
+    monkeypatch.setattr(Run, "build_model", lambda self, name: Trained(self.session.groups[0], SimpleNamespace(name=name)))  # type: ignore[arg-type]
+    config = config_of(tmp_path, tied_model, save_every=100, batch_size=1)
+
+    def fail(step: int, metrics: dict[str, float]) -> None:
+        if step == STEPS:
+            raise ConnectionError("the machine is lost")
+
+    with pytest.raises(ConnectionError):
+        sft.train(config, Session([Weight(config)]), fail)  # type: ignore[list-item]
+    assert checkpoints(tmp_path) == [f"step-{STEPS:08d}"] and not (tmp_path / "run" / "summary.json").exists()
+    group: Any = Weight(config)
+    sft.train(config, Session([group]))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["nll"], summary["odd"], summary["step_ok"]) == (group.value, "NaN", 1.0)
 
 
 def test_a_run_in_its_last_step_finishes(tmp_path: Path, tied_model: Path) -> None:

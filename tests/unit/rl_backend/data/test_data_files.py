@@ -92,6 +92,12 @@ def test_plain_jsonl_rows_keep_their_other_fields(tmp_path: Path) -> None:
         ({"prompt": "x", "answer": "7", "data_source": 5}, "field data_source: is 5"),
         ({"prompt": "x", "answer": "7", "extra_info": [1]}, r"field extra_info: is \[1\]"),
         ({"prompt": "x", "answer": "7", "level": 1, "extra_info": {"level": 2}}, "field level: is 1"),
+        ({"prompt": "a \ud83d", "answer": "7"}, r"field prompt: character 3 is '\\ud83d', half of a surrogate pair"),
+        ({"prompt": [{"role": "user", "content": "\udc00"}], "answer": "7"}, r"field prompt\[0\]\.content: character 1 is"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": ["\ud83d"]}]},
+            r"field messages\[1\]\.tool_calls\[0\]: character 1 is",
+        ),
         ([1, 2], "a list; expected one JSON object"),
     ],
 )

@@ -119,6 +119,22 @@ def test_what_fails_in_a_process_is_said_and_another_one_takes_its_place(reward_
         assert f"the reward function {problem}" in scores(name, "x")[0].failures[0]
 
 
+def test_a_process_that_ends_leaves_neither_a_thread_nor_a_socket(reward_file: Path, opened: ExitStack) -> None:
+    def held() -> tuple[int, int]:
+        threads = [each for each in threading.enumerate() if each.name == "reward"]
+        return len(threads), len(os.listdir("/proc/self/fd"))
+
+    config = RewardConfig(functions=f"{reward_file}:dies", processes=True, on_failure="zero")
+    rewards = opened.enter_context(config.load())
+    assert values(rewards.score(calls("a"))) == [1]
+    before = held()
+    assert values(rewards.score(calls("die", "die", "die", "a"))) == [0, 0, 0, 1]
+    deadline = time.monotonic() + 30
+    while held() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert held() == before
+
+
 def test_a_process_that_cannot_load_the_function_is_an_error_whatever_the_policy(
     reward_file: Path, opened: ExitStack
 ) -> None:

@@ -182,6 +182,18 @@ def test_rows_of_messages_train_their_turns_and_answers_of_their_own_column_alon
         load_sft_examples(write_rows(tmp_path / "a.jsonl", {"prompt": "x"}), tokenizer, 128, 256)
 
 
+def test_an_answer_that_no_tokenizer_can_read_is_refused_by_its_row(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": "x", "answer": "4"}, {"prompt": "x", "answer": "4 \ud83d"})
+    with pytest.raises(BatchError, match=r"a\.jsonl, line 2: the answer: character 3 is '\\ud83d', half"):
+        load_sft_examples(path, tokenizer, 128, 256)
+    with pytest.raises(BatchError, match=r"a\.jsonl, line 2: field answer: character 3 is"):
+        load_sft_examples(path, tokenizer, 128, 256, DataConfig(answer_column="answer"))
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "\ud83d"}]
+    with pytest.raises(BatchError, match=r"a\.jsonl, line 1, field messages\[1\]\.content: character 1 is"):
+        load_sft_examples(write_rows(path, {"messages": turns}), tokenizer, 128, 256)
+
+
 def test_of_messages_and_an_answer_the_messages_are_trained_unless_the_column_is_named(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(CHATML)
     path = write_rows(tmp_path / "train.jsonl", {"messages": CONVERSATION[:2], "answer": "4"})

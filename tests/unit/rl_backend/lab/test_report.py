@@ -272,9 +272,19 @@ def test_odd_files_still_make_a_report(tmp_path: Path, metrics: str) -> None:
 def test_the_command_makes_a_report_again_and_refuses_what_is_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_run(tmp_path / "run", 2, lambda step: {"nll": 1.0 / step, "answer_probability": 0.1 * step})
+    folder = write_run(tmp_path / "runs" / "mine", 2, lambda step: {"nll": 1.0 / step, "answer_probability": 0.1 * step})
     assert main(["report", str(folder)]) == 0
     assert Path(capsys.readouterr().out.strip()) == folder / "report.html"
     assert chart(read_page(folder / "report.html"), "nll")
-    assert main(["report", str(tmp_path)]) == 2
-    assert "is not a run folder: it has no metrics.jsonl" in capsys.readouterr().err
+    for nothing in (tmp_path, tmp_path / "gone"):
+        assert main(["report", str(nothing)]) == 2
+        assert "is not a run folder: it has no metrics.jsonl, and neither has a folder in it" in capsys.readouterr().err
+
+
+def test_the_command_makes_the_report_of_all_users_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("ann", "bob"):
+        write_run(tmp_path / "tenants" / name, 2, lambda step: {"reward": 0.1 * step})
+    assert main(["report", str(tmp_path / "tenants")]) == 0
+    assert Path(capsys.readouterr().out.strip()) == tmp_path / "tenants" / "report.html"
+    curves = hover(chart(read_page(tmp_path / "tenants" / "report.html"), "tenant/ann/reward"))["series"]
+    assert [curve["name"] for curve in curves] == ["tenant/ann/reward", "tenant/bob/reward"]
