@@ -70,6 +70,8 @@ class WorkerPool:
         self._free = asyncio.Semaphore(size)
         self._idle: list[_Thread | _Process] = []
         self._started: set[_Process] = set()
+        self._loading: list[_Process] = []
+        """Of calls that were cancelled in the meantime; the next ones wait for these."""
         self._left_behind: list[_Thread] = []
 
     async def call(self, index: int, arguments: dict[str, Any]) -> Any:
@@ -85,6 +87,8 @@ class WorkerPool:
             try:
                 done, _ = await asyncio.wait([answer], timeout=self._limit)
             except asyncio.CancelledError:
+                if isinstance(worker, _Process):
+                    self._started.discard(worker)
                 worker.end()
                 raise
             if not done:
@@ -106,10 +110,15 @@ class WorkerPool:
     async def _start(self) -> _Thread | _Process:
         if not self._processes:
             return _Thread([each.function for each in self._functions])
-        process = _Process([each.spec for each in self._functions])
+        process = self._loading.pop() if self._loading else _Process([each.spec for each in self._functions])
         self._started.add(process)
-        loaded = await asyncio.wrap_future(process.ready)
+        try:
+            loaded = await asyncio.wrap_future(process.ready)
+        except asyncio.CancelledError:
+            self._loading.append(process)
+            raise
         if isinstance(loaded, Raised) and loaded.error is not None:
+            self._abandon(process)
             raise loaded.error
         return process
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,27 @@ def test_a_process_that_ends_leaves_neither_a_thread_nor_a_socket(reward_file: P
     while held() != before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert held() == before
+
+
+def test_calls_that_are_cancelled_while_a_process_loads_leave_it_to_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\n\ntime.sleep(1.5)\n\n\ndef score(**_):\n    return 1.0\n")
+    callee = SimpleNamespace(spec=f"{tmp_path}/slow.py:score", function=None)
+
+    async def ask(seconds: float) -> Any:
+        return await asyncio.wait_for(workers.call(0, {}), seconds)
+
+    async def run() -> Any:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await ask(0.2)
+        return await ask(30), await ask(30)
+
+    workers = pool.WorkerPool([callee], size=2, processes=True, limit=None)
+    try:
+        assert asyncio.run(run()) == (1.0, 1.0)
+        assert len(workers._started) == len(workers._idle) == 1 and not workers._loading
+    finally:
+        workers.close()
 
 
 def test_a_process_that_cannot_load_the_function_is_an_error_whatever_the_policy(
