@@ -32,6 +32,7 @@ from rl_backend.runtime.bridge.expert_adapters import ChunkAdapters
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.loading import load_model, open_bridge
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
+from rl_backend.runtime.bridge.overlap import gather_again, overlaps_gathers, wait_for_gathers
 from rl_backend.runtime.bridge.provider import make_provider, override, uses_transformer_engine
 from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers, require_routing_by_scores
 from rl_backend.runtime.bridge.text_models import set_mappings
@@ -122,12 +123,17 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         return PassLoads(None if forward_only or self.optimizer is None else self.optimizer.balance)
 
     def step(self) -> StepResult:
-        return self.trainer("optimizer_step").step(self.name, has_gradients=self.has_gradients)
+        optimizer = self.trainer("optimizer_step")
+        wait_for_gathers(self.chunks)
+        result = optimizer.step(self.name, has_gradients=self.has_gradients)
+        if result.ok:
+            gather_again(self.chunks)
+        return result
 
     def finish_parameter_gathers(self) -> None:
         """With ``overlap_param_gather`` Megatron leaves it to the next forward pass to gather what the optimizer wrote."""
         for chunk in self.chunks:
-            if self.optimizer is not None and chunk.ddp_config.overlap_param_gather:
+            if self.optimizer is not None and overlaps_gathers(chunk):
                 chunk.start_param_sync(force_sync=True)
 
     def part_tensors(self) -> Mapping[Part, Sequence[Tensor]]:
