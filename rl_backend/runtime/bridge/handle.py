@@ -32,7 +32,7 @@ from rl_backend.runtime.bridge.expert_adapters import ChunkAdapters
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.loading import load_model, open_bridge
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
-from rl_backend.runtime.bridge.overlap import gather_again, overlaps_gathers, wait_for_gathers
+from rl_backend.runtime.bridge.overlap import drop_reductions, gather_again, overlaps_gathers, wait_for_gathers
 from rl_backend.runtime.bridge.provider import make_provider, override, uses_transformer_engine
 from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers, require_routing_by_scores
 from rl_backend.runtime.bridge.text_models import set_mappings
@@ -109,6 +109,7 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
 
     def drop_gradients(self) -> None:
         self.offload.clear("grad")
+        drop_reductions(self.chunks)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         # Of the masters; those of the model are in the buffers.
