@@ -93,6 +93,23 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
         {"override_transformer_config": {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "my_aux_losses"}},
         r"\['moe_router_load_balancing_type'\]='my_aux_losses': expected one of 'none', 'aux_loss'",
     ),
+    "quantile balancing": (
+        {"override_transformer_config": {"moe_router_load_balancing_type": "quantile_balancing"}},
+        r"\['moe_router_load_balancing_type'\]='quantile_balancing': .*padding is marked.*expected one of 'none'",
+    ),
+    "quantile balancing among others": (
+        {
+            "override_transformer_config": {
+                "moe_aux_loss_coeff": [0.1, 0.0],
+                "moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"],
+            }
+        },
+        "quantile balancing takes no batches",
+    ),
+    "sinkhorn in a list": (
+        {"override_transformer_config": {"moe_router_load_balancing_type": ["sinkhorn"], "moe_aux_loss_coeff": [0.0]}},
+        r"\['moe_router_load_balancing_type'\]=\['sinkhorn'\]: Megatron would ignore 'sinkhorn' in a list",
+    ),
     "skipping by size": ({"override_optimizer_config": {"grad_norm_skip_threshold": 3.0}}, "only steps that are not finite"),
     "no distributed optimizer": ({"override_ddp_config": {"use_distributed_optimizer": False}}, "the runtime"),
     "a method without granularity": ({"recompute_method": "block"}, "recompute_granularity='full'"),
