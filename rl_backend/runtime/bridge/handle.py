@@ -33,7 +33,7 @@ from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.loading import load_model, open_bridge
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.overlap import drop_reductions, gather_again, overlaps_gathers, wait_for_gathers
-from rl_backend.runtime.bridge.provider import make_provider, override, uses_transformer_engine
+from rl_backend.runtime.bridge.provider import make_provider, override, packs_sequences, uses_transformer_engine
 from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers, require_routing_by_scores
 from rl_backend.runtime.bridge.text_models import set_mappings
 from rl_backend.runtime.bridge_config import BridgeConfig
@@ -259,8 +259,7 @@ def build_handle(
         processor=OutputProcessor(groups, provider.vocab_size, options.log_prob_chunk_tokens),
         vocab_size=provider.vocab_size,
         max_length=text_config(hf_config).get("max_position_embeddings"),
-        # Transformer Engine's kernels for packed sequences are of 16-bit types.
-        packs_sequences=transformer_engine and options.param_dtype != "float32",
+        packs_sequences=packs_sequences(options, transformer_engine=transformer_engine),
         optimizer=optimizer,
         routers=connect_routers(models, provider, groups),
         converter=converter,

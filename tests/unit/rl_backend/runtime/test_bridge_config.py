@@ -180,6 +180,22 @@ def test_overrides_of_megatrons_own_attention_are_refused_where_it_is_not_used()
             check_overrides_of_model(options, provider, transformer_engine=True)
 
 
+def test_a_capacity_of_experts_is_refused_where_padding_would_take_a_part_of_it() -> None:
+    installed.import_megatron()
+    from rl_backend.runtime.bridge.provider import check_overrides_of_model
+
+    provider = SimpleNamespace(num_moe_experts=4)
+    limit = {"override_transformer_config": {"moe_expert_capacity_factor": 1.0}}
+    check_overrides_of_model(BridgeConfig(param_dtype="bfloat16", **limit), provider, transformer_engine=True)
+    message = r"\['moe_expert_capacity_factor'\]=1\.0: sequences are padded here.*param_dtype='bfloat16' on CUDA"
+    for options, transformer_engine in (
+        (BridgeConfig(param_dtype="float32", **limit), True),
+        (BridgeConfig(param_dtype="bfloat16", **limit), False),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_overrides_of_model(options, provider, transformer_engine=transformer_engine)
+
+
 def test_kernels_of_transformer_engine_are_those_that_local_layers_do_without() -> None:
     installed.import_megatron()
     from rl_backend.runtime.bridge.local_layers import LOCAL_LAYERS
