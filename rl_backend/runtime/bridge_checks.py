@@ -22,6 +22,9 @@ UNEVEN_STAGES = (
 )
 """Overrides of Megatron that spread layers unevenly."""
 
+COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Overrides of Megatron that leave the first or the last stage one layer less than the others."""
+
 
 SUPPORTED = {"megatron-core": (0, 19), "megatron-bridge": (0, 6)}
 """Distribution -> the (major, minor) version whose internals this runtime was tested with."""
@@ -117,20 +120,26 @@ def require_layout(options: BridgeConfig, sizes: LayerSizes, *, transformer_engi
                     f"BridgeConfig.parallel.{name}", getattr(parallel, name), "this model has no experts; use 1"
                 )
     _require_divided("ep", parallel.ep, "experts", sizes.num_experts)
-    stages = parallel.pp * parallel.vpp
-    uneven = set(UNEVEN_STAGES) & options.override_transformer_config.keys()
-    if sizes.num_layers is not None and sizes.num_layers % stages and not uneven:
-        raise ConfigError.of(
-            "BridgeConfig.parallel.pp",
-            parallel.pp,
-            f"{sizes.num_layers} layers do not divide into pp*vpp = {parallel.pp}*{parallel.vpp} = {stages} stages; use a "
-            f"divisor, or set {', '.join(UNEVEN_STAGES)} in override_transformer_config",
-        )
+    _require_stages(options, sizes.num_layers)
     for name in ("num_attention_heads", "ffn_hidden_size", "shared_expert_size", "linear_num_key_heads"):
         _require_divided("tp", parallel.tp, name, getattr(sizes, name))
     query_groups = sizes.num_key_value_heads
     if query_groups and not (transformer_engine and parallel.tp % query_groups == 0):
         _require_divided("tp", parallel.tp, "num_key_value_heads", query_groups)
+
+
+def _require_stages(options: BridgeConfig, num_layers: int | None) -> None:
+    parallel, overrides = options.parallel, options.override_transformer_config
+    stages = parallel.pp * parallel.vpp
+    counted = [name for name in COUNTED_AS_LAYERS if overrides.get(name)]
+    if num_layers is not None and (num_layers + len(counted)) % stages and not set(UNEVEN_STAGES) & overrides.keys():
+        counting = f", counted as {num_layers + len(counted)} with {' and '.join(counted)}," if counted else ""
+        raise ConfigError.of(
+            "BridgeConfig.parallel.pp",
+            parallel.pp,
+            f"{num_layers} layers{counting} do not divide into pp*vpp = {parallel.pp}*{parallel.vpp} = {stages} stages; use "
+            f"a divisor, or set {', '.join((*UNEVEN_STAGES, *COUNTED_AS_LAYERS))} in override_transformer_config",
+        )
 
 
 def _require_whole(tp: int, model_type: str, *, transformer_engine: bool) -> None:

@@ -187,8 +187,8 @@ def check_in_layout(field: str, values: Mapping[str, Any], parallel: ParallelCon
     _check_balancing(field, values)
 
 
-_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing")
-"""Megatron's ways to balance experts; it takes another name for one that adds no loss."""
+_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn")
+"""Megatron's ways to balance experts that work here; it takes another name for one that adds no loss."""
 
 
 def _check_balancing(field: str, values: Mapping[str, Any]) -> None:
@@ -198,8 +198,13 @@ def _check_balancing(field: str, values: Mapping[str, Any]) -> None:
     def refuse(name: str, problem: str) -> NoReturn:
         raise ConfigError.of(f"{field}[{name!r}]", values.get(name), problem)
 
+    expected = f"expected one of {', '.join(map(repr, _BALANCING))}"
+    if "quantile_balancing" in kinds:
+        refuse(kind, f"Megatron's quantile balancing takes no batches in which padding is marked, as it is here; {expected}")
     if set(map(str, kinds)) - set(_BALANCING):
-        refuse(kind, f"expected one of {', '.join(map(repr, _BALANCING))}")
+        refuse(kind, expected)
+    if "sinkhorn" in kinds and values[kind] != "sinkhorn":
+        refuse(kind, "Megatron would ignore 'sinkhorn' in a list; give it alone, or leave it out")
     for weight in coefficients:
         if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
             refuse(coefficient, "expected a number")

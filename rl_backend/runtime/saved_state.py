@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rl_backend.checkpoint.manifest import TrainingManifest, read_manifest
 from rl_backend.checkpoint.state_files import TensorsReader, require_written
@@ -49,6 +50,7 @@ def load_state[H: GuardedHandle](
     *,
     check: Callable[[TrainingManifest], None] = lambda manifest: None,
     differs: Callable[[str], Differs] = lambda name: "replicas",
+    earlier: Callable[[str], str] = lambda name: name,
 ) -> tuple[TrainingManifest, StateTensors]:
     """Fills ``tensors(handle)`` from the checkpoint ``path`` and sets the weight version; the caller restores the rest.
 
@@ -58,6 +60,8 @@ def load_state[H: GuardedHandle](
         tensors: called when the checkpoint is known to be complete and of this model.
         check: raises for another reason to refuse it.
         differs: of a name of random state, between which ranks it does.
+        earlier: of a name of random state, the one that older checkpoints have, whatever the device. One of another size is
+            another device's, and so not there.
 
     Raises:
         CheckpointError: on every rank.
@@ -80,6 +84,12 @@ def load_state[H: GuardedHandle](
     saved = reader.metadata.state_dict_metadata
     filled = tensors(handle)
     origins = _origins(handle, manifest, filled, differs)
+    for name, origin in origins.items():
+        value = filled[name]
+        if name.startswith(RANDOM) and origin not in saved and isinstance(value, Tensor):
+            older = saved.get(earlier(origin))
+            if isinstance(older, TensorStorageMetadata) and older.size == value.shape:
+                origins[name] = earlier(origin)
     loaded = {name: value for name, value in filled.items() if origins[name] in saved or not name.startswith(RANDOM)}
     stored = {origins[name]: value for name, value in loaded.items()}
     with on_every_rank(group, f"{path} cannot be compared with the model"):

@@ -124,6 +124,43 @@ def test_gradients_of_several_passes_add_up(
     ranks.run(accumulate_job, str(tied_model), layout, settings, world_size=world_size)
 
 
+def repaired_job(model: str, passes_before: int) -> None:
+    """Fails near the end of a backward pass, after other buckets have begun to be reduced."""
+    with open_bridge(model, override_ddp_config={"overlap_grad_reduce": True, "bucket_size": 10_000}) as runtime:
+        handle, other = runtime.build_model(), runtime.build_model()
+        data, groups = bridge_data(runtime), handle.chunks[0].bucket_groups
+        for _ in range(passes_before):
+            runtime.forward_backward(handle, data, token_loss)
+            runtime.zero_grad(handle)
+        passed = list[Tensor]()
+
+        def fail(gradient: Tensor) -> None:
+            passed.append(gradient)
+            if len(passed) == len(data):
+                raise RuntimeError("on purpose")
+
+        norm_of_layer = next(each for name, each in handle.models[0].named_parameters() if "input_layernorm" in name)
+        removable = norm_of_layer.register_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            runtime.forward_backward(handle, data, token_loss)
+        removable.remove()
+        assert any(0 < len(each.per_param_grad_ready_counts) < len(each.params) for each in groups)
+        # Megatron reduces its first gradients at the end of the pass.
+        assert any(each.grad_reduce_handle is not None for each in groups) is bool(passes_before)
+        with pytest.raises(HandleError, match="call zero_grad first"):
+            runtime.optimizer_step(handle)
+        for each in (handle, other):
+            runtime.zero_grad(each)
+            runtime.forward_backward(each, data, token_loss)
+        assert_equal_tensors(exported_gradients(runtime, handle), exported_gradients(runtime, other))
+
+
+@pytest.mark.shows("bridge: zero_grad repairs a backward pass that failed while gradients were being reduced")
+@pytest.mark.parametrize("passes_before", [0, 1])
+def test_a_backward_pass_that_failed_is_repaired_by_zero_grad(ranks: RankPool, tied_model: Path, passes_before: int) -> None:
+    ranks.run(repaired_job, str(tied_model), passes_before)
+
+
 def refusals_job(model: str) -> None:
     with open_bridge(model) as runtime:
         handle, reference = runtime.build_model(), runtime.build_model(forward_only=True)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.runtime.bridge_checks import COUNTED_AS_LAYERS
 from tests.support.bridge_runs import Run, assert_same, open_bridge, train_job, whole
 from tests.support.layouts import layouts
 from tests.support.models import write_tiny
@@ -72,6 +73,18 @@ def test_a_mixture_of_experts_trains_the_same_in_every_layout(
     ranks: RankPool, mixture: Path, mixture_on_one_rank: Run, world_size: int, layout: dict[str, int]
 ) -> None:
     run = whole(ranks.run(train_job, str(mixture), layout, STEPS, {}, world_size=world_size))
+    assert_same(run, mixture_on_one_rank)
+
+
+@pytest.mark.shows("bridge: stages that count the embedding and the loss as layers train alike")
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(3, {"pp": 3}), (2, {"pp": 2, "vpp": 3})], ids=["a-layer-less", "none-at-the-ends"]
+)
+def test_a_mixture_trains_the_same_when_its_ends_count_as_layers(
+    ranks: RankPool, mixture: Path, mixture_on_one_rank: Run, world_size: int, layout: dict[str, int]
+) -> None:
+    counted = {"override_transformer_config": dict.fromkeys(COUNTED_AS_LAYERS, True)}
+    run = whole(ranks.run(train_job, str(mixture), layout, STEPS, counted, world_size=world_size))
     assert_same(run, mixture_on_one_rank)
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rl_backend.contracts import OptimizerConfig
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from tests.support.bridge_runs import open_bridge, poisoned_loss, share, state
+from tests.support.bridge_state import bridge_data, exported
 from tests.support.moe import write_moe
-from tests.support.native import micro_batches, token_loss
+from tests.support.native import assert_near, micro_batches, token_loss
 from tests.support.rank_pool import RankPool
 
 
@@ -139,3 +142,45 @@ def test_betas_epsilon_decay_and_warm_up_reach_megatrons_adam(ranks: RankPool, t
     (groups,) = ranks.run(adam_job, str(tied_model), world_size=1)
     assert [(group["betas"], group["eps"]) for group in groups] == [((0.8, 0.7), 1e-3)] * len(groups)
     assert sorted({group["weight_decay"] for group in groups}) == [0.0, 0.3]
+
+
+def overlapped_job(
+    model: str, parallel: Mapping[str, int], ddp: Mapping[str, Any], between: str
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms of three steps and the weights after them; every backward pass is followed by something that gathers weights."""
+    with open_bridge(model, parallel, override_ddp_config=dict(ddp)) as runtime:
+        handle = runtime.build_model()
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("on purpose")
+
+        norms = []
+        for seed in range(3):
+            runtime.zero_grad(handle)
+            data = bridge_data(runtime, seed)
+            runtime.forward_backward(handle, data, token_loss)
+            if between == "export":
+                exported(runtime, handle)
+            elif between == "forward-only":
+                runtime.forward_backward(handle, data, None, forward_only=True)
+            else:
+                layer = next(each for name, each in handle.models[0].named_modules() if name.endswith("layers.1"))
+                removable = layer.register_forward_pre_hook(fail)
+                with pytest.raises(RuntimeError, match="on purpose"):
+                    runtime.forward_backward(handle, data, None, forward_only=True)
+                removable.remove()
+            norms.append(runtime.optimizer_step(handle).grad_norm)
+        return norms, exported(runtime, handle)
+
+
+@pytest.mark.shows("bridge: with overlap_param_gather a pass has the weights of the last step, whatever came before that")
+@pytest.mark.parametrize("parallel", [{}, {"ep": 2}], ids=["dp2", "ep2"])
+@pytest.mark.parametrize("between", ["forward-only", "forward-only-that-fails", "export"])
+def test_gathers_that_overlap_come_after_the_step(
+    ranks: RankPool, mixture: Path, parallel: dict[str, int], between: str
+) -> None:
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}
+    expected, found = (ranks.run(overlapped_job, str(mixture), parallel, ddp, between) for ddp in ({}, overlap))
+    for (norms, weights), (other_norms, other_weights) in zip(expected, found, strict=True):
+        assert other_norms == pytest.approx(norms, rel=1e-6)
+        assert_near(other_weights, weights)

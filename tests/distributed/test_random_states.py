@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_backend.runtime.bridge.handle import BridgeHandle
 from tests.support.bridge_runs import open_bridge
 from tests.support.checkpoint_layouts import Layout, bridge, native
+from tests.support.native import assert_equal_tensors
 from tests.support.rank_pool import RankPool
 
 
@@ -93,3 +95,58 @@ def test_megatrons_streams_differ_between_tensor_parallel_ranks_in_every_layout(
     saved = run({"tp": 2}, tmp_path / "tp2", False, 2)
     for rank, found in enumerate(run({"tp": 2}, tmp_path / "tp2", True, 4)):
         assert torch.equal(found[tensor], saved[rank % 2][tensor])
+
+
+def moved_job(model: str, path: str, prefix: str, size: int) -> list[dict[str, Tensor]]:
+    """Megatron's streams when they are saved as ``prefix`` with ``size`` bytes each, before loading that, and after."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from rl_backend.runtime.bridge import checkpoints
+    from rl_backend.runtime.bridge.megatron_cpu import on_cpu
+
+    state_here = checkpoints._random_state
+
+    def state_there(handle: BridgeHandle) -> dict[str, Tensor]:
+        here, there = "random.megatron.cpu.", dict[str, Tensor]()
+        for name, value in state_here(handle).items():
+            there[name.replace(here, prefix)] = value[:size].clone() if name.startswith(here) else value
+        return there
+
+    with open_bridge(model) as runtime:
+        handle = runtime.build_model()
+        tracker = get_cuda_rng_tracker()
+
+        def drawn() -> dict[str, Tensor]:
+            with on_cpu(runtime.groups.device):
+                for name in tracker.get_states():
+                    with tracker.fork(name):
+                        torch.rand(3)
+            return {name: torch.as_tensor(state).clone() for name, state in tracker.get_states().items()}
+
+        saved = drawn()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoints, "_random_state", state_there)
+            runtime.save_checkpoint(handle, path)
+        before = drawn()
+        runtime.load_checkpoint(handle, path)
+        return [saved, before, dict(tracker.get_states())]
+
+
+@pytest.mark.shows("bridge: a checkpoint loads on another kind of device, where random states have another size")
+@pytest.mark.parametrize(
+    ("prefix", "size", "continues"),
+    [
+        ("random.megatron.cpu.", 5056, True),
+        ("random.megatron.cuda.", 16, False),
+        ("random.megatron.", 5056, True),
+        ("random.megatron.", 16, False),
+    ],
+    ids=["cpu", "cuda", "older-cpu", "older-cuda"],
+)
+def test_megatrons_streams_continue_on_their_own_kind_of_device_alone(
+    ranks: RankPool, tied_model: Path, tmp_path: Path, prefix: str, size: int, continues: bool
+) -> None:
+    (found,) = ranks.run(moved_job, str(tied_model), str(tmp_path / "saved"), prefix, size, world_size=1)
+    saved, before, loaded = found
+    assert_equal_tensors(loaded, saved if continues else before)
+    assert all(not torch.equal(before[name], saved[name]) for name in saved)

@@ -116,15 +116,11 @@ def _refused_by(config: Any, bias_rate: float) -> str:
         return f"BridgeConfig.expert_bias_rate={bias_rate}: {TRAINS_BASE}"
     if config.num_moe_experts is None:
         return ""
-    balancing = config.moe_router_load_balancing_type
     coefficients = config.moe_aux_loss_coeff
     couples = {
         "moe_aux_loss_coeff": any(coefficients if isinstance(coefficients, Sequence) else [coefficients]),
         "moe_z_loss_coeff": bool(config.moe_z_loss_coeff),
-        "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
-        "moe_router_load_balancing_type": not {"sinkhorn", "quantile_balancing"}.isdisjoint(
-            [balancing] if isinstance(balancing, str) else balancing
-        ),
+        "moe_router_load_balancing_type": config.moe_router_load_balancing_type == "sinkhorn",
     }
     found = next((name for name, does in couples.items() if does), None)
     return f"BridgeConfig.override_transformer_config {found}={getattr(config, found)!r}: {COUPLES}" if found else ""

@@ -59,7 +59,14 @@ def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManife
                 "gradient in the rest; Megatron's Adam counts them for all together, so load it with backend='native'",
             )
 
-    manifest, loaded = saved_state.load_state(handle, path, all_tensors, check=require_even_steps, differs=_differs)
+    manifest, loaded = saved_state.load_state(
+        handle,
+        path,
+        all_tensors,
+        check=require_even_steps,
+        differs=_differs,
+        earlier=lambda name: name.replace(_tracked_on(handle), _TRACKED, 1),
+    )
     if handle.optimizer is not None:
         # Rounds masters to the dtype of the weights and gathers these.
         for state in parameter_states(handle.optimizer.megatron):
@@ -91,7 +98,7 @@ def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
     states = saved_state.random_state(handle.groups.device)
     for name, state in streams.get_cuda_rng_tracker().get_states().items():
         # With graph-safe random numbers Megatron keeps generators instead of their states.
-        states[_tracked(name)] = state.get_state() if isinstance(state, torch.Generator) else state.clone()
+        states[_tracked(handle, name)] = state.get_state() if isinstance(state, torch.Generator) else state.clone()
     return states
 
 
@@ -100,14 +107,19 @@ def _restore_random_state(handle: BridgeHandle, tensors: StateTensors) -> None:
     tracker = streams.get_cuda_rng_tracker()
     ours = tracker.get_states()
     for name, state in ours.items():
-        saved = tensors.get(_tracked(name))
+        saved = tensors.get(_tracked(handle, name))
         if isinstance(saved, Tensor):
             ours[name] = state.set_state(saved) if isinstance(state, torch.Generator) else saved
     tracker.set_states(ours)
 
 
-def _tracked(name: str) -> str:
-    return f"{_TRACKED}{name}.{torch.distributed.get_rank()}"
+def _tracked(handle: BridgeHandle, name: str) -> str:
+    return f"{_tracked_on(handle)}{name}.{torch.distributed.get_rank()}"
+
+
+def _tracked_on(handle: BridgeHandle) -> str:
+    """A stream has other states on another kind of device, which has no use for them."""
+    return f"{_TRACKED}{handle.groups.device.type}."
 
 
 def _differs(stream: str) -> Differs:
@@ -118,7 +130,7 @@ def _differs(stream: str) -> Differs:
         streams.get_data_parallel_rng_tracker_name(): "nowhere",
         streams.get_expert_parallel_rng_tracker_name(): "expert_ranks",
     }
-    return known.get(stream.removeprefix(_TRACKED), "tensor_ranks")
+    return known.get(stream.rpartition(".")[2], "tensor_ranks")
 
 
 def _names(handle: BridgeHandle) -> StoredNames:

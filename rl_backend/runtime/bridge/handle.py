@@ -32,7 +32,8 @@ from rl_backend.runtime.bridge.expert_adapters import ChunkAdapters
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.loading import load_model, open_bridge
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
-from rl_backend.runtime.bridge.provider import make_provider, override, uses_transformer_engine
+from rl_backend.runtime.bridge.overlap import drop_reductions, gather_again, overlaps_gathers, wait_for_gathers
+from rl_backend.runtime.bridge.provider import make_provider, override, packs_sequences, uses_transformer_engine
 from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers, require_routing_by_scores
 from rl_backend.runtime.bridge.text_models import set_mappings
 from rl_backend.runtime.bridge_config import BridgeConfig
@@ -108,6 +109,7 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
 
     def drop_gradients(self) -> None:
         self.offload.clear("grad")
+        drop_reductions(self.chunks)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         # Of the masters; those of the model are in the buffers.
@@ -122,12 +124,17 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         return PassLoads(None if forward_only or self.optimizer is None else self.optimizer.balance)
 
     def step(self) -> StepResult:
-        return self.trainer("optimizer_step").step(self.name, has_gradients=self.has_gradients)
+        optimizer = self.trainer("optimizer_step")
+        wait_for_gathers(self.chunks)
+        result = optimizer.step(self.name, has_gradients=self.has_gradients)
+        if result.ok:
+            gather_again(self.chunks)
+        return result
 
     def finish_parameter_gathers(self) -> None:
         """With ``overlap_param_gather`` Megatron leaves it to the next forward pass to gather what the optimizer wrote."""
         for chunk in self.chunks:
-            if self.optimizer is not None and chunk.ddp_config.overlap_param_gather:
+            if self.optimizer is not None and overlaps_gathers(chunk):
                 chunk.start_param_sync(force_sync=True)
 
     def part_tensors(self) -> Mapping[Part, Sequence[Tensor]]:
@@ -252,8 +259,7 @@ def build_handle(
         processor=OutputProcessor(groups, provider.vocab_size, options.log_prob_chunk_tokens),
         vocab_size=provider.vocab_size,
         max_length=text_config(hf_config).get("max_position_embeddings"),
-        # Transformer Engine's kernels for packed sequences are of 16-bit types.
-        packs_sequences=transformer_engine and options.param_dtype != "float32",
+        packs_sequences=packs_sequences(options, transformer_engine=transformer_engine),
         optimizer=optimizer,
         routers=connect_routers(models, provider, groups),
         converter=converter,

@@ -161,13 +161,14 @@ def _megatron_config(options: BridgeConfig) -> Any:
 
 def _scheduler(optimizer: Any, config: OptimizerConfig) -> Any:
     start = config.weight_decay if config.weight_decay_start is None else config.weight_decay_start
-    return OptimizerParamScheduler(
+    decay_steps = config.decay_steps or _NEVER
+    scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=config.lr_warmup_init,
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=config.decay_steps or _NEVER,
+        lr_decay_steps=max(decay_steps, config.warmup_steps + 1),
         lr_decay_style=config.lr_decay_style,
         start_wd=start,
         end_wd=config.weight_decay,
@@ -176,6 +177,9 @@ def _scheduler(optimizer: Any, config: OptimizerConfig) -> Any:
         wsd_decay_steps=config.lr_wsd_decay_steps,
         lr_wsd_decay_style=config.lr_wsd_decay_style,
     )
+    # Megatron asserts that they are more than those of warm-up, and computes every rate without that.
+    scheduler.lr_decay_steps = decay_steps
+    return scheduler
 
 
 def _padded_elements(megatron: Any, chunks: Sequence[Any], groups: BridgeGroups, vocab_size: int) -> Iterator[int]:

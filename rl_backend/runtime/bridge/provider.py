@@ -80,6 +80,11 @@ def uses_transformer_engine(device: torch.device) -> bool:
     return device.type == "cuda" and has_transformer_engine()
 
 
+def packs_sequences(options: BridgeConfig, *, transformer_engine: bool) -> bool:
+    """Whether attention takes packed sequences; Transformer Engine's kernels for them are of 16-bit types."""
+    return transformer_engine and options.param_dtype != "float32"
+
+
 def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: Head) -> dict[str, Any]:
     parallel, dtype = options.parallel, getattr(torch, options.param_dtype)
     settings: dict[str, Any] = {
@@ -164,6 +169,14 @@ def check_overrides_of_model(options: BridgeConfig, provider: Any, *, transforme
             )
         if name.startswith("moe_") and provider.num_moe_experts is None:
             raise ConfigError.of(field, value, "this model has no experts, so Megatron would ignore it")
+        padded = not packs_sequences(options, transformer_engine=transformer_engine)
+        if name == "moe_expert_capacity_factor" and value is not None and padded:
+            raise ConfigError.of(
+                field,
+                value,
+                "sequences are padded here, and padding would take the places of tokens; leave it out, or use "
+                "param_dtype='bfloat16' on CUDA with the package transformer-engine",
+            )
     if options.expert_bias_rate and not provider.moe_router_enable_expert_bias:
         raise ConfigError.of(
             "BridgeConfig.expert_bias_rate", options.expert_bias_rate, "routers of this model have no bias; leave it out"

@@ -132,7 +132,7 @@ def require_routing_by_scores(provider: Any, router_replay: RouterReplay) -> Non
     reasons = {
         "moe_router_fusion": (provider.moe_router_fusion, "its kernel chooses the experts itself; use False"),
         "moe_router_load_balancing_type": (
-            {"sinkhorn", "quantile_balancing"} & kinds,
+            "sinkhorn" in kinds,
             "it does not choose experts by their scores; use another",
         ),
         "moe_aux_loss_coeff": (

@@ -93,6 +93,23 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
         {"override_transformer_config": {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "my_aux_losses"}},
         r"\['moe_router_load_balancing_type'\]='my_aux_losses': expected one of 'none', 'aux_loss'",
     ),
+    "quantile balancing": (
+        {"override_transformer_config": {"moe_router_load_balancing_type": "quantile_balancing"}},
+        r"\['moe_router_load_balancing_type'\]='quantile_balancing': .*padding is marked.*expected one of 'none'",
+    ),
+    "quantile balancing among others": (
+        {
+            "override_transformer_config": {
+                "moe_aux_loss_coeff": [0.1, 0.0],
+                "moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"],
+            }
+        },
+        "quantile balancing takes no batches",
+    ),
+    "sinkhorn in a list": (
+        {"override_transformer_config": {"moe_router_load_balancing_type": ["sinkhorn"], "moe_aux_loss_coeff": [0.0]}},
+        r"\['moe_router_load_balancing_type'\]=\['sinkhorn'\]: Megatron would ignore 'sinkhorn' in a list",
+    ),
     "skipping by size": ({"override_optimizer_config": {"grad_norm_skip_threshold": 3.0}}, "only steps that are not finite"),
     "no distributed optimizer": ({"override_ddp_config": {"use_distributed_optimizer": False}}, "the runtime"),
     "a method without granularity": ({"recompute_method": "block"}, "recompute_granularity='full'"),
@@ -161,6 +178,22 @@ def test_overrides_of_megatrons_own_attention_are_refused_where_it_is_not_used()
             continue
         with pytest.raises(ConfigError, match=r"\['attention_softmax_in_fp32'\]=False: Transformer Engine's attention"):
             check_overrides_of_model(options, provider, transformer_engine=True)
+
+
+def test_a_capacity_of_experts_is_refused_where_padding_would_take_a_part_of_it() -> None:
+    installed.import_megatron()
+    from rl_backend.runtime.bridge.provider import check_overrides_of_model
+
+    provider = SimpleNamespace(num_moe_experts=4)
+    limit = {"override_transformer_config": {"moe_expert_capacity_factor": 1.0}}
+    check_overrides_of_model(BridgeConfig(param_dtype="bfloat16", **limit), provider, transformer_engine=True)
+    message = r"\['moe_expert_capacity_factor'\]=1\.0: sequences are padded here.*param_dtype='bfloat16' on CUDA"
+    for options, transformer_engine in (
+        (BridgeConfig(param_dtype="float32", **limit), True),
+        (BridgeConfig(param_dtype="bfloat16", **limit), False),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_overrides_of_model(options, provider, transformer_engine=transformer_engine)
 
 
 def test_kernels_of_transformer_engine_are_those_that_local_layers_do_without() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from rl_backend.contracts import ConfigError, RuntimeConfig
 from rl_backend.runtime import check_config
+from rl_backend.runtime.bridge_checks import COUNTED_AS_LAYERS, LayerSizes, require_layout
+from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.sparse_models import write_sparse
@@ -67,6 +69,22 @@ def test_the_intermediate_size_of_dense_layers_counts(tmp_path: Path) -> None:
     model = write_tiny("llama", tmp_path, hidden_size=96, num_attention_heads=6, num_key_value_heads=6, intermediate_size=64)
     with pytest.raises(ConfigError, match=r"tp=3: does not divide intermediate_size=64 .*; use 2 or 4"):
         check(model, 3, tp=3)
+
+
+def of_bridge(num_layers: int, parallel: dict[str, int], *counted: str) -> None:
+    sizes = LayerSizes(num_layers, None, None, None, num_experts=0)
+    options = BridgeConfig(parallel=parallel, override_transformer_config=dict.fromkeys(counted, True))
+    require_layout(options, sizes, transformer_engine=False)
+
+
+def test_what_megatron_counts_as_a_layer_decides_which_stages_the_bridge_takes() -> None:
+    embedding, loss = COUNTED_AS_LAYERS
+    of_bridge(15, {"pp": 2, "vpp": 4}, loss)
+    of_bridge(94, {"pp": 8}, embedding, loss)
+    with pytest.raises(ConfigError, match=rf"pp=2: 8 layers, counted as 9 with {loss}, do not divide into .* = 2 stages"):
+        of_bridge(8, {"pp": 2}, loss)
+    with pytest.raises(ConfigError, match=rf"pp=8: 94 layers do not divide into .*, {embedding}, {loss} in override_"):
+        of_bridge(94, {"pp": 8})
 
 
 def test_the_number_of_ranks_is_checked_first(dense: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from rl_backend.contracts import ConfigError, OptimizerConfig
+from rl_backend.runtime.bridge import installed
 from rl_backend.runtime.lr_schedule import ParameterSchedule
 
 STEPS = 40
@@ -73,6 +74,35 @@ def test_every_style_equals_megatrons_at_every_step(
     schedule = ParameterSchedule(config)
     for expected in megatron_schedule(config):
         assert (schedule.learning_rate, schedule.weight_decay) == pytest.approx(expected, rel=1e-14, abs=0)
+        schedule.step()
+
+
+@pytest.mark.parametrize(
+    ("style", "length"),
+    [
+        ("constant", {"total_training_steps": 6}),
+        ("constant", {}),
+        ("inverse-square-root", {"total_training_steps": 6}),
+        ("inverse-square-root", {"lr_decay_steps": 4}),
+        ("inverse-square-root", {}),
+    ],
+    ids=str,
+)
+def test_the_bridge_warms_up_for_longer_than_the_rate_decays_as_the_native_runtime_does(
+    style: Literal["constant", "inverse-square-root"], length: dict[str, int]
+) -> None:
+    installed.import_megatron()
+    from rl_backend.runtime.bridge.optimizer import _scheduler
+
+    least = 0.0 if style == "constant" else 1e-4
+    config = OptimizerConfig(lr=3e-3, min_lr=least, lr_warmup_steps=6, lr_decay_style=style, **length)
+    group: dict[str, float] = {}
+    scheduler, schedule = _scheduler(SimpleNamespace(param_groups=[group]), config), ParameterSchedule(config)
+    for _ in range(STEPS):
+        assert (group["lr"], group["weight_decay"]) == pytest.approx(
+            (schedule.learning_rate, schedule.weight_decay), rel=1e-14, abs=0
+        )
+        scheduler.step(1)
         schedule.step()
 
 
