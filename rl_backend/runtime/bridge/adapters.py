@@ -120,6 +120,7 @@ def _refused_by(config: Any, bias_rate: float) -> str:
     couples = {
         "moe_aux_loss_coeff": any(coefficients if isinstance(coefficients, Sequence) else [coefficients]),
         "moe_z_loss_coeff": bool(config.moe_z_loss_coeff),
+        "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
         "moe_router_load_balancing_type": config.moe_router_load_balancing_type == "sinkhorn",
     }
     found = next((name for name, does in couples.items() if does), None)
