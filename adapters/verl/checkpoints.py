@@ -119,8 +119,8 @@ class EngineCheckpoints:
                 factors = runtime.export_lora_adapter(handle)
                 with on_every_rank(world_group(), f"the adapter could not be written to {new}"):
                     if first:
-                        (tenant,) = runtime.list_lora_adapters(handle.base)
-                        write_peft_directory(new, factors, tenant.config, runtime.config.hf_path)
+                        tenants = {each.name: each for each in runtime.list_lora_adapters(handle.base)}
+                        write_peft_directory(new, factors, tenants[handle.name].config, runtime.config.hf_path)
         if background:
             self._begin(runtime, handle, PendingSave(path, step, max_ckpt_to_keep, None))
             return
