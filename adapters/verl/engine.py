@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, override
 
 import torch
@@ -87,10 +87,8 @@ class RuntimeEngine(BaseEngine):
         if self._model is not None:
             self.close()
             self._runtime = create_runtime(settings.runtime)
-        optimizer = None
-        if not settings.forward_only:
-            assert self._optimizer_config is not None, "engine_settings requires it of a trained model"
-            optimizer = optimizer_settings(self._optimizer_config)
+        config = None if settings.forward_only else self._optimizer_config
+        optimizer = None if config is None else optimizer_settings(config)
         self._model = EngineModel(self._runtime, settings, optimizer, hf_path)
         self._rest()
 
@@ -225,12 +223,7 @@ class RuntimeEngine(BaseEngine):
     @override
     def get_per_tensor_param_delta_shard(self, **_: Any) -> tuple[Iterator[Any], None]:
         """What has changed in this rank's shares since the last export, or since ``prime_delta_snapshots``."""
-        shards, _peft_config = self.get_per_tensor_param_shard()
-        return hf_delta_export(shards, self._delta_shard_snap, delta_entry), None
-
-    def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`~rl_backend.runtime.Runtime.export_gradients`; not one of verl's own."""
-        return self._runtime.export_gradients(self.handle)
+        return hf_delta_export(self.get_per_tensor_param_shard()[0], self._delta_shard_snap, delta_entry), None
 
     @override
     def disable_adapter(self) -> AbstractContextManager[None]:
@@ -297,3 +290,8 @@ class ValueModelEngine(RuntimeEngine):
     """verl's ``value_model``: values, of a critic."""
 
     model_type = "value_model"
+
+    @override
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Does nothing: a critic is no reference; verl's trainer leaves the actor's request in its batch."""
+        return nullcontext()

@@ -352,9 +352,14 @@ def critic_job(model: str, layout: dict[str, int]) -> tuple[list[float], list[fl
             norms.append(norm.item())
             losses.append(mean_loss(engine, output))
         factors = copied(engine._runtime.export_lora_adapter(engine.handle))
+        batch = make_batch(rows(), "response", **BY_TOKENS)
         with engine.eval_mode():
-            output = engine.infer_batch(make_batch(rows(), "response", **BY_TOKENS))
-        return losses, norms, factors, not output or bool(output["model_output"]["values"].values().any())
+            output = engine.infer_batch(batch)
+            # As verl's worker does where the batch still asks for a reference.
+            with engine.disable_adapter():
+                again = engine.infer_batch(batch)
+        values, others = (each["model_output"]["values"].values() if each else torch.ones(1) for each in (output, again))
+        return losses, norms, factors, bool(values.any()) and torch.equal(values, others)
 
 
 def test_a_critic_trains_its_head_whole_beside_its_adapter(ranks: RankPool, model: Path) -> None:

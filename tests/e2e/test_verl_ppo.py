@@ -108,7 +108,9 @@ def test_grpo_trains_an_adapter_that_vllm_serves(options: dict[str, Any], tmp_pa
 @pytest.mark.long
 @pytest.mark.shows("verl: main_ppo trains PPO with LoRA for the actor and for the critic, on both runtimes")
 def test_ppo_trains_adapters_of_actor_and_critic(options: dict[str, Any], tmp_path: Path) -> None:
-    changes = f"{QUICK} {LORA} critic.model.lora.rank=4 ++critic.megatron.backend=bridge"
+    # The reference is the actor without its adapter; the critic keeps its own.
+    critic = "critic.model.lora.rank=4 ++critic.megatron.backend=bridge"
+    changes = f"{QUICK} {LORA} {critic} actor_rollout_ref.actor.use_kl_loss=True"
     given = ppo.PPOOptions(
         **{**options, "lr": 1e-2},
         run_dir=str(tmp_path),
@@ -119,7 +121,9 @@ def test_ppo_trains_adapters_of_actor_and_critic(options: dict[str, Any], tmp_pa
     )
     found = run_trainer(ppo.train, given)
     check_steps(found)
+    check_kl(found)
     check_critic(found)
+    assert found[2]["critic/values/max"] > found[2]["critic/values/min"]
     for role in ("actor", "critic"):
         assert (tmp_path / f"checkpoints/global_step_2/{role}/lora_adapter/adapter_config.json").is_file()
 
