@@ -66,6 +66,7 @@ class RuntimeEngine(BaseEngine):
             own_tokenizer(model_config),
             sharded=engine_config.use_dist_checkpointing,
             asynchronous=bool(checkpoint_config and checkpoint_config.async_save),
+            last_step=getattr(optimizer_config, "total_training_steps", 0),
             lora=self.settings.lora is not None,
         )
         if self.settings.full_determinism:
@@ -240,19 +241,21 @@ class RuntimeEngine(BaseEngine):
         **_: Any,
     ) -> None:
         self.move("device", model=True, optimizer=True, grad=False)
-        last = getattr(self._optimizer_config, "total_training_steps", 0)
         try:
-            self._checkpoints.save(
-                self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep, step=global_step, last_step=last
-            )
+            self._checkpoints.save(self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep, step=global_step)
         finally:
             self._rest()
 
     @override
     def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
     ) -> None:
-        """Restores what ``save_checkpoint`` wrote; nothing was fetched that ``del_local_after_load`` could delete."""
+        """Restores what ``save_checkpoint`` wrote, which was not fetched and is not deleted. None, as in verl's own engines,
+        restores nothing; a save in the background is finished.
+        """
+        if local_path is None:
+            self._checkpoints.finish(self._runtime, self.handle)
+            return
         weights = self._checkpoints.weights_directory(local_path, hdfs_path)
         if weights is not None and self.settings.lora is None:
             self._build(str(weights))

@@ -1,13 +1,14 @@
-"""What ``async_save`` asks of verl's trainer: one record for all of a step.
+"""What ``async_save`` asks of verl's trainer: one record for all of a step, and no save left when training ends.
 
-The workers then write verl's record of the latest step (:mod:`adapters.verl.background_saves`). They do not know which other
-roles the trainer saves after them.
+The workers then write verl's record of the latest step (:mod:`adapters.verl.background_saves`). They know neither which
+other roles the trainer saves after them, nor that it has made its last call; Ray ends them with what they are writing.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +17,9 @@ from adapters.verl.late_imports import when_imported
 from adapters.verl.run_config import is_ours
 
 _TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo.ray_trainer": "RayPPOTrainer"}
-"""Module -> the class that saves."""
+"""Module -> the class that saves and, with its subclasses in ``main_ppo``, ends training."""
 
-_DONE = "_rl_backend_records"
+_DONE = "_rl_backend_finishes_saves"
 
 
 def register() -> None:
@@ -29,8 +30,8 @@ def register() -> None:
 
 def _change(name: str, module: ModuleType) -> None:
     trainer = getattr(module, name)
-    save = trainer._save_checkpoint
-    if hasattr(save, _DONE):
+    save, fit = trainer._save_checkpoint, trainer.fit
+    if hasattr(fit, _DONE):
         return
 
     @functools.wraps(save)
@@ -46,8 +47,23 @@ def _change(name: str, module: ModuleType) -> None:
         save(self)
         record_step(own, self.global_steps)
 
-    setattr(_save_checkpoint, _DONE, True)
-    trainer._save_checkpoint = _save_checkpoint
+    @functools.wraps(fit)
+    def finishing_fit(self: Any, *arguments: Any, **options: Any) -> Any:
+        result = fit(self, *arguments, **options)
+        for group in _saving_groups(self):
+            group.load_checkpoint(None)
+        return result
+
+    setattr(finishing_fit, _DONE, True)
+    trainer._save_checkpoint, trainer.fit = _save_checkpoint, finishing_fit
+
+
+def _saving_groups(trainer: Any) -> Iterator[Any]:
+    """Worker groups that may have a save in the background."""
+    if _in_background(trainer.config.actor_rollout_ref.actor):
+        yield trainer.actor_rollout_wg
+    if trainer.use_critic and _in_background(trainer.config.critic):
+        yield trainer.critic_wg
 
 
 def _in_background(role: Any) -> bool:

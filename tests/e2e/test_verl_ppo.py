@@ -67,6 +67,9 @@ def test_ppo_trains_on_both_runtimes_and_leaves_a_checkpoint(options: dict[str, 
         "++critic.megatron.backend=bridge",
         *ppo.PPOOptions(**options, run_dir=str(tmp_path), backend="native").engine("actor_rollout_ref.ref.megatron"),
         "actor_rollout_ref.actor.use_kl_loss=True",
+        *(f"{role}.checkpoint.async_save=True" for role in ("actor_rollout_ref.actor", "critic")),
+        # The data end before the steps: verl's trainer does not know that the save of step 2 is the last.
+        *("data.train_max_samples=16", "trainer.total_epochs=1", "trainer.total_training_steps=100"),
     ]
     given = ppo.PPOOptions(
         **options, run_dir=str(tmp_path), backend="native", critic_lr=1e-3, save_every=2, overrides=" ".join(changes)
@@ -77,6 +80,7 @@ def test_ppo_trains_on_both_runtimes_and_leaves_a_checkpoint(options: dict[str, 
     check_critic(found)
     for role in ("actor", "critic"):
         assert (tmp_path / f"checkpoints/global_step_2/{role}/training_state/manifest.json").is_file()
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 @pytest.mark.long

@@ -1,18 +1,18 @@
-"""verl's trainers with ``async_save``: when a step is recorded."""
+"""verl's trainers with ``async_save``: when a step is recorded, and what is left when training ends."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 import adapters.verl.plugin  # noqa: F401 - what verl's entry point imports
 from adapters.verl.background_saves import mark, record_step
-from adapters.verl.trainer_saves import _TRAINERS
+from adapters.verl.trainer_saves import _TRAINERS, _change
 from tests.support.verl_configs import TARGET
 
 RECORD = "latest_checkpointed_iteration.txt"
@@ -108,18 +108,46 @@ def test_a_save_that_fails_leaves_the_record(tmp_path: Path) -> None:
     assert run.record is None
 
 
+@pytest.mark.shows("verl: with async_save, no save is left in the background when training ends")
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("roles", [{"actor": True}, {"actor": True, "critic": True}])
+def test_what_is_in_the_background_when_training_ends_is_finished(
+    trainer: str, roles: dict[str, bool], tmp_path: Path
+) -> None:
+    class Trainer:
+        """Ends after a save of its last step."""
+
+        def __init__(self, run: Run) -> None:
+            vars(self).update(vars(run.trainer))
+            self.save = run.save
+
+        def fit(self, agents: str) -> str:
+            self.save()
+            return agents
+
+        def _save_checkpoint(self) -> None:
+            raise NotImplementedError
+
+    module = ModuleType("trainers")
+    module.Trainer = Trainer  # type: ignore[attr-defined]
+    _change("Trainer", module)
+    run = Run(trainer, tmp_path, **roles)
+    assert Trainer(run).fit("agents") == "agents"
+    assert run.record == "4"
+
+
 def test_verls_own_engine_is_left_alone(tmp_path: Path) -> None:
     run = Run(TRAINERS[0], tmp_path, "verl.workers.config.McoreEngineConfig", actor=False, critic=False)
     run.save()
     assert run.recorded == [None, "4"]
 
 
-def test_every_trainer_of_main_ppo_has_the_changed_method() -> None:
+def test_every_trainer_of_main_ppo_has_the_changed_methods() -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer
 
     assert {"sync", "colocate_async", "separate_async"} <= TRAINER_REGISTRY.keys()
     for trainer in (*TRAINER_REGISTRY.values(), RayPPOTrainer):
         base = PPOTrainer if issubclass(trainer, PPOTrainer) else RayPPOTrainer
-        assert trainer._save_checkpoint is base._save_checkpoint
-        assert hasattr(trainer._save_checkpoint, "_rl_backend_records")
+        assert trainer.fit is base.fit and trainer._save_checkpoint is base._save_checkpoint
+        assert trainer.fit.__wrapped__ is not None and hasattr(trainer.fit, "_rl_backend_finishes_saves")
