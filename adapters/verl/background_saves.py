@@ -70,12 +70,21 @@ def begin_role(path: Path) -> None:
     """
     with on_every_rank(world_group(), f"{path} could not be saved"):
         if dist.get_rank() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _marker(path).touch()
+            mark(path)
+
+
+def mark(path: Path) -> None:
+    """Keeps verl's record of a step back until :func:`record_step` of this path. For one process.
+
+    Args:
+        path: of a role, or of another name beside the roles.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _marker(path).touch()
 
 
 def record_step(path: Path, step: int) -> None:
-    """Takes the mark away; writes verl's record of the latest step once no role of it has one. For rank 0."""
+    """Takes the mark away; writes verl's record of the latest step once nothing of it has one. For one process."""
     _marker(path).unlink(missing_ok=True)
     if any(path.parent.glob(".*.saving")):
         return

@@ -40,6 +40,7 @@ class EngineCheckpoints:
         asynchronous: verl's ``async_save``: the training state is written in the background, the Hugging Face directory, for
             which all ranks gather weights, before ``save`` returns. As in verl's engine, rank 0 then writes verl's record of
             the latest step, and old checkpoints go, once the files are committed on every rank: at the next call.
+        last_step: nothing is left in the background after it, because verl may then end the processes.
         lora: the model has a tenant.
 
     Raises:
@@ -54,6 +55,7 @@ class EngineCheckpoints:
         *,
         sharded: bool = False,
         asynchronous: bool = False,
+        last_step: int = 0,
         lora: bool = False,
     ) -> None:
         require_contents("save_contents", save_contents, sharded=sharded)
@@ -68,6 +70,7 @@ class EngineCheckpoints:
         )
         self._tokenizer = tokenizer
         self._asynchronous = asynchronous
+        self._last_step = last_step
         self._pending: PendingSave | None = None
 
     @cached_property
@@ -83,13 +86,11 @@ class EngineCheckpoints:
         max_ckpt_to_keep: int | None,
         *,
         step: int = 0,
-        last_step: int = 0,
     ) -> None:
         """Writes ``local_path``. What it has of an earlier save is there until the new one is complete.
 
         Args:
             step: verl's ``global_step``.
-            last_step: nothing is left in the background after this one, because verl then ends the processes.
 
         Raises:
             CheckpointError: a rank could not write this save or the one before; on every rank.
@@ -99,7 +100,7 @@ class EngineCheckpoints:
         path = _local(local_path, hdfs_path)
         first = dist.get_rank() == 0
         records = self._asynchronous and not trainer_records(path)
-        background = records and self._saves_state and not 0 < last_step <= step
+        background = records and self._saves_state and not 0 < self._last_step <= step
         if first:
             # What is written anew must not count as the old checkpoint that has to go.
             self._kept.previous_saved_paths = [kept for kept in self._kept.previous_saved_paths if kept != str(path)]
@@ -119,8 +120,8 @@ class EngineCheckpoints:
                 factors = runtime.export_lora_adapter(handle)
                 with on_every_rank(world_group(), f"the adapter could not be written to {new}"):
                     if first:
-                        (tenant,) = runtime.list_lora_adapters(handle.base)
-                        write_peft_directory(new, factors, tenant.config, runtime.config.hf_path)
+                        tenants = {each.name: each for each in runtime.list_lora_adapters(handle.base)}
+                        write_peft_directory(new, factors, tenants[handle.name].config, runtime.config.hf_path)
         if background:
             self._begin(runtime, handle, PendingSave(path, step, max_ckpt_to_keep, None))
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, override
 
 import torch
@@ -66,6 +66,7 @@ class RuntimeEngine(BaseEngine):
             own_tokenizer(model_config),
             sharded=engine_config.use_dist_checkpointing,
             asynchronous=bool(checkpoint_config and checkpoint_config.async_save),
+            last_step=getattr(optimizer_config, "total_training_steps", 0),
             lora=self.settings.lora is not None,
         )
         if self.settings.full_determinism:
@@ -87,10 +88,8 @@ class RuntimeEngine(BaseEngine):
         if self._model is not None:
             self.close()
             self._runtime = create_runtime(settings.runtime)
-        optimizer = None
-        if not settings.forward_only:
-            assert self._optimizer_config is not None, "engine_settings requires it of a trained model"
-            optimizer = optimizer_settings(self._optimizer_config)
+        config = None if settings.forward_only else self._optimizer_config
+        optimizer = None if config is None else optimizer_settings(config)
         self._model = EngineModel(self._runtime, settings, optimizer, hf_path)
         self._rest()
 
@@ -225,12 +224,7 @@ class RuntimeEngine(BaseEngine):
     @override
     def get_per_tensor_param_delta_shard(self, **_: Any) -> tuple[Iterator[Any], None]:
         """What has changed in this rank's shares since the last export, or since ``prime_delta_snapshots``."""
-        shards, _peft_config = self.get_per_tensor_param_shard()
-        return hf_delta_export(shards, self._delta_shard_snap, delta_entry), None
-
-    def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`~rl_backend.runtime.Runtime.export_gradients`; not one of verl's own."""
-        return self._runtime.export_gradients(self.handle)
+        return hf_delta_export(self.get_per_tensor_param_shard()[0], self._delta_shard_snap, delta_entry), None
 
     @override
     def disable_adapter(self) -> AbstractContextManager[None]:
@@ -247,19 +241,21 @@ class RuntimeEngine(BaseEngine):
         **_: Any,
     ) -> None:
         self.move("device", model=True, optimizer=True, grad=False)
-        last = getattr(self._optimizer_config, "total_training_steps", 0)
         try:
-            self._checkpoints.save(
-                self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep, step=global_step, last_step=last
-            )
+            self._checkpoints.save(self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep, step=global_step)
         finally:
             self._rest()
 
     @override
     def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
     ) -> None:
-        """Restores what ``save_checkpoint`` wrote; nothing was fetched that ``del_local_after_load`` could delete."""
+        """Restores what ``save_checkpoint`` wrote, which was not fetched and is not deleted. None, as in verl's own engines,
+        restores nothing; a save in the background is finished.
+        """
+        if local_path is None:
+            self._checkpoints.finish(self._runtime, self.handle)
+            return
         weights = self._checkpoints.weights_directory(local_path, hdfs_path)
         if weights is not None and self.settings.lora is None:
             self._build(str(weights))
@@ -297,3 +293,8 @@ class ValueModelEngine(RuntimeEngine):
     """verl's ``value_model``: values, of a critic."""
 
     model_type = "value_model"
+
+    @override
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Does nothing: a critic is no reference; verl's trainer leaves the actor's request in its batch."""
+        return nullcontext()

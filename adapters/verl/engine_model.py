@@ -61,17 +61,21 @@ class EngineModel:
 
     def _new_tenant(self, lora: LoRASettings, config: LoRAConfig, adapter_path: str | None) -> Any:
         tenant = self._runtime.create_lora_adapter(self.base, config, self._optimizer)
-        if adapter_path is not None:
-            self._runtime.import_lora_adapter(tenant, adapter_path)
-        elif lora.initial != _PEFTS_INITIAL:
-            whole = self._runtime.export_lora_adapter(tenant)
-            self._runtime.import_lora_adapter(
-                tenant, {name: _initial(lora, config.seed, name, each) for name, each in whole}
-            )
+        try:
+            if adapter_path is not None:
+                self._runtime.import_lora_adapter(tenant, adapter_path)
+            elif lora.initial != _PEFTS_INITIAL:
+                whole = self._runtime.export_lora_adapter(tenant)
+                self._runtime.import_lora_adapter(
+                    tenant, {name: _initial(lora, config.seed, name, each) for name, each in whole}
+                )
+        except BaseException:
+            self._runtime.remove_lora_adapter(tenant)
+            raise
         return tenant
 
     def renew_tenant(self, adapter_path: str) -> None:
-        """Starts training anew from an adapter in peft's format."""
+        """Starts training anew from an adapter in peft's format. One that is refused leaves the tenant as it was."""
         assert self._lora is not None, "a model with a tenant"
         tenant = self._new_tenant(self._lora, self.trained.lora, adapter_path)
         self._runtime.remove_lora_adapter(self.trained)

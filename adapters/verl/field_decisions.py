@@ -255,8 +255,8 @@ CHECKPOINT: Mapping[str, Decision] = {
     ),
     "async_save": _mapped(
         "the training state is written in the background, `huggingface/` before the save returns. With main_ppo, verl's "
-        "record names a step once its files are committed. A save of the last step waits, and so does one of SFT, whose "
-        "trainer records at once"
+        "record names a step once its files are committed, and training ends after the last of them. One of SFT waits, as "
+        "its trainer records at once"
     ),
     "strict": _no_meaning("asks to check that an export has every weight; it always has"),
     "save_lora_only": _mapped(

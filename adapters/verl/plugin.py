@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from adapters.verl import cpu_platform, run_config
+from adapters.verl import cpu_platform, run_config, trainer_saves
 from adapters.verl.registration import register_vendors
 
 
@@ -19,3 +19,4 @@ def _choose_engine(model_type: str, engine_config: Any, backend: str | None) -> 
 cpu_platform.register()
 register_vendors(_choose_engine)
 run_config.register()
+trainer_saves.register()

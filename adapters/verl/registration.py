@@ -6,13 +6,11 @@ The class of the engine's configuration decides, and where that is verl's the en
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from adapters.verl.late_imports import when_imported
 from rl_backend.contracts import RegistryError, UnsupportedError
 
 VENDOR_VARIABLE = "VERL_ENGINE_VENDOR"
@@ -96,50 +94,5 @@ def _chooser(base: ModuleType, model_type: str, backend: str | None, choose: Cho
 
 
 def _when_registry_is_imported(action: Callable[[ModuleType], None]) -> None:
-    """Calls ``action`` with the module of verl's registry: now if it is there, else as soon as somebody imports it.
-
-    Importing it takes seconds, and most processes that import verl (rollout servers, reward workers) never do.
-    """
-    module = sys.modules.get(_REGISTRY_MODULE)
-    if module is not None:
-        action(module)
-    else:
-        sys.meta_path.insert(0, _RegistryFinder(action))
-
-
-class _RegistryFinder(MetaPathFinder):
-    """Finds the registry's module as the finders after it do, until the module has been imported."""
-
-    def __init__(self, action: Callable[[ModuleType], None]) -> None:
-        self._action = action
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _REGISTRY_MODULE:
-            return None
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            spec = finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _ThenCall(spec.loader, self._act)
-                return spec
-        return None
-
-    def _act(self, module: ModuleType) -> None:
-        self._action(module)
-        sys.meta_path.remove(self)
-
-
-class _ThenCall(Loader):
-    """Executes a module as ``loader`` does, and then calls ``action`` with it."""
-
-    def __init__(self, loader: Loader, action: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._action = action
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._action(module)
+    # Importing it takes seconds, and most processes that import verl (rollout servers, reward workers) never do.
+    when_imported(_REGISTRY_MODULE, action)

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import functools
 import os
+from types import ModuleType
 from typing import Any
 
+from adapters.verl.late_imports import when_imported
 from adapters.verl.registration import VENDOR_VARIABLE, VENDORS
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import ConfigError, UnsupportedError
 
 _CHECKS = "_rl_backend_checks"
 _OURS = "adapters.verl.engine_config."
 # Losses that read the logits of the teacher's most probable tokens.
 _TOP_K = ("forward_kl_topk",)
+_DETACHED_WORKER = "verl.experimental.separation.engine_workers"
+_NO_COPIES = (
+    "has log-probs computed with weights that verl copies in Megatron's layout, which our engines do not have; set "
+    "algorithm.rollout_correction.bypass_mode=True, which takes the rollout's log-probs"
+)
 
 
 def register() -> None:
-    """Lets verl's ``validate_config``, which every trainer calls first, refuse what our engines cannot do."""
+    """Lets verl's ``validate_config``, which ``main_ppo`` calls first, refuse what our engines cannot do.
+
+    verl's fully asynchronous trainer does not call it: the worker that would copy weights refuses them by itself.
+    """
+    when_imported(_DETACHED_WORKER, _refuse_copies)
     from verl import utils
     from verl.utils import config as module
 
@@ -34,7 +45,8 @@ def register() -> None:
 
 
 def require_run(config: Any) -> None:
-    """Refuses, of an actor on our engine, top-k distillation and adapters that its rollouts could not be given.
+    """Refuses, of an actor on our engine, top-k distillation, adapters that its rollouts could not be given, and a trainer
+    that copies its weights.
 
     Args:
         config: of ``main_ppo``, composed.
@@ -42,8 +54,12 @@ def require_run(config: Any) -> None:
     Raises:
         ConfigError: by name, with what is offered.
     """
-    if not _is_ours(config.actor_rollout_ref.actor):
+    if not is_ours(config.actor_rollout_ref.actor):
         return
+    correction: Any = config.algorithm.get("rollout_correction") or {}
+    trainer = config.trainer
+    if trainer.get("use_v1") and trainer.v1.trainer_mode == "separate_async" and not correction.get("bypass_mode"):
+        raise ConfigError.of("trainer.v1.trainer_mode", trainer.v1.trainer_mode, _NO_COPIES)
     model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.checkpoint_engine.backend
     has_adapter = max(model.lora.get("rank", 0), model.lora_rank) > 0
     if has_adapter and engine == "delta_sharded":
@@ -75,8 +91,24 @@ def require_run(config: Any) -> None:
         )
 
 
-def _is_ours(actor: Any) -> bool:
-    if actor.get("strategy") != "megatron":
+def is_ours(role: Any) -> bool:
+    """Whether verl will build our engine for the configuration of an actor or a critic."""
+    if role.get("strategy") != "megatron":
         return False
-    target = str(actor.megatron.get("_target_"))
+    target = str(role.megatron.get("_target_"))
     return target.startswith(_OURS) or os.environ.get(VENDOR_VARIABLE) in VENDORS
+
+
+def _refuse_copies(module: ModuleType) -> None:
+    worker = module.DetachActorWorker
+    original = worker._get_strategy_handlers
+
+    @functools.wraps(original)
+    def _get_strategy_handlers(self: Any) -> Any:
+        from adapters.verl.engine import RuntimeEngine
+
+        if isinstance(self.actor.engine, RuntimeEngine):
+            raise UnsupportedError(f"algorithm.rollout_correction.bypass_mode=False: {module.__name__} {_NO_COPIES}")
+        return original(self)
+
+    worker._get_strategy_handlers = _get_strategy_handlers

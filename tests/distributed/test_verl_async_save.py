@@ -166,6 +166,9 @@ def straight_job(model: str, backend: str, folder: str) -> list[Any]:
         engine.save_checkpoint(f"{folder}/global_step_1/actor", None, 1, 1)
         steps = [train_step(engine, seed) for seed in (1, 2)]
         go.set()
+        # As verl's trainer does when training ends.
+        engine.load_checkpoint(None)
+        assert recorded(Path(folder)) == "1"
         return steps
 
 

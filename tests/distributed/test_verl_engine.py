@@ -111,7 +111,7 @@ def gradients_job(model: str, backend: str) -> dict[str, tuple[float, dict[str, 
             batch = make_batch(found, layout, **cut, calculate_entropy=layout != "full")
             with engine.train_mode():
                 output = engine.forward_backward_batch(batch, loss)
-                gradients = {name: value.clone() for name, value in engine.export_gradients()}
+                gradients = {name: value.clone() for name, value in engine._runtime.export_gradients(engine.handle)}
             metrics = {
                 key: float(value.aggregate()) for key, value in output["metrics"].items() if isinstance(value, Metric)
             }
@@ -130,7 +130,7 @@ def value_gradients_job(critic: str, backend: str) -> list[tuple[float, dict[str
         for layout, cut in CUTS.values():
             with engine.train_mode():
                 output = engine.forward_backward_batch(make_batch(rows(), layout, **cut), partial(value_loss, config=config))
-                gradients = {name: value.clone() for name, value in engine.export_gradients()}
+                gradients = {name: value.clone() for name, value in engine._runtime.export_gradients(engine.handle)}
             results.append((sum(output["loss"]), gradients))
     return results
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_backend.contracts import OptimizerConfig, PackedBatch, TokenSequence, UnsupportedError
+from rl_backend.contracts import OptimizerConfig, PackedBatch, RLBackendError, TokenSequence, UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.packing import pack
 from tests.support.models import write_tiny
@@ -310,8 +310,33 @@ def test_an_adapter_alone_is_saved_and_starts_another_run(ranks: RankPool, model
     assert all(torch.equal(start[name], tensor) for name, tensor in found["saved"].items())
 
 
+def refused_job(model: str, folder: str) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """What is said of an adapter of a higher rank, the tenant's factors after it, and those that are saved then."""
+    with open_engine(model, contents=("model",), **lora(rank=2 * RANK)) as engine:
+        engine.save_checkpoint(f"{folder}/large")
+    said = []
+    with open_engine(model, contents=("model",), **lora()) as engine:
+        train_step(engine, 0)
+        for _ in range(2):
+            with pytest.raises(RLBackendError) as raised:
+                engine.load_checkpoint(f"{folder}/large")
+            said.append(str(raised.value))
+        assert [each.name for each in engine._runtime.list_lora_adapters(engine.model.base)] == [engine.handle.name]
+        held = copied(engine.get_per_tensor_param(base_sync_done=True)[0])
+        # Another tenant of the base is not the engine's own.
+        engine._runtime.create_lora_adapter(engine.model.base, engine.handle.lora)
+        engine.save_checkpoint(f"{folder}/own")
+    return said, held, load_file(f"{folder}/own/lora_adapter/adapter_model.safetensors")
+
+
+def test_an_adapter_that_is_refused_leaves_an_engine_that_can_be_saved(ranks: RankPool, model: Path, tmp_path: Path) -> None:
+    ((said, held, saved),) = ranks.run(refused_job, str(model), str(tmp_path), world_size=1, timeout=IMPORT_SECONDS)
+    assert said[0] == said[1] and f"has rank {2 * RANK}, the tenant has LoRAConfig.rank={RANK}" in said[0]
+    assert saved.keys() == held.keys() and all(torch.equal(saved[name], tensor) for name, tensor in held.items())
+
+
 def critic_job(model: str, layout: dict[str, int]) -> tuple[list[float], list[float], dict[str, Tensor], bool]:
-    """Losses and norms of verl's value loss, what a tenant has, and whether values move only with it."""
+    """Losses and norms of verl's value loss, what a tenant has, and whether values are always those with it."""
     from verl.workers.config import CriticConfig
     from verl.workers.utils.losses import value_loss
 
@@ -327,9 +352,14 @@ def critic_job(model: str, layout: dict[str, int]) -> tuple[list[float], list[fl
             norms.append(norm.item())
             losses.append(mean_loss(engine, output))
         factors = copied(engine._runtime.export_lora_adapter(engine.handle))
+        batch = make_batch(rows(), "response", **BY_TOKENS)
         with engine.eval_mode():
-            output = engine.infer_batch(make_batch(rows(), "response", **BY_TOKENS))
-        return losses, norms, factors, not output or bool(output["model_output"]["values"].values().any())
+            output = engine.infer_batch(batch)
+            # As verl's worker does where the batch still asks for a reference.
+            with engine.disable_adapter():
+                again = engine.infer_batch(batch)
+        values, others = (each["model_output"]["values"].values() if each else torch.ones(1) for each in (output, again))
+        return losses, norms, factors, bool(values.any()) and torch.equal(values, others)
 
 
 def test_a_critic_trains_its_head_whole_beside_its_adapter(ranks: RankPool, model: Path) -> None:

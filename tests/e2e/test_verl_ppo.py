@@ -67,6 +67,9 @@ def test_ppo_trains_on_both_runtimes_and_leaves_a_checkpoint(options: dict[str, 
         "++critic.megatron.backend=bridge",
         *ppo.PPOOptions(**options, run_dir=str(tmp_path), backend="native").engine("actor_rollout_ref.ref.megatron"),
         "actor_rollout_ref.actor.use_kl_loss=True",
+        *(f"{role}.checkpoint.async_save=True" for role in ("actor_rollout_ref.actor", "critic")),
+        # The data end before the steps: verl's trainer does not know that the save of step 2 is the last.
+        *("data.train_max_samples=16", "trainer.total_epochs=1", "trainer.total_training_steps=100"),
     ]
     given = ppo.PPOOptions(
         **options, run_dir=str(tmp_path), backend="native", critic_lr=1e-3, save_every=2, overrides=" ".join(changes)
@@ -77,6 +80,7 @@ def test_ppo_trains_on_both_runtimes_and_leaves_a_checkpoint(options: dict[str, 
     check_critic(found)
     for role in ("actor", "critic"):
         assert (tmp_path / f"checkpoints/global_step_2/{role}/training_state/manifest.json").is_file()
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 @pytest.mark.long
@@ -108,7 +112,9 @@ def test_grpo_trains_an_adapter_that_vllm_serves(options: dict[str, Any], tmp_pa
 @pytest.mark.long
 @pytest.mark.shows("verl: main_ppo trains PPO with LoRA for the actor and for the critic, on both runtimes")
 def test_ppo_trains_adapters_of_actor_and_critic(options: dict[str, Any], tmp_path: Path) -> None:
-    changes = f"{QUICK} {LORA} critic.model.lora.rank=4 ++critic.megatron.backend=bridge"
+    # The reference is the actor without its adapter; the critic keeps its own.
+    critic = "critic.model.lora.rank=4 ++critic.megatron.backend=bridge"
+    changes = f"{QUICK} {LORA} {critic} actor_rollout_ref.actor.use_kl_loss=True"
     given = ppo.PPOOptions(
         **{**options, "lr": 1e-2},
         run_dir=str(tmp_path),
@@ -119,7 +125,9 @@ def test_ppo_trains_adapters_of_actor_and_critic(options: dict[str, Any], tmp_pa
     )
     found = run_trainer(ppo.train, given)
     check_steps(found)
+    check_kl(found)
     check_critic(found)
+    assert found[2]["critic/values/max"] > found[2]["critic/values/min"]
     for role in ("actor", "critic"):
         assert (tmp_path / f"checkpoints/global_step_2/{role}/lora_adapter/adapter_config.json").is_file()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from adapters.verl.megatron_decisions import DDP, OPTIMIZER, TRANSFORMER
 from adapters.verl.pipeline_stages import stage_layers
 from adapters.verl.run_config import require_run
 from adapters.verl.settings import EngineSettings, engine_settings
-from rl_backend.contracts import ConfigError, NativeConfig
+from rl_backend.contracts import ConfigError, NativeConfig, UnsupportedError
 from rl_backend.model.feedforward.moe import MoEOptions
 from rl_backend.runtime import bridge_config
 from rl_backend.runtime.bridge_config import BridgeConfig
@@ -273,6 +274,37 @@ def test_top_k_distillation_is_refused_when_verl_reads_the_configuration(monkeyp
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "rl_backend")
     with pytest.raises(ConfigError, match=message):
         require_run(run_configuration(*distillation))
+
+
+def test_a_trainer_that_copies_the_actors_weights_is_refused_unless_it_takes_the_rollouts_log_probs() -> None:
+    separate = "trainer.v1.trainer_mode=separate_async"
+    ours = f"actor_rollout_ref.actor.megatron._target_={TARGET}"
+    message = r"trainer\.v1\.trainer_mode='separate_async'.*set algorithm\.rollout_correction\.bypass_mode=True"
+    with pytest.raises(ConfigError, match=message):
+        require_run(run_configuration(separate, ours))
+    require_run(run_configuration(separate, ours, "algorithm.rollout_correction.bypass_mode=True"))
+    require_run(run_configuration(separate))
+    for accepted in ("trainer.v1.trainer_mode=colocate_async", "trainer.use_v1=False"):
+        require_run(run_configuration(separate, ours, accepted))
+
+
+def test_a_worker_that_would_copy_the_actors_weights_refuses() -> None:
+    from verl.experimental.separation.engine_workers import DetachActorWorker
+
+    import adapters.verl.plugin  # noqa: F401 - what verl's entry point imports
+    from adapters.verl.engine import LanguageModelEngine
+
+    def handlers(engine: Any) -> Any:
+        worker = SimpleNamespace(
+            _strategy_handlers=None,
+            actor=SimpleNamespace(engine=engine),
+            config=SimpleNamespace(actor=SimpleNamespace(strategy="fsdp2")),
+        )
+        return DetachActorWorker._get_strategy_handlers(worker)
+
+    with pytest.raises(UnsupportedError, match=r"bypass_mode=False: .*engine_workers .* set algorithm\.rollout_correction"):
+        handlers(object.__new__(LanguageModelEngine))
+    assert len(handlers(None)) == 2
 
 
 def test_verls_trainers_check_a_configuration_before_anything_is_started() -> None:

@@ -1,0 +1,57 @@
+"""Actions on modules of other packages, once somebody imports them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Calls ``action`` with a module: now if it is there, else as soon as somebody imports it."""
+    module = sys.modules.get(name)
+    if module is not None:
+        action(module)
+    else:
+        sys.meta_path.insert(0, _Finder(name, action))
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module as the finders after it do, until it has been imported."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._action = action
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _ThenCall(spec.loader, self._act)
+                return spec
+        return None
+
+    def _act(self, module: ModuleType) -> None:
+        self._action(module)
+        sys.meta_path.remove(self)
+
+
+class _ThenCall(Loader):
+    """Executes a module as ``loader`` does, and then calls ``action`` with it."""
+
+    def __init__(self, loader: Loader, action: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._action = action
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._action(module)

@@ -1,0 +1,70 @@
+"""What ``async_save`` asks of verl's trainer: one record for all of a step, and no save left when training ends.
+
+The workers then write verl's record of the latest step (:mod:`adapters.verl.background_saves`). They know neither which
+other roles the trainer saves after them, nor that it has made its last call; Ray ends them with what they are writing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from adapters.verl.late_imports import when_imported
+from adapters.verl.run_config import is_ours
+
+_TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo.ray_trainer": "RayPPOTrainer"}
+"""Module -> the class that saves and, with its subclasses in ``main_ppo``, ends training."""
+
+_DONE = "_rl_backend_finishes_saves"
+
+
+def register() -> None:
+    """Changes verl's trainers, in the process that imports them."""
+    for module, name in _TRAINERS.items():
+        when_imported(module, functools.partial(_change, name))
+
+
+def _change(name: str, module: ModuleType) -> None:
+    trainer = getattr(module, name)
+    save, fit = trainer._save_checkpoint, trainer.fit
+    if hasattr(fit, _DONE):
+        return
+
+    @functools.wraps(save)
+    def _save_checkpoint(self: Any) -> None:
+        if not _in_background(self.config.actor_rollout_ref.actor):
+            save(self)
+            return
+        from adapters.verl.background_saves import mark, record_step
+
+        # A name beside those of the roles: the step is complete once all of them and the trainer's own files are.
+        own = Path(os.path.abspath(self.config.trainer.default_local_dir), f"global_step_{self.global_steps}", "trainer")
+        mark(own)
+        save(self)
+        record_step(own, self.global_steps)
+
+    @functools.wraps(fit)
+    def finishing_fit(self: Any, *arguments: Any, **options: Any) -> Any:
+        result = fit(self, *arguments, **options)
+        for group in _saving_groups(self):
+            group.load_checkpoint(None)
+        return result
+
+    setattr(finishing_fit, _DONE, True)
+    trainer._save_checkpoint, trainer.fit = _save_checkpoint, finishing_fit
+
+
+def _saving_groups(trainer: Any) -> Iterator[Any]:
+    """Worker groups that may have a save in the background."""
+    if _in_background(trainer.config.actor_rollout_ref.actor):
+        yield trainer.actor_rollout_wg
+    if trainer.use_critic and _in_background(trainer.config.critic):
+        yield trainer.critic_wg
+
+
+def _in_background(role: Any) -> bool:
+    return is_ours(role) and bool(role.checkpoint.get("async_save"))
