@@ -133,11 +133,7 @@ class EpisodesConfig(EpisodeConfig):
         if self.algorithm == "grpo" and self.advantage != "reinforce_plus_plus" and self.sampling.n < 2:
             problem = f"advantage={self.advantage!r} compares at least 2 episodes"
             raise ConfigError.of("EpisodesConfig.samples_per_prompt", self.sampling.n, problem)
-        try:
-            self.critic_optimizer()
-        except ConfigError as error:
-            problem = f"the policy's schedule does not fit it: {error}"
-            raise ConfigError.of("EpisodesConfig.critic_lr", self.critic_lr, problem) from None
+        self.critic_optimizer()
         return self
 
     def models(self) -> tuple[RunModel, ...]:
@@ -146,8 +142,7 @@ class EpisodesConfig(EpisodeConfig):
         return (*super().models(), *others)
 
     def critic_optimizer(self) -> OptimizerConfig | None:
-        optimizer = self.train.backend_cfg.optimizer
-        return optimizer.replace(lr=self.critic_lr) if self.algorithm == "ppo" else None
+        return self.other_optimizer("critic_lr") if self.algorithm == "ppo" else None
 
     def policy_loss(self) -> Loss:
         options = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}

@@ -80,11 +80,7 @@ class PPOConfig(RLConfig):
             raise ConfigError.of(
                 "PPOConfig.critic_warmup_steps", self.critic_warmup_steps, f"leaves none of steps={self.steps} to the actor"
             )
-        try:
-            self.critic_optimizer()
-        except ConfigError as error:
-            problem = f"the actor's schedule does not fit it: {error}"
-            raise ConfigError.of("PPOConfig.critic_lr", self.critic_lr, problem) from None
+        self.critic_optimizer()
         return self
 
     def models(self) -> tuple[RunModel, ...]:
@@ -116,7 +112,7 @@ class PPOConfig(RLConfig):
 
     def critic_optimizer(self) -> OptimizerConfig:
         steps = self.steps * self.updates_per_step * self.epochs
-        return self.train.backend_cfg.optimizer.replace(lr=self.critic_lr, total_training_steps=steps)
+        return self.other_optimizer("critic_lr", total_training_steps=steps)
 
 
 def train(config: PPOConfig, session: Session | None = None, on_step: OnStep | None = None) -> RunResult:

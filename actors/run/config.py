@@ -19,6 +19,7 @@ from rl_backend.contracts import (
     ConfigError,
     HasEffect,
     Head,
+    OptimizerConfig,
 )
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.config import DataConfig
@@ -238,6 +239,19 @@ class TrainingConfig(RankOptions):
     def optimizer_steps(self) -> int:
         """Of the trained model in the whole run; its schedule ends with the last."""
         return self.steps
+
+    def other_optimizer(self, lr_option: str, **changes: Any) -> OptimizerConfig:
+        """The optimizer of a second model, whose peak learning rate is the option of that name.
+
+        Raises:
+            ConfigError: the trained model's schedule does not fit that rate; names the option.
+        """
+        lr = getattr(self, lr_option)
+        try:
+            return self.train.backend_cfg.optimizer.replace(lr=lr, **changes)
+        except ConfigError as error:
+            problem = f"the trained model's schedule does not fit it: {error}"
+            raise ConfigError.of(f"{type(self).__name__}.{lr_option}", lr, problem) from None
 
     @property
     def chooses_steps(self) -> bool:
