@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ import torch
 
 from actors import HandleRef, Loss, TrainGroup
 from rl_backend.checkpoint.peft_files import write_peft_directory
-from rl_backend.contracts import BatchError, HandleError, NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence
+from rl_backend.contracts import (
+    BatchError,
+    HandleError,
+    NativeConfig,
+    OperationOrderError,
+    OptimizerConfig,
+    RuntimeConfig,
+    TokenSequence,
+)
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
 from tests.support.models import write_tiny_qwen3
 from tests.support.sft_batches import random_token_sequences
@@ -116,6 +125,38 @@ def test_threads_of_one_driver_train_tenants_of_one_base(group: TrainGroup, base
     assert not any(torch.equal(value, kept[key]) for key, value in doubled.items())
     infos = {info.name: info for info in group.list_lora_adapters(base)}
     assert infos["wide of threads"].step == STEPS and infos["wide of threads"].config == CONFIGS["wide"]
+
+
+def fails(*arguments: object, **options: object) -> None:
+    raise ArithmeticError("no loss of this user works")
+
+
+@pytest.mark.shows("lora: operations of one user that fail end no run of another on a thread of its own")
+def test_a_user_whose_operations_fail_stops_no_other(group: TrainGroup, base: HandleRef) -> None:
+    users, alone = create(group, base, "beside failures"), create(group, base, "without failures")
+    failing = group.create_lora_adapter(base, CONFIGS["attention"], name="fails")
+    done = threading.Event()
+
+    def fail() -> int:
+        failed = 0
+        while not done.is_set() or failed < 3:
+            # Behind the pass others submit theirs, before this thread has read its failure.
+            behind = [group.forward_backward.submit(failing, rows("wide", 0), fails), group.optimizer_step.submit(failing)]
+            for future, kind in zip(behind, (ArithmeticError, OperationOrderError), strict=True):
+                with pytest.raises(kind, match="no loss of this user works"):
+                    future.result()
+            group.zero_grad(failing)
+            failed += 1
+        return failed
+
+    with ThreadPoolExecutor(len(users) + 1) as threads:
+        failures = threads.submit(fail)
+        runs = {name: threads.submit(train_alone, group, tenant, name) for name, tenant in users.items()}
+        wait(runs.values())
+        done.set()
+        assert failures.result() >= 3
+    for name, tenant in alone.items():
+        assert train_alone(group, tenant, name) == runs[name].result()
 
 
 def test_what_cannot_be_run_is_refused_before_any_rank_has_seen_it(group: TrainGroup, base: HandleRef) -> None:
