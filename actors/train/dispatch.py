@@ -81,8 +81,8 @@ def split(operation: Operation, num_ranks: int, max_tokens: int, *, has_loss: bo
         cloudpickle.dumps(Operation(operation.name, {**arguments, "data": batches}))
         for batches in pack_plan(rows, plan, meta)
     ]
-    lengths = [*seq_lens, *(seq_lens[index] for index in plan.fillers)]
-    return Shares([of_data_parallel_rank[dp_rank] for dp_rank in handle.data_parallel_ranks], plan, lengths, tenants)
+    calls = [of_data_parallel_rank[dp_rank] for dp_rank in handle.data_parallel_ranks]
+    return Shares(calls, plan, plan.with_fillers(seq_lens), tenants)
 
 
 def join(operation: Operation, shares: Shares, values: Sequence[Any], group_id: str) -> Any:

@@ -77,7 +77,7 @@ class TrainOperations(TenantOperations):
 
         The model is in training mode, or in evaluation mode when ``forward_only``, for the length of the call. Where the
         number of sequences cannot give every rank as many micro-batches, copies with a ``loss_mask`` of zeros join them; a
-        batch that is trained on without the token field ``loss_mask`` is refused then.
+        batch with a loss and without the token field ``loss_mask`` is refused then.
 
         Args:
             sequences: a list, or a TensorDict with jagged fields (``sequences_from_tensordict``), on the CPU.

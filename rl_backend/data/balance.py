@@ -40,6 +40,10 @@ class MicroBatchPlan:
         """The caller's."""
         return sum(len(micro_batch) for rank in self.micro_batches for micro_batch in rank) - len(self.fillers)
 
+    def with_fillers[T](self, values: Sequence[T]) -> list[T]:
+        """The caller's values, one of each sequence, and behind them those of the sequences that fillers are copies of."""
+        return [*values, *(values[index] for index in self.fillers)]
+
     def rank_indices(self, dp_rank: int) -> tuple[int, ...]:
         """The caller's indices of one rank's sequences, in the order in which that rank sees them."""
         return tuple(index for micro_batch in self.micro_batches[dp_rank] for index in micro_batch)
@@ -141,7 +145,7 @@ def plan_tenants(
         first_filler = len(seq_lens) + len(fillers)
         fillers += [own[place] for place in plan.fillers]
         own += range(first_filler, len(seq_lens) + len(fillers))
-        lengths += [lengths[place] for place in plan.fillers]
+        lengths = plan.with_fillers(lengths)
         first = 0
         for column in zip(*plan.micro_batches, strict=True):
             indices = tuple(tuple(own[place] for place in places) for places in column)

@@ -87,9 +87,7 @@ class WorkerPool:
             try:
                 done, _ = await asyncio.wait([answer], timeout=self._limit)
             except asyncio.CancelledError:
-                if isinstance(worker, _Process):
-                    self._started.discard(worker)
-                worker.end()
+                self._end(worker)
                 raise
             if not done:
                 self._abandon(worker)
@@ -118,14 +116,18 @@ class WorkerPool:
             self._loading.append(process)
             raise
         if isinstance(loaded, Raised) and loaded.error is not None:
-            self._abandon(process)
+            self._end(process)
             raise loaded.error
         return process
 
-    def _abandon(self, worker: _Thread | _Process) -> None:
+    def _end(self, worker: _Thread | _Process) -> None:
         worker.end()
         if isinstance(worker, _Process):
             self._started.discard(worker)
+
+    def _abandon(self, worker: _Thread | _Process) -> None:
+        self._end(worker)
+        if isinstance(worker, _Process):
             return
         self._left_behind = [each for each in [*self._left_behind, worker] if each.is_alive()]
         if len(self._left_behind) > MOST_LEFT_BEHIND:

@@ -25,6 +25,17 @@ def own_parts(plan: MicroBatchPlan, own: Sequence[int]) -> list[list[tuple[int, 
     ]
 
 
+def sequences_of(seq_lens: Sequence[int], tenants: Sequence[int]) -> list[TokenSequence]:
+    return [
+        TokenSequence(
+            torch.zeros(length, dtype=torch.int64),
+            {"loss_mask": torch.arange(length) < length - 1},
+            {LORA_FIELD: torch.tensor(tenant)},
+        )
+        for length, tenant in zip(seq_lens, tenants, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("multiple_of", [1, 2, 3])
 @pytest.mark.parametrize("dp_size", [1, 2])
 @pytest.mark.parametrize("seed", range(20))
@@ -74,14 +85,7 @@ def test_copies_join_each_tenants_sequences_by_themselves() -> None:
         alone = plan_micro_batches(lengths, 2, BUDGET, fill=True)
         expected = [[tuple(own[place] for place in batch) for batch in rank] for rank in alone.micro_batches]
         assert own_parts(plan, own) == expected
-    sequences = [
-        TokenSequence(
-            torch.zeros(length, dtype=torch.int64),
-            {"loss_mask": torch.arange(length) < length - 1},
-            {LORA_FIELD: torch.tensor(tenant)},
-        )
-        for length, tenant in zip(seq_lens, tenants, strict=True)
-    ]
+    sequences = sequences_of(seq_lens, tenants)
     ((first, *_), _) = pack_plan(sequences, plan)
     assert first.meta["tenants"] == {
         7: {"global_batch_size": 1, "num_micro_batches": 1, "batch_num_tokens": 29.0},
@@ -91,14 +95,7 @@ def test_copies_join_each_tenants_sequences_by_themselves() -> None:
 
 def test_each_tenant_has_facts_of_its_own_and_the_callers_come_first() -> None:
     tenants, seq_lens = [3, -1, 3, 3], [30, 20, 30, 10]
-    sequences = [
-        TokenSequence(
-            torch.zeros(length, dtype=torch.int64),
-            {"loss_mask": torch.arange(length) < length - 1},
-            {LORA_FIELD: torch.tensor(tenant)},
-        )
-        for length, tenant in zip(seq_lens, tenants, strict=True)
-    ]
+    sequences = sequences_of(seq_lens, tenants)
     plan = plan_tenants(seq_lens, tenants, 1, BUDGET)
     ((first, *_),) = pack_plan(sequences, plan, {"tenants": {3: {"batch_num_tokens": 500.0}}})
     assert first.meta["tenants"] == {

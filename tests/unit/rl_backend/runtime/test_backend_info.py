@@ -26,17 +26,6 @@ from tests.support.tenants import create, rows, train_tenants
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_warmup_steps=4)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
-
-
-@pytest.fixture
-def runtime(model: Path) -> Iterator[NativeRuntime]:
-    with open_runtime(model) as opened:
-        yield opened
-
-
 @pytest.fixture(autouse=True)
 def tried_anew() -> Iterator[None]:
     row_products._tried.cache_clear()

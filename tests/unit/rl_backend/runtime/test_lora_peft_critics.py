@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.packing import pack
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
 from rl_backend.runtime.tenant import TenantHandle
-from tests.support.models import write_tiny
-from tests.support.native import VOCAB_SIZE, open_runtime
+from tests.support.native import VOCAB_SIZE
 from tests.support.sft_batches import random_token_sequences
 from tests.support.tenants import squared
 
@@ -27,17 +25,6 @@ STEPS = 5
 LENGTHS = (17, 40, 9)
 CONFIG = LoRAConfig(rank=8, targets=("attention", "up_proj"), seed=4)
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
-
-
-@pytest.fixture
-def runtime(model: Path) -> Iterator[NativeRuntime]:
-    with open_runtime(model) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,10 @@ from rl_backend.contracts import UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.packing import pack
 from rl_backend.runtime.native import NativeRuntime
-from tests.support.models import write_tiny
-from tests.support.native import VOCAB_SIZE, open_runtime
+from tests.support.native import VOCAB_SIZE
 from tests.support.sft_batches import random_token_sequences
 
 LENGTHS = (17, 9)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
-
-
-@pytest.fixture
-def runtime(model: Path) -> Iterator[NativeRuntime]:
-    with open_runtime(model) as opened:
-        yield opened
 
 
 def peft_model(model: Path, **options: Any) -> Any:

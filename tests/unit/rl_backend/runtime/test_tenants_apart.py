@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,11 @@ from rl_backend.contracts import CheckpointError, HandleError, MetricValue, Mode
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
 from rl_backend.data.packing import pack
 from rl_backend.runtime.native import NativeRuntime
-from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime
 from tests.support.sft_batches import random_token_sequences
 from tests.support.tenants import create, train_tenants
 
 CONFIG = LoRAConfig(rank=4, targets=("q_proj",))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
-
-
-@pytest.fixture
-def runtime(model: Path) -> Iterator[NativeRuntime]:
-    with open_runtime(model) as opened:
-        yield opened
 
 
 def test_metrics_of_a_tenant_whose_name_begins_anothers_are_its_own(runtime: NativeRuntime) -> None:
