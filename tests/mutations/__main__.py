@@ -20,7 +20,8 @@ from tests.mutations import results
 from tests.mutations.check import problems
 from tests.mutations.child import Child, Outcome, preload
 from tests.mutations.copies import applied, copy_tree, tree_digest
-from tests.mutations.fault import Fault, all_faults, file_of
+from tests.mutations.fault import Fault, all_faults
+from tests.mutations.places import find_test
 
 _POLL_SECONDS = 0.05
 _LEAST_LIMIT, _LIMIT_FACTOR = 90.0, 5.0
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (not options.names or any(name in (area, fault.name) for name in options.names))
         and (fault.name not in known or (options.survivors and not known[fault.name].get("killed_by")))
     ]
+    for problem in problems(wanted):
+        _say(f"LEFT OUT {problem}")
+    wanted = [fault for fault in wanted if not problems([fault])]
     if wanted:
         _say(f"{len(wanted)} faults to try, {sum(map(len, areas.values()))} in the list")
         preload()
@@ -104,9 +108,9 @@ class _Trial:
         self._log = folder / f"{fault.name}.log"
         self._outcome: Outcome | None = None
         self._stack = ExitStack()
-        self._digest = fault.digest(copy)
+        self._digest, tests = fault.digest(copy), fault.test_ids(copy)
         self._stack.enter_context(applied(fault, copy))
-        self._child = Child(copy, fault.tests, self._log, limit=limit, stop=True)
+        self._child = Child(copy, tests, self._log, limit=limit, stop=True)
 
     def ended(self) -> bool:
         self._outcome = self._outcome or self._child.outcome()
@@ -120,7 +124,7 @@ class _Trial:
     def result(self) -> results.Result:
         fault, outcome = self.fault, self._outcome
         assert outcome is not None, "it has ended"
-        result: results.Result = {"file": fault.file, "why": fault.why, "seconds": outcome.seconds, "digest": self._digest}
+        result: results.Result = {"where": fault.where, "why": fault.why, "seconds": outcome.seconds, "digest": self._digest}
         if outcome.kind == "failed":
             result["killed_by"] = outcome.failed[0]
         elif outcome.kind == "time-out":
@@ -138,23 +142,25 @@ class _Trial:
 
 def _limits(wanted: Sequence[Fault], areas: Mapping[str, list[Fault]], copy: Path, folder: Path) -> dict[str, float]:
     """Fault -> time limit in seconds, of those whose tests pass without a fault. Runs tests that have not passed yet."""
-    named = {test for fault in wanted for test in fault.tests}
-    digests = {file: tree_digest(copy, file) for file in {file_of(test) for test in named}}
-    known = {test: each for test, each in results.passed().items() if each["digest"] == digests.get(file_of(test))}
+    ids = {test: find_test(copy, test) for fault in wanted for test in fault.tests}
+    files = {test: identifier.partition("::")[0] for test, identifier in ids.items()}
+    digests = {file: tree_digest(copy, file) for file in set(files.values())}
+    passed = results.passed().items()
+    known = {test: each for test, each in passed if test in ids and each["digest"] == digests[files[test]]}
     # Ranks are forked from the process of the tests, before tests have made threads in it.
-    tests = sorted(named - known.keys(), key=lambda test: ("distributed" not in test, test))
+    tests = sorted(ids.keys() - known.keys(), key=lambda test: ("distributed" not in files[test], ids[test]))
     if tests:
         _say(f"running {len(tests)} tests without a fault")
         log = folder / "without-a-fault.log"
-        outcome = _wait(Child(copy, tests, log, limit=3600, stop=False))
+        outcome = _wait(Child(copy, [ids[test] for test in tests], log, limit=3600, stop=False))
         if outcome.kind != "passed":
             _say(log.read_text(errors="replace")[-4000:])
         if outcome.kind in ("broken", "time-out"):
             raise SystemExit(f"the tests do not run without a fault: {outcome.kind}")
         for test in tests:
-            seconds = [value for each, value in outcome.of_tests.items() if _is_of(each, test)]
-            if seconds and not any(_is_of(each, test) for each in outcome.failed):
-                known[test] = {"digest": digests[file_of(test)], "seconds": round(sum(seconds), 1)}
+            seconds = [value for each, value in outcome.of_tests.items() if _is_of(each, ids[test])]
+            if seconds and not any(_is_of(each, ids[test]) for each in outcome.failed):
+                known[test] = {"digest": digests[files[test]], "seconds": round(sum(seconds), 1)}
         results.record_passed(known, areas)
         _say(f"{outcome.seconds:.0f} s without a fault")
     limits = {}
@@ -168,7 +174,7 @@ def _limits(wanted: Sequence[Fault], areas: Mapping[str, list[Fault]], copy: Pat
 
 def _is_of(found: str, test: str) -> bool:
     """Whether the id of a test that has run is ``test``, or ``test`` with parameters."""
-    return found == test or found.startswith((f"{test}[", f"{test}::"))
+    return found == test or found.startswith(f"{test}[")
 
 
 def _wait(child: Child) -> Outcome:

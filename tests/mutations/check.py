@@ -5,15 +5,14 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 
 from tests.mutations.copies import ROOT
-from tests.mutations.fault import Fault, file_of
+from tests.mutations.fault import Fault
 
 
 def problems(faults: Iterable[Fault], root: Path = ROOT) -> list[str]:
-    """A sentence for each problem: a text that is not in its file once, a file that Python would not read, no such test."""
+    """A sentence for each problem: code that is not in one place, a file that Python would not read, no such test."""
     listed = list(faults)
     twice = [name for name, count in Counter(fault.name for fault in listed).items() if count > 1]
     return [f"{name}: two faults have this name" for name in twice] + [
@@ -25,18 +24,11 @@ def _problems_of(fault: Fault, root: Path) -> Iterator[str]:
     if fault.old == fault.new or not fault.tests or not fault.why:
         yield "it changes nothing, names no test or does not say why it matters"
     try:
-        changed = fault.applied((root / fault.file).read_text())
-        if fault.file.endswith(".py"):
-            ast.parse(changed, fault.file)
-    except (OSError, ValueError, SyntaxError) as error:
-        yield f"{type(error).__name__}: {error}".removeprefix(f"ValueError: {fault.name}: ")
-    for test in fault.tests:
-        if test.partition("::")[2].partition("[")[0] not in _tests_in(root / file_of(test)):
-            yield f"there is no test {test}"
-
-
-@cache
-def _tests_in(file: Path) -> frozenset[str]:
-    if not file.is_file():
-        return frozenset()
-    return frozenset(node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef))
+        place = fault.place(root)
+        ast.parse(place.text, str(place.file))
+    except (ValueError, SyntaxError) as error:
+        yield f"{type(error).__name__}: {error}".removeprefix("ValueError: ")
+    try:
+        fault.test_ids(root)
+    except ValueError as error:
+        yield str(error)

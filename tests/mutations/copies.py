@@ -49,10 +49,10 @@ def _files() -> list[str]:
 @contextmanager
 def applied(fault: Fault, copy: Path) -> Generator[None]:
     """The copy has the fault inside of this context."""
-    file = copy / fault.file
-    text = file.read_text()
-    file.write_text(fault.applied(text))
+    place = fault.place(copy)
+    text = place.file.read_text()
+    place.file.write_text(place.text)
     try:
         yield
     finally:
-        file.write_text(text)
+        place.file.write_text(text)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutations import faults
+from tests.mutations.places import Place, find_place, find_test, used_by
+from tests.mutations.source import meaning
 
 NAMED = "audit"
 """The area of faults that every run must kill; of the others a few may survive for a reason."""
@@ -19,40 +21,42 @@ class Fault(NamedTuple):
 
     Attributes:
         name: unique.
-        file: path in the repository.
-        old: text that stands in the file once.
-        new: what stands in its place.
-        tests: pytest ids, the quickest first; one that fails is enough.
+        where: ``module:qualname`` of the function, class or (without a name) module that has it.
+        old: code that stands there once.
+        new: what stands in its place; :func:`tests.mutations.places.find_place` says how both are read.
+        tests: names of test functions, the quickest first; one that fails is enough. Parameters may follow a name, and the
+            test's file and ``::`` precede it where several files have a test of this name.
         why: what would go wrong for a user.
         equivalent: why no test can notice it; empty for a fault that must be killed.
     """
 
     name: str
-    file: str
+    where: str
     old: str
     new: str
     tests: tuple[str, ...]
     why: str
     equivalent: str = ""
 
-    def applied(self, text: str) -> str:
-        """The file's text with the fault; raises :class:`ValueError` unless ``old`` stands in it once."""
-        count = text.count(self.old)
-        if count != 1:
-            raise ValueError(f"{self.name}: the old text stands {count} times in {self.file}; it must stand there once")
-        return text.replace(self.old, self.new)
+    def place(self, root: Path) -> Place:
+        """Where it stands in a tree, and the file's text with it; raises what :func:`find_place` does."""
+        return find_place(root, self.where, self.old, self.new)
+
+    def test_ids(self, root: Path) -> list[str]:
+        """The pytest ids of its tests; raises :class:`ValueError` if there is not one test of each name."""
+        return [find_test(root, test) for test in self.tests]
 
     def digest(self, root: Path) -> str:
-        """Of all that the result depends on: the fault, the file and the tests. A result with another one is stale."""
-        found = hashlib.sha256(repr((self.file, self.old, self.new, self.tests)).encode())
-        for file in (self.file, *sorted({file_of(test) for test in self.tests})):
-            found.update((root / file).read_bytes())
+        """Of what the result depends on: the fault, its function, the tests and what their files have beside tests.
+
+        A result with another digest is stale. Files, modules, imports, docstrings and layout do not count, so that a move
+        keeps results.
+        """
+        tests = tuple(test.rpartition("::")[2] for test in self.tests)
+        found = hashlib.sha256(repr((self.old, self.new, tests)).encode())
+        for node in (*self.place(root).scopes, *used_by(root, self.test_ids(root))):
+            found.update(meaning(node).encode())
         return found.hexdigest()[:16]
-
-
-def file_of(test: str) -> str:
-    """The file of a pytest id."""
-    return test.partition("::")[0]
 
 
 def all_faults() -> dict[str, list[Fault]]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.mutations.check import problems
 from tests.mutations.copies import ROOT
 from tests.mutations.fault import NAMED, Fault
 
@@ -47,9 +48,10 @@ def record(name: str, result: Result, areas: Mapping[str, list[Fault]], file: Pa
     _change(lambda results: results | {name: result}, areas, file)
 
 
-def tidy(areas: Mapping[str, list[Fault]], file: Path = FILE) -> None:
-    """Leaves out faults that are no longer listed, and stale results."""
-    digests = {fault.name: fault.digest(ROOT) for faults in areas.values() for fault in faults}
+def tidy(areas: Mapping[str, list[Fault]], file: Path = FILE, root: Path = ROOT) -> None:
+    """Leaves out faults that are no longer listed, and stale results; those of faults that cannot be tried are stale."""
+    listed = [fault for faults in areas.values() for fault in faults]
+    digests = {fault.name: fault.digest(root) for fault in listed if not problems([fault], root)}
     _change(lambda results: {n: r for n, r in results.items() if r["digest"] == digests.get(n)}, areas, file)
 
 

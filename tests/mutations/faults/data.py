@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from tests.mutations.fault import Fault
 
-_SFT = "rl_backend/data/sft.py"
-_PROMPTS = "rl_backend/data/prompts.py"
-_EXAMPLES = "tests/unit/rl_backend/data/test_sft_examples.py"
-_READ = "tests/unit/rl_backend/data/test_prompts.py"
-_TURN = f"{_EXAMPLES}::test_a_turn_is_trained_after_what_a_rollout_sees_and_with_its_end[chatml]"
-_EPOCH = f"{_EXAMPLES}::test_an_epoch_has_every_example_once_in_even_batches"
-_TOO_LONG = f"{_EXAMPLES}::test_examples_that_are_too_long_are_refused_filtered_or_cut_with_their_count"
+_TURN = "test_a_turn_is_trained_after_what_a_rollout_sees_and_with_its_end[chatml]"
+_EPOCH = "test_an_epoch_has_every_example_once_in_even_batches"
+_TOO_LONG = "test_examples_that_are_too_long_are_refused_filtered_or_cut_with_their_count"
 
 FAULTS = [
     Fault(
         "end-of-a-turn-not-trained",
-        _SFT,
+        "rl_backend.data.sft:_turn",
         "template, written = chat_template(tokenizer), response[: end + 1]",
         "template, written = chat_template(tokenizer), response[:end]",
         (_TURN,),
@@ -23,146 +19,166 @@ FAULTS = [
     ),
     Fault(
         "line-end-behind-a-turn-trained",
-        _SFT,
-        "    return places[-1] if places else None\n",
-        "    return len(response) - 1 if places else None\n",
+        "rl_backend.data.sft:_end",
+        "return places[-1] if places else None",
+        "return len(response) - 1 if places else None",
         (_TURN,),
         "a model would be trained on what the template adds and rollouts never have",
     ),
     Fault(
         "questions-are-trained-too",
-        _SFT,
-        "[*begun.trained, *[False] * between, *trained]",
-        "[*begun.trained, *[bool(begun.trained)] * between, *trained]",
+        "rl_backend.data.sft:conversation_tokens",
+        "*[False] * between,",
+        "*[bool(begun.trained)] * between,",
         (_TURN,),
         "later questions of a conversation would be imitated",
     ),
     Fault(
         "mask-on-the-token-itself",
-        _SFT,
-        "torch.tensor([*self.trained[1:], False], dtype=torch.float32)",
-        "torch.tensor(self.trained, dtype=torch.float32)",
-        (f"{_EXAMPLES}::test_one_renderer_gives_sft_the_prompts_of_rollouts",),
+        "rl_backend.data.sft:TrainedTokens.sequence",
+        "mask = torch.tensor([*self.trained[1:], False], dtype=torch.float32)",
+        "mask = torch.tensor(self.trained, dtype=torch.float32)",
+        ("test_one_renderer_gives_sft_the_prompts_of_rollouts",),
         "the first token of every answer would not be trained, and one behind it would",
     ),
     Fault(
         "all-turns-trained-where-the-last-is-asked-for",
-        _SFT,
-        """turns if train_on == "all" else turns[-1:]""",
-        "turns",
-        (f"{_EXAMPLES}::test_only_the_last_turn_is_trained_where_that_is_asked_for",),
+        "rl_backend.data.sft:conversation_tokens",
+        'for turn in turns if train_on == "all" else turns[-1:]:',
+        "for turn in turns:",
+        ("test_only_the_last_turn_is_trained_where_that_is_asked_for",),
         "train_on would be accepted and ignored",
     ),
     Fault(
         "marks-of-a-template-ignored",
-        _SFT,
-        "    if marks_answers(template):\n",
-        "    if False:\n",
-        (f"{_EXAMPLES}::test_what_a_template_leaves_unmarked_is_not_trained_but_the_end_is",),
+        "rl_backend.data.sft:_turn",
+        "if marks_answers(template):",
+        "if False:",
+        ("test_what_a_template_leaves_unmarked_is_not_trained_but_the_end_is",),
         "text that the template writes would be trained as the model's",
     ),
     Fault(
         "rewritten-turns-share-a-sequence",
-        _SFT,
-        "found.pop() if found and prompt[: len(found[-1].token_ids)] == found[-1].token_ids else",
-        "found.pop() if found else",
-        (f"{_EXAMPLES}::test_turns_share_a_sequence_unless_the_template_rewrites_them",),
+        "rl_backend.data.sft:conversation_tokens",
+        "found and prompt[: len(found[-1].token_ids)] == found[-1].token_ids",
+        "found",
+        ("test_turns_share_a_sequence_unless_the_template_rewrites_them",),
         "turns would be trained after a conversation that no rollout sees",
     ),
     Fault(
         "tokens-over-the-border-of-an-answer",
-        _SFT,
-        "response[len(prompt) :] if shared else tokenizer.encode(whole[len(before) :], add_special_tokens=False)\n",
-        "response[len(prompt) :]\n",
-        (f"{_EXAMPLES}::test_no_token_reaches_over_the_border_of_prompt_and_answer",),
+        "rl_backend.data.sft:_turn",
+        "response[len(prompt) :] if shared else tokenizer.encode(whole[len(before) :], add_special_tokens=False)",
+        "response[len(prompt) :]",
+        ("test_no_token_reaches_over_the_border_of_prompt_and_answer",),
         "an answer would lack its first token, or begin with one that no model could write there",
     ),
     Fault(
         "cut-answers-lose-their-beginning",
-        _SFT,
-        "token_ids = [*prompt, *self.token_ids[first:]][:max_tokens]\n",
-        "token_ids = [*prompt, *self.token_ids[first:]][-max_tokens:]\n",
+        "rl_backend.data.sft:TrainedTokens.cut",
+        "token_ids = [*prompt, *self.token_ids[first:]][:max_tokens]",
+        "token_ids = [*prompt, *self.token_ids[first:]][-max_tokens:]",
         (_TOO_LONG,),
         "masks would lie on other tokens, and answers begin in the middle",
     ),
     Fault(
         "cut-prompts-lose-their-end",
-        _PROMPTS,
-        "[*token_ids[:begins], *token_ids[len(token_ids) - most + begins :]]",
-        "token_ids[:most]",
-        (f"{_READ}::test_a_cut_keeps_the_end_of_a_prompt_and_the_token_that_begins_texts",),
+        "rl_backend.data.prompts:cut_prompt",
+        "return [*token_ids[:begins], *token_ids[len(token_ids) - most + begins :]]",
+        "return token_ids[:most]",
+        ("test_a_cut_keeps_the_end_of_a_prompt_and_the_token_that_begins_texts",),
         "the model would not see what it is asked",
     ),
     Fault(
         "filtered-prompts-kept",
-        "rl_backend/data/examples.py",
-        """            if over is None or too_long == "cut":\n""",
-        """            if over is None or too_long != "refuse":\n""",
-        (f"{_READ}::test_prompts_that_are_too_long_are_refused_filtered_or_cut_with_their_count",),
+        "rl_backend.data.examples:Examples.__init__",
+        'if over is None or too_long == "cut":',
+        'if over is None or too_long != "refuse":',
+        ("test_prompts_that_are_too_long_are_refused_filtered_or_cut_with_their_count",),
         "prompts that are said to be filtered would be sampled, cut",
     ),
     Fault(
         "system-prompt-before-ones-own",
-        _PROMPTS,
-        """if data.system_prompt is None or any(message["role"] == "system" for message in prompt):""",
+        "rl_backend.data.prompts:as_messages",
+        'if data.system_prompt is None or any(message["role"] == "system" for message in prompt):',
         "if data.system_prompt is None:",
-        (f"{_READ}::test_a_system_prompt_and_template_variables_reach_the_model",),
+        ("test_a_system_prompt_and_template_variables_reach_the_model",),
         "rows with a system prompt would have two",
     ),
     Fault(
         "prompts-without-the-assistants-beginning",
-        "rl_backend/data/chat.py",
-        "            add_generation_prompt=generation_prompt,\n",
-        "            add_generation_prompt=False,\n",
-        (f"{_READ}::test_a_system_prompt_and_template_variables_reach_the_model",),
+        "rl_backend.data.chat:render_messages",
+        "add_generation_prompt=generation_prompt,",
+        "add_generation_prompt=False,",
+        ("test_a_system_prompt_and_template_variables_reach_the_model",),
         "engines would continue the user's turn",
     ),
     Fault(
         "template-variables-not-passed-on",
-        "rl_backend/data/chat.py",
-        "            add_generation_prompt=generation_prompt,\n            **variables,\n",
-        "            add_generation_prompt=generation_prompt,\n",
-        (f"{_READ}::test_a_system_prompt_and_template_variables_reach_the_model",),
+        "rl_backend.data.chat:render_messages",
+        "**variables,",
+        "",
+        ("test_a_system_prompt_and_template_variables_reach_the_model",),
         "enable_thinking would be accepted and ignored",
     ),
     Fault(
         "rows-counted-from-zero",
-        "rl_backend/data/rows.py",
-        "row {index + 1}",
-        "row {index}",
-        ("tests/unit/rl_backend/data/test_data_files.py::test_rows_of_parquet_are_counted_from_one_as_lines_are",),
+        "rl_backend.data.rows:Rows.where",
+        'return f"{self.source}, row {index + 1}"',
+        'return f"{self.source}, row {index}"',
+        ("test_rows_of_parquet_are_counted_from_one_as_lines_are",),
         "a message would name the row before the wrong one",
     ),
     Fault(
         "a-file-changed-in-use-is-read-on",
-        "rl_backend/data/rows.py",
-        "        if xxhash.xxh3_64_intdigest(line) != self._digests[index]:\n",
-        "        if not line:\n",
-        (f"{_READ}::test_prompts_are_made_when_they_are_asked_for_and_a_change_of_the_file_is_seen",),
+        "rl_backend.data.rows:JsonLines.read",
+        "if xxhash.xxh3_64_intdigest(line) != self._digests[index]:",
+        "if not line:",
+        ("test_prompts_are_made_when_they_are_asked_for_and_a_change_of_the_file_is_seen",),
         "a resumed run would train on other prompts than it says",
     ),
     Fault(
         "last-examples-of-an-epoch-left-out",
-        _PROMPTS,
-        "    return -(-items // size)\n",
-        "    return items // size\n",
+        "rl_backend.data.prompts:batches_per_epoch",
+        "return -(-items // size)",
+        "return items // size",
         (_EPOCH,),
         "batches would be larger than asked for",
     ),
     Fault(
         "epochs-in-one-order",
-        _PROMPTS,
-        "    while True:\n        generator.shuffle(order)\n",
-        "    generator.shuffle(order)\n    while True:\n",
+        "rl_backend.data.prompts:_passes",
+        """
+        while True:
+            generator.shuffle(order)
+            start = 0
+            for size in sizes:
+                if left_out:
+                    left_out -= 1
+                else:
+                    yield [items[index] for index in order[start : start + size]]
+                start += size
+        """,
+        """
+        generator.shuffle(order)
+        while True:
+            start = 0
+            for size in sizes:
+                if left_out:
+                    left_out -= 1
+                else:
+                    yield [items[index] for index in order[start : start + size]]
+                start += size
+        """,
         (_EPOCH,),
         "examples would always have the same neighbours",
     ),
     Fault(
         "row-without-its-answer-trained-on-something-else",
-        _SFT,
-        "require_answer=data.answer_column is not None",
-        "require_answer=False",
-        (f"{_EXAMPLES}::test_of_messages_and_an_answer_the_messages_are_trained_unless_the_column_is_named",),
+        "rl_backend.data.sft:load_sft_examples.make",
+        "example = read_example(rows, index, data, require_answer=data.answer_column is not None)",
+        "example = read_example(rows, index, data, require_answer=False)",
+        ("test_of_messages_and_an_answer_the_messages_are_trained_unless_the_column_is_named",),
         "an earlier turn would be trained where the column with the answer is empty",
     ),
 ]

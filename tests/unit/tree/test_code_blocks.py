@@ -20,6 +20,7 @@ from rl_backend.cli.example import EXAMPLES
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
 from rl_backend.data.prompts import read_examples
 from rl_backend.model.blocks import require_divided
+from tests.mutations.check import problems
 from tests.mutations.fault import Fault
 from tests.support.claims import ROOT
 from tests.support.code_blocks import PAGES, CodeBlock, code_blocks
@@ -80,7 +81,7 @@ def are_rows_with_answers(block: CodeBlock) -> None:
 
 def is_fault_of_this_tree(block: CodeBlock) -> None:
     fault = eval(block.text, {"Fault": Fault})
-    assert (ROOT / fault.file).read_text().count(fault.old) == 1
+    assert problems([fault]) == []
 
 
 def is_error_of_a_layout(block: CodeBlock) -> None:
