@@ -16,6 +16,7 @@ import xxhash
 from actors.run.config import TrainingConfig
 from actors.run.manifest import RunCheckpoint
 from actors.run.options import get, has
+from rl_backend.checkpoint.hf_reader import TEMPLATES
 from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import SAME_CONTENTS, BaseConfig, CheckpointError, ConfigError, OnResume
 from rl_backend.data.hub import hub_name, local_model
@@ -147,7 +148,8 @@ def _content(named: str | Mapping[str, WeightedReward] | None) -> Any:
         return {name: {"weight": each.weight, "content": _content(each.function)} for name, each in named.items()}
     path = Path(local_model(named) if hub_name(named) else named)
     if path.is_dir():
-        return {file.name: facts for file in sorted(path.iterdir()) if (facts := _model_file(file)) is not None}
+        files = sorted([*path.iterdir(), *path.glob(f"{TEMPLATES}/*.jinja")])
+        return {str(file.relative_to(path)): facts for file in files if (facts := _model_file(file)) is not None}
     if path.is_file():
         return file_facts(path).model_dump(mode="json")
     location, separator, function = named.rpartition(":")

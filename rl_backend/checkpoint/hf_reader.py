@@ -271,7 +271,8 @@ _NAMES = frozenset(
         *("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md", "USE_POLICY.md"),
     }
 )
-_TEMPLATES = "additional_chat_templates"
+TEMPLATES = "additional_chat_templates"
+"""Folder of a model's named chat templates, beside the default one."""
 
 
 def other_files(source: Path) -> dict[str, Path]:
@@ -291,5 +292,5 @@ def other_files(source: Path) -> dict[str, Path]:
         for entry in source.iterdir()
         if entry.name in _NAMES or entry.suffix == ".tiktoken" or (has_code and entry.suffix == ".py")
     ]
-    names += [f"{_TEMPLATES}/{entry.name}" for entry in (source / _TEMPLATES).glob("*.jinja")]
+    names += [f"{TEMPLATES}/{entry.name}" for entry in (source / TEMPLATES).glob("*.jinja")]
     return {name: require_inside_model(source, name) for name in sorted(names) if (source / name).is_file()}

@@ -107,6 +107,24 @@ def test_a_sample_of_several_versions_is_as_old_as_its_oldest_token() -> None:
     assert found.metrics["staleness_max"] == found.metrics["staleness_mean"] == 2
 
 
+@pytest.mark.shows("runs: one sample that is older than max_staleness leaves the whole batch out, whatever the others are")
+@pytest.mark.parametrize("versions", [(10, 30, 30, 30), (30, 30, 30, 10), (20, 10, 30, 20)])
+def test_a_batch_is_as_old_as_its_oldest_sample(versions: Sequence[int]) -> None:
+    mixed, fresh = (make_batch(number, 30, [GOOD, BAD], [BAD, BAD]) for number in (1, 2))
+    samples = [
+        replace(sample, version_spans=(VersionSpan(version, 1),))
+        for sample, version in zip(mixed.samples, versions, strict=True)
+    ]
+    mixed = replace(mixed, samples=samples)
+    dropped = collector_of(settings(max_staleness=1, sample_ahead=2), mixed, fresh).collect(4, Clock())
+    assert numbers(dropped) == [2] * 4 and dropped.metrics["samples_dropped"] == 4
+    for options in ({"max_staleness": 2}, {"max_staleness": 1, "sample_ahead": 2, "stale_samples": "correct"}):
+        kept = collector_of(settings(**options), mixed, fresh).collect(4, Clock())
+        ages = [3 - version // 10 for version in versions]
+        assert numbers(kept) == [1] * 4 and kept.metrics["samples_dropped"] == 0
+        assert (kept.metrics["staleness_max"], kept.metrics["staleness_mean"]) == (max(ages), sum(ages) / 4)
+
+
 def test_a_run_that_goes_on_knows_the_weights_of_samples_drawn_before() -> None:
     config = settings(max_staleness=1, sample_ahead=2)
     batch = make_batch(1, 20, [GOOD, BAD], [BAD, BAD])

@@ -18,9 +18,10 @@ import pytest
 
 from actors.run.folder import RunFolder
 from actors.run.metrics import WRITERS, WriterFacts
-from actors.run.start import RunStart
+from actors.run.start import RunStart, find_start
 from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig, ConfigError
+from tests.unit.actors.run.test_start import config_of, run
 
 written: list[tuple[Any, ...]] = []
 
@@ -66,6 +67,24 @@ def test_a_writer_of_ones_own_is_told_of_every_step_beside_tensorboard(tmp_path:
     with RunFolder(tmp_path / "run", Options(), start=RunStart(replaces=True), report_seconds=0, metrics_to=MINE):
         pass
     assert written[0][4] == 0, "points of the steps that are taken again are to be dropped"
+
+
+@pytest.mark.shows("runs: the curves of a run that continues keep the step that it continues from, and have each step once")
+@pytest.mark.parametrize("last", [5, 4])
+def test_curves_of_a_run_that_continues_have_every_step_once(tmp_path: Path, last: int) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = config_of(tmp_path)
+    run(config, last=last)
+    again = config.replace(resume="auto", metrics_to=f"tensorboard,{MINE}")
+    start = find_start(again)
+    with RunFolder(config.run_dir, again, start=start, report_seconds=0, metrics_to=again.metrics_to) as folder:
+        folder.log(5, {"reward": 50.0})
+        folder.log(6, {"reward": 60.0})
+    assert start.step == 4 and written[0][4] == 5, "the first of the steps that are taken again"
+    curves = accumulator.EventAccumulator(f"{config.run_dir}/tensorboard")
+    curves.Reload()
+    found = [(point.step, pytest.approx(point.value)) for point in curves.Scalars("reward")]
+    assert found == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 50.0), (6, 60.0)]
 
 
 @pytest.mark.parametrize("none", [None, "none"])

@@ -21,6 +21,7 @@ from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from examples.tenants import TenantsConfig, UserConfig
 from rl_backend.contracts import MAY_CHANGE, BaseConfig, ConfigError, HasEffect, NativeConfig
+from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime.bridge_config import BridgeConfig
 
 REQUIRED = ("--model", "m", "--dataset", "d", "--reward", "r")
@@ -352,9 +353,15 @@ def test_options_of_adapters_decide_what_engines_serve() -> None:
     assert deciding_options(config)["lora.rank"] == 40
     merged = read("--lora.rank", "40", "--lora.push", "merged").rollout_config(ClusterShare(1, 1, 0))
     assert merged.max_adapters == read().rollout.max_adapters == 0
-    each = {"groups": "each", "kl_coef": 0.1, "model": "m", "dataset": "d", "reward": "r"}
-    assert PPOConfig(**each).training_groups == 3
-    assert PPOConfig(**each, **{"lora.rank": 4}).training_groups == 2
+    each = {"kl_coef": 0.1, "model": "m", "dataset": "d", "reward": "r"}
+    assert GRPOConfig(**each, lora={"rank": 8}).filled("lora").adapter() == LoRAConfig(rank=8, alpha=32.0, dropout=0.0)
+    given = {"rank": 5, "alpha": 7.0, "dropout": 0.3, "use_rslora": True, "use_dora": True, "seed": 4, "targets": ("head",)}
+    assert set(given) == set(LoRAConfig.model_fields), "every option of a tenant"
+    for kind in (GRPOConfig, PPOConfig):
+        config = kind(**each, lora={**given, "push": "merged"})
+        assert config.filled("lora").adapter() == LoRAConfig(**given)
+    assert PPOConfig(**each, groups="each").training_groups == 3
+    assert PPOConfig(**each, groups="each", **{"lora.rank": 4}).training_groups == 2
 
 
 @pytest.mark.parametrize(

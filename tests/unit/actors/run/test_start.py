@@ -220,17 +220,39 @@ def test_where_and_how_long_a_run_goes_may_change(tmp_path: Path) -> None:
     assert find_start(config.replace(resume="auto", **given)).step == 2
 
 
-@pytest.mark.parametrize("name", ["m/config.json", "m/model.safetensors", "m/tokenizer.json", "reward.py", "train.jsonl"])
-def test_other_contents_of_the_files_of_a_run_are_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.shows("runs: a run whose model, tokenizer, chat template, data or reward function has changed is not continued")
+def test_other_contents_of_the_files_of_a_run_are_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, resume="auto")
+    templates = tmp_path / "m" / "additional_chat_templates"
+    templates.mkdir()
+    kept = {"config.json", "model.safetensors"}
+    made = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"}
+    for name in made:
+        (tmp_path / "m" / name).write_text("as it was")
+    absent = {"generation_config.json", "tokenizer.model", "merges.txt", "additional_chat_templates/rag.jinja"}
     run(config, last=2)
-    file = tmp_path / name
-    with file.open("r+b" if file.exists() else "wb") as stream:
-        stream.seek(file.stat().st_size // 2)
-        stream.write(b"#")
-    option = {"m": "model", "reward.py": "reward", "train.jsonl": "dataset"}[Path(name).parts[0]]
-    with pytest.raises(ConfigError, match=rf"GRPOConfig\.{option}=.*: is not, byte for byte, what the run of .* has"):
-        find_start(config)
+    files = [f"m/{name}" for name in sorted(kept | made | absent)]
+    for name in (*files, "reward.py", "train.jsonl"):
+        file = tmp_path / name
+        before = file.read_bytes() if file.exists() else None
+        middle = len(before or b"") // 2
+        option = {"m": "model", "reward.py": "reward", "train.jsonl": "dataset"}[Path(name).parts[0]]
+        for content in (b"new" if before is None else before[:middle] + b"#" + before[middle + 1 :], None):
+            if content is not None:
+                file.write_bytes(content)
+            elif before is not None and option == "model":
+                file.unlink()
+            else:
+                continue
+            with pytest.raises(
+                ConfigError, match=rf"GRPOConfig\.{option}=.*: is not, byte for byte, what the run of .* has"
+            ):
+                find_start(config)
+        if before is None:
+            file.unlink()
+        else:
+            file.write_bytes(before)
+        assert find_start(config).step == 2, f"{name} as it was"
 
 
 def test_other_contents_of_a_folder_of_data_and_of_a_model_of_the_hub_are_refused(

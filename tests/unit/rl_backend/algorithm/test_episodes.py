@@ -18,7 +18,7 @@ from rl_backend.algorithm import (
     reinforce_plus_plus_advantages,
     value_loss,
 )
-from rl_backend.algorithm.episodes import Truncated, episode_parts, final_values
+from rl_backend.algorithm.episodes import Truncated, episode_parts, final_values, truncated_share
 from rl_backend.algorithm.loss_aggregation import LOSS_AGG_MODES
 from rl_backend.algorithm.sequences import with_advantages, with_episode_gae, with_outputs
 from rl_backend.contracts import EPISODE_SHARE, BatchError, ConfigError, ModelOutput, TokenSequence
@@ -197,6 +197,35 @@ def test_what_becomes_of_an_episode_that_was_cut_off(truncated: Truncated, rewar
     assert sequences[2].token_fields["loss_mask"].sum() == 1
     last = final_values(sequences, [torch.full((len(each),), 3.0) for each in sequences])
     assert last.tolist() == [3.0 if cut else 0.0, 0.0]
+
+
+@pytest.mark.parametrize("truncated", ["keep", "zero", "mask"])
+@pytest.mark.parametrize(
+    ("stop", "is_cut", "goes_on"),
+    [
+        ("done", False, False),
+        ("parse", False, False),
+        ("error", False, False),
+        ("turns", True, True),
+        ("tokens", True, True),
+        ("context", True, True),
+        ("length", True, True),
+        ("tool_calls", True, True),
+        ("timeout", True, False),
+        ("cancelled", True, False),
+    ],
+)
+def test_each_reason_of_an_end_is_a_cut_or_not_under_each_value_of_truncated(
+    stop: Any, is_cut: bool, goes_on: bool, truncated: Truncated
+) -> None:
+    assert truncated_share([replace(HELD, stop=stop), OTHER]) == is_cut / 2
+    played = [OTHER, replace(HELD, stop=stop)]
+    zeroed, masked = is_cut and truncated == "zero", is_cut and truncated == "mask"
+    assert episode_rewards(played, truncated) == [-1.0, 0.0 if zeroed else 1.5]
+    _, mine = episode_sequences(played, truncated=truncated)
+    assert mine.token_fields["loss_mask"].sum() == (0 if masked else 5)
+    assert mine.token_fields["token_rewards"].sum() == (0 if zeroed or masked else 1.5)
+    assert bool(mine.sequence_fields["episode_cut"]) == (goes_on and truncated == "keep")
 
 
 @pytest.mark.shows("episodes: PPO expects nothing behind an episode that failed and counts as zero, whatever ended it")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,6 +224,29 @@ def test_examples_that_are_too_long_are_refused_filtered_or_cut_with_their_count
     assert cut[1][0].input_ids.tolist() == whole[1][0].input_ids[:16].tolist()
     (shortest,) = load_sft_examples(path, tokenizer, 1, 2, DataConfig(too_long="cut"))[0]
     assert len(shortest) == 2 and shortest.token_fields["loss_mask"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("trained", [range(8, 20), (8, 9, 15, 16, 17), (1, 19)], ids=["an answer", "two turns", "far apart"])
+def test_a_cut_keeps_the_same_tokens_trained_whatever_is_cut(trained: Sequence[int], begins: bool) -> None:
+    """Every token is its own number, so that what is left says where it stood."""
+    tokenizer = SimpleNamespace(bos_token_id=0 if begins else None)
+    whole = TrainedTokens(list(range(20)), [token in trained for token in range(20)])
+    first = min(trained)
+    for most_of_prompt in range(1, 12):
+        for most in range(2, 25):
+            found = whole.cut(most_of_prompt, most, tokenizer)
+            room = min(first, most_of_prompt, most - 1)
+            prompt = [0, *range(first - room + 1, first)] if begins and room > 1 else list(range(first - room, first))
+            assert found.token_ids == [*prompt, *range(first, 20)][:most]
+            sequence = found.sequence()
+            imitated = [
+                token
+                for token, mask in zip(found.token_ids[1:], sequence.token_fields["loss_mask"][:-1], strict=True)
+                if mask
+            ]
+            assert imitated == [token for token in found.token_ids if token in trained]
+            assert first in imitated and sequence.token_fields["loss_mask"][-1] == 0
 
 
 def test_an_epoch_has_every_example_once_in_even_batches() -> None:

@@ -74,7 +74,10 @@ def test_each_limit_ends_the_episode_by_its_name(limits: dict[str, int], stop: s
 def test_a_turn_has_no_more_tokens_than_its_own_limit() -> None:
     mine = sampler(RandomSource(), turn_tokens=3)
     assert len(asyncio.run(mine.sample([1])).token_ids) == 3
-    assert len(asyncio.run(mine.sample([1], max_tokens=2)).token_ids) == 2
+    for asked, given in ((2, 2), (3, 3), (4, 3), (60, 3)):
+        assert len(asyncio.run(mine.sample([1], max_tokens=asked)).token_ids) == given
+    tighter = sampler(RandomSource(context_tokens=40), turn_tokens=30, sampled_tokens=25, episode_tokens=20)
+    assert [len(asyncio.run(tighter.sample([1] * length, max_tokens=50)).token_ids) for length in (1, 17, 2)] == [19, 3, 3]
 
 
 def test_ids_outside_the_vocabulary_are_refused_before_the_engine_is_asked() -> None:

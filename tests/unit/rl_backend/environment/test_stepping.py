@@ -216,6 +216,15 @@ def test_tools_are_called_and_answered_before_the_step() -> None:
     assert '"name": "double"' in TOKENIZER.decode(source.prompts[0]), "the model is told of the tool"
 
 
+def test_calls_of_later_turns_have_ids_that_no_earlier_call_has() -> None:
+    episode = play(Calculator, written(CALL + CALL, CALL, f"{BROKEN}{CALL}", "4"))
+    turns = [turn.message["tool_calls"] for turn in episode.turns[:3] if turn.message is not None]
+    ids = [[call["id"] for call in calls] for calls in turns]
+    assert [len(each) for each in ids] == [2, 1, 2] and len({each for calls in ids for each in calls}) == 5
+    answered = [[message["tool_call_id"] for message in turn.given] for turn in episode.turns[1:]]
+    assert answered == ids, "each answer names the call that it is for"
+
+
 def test_calls_beyond_the_limit_are_not_run_and_end_the_episode() -> None:
     episode = play(Calculator, written(CALL, CALL + CALL, "4"), limits=Limits(tool_calls=2))
     assert (episode.stop, episode.error) == ("tool_calls", "limits.tool_calls=2")

@@ -61,6 +61,21 @@ def test_a_released_directory_computes_what_its_language_model_does_in_transform
     torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("field", ["norm_topk_prob", "decoder_sparse_step"])
+def test_what_a_directory_of_qwen3_next_does_not_say_is_as_in_transformers(tmp_path: Path, field: str) -> None:
+    path = write_qwen3_next(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    del config[field]
+    (path / "config.json").write_text(json.dumps(config))
+    sequences = random_sequences((19, 6))
+    with torch.no_grad():
+        found, expected = (
+            run_native(load_native(path), sequences),
+            run_transformers(load_transformers(path), sequences),
+        )
+    torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("model", ["qwen3_5", "qwen3_5_moe"])
 def test_a_trained_model_is_saved_for_transformers_with_the_same_log_probs(tmp_path: Path, model: str) -> None:
     path = MODELS[model](tmp_path / "model")
