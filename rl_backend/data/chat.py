@@ -26,6 +26,16 @@ def encode_text(text: str, tokenizer: Any) -> list[int]:
     return token_ids[:-1] if token_ids and token_ids[-1] == tokenizer.eos_token_id else token_ids
 
 
+def decode(token_ids: Sequence[int], tokenizer: Any, *, special: bool = True) -> str:
+    """The text of tokens, as they stand: no tokenizer's ``clean_up_tokenization_spaces`` takes spaces out of it.
+
+    Args:
+        special: with special tokens.
+    """
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    return text
+
+
 def encode_messages(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Any,
