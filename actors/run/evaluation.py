@@ -165,7 +165,8 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
     )
     phases, engines = Phases(), config.rollout.num_engines
     with phases.phase("data", f"reading {count(len(config.eval_sets), 'held-out set')}"):
-        sets = load_held_out(config.eval_sets, config.eval_sampling, load, Ends(config.model, tokenizer, config.data))
+        new_ends = partial(Ends, config.model, tokenizer, config.data)
+        sets = load_held_out(config.eval_sets, config.eval_sampling, load, new_ends)
     with ExitStack() as stack:
         stack.callback(reward.close)
         if rollout is None:
