@@ -211,3 +211,9 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
     """Ids of a tokenizer's special tokens, with those that have no role of their own."""
     added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset({*tokenizer.all_special_ids, *added})
+
+
+@lru_cache(maxsize=4)
+def known_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids that a tokenizer has a token for. A model often has more: its vocabulary is filled up to a round number."""
+    return frozenset({*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder})
