@@ -181,7 +181,7 @@ def with_gae(
     of_tokens = rewards_of_tokens(fields, seq_lens, rewards, config.kl_in_reward)
     advantages, returns = gae_advantages(of_tokens, fields["old_values"], mask, seq_lens, config.gamma, config.lam)
     added = {"advantages": masked_whiten(advantages, mask), "returns": returns}
-    estimated = with_outputs(sequences, {name: packed.split(value) for name, value in added.items()})
+    estimated = with_outputs(sequences, {name: packed.split(value.float()) for name, value in added.items()})
     metrics: dict[str, float] = {}
     explained = explained_variance(fields["old_values"], returns, mask)
     if math.isfinite(explained):

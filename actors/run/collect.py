@@ -60,8 +60,10 @@ def load_inputs(config: RLConfig) -> Inputs:
         data=config.data,
         require_answer=reward.needs_ground_truth,
     )
-    prompts, ends = load(config.dataset), Ends(config.model, tokenizer, config.data)
-    held_out = load_held_out(config.eval_sets, config.eval_sampling, load, ends)
+    new_ends = partial(Ends, config.model, tokenizer, config.data)
+    ends = new_ends()
+    prompts = load(config.dataset, see=ends.see)
+    held_out = load_held_out(config.eval_sets, config.eval_sampling, load, new_ends)
     if len(prompts) < config.prompts_per_step:
         raise ConfigError.of(
             f"{type(config).__name__}.prompts_per_step",
@@ -74,7 +76,7 @@ def load_inputs(config: RLConfig) -> Inputs:
         prompts=prompts,
         held_out=held_out,
         batches=endless_batches(prompts, config.prompts_per_step, config.seed),
-        sampling=ends(config.sampling, prompts[0], config.dataset),
+        sampling=ends.added_to(config.sampling),
         notes=tuple(note for note in (prompts.note, *(each.note for each in held_out)) if note),
     )
 

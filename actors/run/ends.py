@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from actors.rollout.config import SamplingConfig
 from actors.run.state import read_object
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.chat import turn_end
 from rl_backend.data.config import DataConfig
 from rl_backend.data.prompts import Prompt, as_messages
@@ -16,7 +17,7 @@ from rl_backend.data.prompts import Prompt, as_messages
 
 @dataclass(frozen=True)
 class Ends:
-    """Ends of responses to prompts, in training and to held-out sets.
+    """Ends of responses to the prompts of a data set: of texts the model's, of chats also those of the chat template.
 
     Attributes:
         model: Hugging Face directory.
@@ -27,27 +28,39 @@ class Ends:
     model: str
     tokenizer: Any
     data: DataConfig
+    _of_turns: dict[Hashable, int | None] = field(default_factory=dict)
+    """By the form of the messages: who speaks in which order."""
 
-    def __call__(self, sampling: SamplingConfig, prompt: Prompt, where: str) -> SamplingConfig:
-        """``sampling`` with these ends beside its own.
+    def see(self, prompt: Prompt, where: str) -> None:
+        """Adds what ends an answer to a prompt, which SFT trains. Any prompt may be a text, or messages.
 
         Args:
-            prompt: of the data; all are texts, or messages.
-            where: the data's path.
+            where: the prompt's row, for messages.
+
+        Raises:
+            BatchError: the chat template refuses an answer to the messages.
+        """
+        messages = as_messages(prompt.example.prompt, self.data, where)
+        if messages is None:
+            return
+        # A rendering for each form, and not for each row: templates end turns by their roles, not by their words.
+        form = tuple(message["role"] for message in messages)
+        if form in self._of_turns:
+            return
+        try:
+            self._of_turns[form] = turn_end(messages, self.tokenizer, chat_template_kwargs=self.data.chat_template_kwargs)
+        except BatchError as error:
+            raise BatchError(f"{where}: {error.message}") from error
+
+    def added_to(self, sampling: SamplingConfig) -> SamplingConfig:
+        """``sampling`` with the ends of all prompts that were seen beside its own.
 
         Raises:
             ConfigError: ``generation_config.json`` of the model is damaged.
         """
-        ends = (*sampling.stop_token_ids, *stop_token_ids(self.model, self.tokenizer), *self._turn_ends(prompt, where))
+        of_turns = [end for end in self._of_turns.values() if end is not None]
+        ends = (*sampling.stop_token_ids, *stop_token_ids(self.model, self.tokenizer), *of_turns)
         return sampling.replace(stop_token_ids=tuple(dict.fromkeys(ends)))
-
-    def _turn_ends(self, prompt: Prompt, where: str) -> list[int]:
-        """What ends an answer to messages by the chat template, which SFT trains; nothing for texts."""
-        messages = as_messages(prompt.example.prompt, self.data, where)
-        if messages is None:
-            return []
-        end = turn_end(messages, self.tokenizer, chat_template_kwargs=self.data.chat_template_kwargs)
-        return [] if end is None else [end]
 
 
 def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from actors.rollout.config import SamplingConfig
@@ -101,6 +101,9 @@ class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
     def _play_options(self, limits: Limits) -> PlayOptions:
         config, warned = self.config, partial(warn, label=self.label)
         return PlayOptions(limits, config.on_episode_failure, config.least_episodes, self.inputs.score, warned)
+
+    def _sampled_ids(self) -> Iterable[Sequence[int]]:
+        return (turn.token_ids for episode in self._batch.episodes for turn in episode.turns)
 
     def _log_samples(self, step: int) -> None:
         batch, most, tokenizer = self._batch, self.config.samples_logged, self.inputs.tokenizer

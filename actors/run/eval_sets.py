@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from actors.rollout.config import SamplingConfig
+from actors.run.ends import Ends
 from rl_backend.contracts import BaseConfig, ConfigError
 from rl_backend.data.examples import Examples
 from rl_backend.data.prompts import Prompt
@@ -151,19 +152,20 @@ def load_held_out(
     sets: Mapping[str, EvalSet],
     sampling: Mapping[str, SamplingConfig],
     load: Callable[..., Examples[Prompt]],
-    ends: Callable[[SamplingConfig, Prompt, str], SamplingConfig],
+    new_ends: Callable[[], Ends],
 ) -> list[HeldOutSet]:
     """Reads held-out sets; raises as :func:`~rl_backend.data.prompts.load_prompts`.
 
     Args:
         sampling: of each set.
-        load: as :func:`~rl_backend.data.prompts.load_prompts`, of path and ``held_out``.
-        ends: what ends a response, as :class:`~actors.run.ends.Ends`.
+        load: as :func:`~rl_backend.data.prompts.load_prompts`, of path, ``held_out`` and ``see``.
+        new_ends: what ends responses to one set, which has seen no prompt yet.
     """
     found = []
     for name, each in sets.items():
-        prompts = load(each.path, held_out=True)
-        how = ends(sampling[name], prompts[0], each.path)
+        ends = new_ends()
+        prompts = load(each.path, held_out=True, see=ends.see)
+        how = ends.added_to(sampling[name])
         pass_at = tuple(dict.fromkeys((1, how.n))) if each.pass_at is None else each.pass_at
         threshold = 1.0 if each.pass_threshold is None else each.pass_threshold
         found.append(HeldOutSet(name, prompts, how, pass_at, threshold, prompts.note))

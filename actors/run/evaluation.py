@@ -20,7 +20,7 @@ from actors.run.console import Phases
 from actors.run.dtype import ChosenDtype, resolve_dtype
 from actors.run.ends import Ends
 from actors.run.eval_sets import EvalDatasets, EvalSet, load_held_out, sets_by_name
-from actors.run.held_out import HeldOutResult, answer
+from actors.run.held_out import HeldOutResult, answer, warn_of_unknown
 from actors.run.lengths import fitted_lengths
 from actors.run.lock import require_writable, usable_run_dir
 from actors.run.options import Follows, Options
@@ -165,7 +165,8 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
     )
     phases, engines = Phases(), config.rollout.num_engines
     with phases.phase("data", f"reading {count(len(config.eval_sets), 'held-out set')}"):
-        sets = load_held_out(config.eval_sets, config.eval_sampling, load, Ends(config.model, tokenizer, config.data))
+        new_ends = partial(Ends, config.model, tokenizer, config.data)
+        sets = load_held_out(config.eval_sets, config.eval_sampling, load, new_ends)
     with ExitStack() as stack:
         stack.callback(reward.close)
         if rollout is None:
@@ -179,6 +180,8 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
                 rollout = stack.enter_context(RolloutGroup(wanted))
         with phases.phase("held-out", f"answering {count(sum(len(each.prompts) for each in sets), 'prompt')}"):
             results = answer(rollout, sets, tokenizer, reward, seed=config.rollout.seed)
+    for result in results:
+        warn_of_unknown(result, tokenizer)
     if config.out is not None:
         _write(Path(config.out), config, results, tokenizer)
     return {result.held_out.name: result for result in results}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import batched
 from typing import Any
 
 from actors.rollout.group import RolloutGroup
 from actors.rollout.sample import Sample, sample_seeds
+from actors.run.console import warn
 from actors.run.eval_sets import HeldOutSet
 from actors.run.reward_scores import describe, score
+from actors.run.vital_signs import KNOWN, UNKNOWN, unknown_tokens
 from rl_backend.algorithm.estimates import Estimate, mean_over_prompts, pass_at_k
 from rl_backend.data.rewards import RewardScorer, Score
 
@@ -33,6 +35,11 @@ class HeldOutResult:
     def failures(self) -> list[str]:
         """A message for each call of a reward function that failed."""
         return [failure for score in self.scores for failure in score.failures]
+
+    @property
+    def sampled_ids(self) -> Iterable[Sequence[int]]:
+        """Of each response."""
+        return (sample.response_ids for sample in self.samples)
 
     @property
     def reward(self) -> float:
@@ -99,3 +106,9 @@ def answer(
         samples = rollout.generate(asked, sampling, seeds=seeds, adapter=adapter)
         results.append(HeldOutResult(held_out, samples, score(samples, prompts, tokenizer, scorer)))
     return results
+
+
+def warn_of_unknown(result: HeldOutResult, tokenizer: Any, label: str = "") -> None:
+    """Says how many of the sampled tokens the tokenizer does not know, if any."""
+    if unknown := unknown_tokens(result.sampled_ids, tokenizer):
+        warn(f"held-out set {result.held_out.name}: {unknown} of the sampled tokens {UNKNOWN}; {KNOWN}", label)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,11 @@ class HeldOutEpisodes(HeldOutResult):
     """
 
     episodes: Sequence[Episode] = ()
+
+    @property
+    def sampled_ids(self) -> Iterable[Sequence[int]]:
+        """Of each turn."""
+        return (turn.token_ids for episode in self.episodes for turn in episode.turns)
 
     def lines(self, tokenizer: Any) -> list[dict[str, Any]]:
         """Lines of ``held_out.jsonl``."""

@@ -8,6 +8,7 @@ from typing import Any
 from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import raise_if_terminated
 from actors.rollout.sample import Sample
+from rl_backend.data.chat import decode
 from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import RewardCall, RewardConfig, RewardScorer, Score, Scoring
 from rl_backend.data.rewards.result import for_json
@@ -30,7 +31,7 @@ def _raise_what_was_caught() -> None:
 
 def begin_scoring(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, scorer: RewardScorer) -> Scoring:
     """Begins with the scores of samples; ``prompts[i]`` is the one that ``samples[i]`` answers."""
-    texts = tokenizer.batch_decode([sample.response_ids for sample in samples], skip_special_tokens=True)
+    texts = [decode(sample.response_ids, tokenizer, special=False) for sample in samples]
     examples = [prompt.example for prompt in prompts]
     return scorer.begin(
         [
@@ -55,8 +56,8 @@ def describe(
     """Lines of ``samples.jsonl``; ``version_spans`` are (weight version, tokens) in the order of the response."""
     return [
         {
-            "prompt": tokenizer.decode(sample.prompt_ids),
-            "response": tokenizer.decode(sample.response_ids),
+            "prompt": decode(sample.prompt_ids, tokenizer),
+            "response": decode(sample.response_ids, tokenizer),
             "reward": score.value,
             "ground_truth": for_json(prompt.example.ground_truth),
             "version_spans": [list(span) for span in sample.version_spans],

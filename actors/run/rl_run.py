@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from actors.rollout.stream import SampleStream
 from actors.run.collect import BatchCollector, Inputs, TrainingBatch, load_inputs
@@ -72,6 +72,9 @@ class RLRun(SampledRun[RLConfig, Inputs, TrainingBatch]):
         return answer(
             self._rollout, inputs.held_out, inputs.tokenizer, inputs.reward, seed=config.seed, adapter=self._adapter
         )
+
+    def _sampled_ids(self) -> Iterable[Sequence[int]]:
+        return (sample.response_ids for sample in self._batch.samples)
 
     def _log_samples(self, step: int) -> None:
         batch, logged = self._batch, slice(self.config.samples_logged)

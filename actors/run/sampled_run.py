@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -13,13 +13,14 @@ from actors.rollout.group import RolloutGroup
 from actors.rollout.stream import BatchStream, StreamPosition
 from actors.run.console import say, say_facts
 from actors.run.eval_sets import HeldOutSet
-from actors.run.held_out import HeldOutResult
+from actors.run.held_out import HeldOutResult, warn_of_unknown
 from actors.run.result import RunResult
 from actors.run.run import OnStep, Run
 from actors.run.sampled_config import SampledConfig
 from actors.run.session import Session
 from actors.run.stop import StopRequest
 from actors.run.versions import VersionedCollector
+from actors.run.vital_signs import unknown_tokens
 from actors.sync.push import WeightSync
 from actors.sync.report import PushReport
 from actors.train.model import GroupModel
@@ -41,8 +42,12 @@ class CollectedBatch(Protocol):
     """What any step trains on.
 
     Attributes:
+        metrics: of the step, to which others are added.
         failures: what went wrong while it was made, for the user.
     """
+
+    @property
+    def metrics(self) -> dict[str, float]: ...
 
     @property
     def failures(self) -> Sequence[str]: ...
@@ -121,8 +126,13 @@ class SampledRun[C: SampledConfig, I: SampledInputs, B: CollectedBatch](Run[C], 
         self._steps_started = time.monotonic() - self._step_seconds
 
     def collect(self) -> B:
-        """What the step trains on: the phase ``sample``, and ``reward`` where scores are waited for."""
+        """What the step trains on: the phase ``sample``, and ``reward`` where scores are waited for.
+
+        With the metric ``unknown_tokens`` where the tokenizer has no token for some of the sampled ids.
+        """
         self._batch = self._collector.collect(self._step, self._clock)
+        if unknown := unknown_tokens(self._sampled_ids(), self.inputs.tokenizer):
+            self._batch.metrics["unknown_tokens"] = unknown
         self._say_failures(f"step {self._step}", self._batch.failures)
         return self._batch
 
@@ -240,6 +250,10 @@ class SampledRun[C: SampledConfig, I: SampledInputs, B: CollectedBatch](Run[C], 
         """Of all held-out sets."""
 
     @abstractmethod
+    def _sampled_ids(self) -> Iterable[Sequence[int]]:
+        """Of the step's batch."""
+
+    @abstractmethod
     def _log_samples(self, step: int) -> None:
         """Lines of the step's samples."""
 
@@ -253,6 +267,7 @@ class SampledRun[C: SampledConfig, I: SampledInputs, B: CollectedBatch](Run[C], 
         results = self._answer_held_out()
         for result in results:
             self._say_failures(f"held-out set {result.held_out.name}", result.failures)
+            warn_of_unknown(result, self.inputs.tokenizer, self.label)
             self.folder.log_held_out(step, result.lines(self.inputs.tokenizer))
         self._reward = results[0].reward
         self._after = {name: value for result in results for name, value in result.metrics.items()}

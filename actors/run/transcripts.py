@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
+from rl_backend.data.chat import decode
 from rl_backend.environment import Episode, Segment, ToolCall, Turn
 
 STATUS_OK = "ok"
@@ -43,7 +44,7 @@ def _line(episode: Episode, tokenizer: Any, dropped: bool) -> dict[str, Any]:
 def _turn(turn: Turn, tokenizer: Any) -> dict[str, Any]:
     return {
         "given": [{"role": str(each.get("role", "")), "content": _text(each.get("content"))} for each in turn.given],
-        "text": tokenizer.decode(list(turn.token_ids)),
+        "text": decode(turn.token_ids, tokenizer),
         "calls": [_call(call) for call in turn.calls],
         "reward": turn.reward,
         "finish": turn.finish,
@@ -76,7 +77,7 @@ def _as_json(value: Any, depth: int = 0) -> Any:
 def _pieces(segment: Segment, tokenizer: Any) -> list[list[Any]]:
     """Consecutive tokens that were trained or not, each run decoded by itself; the first was given."""
     runs = groupby(zip(segment.token_ids, segment.sampled, strict=True), key=lambda pair: bool(pair[1]))
-    return [[tokenizer.decode([token for token, _ in run]), trained] for trained, run in runs]
+    return [[decode([token for token, _ in run], tokenizer), trained] for trained, run in runs]
 
 
 def _version_spans(episode: Episode) -> list[list[int]]:

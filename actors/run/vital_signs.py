@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from actors.rollout.sample import Sample
+from rl_backend.data.chat import known_token_ids
 
 STEPS = 5
 """Steps in a row that something must have lasted before it is warned of."""
@@ -19,6 +20,9 @@ COLLAPSED_ENTROPY = 0.01
 """Nats per token: of choices between two tokens with probabilities of 0.9987 and 0.0013."""
 
 ALL_CUT_OFF = 0.95
+
+UNKNOWN = "are ids that the tokenizer has no token for: they decode to nothing, so nobody who reads the text sees them"
+KNOWN = "give the model the tokenizer that it was made with, or leave its vocabulary no other ids (resize_token_embeddings)"
 
 
 class ScoredGroup(Protocol):
@@ -53,19 +57,30 @@ def sample_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return metrics
 
 
+def unknown_tokens(sampled: Iterable[Sequence[int]], tokenizer: Any) -> int:
+    """How many of the sampled ids the tokenizer has no token for: they decode to nothing.
+
+    Engines do not mask them: log-probs would be of another distribution than the trainer's, which is over all ids.
+    """
+    known = known_token_ids(tokenizer)
+    return sum(token not in known for token_ids in sampled for token in token_ids)
+
+
 @dataclass(frozen=True)
 class Cause:
-    """Why a run learns nothing.
+    """Why a run learns nothing, or not what it should.
 
     Attributes:
         shows: whether a step shows it, by its metrics; None where they do not say.
         sentence: fields are metrics of the last step, and ``steps``, for how many it has lasted.
         explained_by: causes of which this one follows; it is not told beside them.
+        steps: in a row that it must have lasted before it is told.
     """
 
     shows: Callable[[Mapping[str, float]], bool | None]
     sentence: str
     explained_by: tuple[str, ...] = ()
+    steps: int = STEPS
 
 
 def _where(name: str, shows: Callable[[float], bool]) -> Callable[[Mapping[str, float]], bool | None]:
@@ -115,6 +130,11 @@ CAUSES: Mapping[str, Cause] = {
         "max_response_tokens ({responses_cut_off:.0%} in this one), so rewards judge unfinished text; raise "
         "max_response_tokens, or see in samples.jsonl whether the model ever writes its end token",
     ),
+    "unknown_tokens": Cause(
+        _where("unknown_tokens", lambda count: count > 0),
+        f"{{unknown_tokens:.0f}} of the sampled tokens {UNKNOWN}, and they are trained on; {KNOWN}",
+        steps=1,
+    ),
 }
 """By name; one that explains another comes before it."""
 
@@ -137,7 +157,7 @@ class VitalSigns:
         return {"lasted": dict(self._lasted), "told": sorted(self._told)}
 
     def warnings(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """A sentence for each cause that has lasted ``STEPS`` steps and has not been told before in the run."""
+        """A sentence for each cause that has lasted its steps and has not been told before in the run."""
         found = []
         for name, cause in CAUSES.items():
             shown = cause.shows(metrics)
@@ -145,7 +165,7 @@ class VitalSigns:
                 continue
             self._lasted[name] = self._lasted.get(name, 0) + 1 if shown else 0
             explained = any(self._lasted.get(other) for other in cause.explained_by)
-            if self._lasted[name] >= STEPS and name not in self._told and not explained:
+            if self._lasted[name] >= cause.steps and name not in self._told and not explained:
                 self._told.add(name)
                 # A loop of one's own may log a metric without those that go with it here.
                 said = defaultdict(lambda: math.nan, metrics, steps=self._lasted[name])

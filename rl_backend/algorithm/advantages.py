@@ -73,7 +73,8 @@ def groups_with_signal(rewards: Rewards, *, group_size: int | None = None, group
 
 def finite_rewards(rewards: Rewards) -> Tensor:
     """(N,) float64; raises :class:`BatchError` for another shape or a reward that is not finite."""
-    given = torch.as_tensor(rewards)
+    # Of a list torch would make float32, in which 1e8 and 1e8 + 1 are the same.
+    given = rewards if isinstance(rewards, Tensor) else torch.as_tensor(rewards, dtype=torch.float64)
     if given.dim() != 1:
         raise BatchError(f"rewards has shape {tuple(given.shape)}; expected (N,): one number per response")
     scores = given.to(torch.float64)
@@ -84,9 +85,8 @@ def finite_rewards(rewards: Rewards) -> Tensor:
 
 
 def result_dtype(rewards: Rewards) -> torch.dtype:
-    """The dtype of ``rewards``; float32 when they are not floating."""
-    given = torch.as_tensor(rewards).dtype
-    return given if given.is_floating_point else torch.float32
+    """Of advantages: the dtype of a floating tensor of rewards; float32 of any others."""
+    return rewards.dtype if isinstance(rewards, Tensor) and rewards.is_floating_point() else torch.float32
 
 
 def _group_indices(scores: Tensor, group_size: int | None, group_ids: GroupIds) -> Tensor:
@@ -132,7 +132,7 @@ def grpo_advantages(
         eps: added to the standard deviation; above 0.
 
     Returns:
-        (N,) in the dtype and on the device of ``rewards``; float32 when they are not floating.
+        (N,) in the dtype and on the device of ``rewards``; float32 when they are no floating tensor.
 
     Raises:
         BatchError: a reward that is not finite, or groups that do not fit N.
@@ -214,8 +214,8 @@ def reinforce_plus_plus_baseline_advantages(
         group_size, group_ids: as in :func:`~rl_backend.algorithm.advantages.grpo_advantages`.
 
     Returns:
-        (T,) on the device of ``loss_mask``, 0 where that is 0; in the dtype of ``rewards``, float32 when they are not
-        floating.
+        (T,) on the device of ``loss_mask``, 0 where that is 0; in the dtype of ``rewards``, float32 when they are no
+        floating tensor.
 
     Raises:
         BatchError: a reward that is not finite, shapes or groups that do not fit, or fewer than two selected tokens.

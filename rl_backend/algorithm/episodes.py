@@ -88,9 +88,9 @@ def episode_sequences(
 ) -> list[TokenSequence]:
     """A sequence for each segment of each episode; an episode without a sampled token has none.
 
-    Token fields: ``loss_mask`` on the predictions of sampled tokens, ``rollout_log_probs``, and ``token_rewards`` at the
-    prediction of a turn's last token. Sequence fields: ``episode``, ``episode_cut`` and ``episode_share``, the part of the
-    episode's sampled tokens that the sequence has, with which ``seq-mean-*`` losses count an episode once.
+    Token fields: ``loss_mask`` on the predictions of sampled tokens, ``rollout_log_probs``, and ``token_rewards``, float64,
+    at the prediction of a turn's last token. Sequence fields: ``episode``, ``episode_cut`` and ``episode_share``, the part
+    of the episode's sampled tokens that the sequence has, with which ``seq-mean-*`` losses count an episode once.
 
     Args:
         truncated: what becomes of episodes that were cut off.
@@ -253,8 +253,9 @@ def _token_fields(segment: SampledSegment, rewards: Sequence[float], where: str)
             raise BatchError(f"{where}: a segment of {length} tokens has {len(values)} {name}", name=name)
     if segment.sampled[0]:
         raise BatchError(f"{where}: the first token of a segment is sampled; a turn needs at least one token before it")
-    placed = {"loss_mask": segment.sampled, "rollout_log_probs": segment.log_probs, TOKEN_REWARDS: rewards}
-    return {name: torch.tensor([*values[1:], 0], dtype=torch.float32) for name, values in placed.items()}
+    placed = {"loss_mask": segment.sampled, "rollout_log_probs": segment.log_probs}
+    fields = {name: torch.tensor([*values[1:], 0], dtype=torch.float32) for name, values in placed.items()}
+    return fields | {TOKEN_REWARDS: torch.tensor([*rewards[1:], 0], dtype=torch.float64)}
 
 
 def _route_fields(segment: SampledSegment, where: str) -> dict[str, Tensor]:

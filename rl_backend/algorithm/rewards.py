@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm.advantages import Rewards, finite_rewards, result_dtype
+from rl_backend.algorithm.advantages import Rewards, finite_rewards
 from rl_backend.algorithm.loss_aggregation import check_not_negative, check_packed, zero_masked
 from rl_backend.algorithm.policy import check_kl_type, kl_penalty
 from rl_backend.contracts import BatchError, ConfigError
@@ -22,13 +22,13 @@ def token_rewards(rewards: Rewards, loss_mask: Tensor, seq_lens: Tensor) -> Tens
         seq_lens: (B,) int64 on the CPU.
 
     Returns:
-        in the dtype of ``rewards`` (float32 when they are not floating), on the device of ``loss_mask``.
+        in float64, on the device of ``loss_mask``: advantages are small differences of them.
 
     Raises:
         BatchError: a reward that is not finite, or shapes that do not fit.
     """
     check_packed(seq_lens, loss_mask=loss_mask)
-    scores = finite_rewards(rewards).to(result_dtype(rewards)).to(loss_mask.device)
+    scores = finite_rewards(rewards).to(loss_mask.device)
     if scores.shape != seq_lens.shape:
         raise BatchError(f"{scores.shape[0]} rewards for {seq_lens.shape[0]} sequences")
     placed = torch.zeros(loss_mask.shape[0], dtype=scores.dtype, device=loss_mask.device)
@@ -71,7 +71,7 @@ def kl_in_reward(
 def overlong_penalty(
     response_lengths: Tensor | Sequence[int], *, max_response_tokens: int, buffer_tokens: int, penalty: float = 1.0
 ) -> Tensor:
-    """What a long response adds to its reward: (N,) float32, from 0 down to ``-penalty``.
+    """What a long response adds to its reward: (N,) float64, from 0 down to ``-penalty``.
 
     0 up to ``max_response_tokens - buffer_tokens``, then falling linearly to ``-penalty`` at ``max_response_tokens``, and
     that beyond. Source: soft overlong punishment, DAPO, https://arxiv.org/abs/2503.14476, equation 13; verl's
@@ -95,5 +95,5 @@ def overlong_penalty(
     lengths = torch.as_tensor(response_lengths)
     if lengths.dim() != 1:
         raise BatchError(f"response_lengths has shape {tuple(lengths.shape)}; expected (N,): one number per response")
-    excess = lengths.to(torch.float32) - (max_response_tokens - buffer_tokens)
+    excess = lengths.to(torch.float64) - (max_response_tokens - buffer_tokens)
     return -penalty * (excess / buffer_tokens).clamp(min=0.0, max=1.0)

@@ -64,7 +64,9 @@ def with_advantages(
     group_ids: Sequence[int] | None = None,
     kl_coef: float = 0.0,
 ) -> list[TokenSequence]:
-    """Adds ``advantages``: a sequence field where all tokens of a response have the same, else a token field.
+    """Adds ``advantages``, float32: a sequence field where all tokens of a response have the same, else a token field.
+
+    They are computed of the rewards in float64.
 
     Episodes are compared with each other, whatever number of sequences they have; all sequences of one get its advantage.
 
@@ -78,9 +80,7 @@ def with_advantages(
     """
     played = bool(sequences) and EPISODE in sequences[0].sequence_fields
     if advantage not in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        values = advantages.ADVANTAGE_ESTIMATORS[advantage](
-            torch.tensor(rewards), group_size=group_size, group_ids=group_ids
-        )
+        values = advantages.ADVANTAGE_ESTIMATORS[advantage](rewards, group_size=group_size, group_ids=group_ids)
         owners = [int(each.sequence_fields[EPISODE]) for each in sequences] if played else range(len(rewards))
         return [
             sequence.with_fields(sequence_fields={"advantages": values[owner]})
@@ -96,7 +96,7 @@ def with_advantages(
         values = advantages.reinforce_plus_plus_baseline_advantages(
             rewards, mask, lengths, group_size=group_size, group_ids=group_ids
         )
-    return with_outputs(sequences, {"advantages": packed.split(values)})
+    return with_outputs(sequences, {"advantages": packed.split(values.to(torch.float32))})
 
 
 def with_episode_gae(
@@ -107,7 +107,7 @@ def with_episode_gae(
     lam: float,
     kl_coef: float = 0.0,
 ) -> list[TokenSequence]:
-    """Adds ``advantages``, whitened, and ``returns`` of episodes: PPO over turns.
+    """Adds ``advantages``, whitened, and ``returns`` of episodes, float32: PPO over turns.
 
     A step's reward is at the last sampled token of its turn. The estimate goes on from one sequence of an episode to the
     next, and from an episode that was cut off to the value of the state that it was cut off in.
@@ -126,11 +126,11 @@ def with_episode_gae(
     of_tokens = rewards_of_tokens(fields, lengths, rewards, kl_coef)
     estimates = gae_advantages(of_tokens, fields["old_values"], mask, lengths, gamma, lam, final_values=behind)
     added = {"advantages": masked_whiten(estimates[0], mask), "returns": estimates[1]}
-    return with_outputs(sequences, {name: packed.split(value) for name, value in added.items()})
+    return with_outputs(sequences, {name: packed.split(value.to(torch.float32)) for name, value in added.items()})
 
 
 def rewards_of_tokens(fields: Mapping[str, Tensor], seq_lens: Tensor, rewards: Sequence[float], kl_coef: float) -> Tensor:
-    """(T,): each response's reward at its last token, less ``kl_coef`` times the KL to the reference at every token.
+    """(T,) float64: each response's reward at its last token, less ``kl_coef`` times the KL to the reference at every token.
 
     Args:
         fields: packed; ``loss_mask`` and, with ``kl_coef``, ``old_log_probs`` and ``ref_log_probs``. Of episodes also
@@ -138,7 +138,7 @@ def rewards_of_tokens(fields: Mapping[str, Tensor], seq_lens: Tensor, rewards: S
         seq_lens: of sequences, or of episodes (:func:`~rl_backend.algorithm.episode_lengths`).
     """
     mask = fields["loss_mask"]
-    given = torch.tensor(rewards)
+    given = torch.tensor(rewards, dtype=torch.float64)
     if TOKEN_REWARDS in fields:
         of_turns = zero_masked(fields[TOKEN_REWARDS], mask)
         left = given - sum_by_sequence(of_turns, seq_lens)

@@ -90,8 +90,8 @@ def gae_advantages(
             0 where it ended. Source: time limits as cuts, https://arxiv.org/abs/1712.00378. None is 0 for all.
 
     Returns:
-        Advantages and returns (``advantages + values``, what the critic learns), (T,) each, in the dtype of ``values``,
-        without gradient, 0 where ``loss_mask`` is 0.
+        Advantages and returns (``advantages + values``, what the critic learns), (T,) each, in the wider dtype of
+        ``token_rewards`` and ``values``, without gradient, 0 where ``loss_mask`` is 0.
 
     Raises:
         BatchError: shapes, or a reward or value of a selected token that is not finite.
@@ -124,9 +124,10 @@ def gae_advantages(
         following = deltas[:, column] + gamma * lam * following
         rows[:, column] = following
     real = torch.arange(deltas.shape[1], device=deltas.device) < torch.tensor(counts, device=deltas.device)[:, None]
-    zeros = torch.zeros_like(values)
-    advantages = zeros.masked_scatter(selected, rows[real].to(values.dtype))
-    returns = zeros.masked_scatter(selected, (rows + state_values)[real].to(values.dtype))
+    dtype = torch.promote_types(token_rewards.dtype, values.dtype)
+    zeros = torch.zeros_like(values, dtype=dtype)
+    advantages = zeros.masked_scatter(selected, rows[real].to(dtype))
+    returns = zeros.masked_scatter(selected, (rows + state_values)[real].to(dtype))
     return advantages, returns
 
 

@@ -26,6 +26,16 @@ def encode_text(text: str, tokenizer: Any) -> list[int]:
     return token_ids[:-1] if token_ids and token_ids[-1] == tokenizer.eos_token_id else token_ids
 
 
+def decode(token_ids: Sequence[int], tokenizer: Any, *, special: bool = True) -> str:
+    """The text of tokens, as they stand: no tokenizer's ``clean_up_tokenization_spaces`` takes spaces out of it.
+
+    Args:
+        special: with special tokens.
+    """
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    return text
+
+
 def encode_messages(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Any,
@@ -201,3 +211,9 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
     """Ids of a tokenizer's special tokens, with those that have no role of their own."""
     added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset({*tokenizer.all_special_ids, *added})
+
+
+@lru_cache(maxsize=4)
+def known_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids that a tokenizer has a token for. A model often has more: its vocabulary is filled up to a round number."""
+    return frozenset({*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder})

@@ -189,6 +189,7 @@ class Examples[T](Sequence[T]):
         make: the example of a row, and its lengths before any cut.
         too_long: what is done with examples that exceed a limit. ``make`` cuts where that is asked for.
         kind: what an example is, for messages.
+        see: told of each example that is kept, and of its row in words, once.
 
     Attributes:
         note: how many were filtered or cut, and by which limit; empty where none was.
@@ -199,12 +200,17 @@ class Examples[T](Sequence[T]):
     """
 
     def __init__(
-        self, rows: Rows, make: Callable[[int], tuple[T, Sequence[Length]]], too_long: TooLong, kind: str = "prompt"
+        self,
+        rows: Rows,
+        make: Callable[[int], tuple[T, Sequence[Length]]],
+        too_long: TooLong,
+        kind: str = "prompt",
+        see: Callable[[T, str], None] = lambda example, where: None,
     ) -> None:
         self._make, self._kept, self.note = make, array("Q"), ""
         first, found, longest = "", 0, 0
         for index in range(len(rows)):
-            _, lengths = make(index)
+            example, lengths = make(index)
             over = next((length for length in lengths if length.tokens > length.most), None)
             if over is not None:
                 found, longest = found + 1, max(longest, over.tokens)
@@ -212,6 +218,7 @@ class Examples[T](Sequence[T]):
                 first = first or f"{rows.where(index)} with {over.tokens}"
             if over is None or too_long == "cut":
                 self._kept.append(index)
+                see(example, rows.where(index))
         if not found:
             return
         some = f"{found} of {len(rows)} {kind}s {'has' if found == 1 else 'have'} more tokens than {limit}"

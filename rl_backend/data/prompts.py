@@ -1,7 +1,7 @@
 """Prompts: data sets as token ids, and the order in which training sees them."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def load_prompts(
     *,
     require_answer: bool = True,
     held_out: bool = False,
+    see: Callable[[Prompt, str], None] = lambda prompt, where: None,
 ) -> Examples[Prompt]:
     """The prompts of a data set. Chat messages go through the tokenizer's chat template.
 
@@ -76,6 +77,7 @@ def load_prompts(
         data: columns, texts and templates.
         require_answer: whether rows need a ground truth.
         held_out: it is named by ``eval_dataset``, and of several splits one must be chosen.
+        see: see :class:`~rl_backend.data.examples.Examples`.
 
     Raises:
         ConfigError, UnsupportedError: the data set or the chat template is missing, or does not fit ``data``.
@@ -90,7 +92,7 @@ def load_prompts(
         length = Length(len(token_ids), "max_prompt_tokens", max_prompt_tokens)
         return Prompt(example, cut_prompt(token_ids, max_prompt_tokens, tokenizer)), [length]
 
-    return Examples(rows, make, data.too_long)
+    return Examples(rows, make, data.too_long, see=see)
 
 
 def open_dataset(path: Path | str, *, held_out: bool = False) -> Rows:

@@ -16,6 +16,7 @@ from rl_backend.contracts import BatchError, ConfigError, TokenSequence
 from rl_backend.data.chat import (
     ChatMessage,
     chat_template,
+    decode,
     encode_text,
     marks_answers,
     render_messages,
@@ -183,7 +184,7 @@ def _turn(
     # A token over the border of prompt and answer is none that the model could have written.
     response = response[len(prompt) :] if shared else tokenizer.encode(whole[len(before) :], add_special_tokens=False)
     end = _end(response, messages[-1], whole, tokenizer)
-    if end is None or tokenizer.decode(response[end + 1 :], skip_special_tokens=True).strip():
+    if end is None or decode(response[end + 1 :], tokenizer, special=False).strip():
         raise ConfigError.of(
             "model",
             str(tokenizer.name_or_path),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_backend.contracts import BatchError
+from rl_backend.data.chat import decode
 from rl_backend.data.config import DataConfig
 from rl_backend.data.prompts import as_messages, encode_prompt
 from rl_backend.data.rewards import RewardCall, RewardScorer
@@ -74,7 +75,7 @@ class AnswerEnvironment:
         if turn.calls:
             return Step()
         row = self._row
-        text = self._tokenizer.decode(list(turn.token_ids), skip_special_tokens=True)
+        text = decode(turn.token_ids, self._tokenizer, special=False)
         call = RewardCall(row.get("data_source", ""), text, row.get("ground_truth"), row.get("extra_info"), row["prompt"])
         asked = self._scorer.begin([call])
         with self._scoring:

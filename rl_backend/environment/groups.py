@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rl_backend.contracts import EpisodeFailedError
@@ -141,7 +141,8 @@ async def _judged(played: Sequence[Episode], options: PlayOptions) -> Group:
 async def _scores(episodes: Sequence[Episode], score: Score | None) -> list[float]:
     if score is None or not episodes:
         return [0.0] * len(episodes)
-    found = [score_value(each) for each in await Caller()(score, tuple(episodes))]
+    given = tuple(replace(each, metrics=dict(each.metrics)) for each in episodes)
+    found = [score_value(each) for each in await Caller()(score, given)]
     if len(found) != len(episodes):
         raise EpisodeFailedError(f"score returned {len(found)} rewards for {len(episodes)} episodes; expected one for each")
     return found

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, cast
 
@@ -38,7 +39,7 @@ async def play_episode(
     """Plays an episode. What the player raises ends it with ``stop="error"``.
 
     Args:
-        row: for the player.
+        row: for the player, which gets a copy: the other episodes of the row have it too.
         source: engines.
         sampling_seed: decides what is sampled, together with prompts and weights.
         seed: for whatever the environment draws.
@@ -94,7 +95,7 @@ def ended_by(end: EpisodeEndError | TimeLimitError, metrics: Mapping[str, float]
 
 async def _played(player: Player, row: Mapping[str, Any], sampler: RecordingSampler) -> Result:
     try:
-        result = await player(row, sampler)
+        result = await player(deepcopy(row), sampler)
     except (EpisodeEndError, TimeLimitError) as end:
         return ended_by(end)
     except _OF_THE_RUN:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_backend.contracts import BatchError
-from rl_backend.data.chat import ChatMessage, render_messages, special_token_ids
+from rl_backend.data.chat import ChatMessage, decode, render_messages, special_token_ids
 from rl_backend.environment.episode import Message
 
 WORD = "Zq7sentinel"
@@ -52,8 +52,7 @@ class ChatRenderer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, with special tokens."""
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return decode(token_ids, self.tokenizer)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in special_token_ids(self.tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 
 from rl_backend.contracts import ConfigError, EpisodeFailedError, RolloutError
 from rl_backend.data.rewards.pool import TimeLimitError
@@ -68,7 +69,8 @@ async def _run(attempt: Attempt, tools: Mapping[str, Tool], caller: Caller, seco
     if tool is None:
         return _call(attempt, "unknown_tool", f"there is no tool {attempt.name!r}; there are {', '.join(sorted(tools))}")
     try:
-        answer = await caller(tool.__call__, attempt.arguments, seconds=seconds)
+        # A copy: what the model wrote is rendered and recorded after the tool has had it.
+        answer = await caller(tool.__call__, deepcopy(attempt.arguments), seconds=seconds)
     except TimeLimitError:
         return _call(attempt, "timeout", "the tool took too long")
     except ArgumentsError as error:

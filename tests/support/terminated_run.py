@@ -29,8 +29,8 @@ class Options(BaseConfig):
 
 
 class NoTokenizer:
-    def batch_decode(self, responses: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
-        return ["12"] * len(responses)
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return "12"
 
 
 def work(where: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,8 +61,8 @@ class LoadedReward:
         return "prompt" in inspect.signature(self.function).parameters
 
     def keywords(self, call: RewardCall) -> dict[str, Any]:
-        """What the function is called with."""
-        return call.arguments | ({"prompt": call.prompt} if self.takes_prompt else {})
+        """What the function is called with: copies, because it may change them, and others are called with the same."""
+        return deepcopy(call.arguments | ({"prompt": call.prompt} if self.takes_prompt else {}))
 
     def __str__(self) -> str:
         return f"reward {self.name!r} ({self.spec})" if self.name else f"reward {self.spec}"

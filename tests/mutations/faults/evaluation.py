@@ -101,10 +101,26 @@ FAULTS = [
     Fault(
         "held-out-responses-do-not-end",
         "actors.run.eval_sets:load_held_out",
-        "how = ends(sampling[name], prompts[0], each.path)",
+        "how = ends.added_to(sampling[name])",
         "how = sampling[name]",
         ("test_inputs_have_every_set_with_the_tokens_that_end_a_response",),
         "held-out responses would go on behind their end-of-text token",
+    ),
+    Fault(
+        "the-first-row-says-what-ends-responses",
+        "rl_backend.data.examples:Examples.__init__",
+        "see(example, rows.where(index))",
+        "see(example, rows.where(index)) if index == 0 else None",
+        ("test_a_response_to_messages_ends_where_the_chat_template_ends_a_turn",),
+        "chats behind a text would go on behind the end of their turn",
+    ),
+    Fault(
+        "the-first-chat-says-what-ends-responses",
+        "actors.run.ends:Ends.see",
+        "if form in self._of_turns:",
+        "if self._of_turns:",
+        ("test_a_response_to_messages_ends_where_the_chat_template_ends_a_turn",),
+        "chats of another form, which a template ends otherwise, would not end",
     ),
     Fault(
         "more-passes-than-responses",

@@ -96,4 +96,12 @@ FAULTS = [
         (_SAMPLES,),
         "every run would be told to raise its response length",
     ),
+    Fault(
+        "unknown-tokens-of-a-step-are-not-counted",
+        "actors.run.sampled_run:SampledRun.collect",
+        'self._batch.metrics["unknown_tokens"] = unknown',
+        "pass",
+        ("test_a_steps_unknown_tokens_are_a_metric",),
+        "a run would train on ids that decode to nothing, without a word",
+    ),
 ]

@@ -222,21 +222,57 @@ def test_an_answer_is_required_only_where_the_reward_needs_one(tmp_path: Path) -
         load_inputs(GRPOConfig(**options, reward=f"{tmp_path}/rewards.py:compares"))
 
 
+@pytest.mark.shows("data: of texts and chats in one data set, in any order, responses end as those of each alone")
 def test_a_response_to_messages_ends_where_the_chat_template_ends_a_turn(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer(CHATML)
+    # Turns end otherwise behind a system message.
+    system = CHATML.replace("<|im_end|>", "{{ '<|eot_id|>' if messages[0].role == 'system' else '<|im_end|>' }}")
+    tokenizer = chat_tokenizer(system)
     tokenizer.save_pretrained(write_tiny("qwen3", tmp_path / "model", vocab_size=512, eos_token_id=tokenizer.eos_token_id))
-    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}]}\n')
-    (tmp_path / "text.jsonl").write_text('{"prompt": "1+1="}\n')
+    user = {"role": "user", "content": "1+1="}
+    rows: dict[str, dict[str, Any]] = {
+        "text": {"prompt": "1+1="},
+        "chat": {"messages": [user]},
+        "system": {"messages": [{"role": "system", "content": "x"}, user]},
+        "long": {"messages": [{"role": "system", "content": "x " * 64}, user]},
+    }
     (tmp_path / "rewards.py").write_text("def any_of(**facts): return 1.0\n")
-    ends = {}
-    for name in ("chat", "text"):
-        path = f"{tmp_path}/{name}.jsonl"
-        options: dict[str, Any] = {"dataset": path, "eval_dataset": path, "reward": f"{tmp_path}/rewards.py:any_of"}
-        sizes = {"prompts_per_step": 1, "max_prompt_tokens": 64, "max_response_tokens": 64}
-        inputs = load_inputs(GRPOConfig(model=str(tmp_path / "model"), **sizes, **options))
-        ends[name] = tokenizer.decode(inputs.sampling.stop_token_ids)
-        assert inputs.held_out[0].sampling.stop_token_ids == inputs.sampling.stop_token_ids
-    assert ends == {"chat": "</s><|im_end|>", "text": "</s>"}
+
+    def ends(*names: str, of: str) -> str:
+        """Of a set of such rows, beside another one of texts alone."""
+        for file, found in (("mixed", names), ("texts", ("text", "text"))):
+            (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(rows[name]) + "\n" for name in found))
+        mixed, texts = (f"{tmp_path}/{file}.jsonl" for file in ("mixed", "texts"))
+        sets = {"dataset": mixed, "eval_dataset": texts} if of == "dataset" else {"dataset": texts, "eval_dataset": mixed}
+        sizes = {"prompts_per_step": 1, "max_prompt_tokens": 64, "max_response_tokens": 64, "too_long": "filter"}
+        options: dict[str, Any] = {"reward": f"{tmp_path}/rewards.py:any_of", **sets, **sizes}
+        inputs = load_inputs(GRPOConfig(model=str(tmp_path / "model"), **options))
+        found = {"dataset": inputs.sampling, "eval_dataset": inputs.held_out[0].sampling}
+        other = next(found[name] for name in found if name != of)
+        assert tokenizer.decode(other.stop_token_ids) == "</s>", "the other set ends as it would alone"
+        return str(tokenizer.decode(found[of].stop_token_ids))
+
+    for of in ("dataset", "eval_dataset"):
+        assert ends("text", of=of) == ends("text", "long", of=of) == "</s>"
+        assert ends("chat", of=of) == ends("text", "chat", of=of) == ends("chat", "text", of=of) == "</s><|im_end|>"
+        assert ends("text", "text", "system", of=of) == "</s><|eot_id|>"
+        assert ends("chat", "text", "system", of=of) == "</s><|im_end|><|eot_id|>"
+
+
+def test_a_row_whose_answer_the_chat_template_refuses_is_named(tmp_path: Path) -> None:
+    template = (
+        CHATML + "{% if not add_generation_prompt and messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    )
+    tokenizer = chat_tokenizer(template)
+    tokenizer.save_pretrained(write_tiny("qwen3", tmp_path / "model", vocab_size=512, eos_token_id=tokenizer.eos_token_id))
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "1+1="}]
+    lines = [{"prompt": "1+1="}, {"messages": messages}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "rewards.py").write_text("def any_of(**facts): return 1.0\n")
+    options = {"dataset": f"{tmp_path}/rows.jsonl", "reward": f"{tmp_path}/rewards.py:any_of", "prompts_per_step": 1}
+    with pytest.raises(
+        BatchError, match=r"rows\.jsonl, line 2: the chat template of .* refuses messages of the roles system"
+    ):
+        load_inputs(GRPOConfig(model=str(tmp_path / "model"), **options, max_prompt_tokens=64, max_response_tokens=64))
 
 
 def test_options_of_data_have_short_names_and_are_read_from_the_command_line() -> None:

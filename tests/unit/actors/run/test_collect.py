@@ -23,8 +23,8 @@ GOOD, BAD, WRONG = [1], [0], [7]
 
 
 class Tokens:
-    def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        return [str(row[0]) for row in rows]
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        return str(token_ids[0])
 
 
 def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:

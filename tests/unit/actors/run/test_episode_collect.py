@@ -53,7 +53,7 @@ async def player(row: Mapping[str, Any], sampler: Sampler) -> Result:
 class Tokens:
     """A tokenizer with a character for each token."""
 
-    def decode(self, token_ids: Any) -> str:
+    def decode(self, token_ids: Any, **_: Any) -> str:
         return "".join(chr(64 + token) for token in token_ids)
 
 

@@ -131,11 +131,8 @@ class Engines:
 class Digits:
     """A tokenizer whose tokens are numbers."""
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
         return " ".join(map(str, ids))
-
-    def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        return [self.decode(row) for row in rows]
 
 
 def below(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

@@ -10,7 +10,7 @@ from rl_backend.environment import ToolCall, Turn
 from rl_backend.lab.text import json_text
 from tests.support.episodes import episode
 
-TOKENIZER = SimpleNamespace(decode=lambda token_ids: "")
+TOKENIZER = SimpleNamespace(decode=lambda token_ids, **_: "")
 
 
 def test_a_transcript_has_whatever_a_parser_made_of_a_call() -> None:

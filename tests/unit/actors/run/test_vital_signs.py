@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,20 @@ import ray
 from actors import Run, Session
 from actors.cluster.session import RunStopped
 from actors.rollout.sample import Sample, VersionSpan
+from actors.run.episode_run import EpisodeRun
+from actors.run.eval_sets import HeldOutSet
+from actors.run.held_out import HeldOutResult, warn_of_unknown
+from actors.run.held_out_episodes import HeldOutEpisodes
+from actors.run.rl_run import RLRun
 from actors.run.stop import StopRequest
-from actors.run.vital_signs import CAUSES, STEPS, VitalSigns, sample_metrics
+from actors.run.vital_signs import CAUSES, STEPS, VitalSigns, sample_metrics, unknown_tokens
 from actors.train.model import GroupModel
 from actors.train.outcome import peak_memory
 from examples.sft import SFTConfig
+from rl_backend.environment import Turn
 from tests.support import memory
+from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.episodes import episode
 from tests.support.page import read_page
 from tests.support.stopped_run import config_of, train
 
@@ -178,3 +187,58 @@ def test_a_run_prints_and_logs_warnings_and_measures_speed_and_memory(
         assert line["peak_memory_gib"] == 1.5 and "tokens_per_second/evaluate" not in line
     page = read_page(tmp_path / "run" / "report.html")
     assert [line.text for line in page.one("section", id="warnings").all("li")] == [warning]
+
+
+TOKENIZER = chat_tokenizer(CHATML)
+PADDED = len(TOKENIZER), len(TOKENIZER) + 5
+
+
+def test_ids_that_the_tokenizer_has_no_token_for_are_counted() -> None:
+    known = sorted(TOKENIZER.get_vocab().values())
+    assert unknown_tokens([known, known[::-1]], TOKENIZER) == unknown_tokens([], TOKENIZER) == 0
+    assert unknown_tokens([[known[0], PADDED[0]], [PADDED[1], PADDED[1], known[-1]]], TOKENIZER) == 3
+    assert all(TOKENIZER.decode([token]) == "" for token in PADDED)
+
+
+def test_unknown_tokens_are_told_of_at_once_and_once() -> None:
+    ((step, warning),) = told([HEALTHY, HEALTHY | {"unknown_tokens": 3.0}, HEALTHY | {"unknown_tokens": 2.0}])
+    assert step == 2 and "step 2: 3 of the sampled tokens are ids that the tokenizer has no token for" in warning
+
+
+def batch_of(kind: str, token_ids: tuple[int, ...]) -> Any:
+    turns = [Turn(None, ids, [0.0] * len(ids), "stop") for ids in ((4, 5), token_ids)]
+    samples = [Sample(0, index, [1], list(ids), [], "stop", (), 0) for index, ids in enumerate(((4, 5), token_ids))]
+    if kind == "episodes":
+        return SimpleNamespace(episodes=[replace(episode(), turns=turns)], metrics={"reward": 1.0}, failures=[])
+    return SimpleNamespace(samples=samples, metrics={"reward": 1.0}, failures=[])
+
+
+@pytest.mark.shows(
+    "reading a run: sampled ids that the tokenizer has no token for are counted and warned of, with any samples"
+)
+@pytest.mark.parametrize(("run_of", "kind"), [(RLRun, "samples"), (EpisodeRun, "episodes")])
+def test_a_steps_unknown_tokens_are_a_metric(run_of: Any, kind: str) -> None:
+    for token_ids, metrics in (((6, *PADDED), {"reward": 1.0, "unknown_tokens": 2}), ((6,), {"reward": 1.0})):
+        run = run_of.__new__(run_of)
+        run.inputs, run._step, run._clock = SimpleNamespace(tokenizer=TOKENIZER), 1, None
+        run._collector = SimpleNamespace(collect=lambda *_, ids=token_ids: batch_of(kind, ids))
+        assert run.collect().metrics == metrics
+
+
+@pytest.mark.parametrize("kind", ["samples", "episodes"])
+def test_unknown_tokens_of_a_held_out_set_are_warned_of(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    held_out = HeldOutSet("hard", [], None, (1,))  # type: ignore[arg-type]
+
+    def warned(*token_ids: int) -> str:
+        batch = batch_of(kind, token_ids)
+        results = {
+            "samples": lambda: HeldOutResult(held_out, batch.samples, []),
+            "episodes": lambda: HeldOutEpisodes(held_out, (), [], batch.episodes),
+        }
+        warn_of_unknown(results[kind](), TOKENIZER)
+        return capsys.readouterr().out
+
+    assert warned(6) == ""
+    assert "warning: held-out set hard: 1 of the sampled tokens are ids that the tokenizer has no token for" in warned(
+        PADDED[0]
+    )

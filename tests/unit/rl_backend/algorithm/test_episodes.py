@@ -176,7 +176,7 @@ def test_reinforce_plus_plus_steps_over_branches() -> None:
         rewards = packed.token_fields["token_rewards"]
         lengths = episode_lengths(sequences)
         expected = reinforce_plus_plus_advantages(rewards, packed.token_fields["loss_mask"], lengths)
-        assert torch.equal(packed.token_fields["advantages"], expected)
+        assert torch.equal(packed.token_fields["advantages"], expected.float())
         baseline = with_advantages(episode_sequences([played, OTHER]), [1.5, -1.0], "reinforce_plus_plus_baseline", 2)
         found.append(sampled_values(baseline, "advantages"))
     assert found[0] == found[2] and found[1] == found[3]

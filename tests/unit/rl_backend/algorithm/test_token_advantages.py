@@ -122,7 +122,7 @@ def test_a_reward_stands_at_the_last_selected_token_and_is_left_out_where_there_
     mask = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
     placed = token_rewards([2.0, 3.0, -1.0], mask, torch.tensor([4, 2, 4]))
     assert placed.tolist() == [0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0, -1.0, 0.0, 0.0]
-    assert token_rewards(torch.tensor([1, 2]), torch.ones(2), torch.tensor([1, 1])).dtype == torch.float32
+    assert token_rewards(torch.tensor([1, 2]), torch.ones(2), torch.tensor([1, 1])).dtype == torch.float64
 
 
 def test_kl_is_taken_off_every_response_token() -> None:
@@ -161,6 +161,8 @@ def test_reinforce_plus_plus_advantages_differ_by_token_and_the_baseline_form_by
 def test_overlong_responses_lose_linearly_inside_the_buffer_and_no_more_beyond_it() -> None:
     penalties = overlong_penalty([1, 80, 90, 100, 130], max_response_tokens=100, buffer_tokens=20)
     assert penalties.tolist() == pytest.approx([0.0, 0.0, -0.5, -1.0, -1.0])
+    # As exact as Python's own numbers, to which a run adds them.
+    assert overlong_penalty([99], max_response_tokens=100, buffer_tokens=10, penalty=0.3).tolist() == [-0.3 * 0.9]
 
 
 def test_explained_variance_is_1_for_a_perfect_critic_and_0_for_a_constant_one() -> None:

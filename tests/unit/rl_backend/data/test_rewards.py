@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from contextlib import ExitStack
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,38 @@ def test_scores_are_in_the_order_of_the_calls(options: dict[str, Any], opened: E
     rewards = opened.enter_context(of(slow, **options))
     assert values(rewards.score(calls("a", "bb", "ccc"))) == [1, 2, 3]
     assert values(rewards.score(calls("dddd"))) == [4]
+
+
+GREEDY = """
+def takes(data_source, solution_str, ground_truth, extra_info=None, prompt=None):
+    found = len(ground_truth["left"]) + len(extra_info["cases"]) + len(prompt[0]["content"])
+    ground_truth["left"].remove(solution_str)
+    extra_info["cases"].clear()
+    extra_info["more"] = 1
+    prompt[0]["content"] = ""
+    prompt.append({"role": "user", "content": "x"})
+    return found
+
+async def waits(data_source, solution_str, ground_truth, extra_info=None, prompt=None):
+    return takes(data_source, solution_str, ground_truth, extra_info, prompt)
+"""
+
+
+@pytest.mark.shows("rewards: what a function does to its arguments reaches no other call and no other function")
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"timeout_seconds": 60.0}, {"processes": True}], ids=str)
+@pytest.mark.parametrize("functions", [("takes",), ("takes", "waits"), ("waits", "takes")], ids="-".join)
+def test_a_function_that_changes_its_arguments_changes_its_own(
+    functions: tuple[str, ...], options: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "greedy.py"
+    file.write_text(GREEDY)
+    row = {"left": ["x", "y"]}, {"cases": [[1], [2]]}, [{"role": "user", "content": "2+2?"}]
+    truth, extra, prompt = deepcopy(row)
+    samples = [RewardCall("sums", answer, truth, extra, prompt) for answer in ("x", "y", "x")]
+    with RewardConfig(functions=[f"{file}:{name}" for name in functions], **options).load() as rewards:
+        for _ in range(2):
+            assert values(rewards.score(samples)) == [8 * len(functions)] * 3
+    assert (truth, extra, prompt) == row
 
 
 @pytest.mark.shows("rewards: a function that has a parameter for the prompt is given it, text or messages")

@@ -86,3 +86,19 @@ def test_environments_players_and_scores_are_found_by_name(tmp_path: Path) -> No
             load(f"{file}:{name}")
     with pytest.raises(ConfigError, match=r"environment=.*has no function 'gone'"):
         load_environment(f"{file}:gone")
+
+
+@pytest.mark.shows("environments: what one episode does to its row, or a reward function to its arguments, reaches no other")
+def test_a_reward_function_that_changes_the_truth_changes_it_for_its_own_episode(tmp_path: Path) -> None:
+    file = tmp_path / "greedy.py"
+    file.write_text(
+        "def left(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    ground_truth.remove(solution_str)\n"
+        "    return len(ground_truth)\n"
+    )
+    row = {**ROW, "ground_truth": ["4", "5"]}
+    with RewardConfig(functions=f"{file}:left").load() as scorer:
+        player = SteppedPlayer(answering(scorer, TOKENIZER), TOKENIZER, StepOptions(stop_token_ids=[END]))
+        task = GroupTask(row, seed=1, sampling_seeds=[1, 2])
+        (group,) = asyncio.run(play_groups(player, [task], written("4", "5")))
+    assert [episode.reward for episode in group.episodes] == [1.0, 1.0] and row["ground_truth"] == ["4", "5"]

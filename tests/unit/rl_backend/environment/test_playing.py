@@ -143,6 +143,22 @@ def test_a_score_of_the_group_is_added_to_those_that_did_not_fail() -> None:
         played(tasks(1, 3), score=lambda episodes: [1.0])
 
 
+def test_a_player_and_a_score_change_what_they_are_given_for_themselves_alone() -> None:
+    async def greedy(row: Mapping[str, Any], sampler: Sampler) -> Result:
+        await sampler.sample([7])
+        return Result(float(row["answers"].pop()), metrics={"left": len(row["answers"])})
+
+    def score(episodes: Sequence[Episode]) -> list[float]:
+        for each in episodes:
+            each.metrics.clear()  # type: ignore[attr-defined]
+        return [0.0] * len(episodes)
+
+    task = GroupTask({"answers": [2, 3]}, seed=1, sampling_seeds=[1, 2, 3])
+    (group,) = asyncio.run(play_groups(greedy, [task], RandomSource(), PlayOptions(score=score)))
+    assert [(each.reward, each.metrics["left"]) for each in group.episodes] == [(3.0, 1)] * 3
+    assert task.row == {"answers": [2, 3]}
+
+
 def test_no_more_episodes_than_allowed_are_played_at_once() -> None:
     source = RandomSource(delay=0.002)
     played(tasks(5, 4), source, limits=Limits(concurrent=3))

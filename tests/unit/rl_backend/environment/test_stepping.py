@@ -225,6 +225,26 @@ def test_calls_of_later_turns_have_ids_that_no_earlier_call_has() -> None:
     assert answered == ids, "each answer names the call that it is for"
 
 
+def test_a_tool_that_changes_its_arguments_leaves_what_the_model_wrote() -> None:
+    class Emptying(Guess):
+        @property
+        def tools(self) -> Any:
+            class Double:
+                name, description, parameters = "double", "Doubles.", {"type": "object"}
+
+                async def __call__(self, arguments: Any) -> str:
+                    return str(2 * arguments.pop("x") + len(arguments["more"]) - len(arguments["more"].pop()))
+
+            return (Double(),)
+
+        def step(self, turn: Turn) -> Any:
+            return Step() if turn.calls else super().step(turn)
+
+    written_call = '<tool_call>{"name": "double", "arguments": {"x": 2, "more": ["y"]}}</tool_call>'
+    call = play(Emptying, written(written_call, "4")).turns[0].calls[0]
+    assert (call.answer, call.arguments) == ("4", {"x": 2, "more": ["y"]})
+
+
 def test_calls_beyond_the_limit_are_not_run_and_end_the_episode() -> None:
     episode = play(Calculator, written(CALL, CALL + CALL, "4"), limits=Limits(tool_calls=2))
     assert (episode.stop, episode.error) == ("tool_calls", "limits.tool_calls=2")
