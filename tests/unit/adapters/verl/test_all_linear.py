@@ -45,7 +45,7 @@ def all_linear(naming: Naming = "peft", *, experts: bool = False) -> LoRASetting
 
 
 def of_peft(path: Path, name: str) -> set[str]:
-    """Of a mixture peft begins with this list, and then takes other parameters in the place of ``gate_proj`` and its like."""
+    """Of a mixture peft begins with this list, and then takes other parameters in place of ``gate_proj`` and its like."""
     if name in ("deepseek_v32", "glm_moe_dsa"):
         with reference(path) as model:
             # No loss reaches an indexer.
