@@ -214,7 +214,7 @@ MODEL: Mapping[str, Decision] = {
         ("target_modules", "exclude_modules"),
         _mapped(
             f"{_PEFT}: `LoRAConfig.targets`; a list takes names, a string is a regular expression, `all-linear` takes "
-            "layers of attention and of dense feed-forward blocks"
+            "every linear layer of attention and of feed-forward blocks, shared experts included"
         ),
     ),
     "target_parameters": _refused("adapters stand beside linear layers; name those of experts in target_modules", None),

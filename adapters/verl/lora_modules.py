@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,20 +20,33 @@ _MEGATRON: Mapping[str, tuple[str, str]] = {
     "w1": ("linear_fc1", "linear_fc1_gate"),
     "w3": ("linear_fc1", "linear_fc1_up"),
     "w2": ("linear_fc2", "linear_fc2"),
+    "dense": ("linear_proj", "linear_proj"),
+    **dict.fromkeys(("fc1", "c_fc"), ("linear_fc1", "linear_fc1")),
+    **dict.fromkeys(("fc2", "c_proj"), ("linear_fc2", "linear_fc2")),
     **dict.fromkeys(
         ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), ("in_proj", "in_proj")
     ),
     "out_proj": ("out_proj", "out_proj"),
 }
 """Last part of a Hugging Face name -> Megatron's fused layer, and the part of it that Bridge's CanonicalLoRA names."""
+_LATENT: Mapping[str, tuple[str, str]] = {
+    "q_proj": ("linear_q_proj", "linear_q_proj"),
+    "q_a_proj": ("linear_q_down_proj", "linear_q_down_proj"),
+    "q_b_proj": ("linear_q_up_proj", "linear_q_up_proj"),
+    "kv_a_proj_with_mqa": ("linear_kv_down_proj", "linear_kv_down_proj"),
+    "kv_b_proj": ("linear_kv_up_proj", "linear_kv_up_proj"),
+}
+"""The same of latent attention, which fuses nothing."""
+_NOT_ADAPTED = re.compile(r".*\.(gate|router|indexer\..+)")
+"""Routers, and indexers, which no gradient of a loss reaches."""
 
 _PLACES = (
     (re.compile(r"self_attn|linear_attn"), "self_attention"),
     (re.compile(r"(mlp|block_sparse_moe)\.experts\.\d+"), "mlp.experts"),
-    (re.compile(r"mlp\.shared_experts?"), "mlp.shared_experts"),
+    (re.compile(r"(mlp|block_sparse_moe)\.shared_experts?"), "mlp.shared_experts"),
     (re.compile(r"mlp"), "mlp"),
 )
-_IN_A_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.(.+)\.([^.]+)")
+_IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.(\d+)\.(.+)\.([^.]+)")
 
 type Naming = Literal["megatron", "peft", "expression"]
 """``megatron``: as Megatron-Bridge matches names, ``linear_qkv``, or all of one with ``*`` for any characters. ``peft``: the
@@ -47,7 +60,7 @@ class TargetModules:
     Attributes:
         field: of verl's, for messages.
         naming: of ``include``.
-        include: names; empty takes every linear layer of attention and of feed-forward blocks.
+        include: names; empty takes every linear layer of attention and of feed-forward blocks, shared experts included.
         naming_of_excluded: of ``exclude``.
         exclude: names of those not to take.
         experts: whether layers of experts are among those that an empty ``include`` takes.
@@ -64,54 +77,61 @@ class TargetModules:
         """:attr:`~rl_backend.contracts.lora.LoRAConfig.targets` for a model.
 
         Args:
-            modules: Hugging Face names of everything that has a matrix of weights.
+            modules: Hugging Face names of everything that has a matrix of weights, and of packed experts.
 
         Raises:
             ConfigError: a name that no module has, or all are excluded.
         """
+        megatron = _megatron_names(modules)
         for target in self.include:
-            if not any(_matches(target, self.naming, module) for module in modules):
-                names = ", ".join(sorted({end for module in modules for end in _ends(module, self.naming)}))
-                raise ConfigError.of(self.field, target, f"no linear layer of the model has this name; there are {names}")
-        chosen = [module for module in modules if self._takes(module)]
+            if not any(_matches(target, self.naming, module, names) for module, names in megatron.items()):
+                ends = {_end(name) for module, names in megatron.items() for name in _of(self.naming, module, names)}
+                there_are = ", ".join(sorted(ends))
+                raise ConfigError.of(
+                    self.field, target, f"no linear layer of the model has this name; there are {there_are}"
+                )
+        chosen = [module for module, names in megatron.items() if self._takes(module, names)]
         if not chosen:
             raise ConfigError.of(self.field, list(self.include), f"nothing is left to adapt without {list(self.exclude)}")
         left_out = {_end(module) for module in set(modules).difference(chosen)}
         return tuple(dict.fromkeys(module if _end(module) in left_out else _end(module) for module in chosen))
 
-    def _takes(self, module: str) -> bool:
-        if any(_matches(target, self.naming_of_excluded, module) for target in self.exclude):
+    def _takes(self, module: str, megatron: Sequence[str]) -> bool:
+        if any(_matches(target, self.naming_of_excluded, module, megatron) for target in self.exclude):
             return False
         if self.include:
-            return any(_matches(target, self.naming, module) for target in self.include)
-        return bool(_megatron_names(module)) and (self.experts or ".experts." not in module)
+            return any(_matches(target, self.naming, module, megatron) for target in self.include)
+        is_linear = _IN_A_LAYER.fullmatch(module) is not None and _NOT_ADAPTED.fullmatch(module) is None
+        return is_linear and (self.experts or ".experts." not in module)
 
 
-def _megatron_names(module: str) -> tuple[str, ...]:
-    """Full names of Megatron's layer and of the part of it; empty for what is no linear layer of a block.
+def _megatron_names(modules: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    """Module -> full names of Megatron's layer and of the part of it; none for what Megatron has no linear layer for.
 
     Layers are counted over the whole model, whatever the stages of a pipeline.
     """
-    found = _IN_A_LAYER.fullmatch(module)
-    if found is None or found[3] not in _MEGATRON:
-        return ()
-    for pattern, place in _PLACES:
-        if pattern.fullmatch(found[2]):
-            return tuple(f"decoder.layers.{found[1]}.{place}.{name}" for name in _MEGATRON[found[3]])
-    return ()
+    has_latents = any(_end(module) == "kv_a_proj_with_mqa" for module in modules)
+    ends = {**_MEGATRON, **_LATENT} if has_latents else _MEGATRON
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(modules, ())
+    for module in modules:
+        parts = _IN_A_LAYER.fullmatch(module)
+        place = parts and next((place for pattern, place in _PLACES if pattern.fullmatch(parts[2])), None)
+        if parts and place and parts[3] in ends:
+            found[module] = tuple(f"decoder.layers.{parts[1]}.{place}.{name}" for name in ends[parts[3]])
+    return found
 
 
-def _matches(target: str, naming: Naming, module: str) -> bool:
+def _matches(target: str, naming: Naming, module: str, megatron: Sequence[str]) -> bool:
     if naming == "peft":
         return f".{module}".endswith(f".{target}")
     if naming == "expression":
         return re.fullmatch(target, module) is not None
     pattern = ".*".join(map(re.escape, target.split("*")))
-    return any(_end(name) == target or re.fullmatch(pattern, name) for name in _megatron_names(module))
+    return any(_end(name) == target or re.fullmatch(pattern, name) for name in megatron)
 
 
-def _ends(module: str, naming: Naming) -> Iterable[str]:
-    return map(_end, _megatron_names(module)) if naming == "megatron" else (_end(module),)
+def _of(naming: Naming, module: str, megatron: Sequence[str]) -> Sequence[str]:
+    return megatron if naming == "megatron" else (module,)
 
 
 def _end(name: str) -> str:

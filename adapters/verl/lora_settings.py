@@ -101,8 +101,12 @@ class LoRASettings:
         """
         reader = HFReader(hf_path)
         kept = model_kept_prefixes(reader.config)
-        matrices = [name for name, info in reader.infos.items() if len(info.shape) == 2 and not name.startswith(kept)]
-        modules = [name.removesuffix(".weight") for name in matrices]
+        modules = [
+            name.removesuffix(".weight")
+            for name, info in reader.infos.items()
+            if (len(info.shape) == 2 and name.endswith(".weight")) or (len(info.shape) > 2 and ".experts." in name)
+            if not name.startswith(kept)
+        ]
         return self.config.replace(targets=self.targets.of_model(modules))
 
     def for_rollout(self) -> dict[str, Any]:

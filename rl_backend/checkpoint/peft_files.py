@@ -24,17 +24,20 @@ _FACTOR = re.compile(
 _HEAD = VALUE_HEAD_WEIGHTS[0].removesuffix(".weight")
 _PACKED_EXPERTS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
 """Parameter that peft adapts as a whole -> what it consists of, in each expert."""
-_REFUSED: Mapping[str, object] = {
-    "bias": "none",
-    "lora_bias": False,
-    "fan_in_fan_out": False,
-    "layer_replication": None,
-    "trainable_token_indices": None,
-    "alora_invocation_tokens": None,
-}
-"""Fields of ``adapter_config.json`` whose other values change what an adapter computes in ways that are not read here."""
-_CHANGES_BASE = ("pissa", "corda", "olora", "loftq")
-"""What ``init_lora_weights`` begins with where peft changes the base too: the factors hold beside what is left of it."""
+_READ = {
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights",
+    "modules_to_save", "target_parameters",
+}  # fmt: skip
+_ANY_VALUE = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
+    "megatron_config", "megatron_core", "qalora_group_size",
+}  # fmt: skip
+"""Fields that change nothing in what saved factors compute: where they came from, how they were found and trained."""
+_SAME_BASE = ("gaussian", "orthogonal", "eva", "mica")
+"""Values of ``init_lora_weights``, beside true and false, that leave the base as it is. With others peft has changed it, and
+the factors hold beside what is left of it."""
 
 
 class PeftAdapter(NamedTuple):
@@ -120,18 +123,7 @@ def read_peft_directory(path: Path | str) -> PeftAdapter:
         raise CheckpointError.at(directory, f"is no adapter in peft's format: {error}") from error
     if config.get("peft_type") != "LORA":
         raise UnsupportedError(f"{directory / CONFIG_FILE}: peft_type={config.get('peft_type')!r}; only LORA is read")
-    for name, plain in _REFUSED.items():
-        if config.get(name) and config[name] != plain:
-            raise UnsupportedError(
-                f"{directory / CONFIG_FILE}: {name}={config[name]!r} is not read; train without it", name=name
-            )
-    initial = config.get("init_lora_weights")
-    if isinstance(initial, str) and initial.startswith(_CHANGES_BASE):
-        raise UnsupportedError(
-            f"{directory / CONFIG_FILE}: init_lora_weights={initial!r} is not read: its factors belong to a base that peft "
-            "has changed; let peft convert them, with save_pretrained(path_initial_model_for_weight_conversion=...)",
-            name="init_lora_weights",
-        )
+    _require_plain(config, directory)
     # peft adds the names of both to what it trains of a model for token classification.
     if whole := set(config.get("modules_to_save") or ()) - {_HEAD, "classifier"}:
         raise UnsupportedError(
@@ -168,6 +160,24 @@ def read_peft_directory(path: Path | str) -> PeftAdapter:
             raise CheckpointError.at(directory, f"says rank {rank} for {module}, whose factors have {held['A'].shape[0]}")
         scales[module] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return PeftAdapter(parts, kinds, scales, head, frozen)
+
+
+def _require_plain(config: Mapping[str, Any], directory: Path) -> None:
+    """Raises :class:`~rl_backend.contracts.UnsupportedError` for what makes an adapter more than factors beside its base.
+
+    A field of a later peft is refused unless it is empty: nobody here knows what it does.
+    """
+    for name, value in config.items():
+        if name not in _READ | _ANY_VALUE and value and (name, value) != ("bias", "none"):
+            raise UnsupportedError(f"{directory / CONFIG_FILE}: {name}={value!r} is not read; train without it", name=name)
+    initial = config.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower() not in _SAME_BASE:
+        raise UnsupportedError(
+            f"{directory / CONFIG_FILE}: init_lora_weights={initial!r} is not read, only true, false, "
+            f"{', '.join(_SAME_BASE)}: its factors belong to a base that peft has changed; let peft convert them, with "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)",
+            name="init_lora_weights",
+        )
 
 
 def _unpacked(

@@ -11,7 +11,8 @@ from rl_backend.contracts.base_config import BaseConfig
 from rl_backend.contracts.errors import ConfigError
 
 type LoRAKind = Literal["attention", "feed_forward", "experts", "embedding", "head"]
-"""What a module is part of: a mixer, a dense feed-forward block, the experts of a mixture, the embedding or the head."""
+"""What a module is part of: a mixer, a feed-forward block that all tokens go through (shared experts are such blocks), the
+experts that a router chooses between, the embedding or the head."""
 
 LORA_KINDS: tuple[LoRAKind, ...] = get_args(LoRAKind.__value__)
 

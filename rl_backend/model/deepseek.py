@@ -30,22 +30,24 @@ class LatentDefaults(NamedTuple):
         dense: ``first_k_dense_replace``.
         scale: ``routed_scaling_factor``.
         eps: ``rms_norm_eps``.
+        query_rank: ``q_lora_rank``, where null is a projection without a latent.
     """
 
     groups: tuple[int, int]
     dense: int
     scale: float
     eps: float
+    query_rank: int
 
 
 def deepseek_v3(config: HFConfig) -> DecoderSpec:
     """DeepSeek-V3 and R1 (arXiv 2412.19437)."""
-    return latent_decoder(config, LatentDefaults(groups=(8, 4), dense=3, scale=2.5, eps=1e-6))
+    return latent_decoder(config, LatentDefaults(groups=(8, 4), dense=3, scale=2.5, eps=1e-6, query_rank=1536))
 
 
 def glm4_moe_lite(config: HFConfig) -> DecoderSpec:
     """GLM-4.7-Flash: DeepSeek-V3 with other sizes; ``mlp_layer_types`` names the dense layers."""
-    return latent_decoder(config, LatentDefaults(groups=(1, 1), dense=1, scale=1.8, eps=1e-5))
+    return latent_decoder(config, LatentDefaults(groups=(1, 1), dense=1, scale=1.8, eps=1e-5, query_rank=768))
 
 
 def latent_decoder(config: HFConfig, defaults: LatentDefaults) -> DecoderSpec:
@@ -68,16 +70,17 @@ def latent_decoder(config: HFConfig, defaults: LatentDefaults) -> DecoderSpec:
     )
     rotary = decoder.layers[0].mixer.rotary
     assert rotary is not None, "of read_decoder"
-    mixer = _read_mla(config, heads, rotary)
+    mixer = _read_mla(config, heads, rotary, defaults.query_rank)
     layers = tuple(layer._replace(mixer=mixer) for layer in decoder.layers)
     return with_draft_layer(config, replace(decoder, layers=layers), mixture)
 
 
-def _read_mla(config: HFConfig, heads: int, rotary: Rotary) -> MLASpec:
+def _read_mla(config: HFConfig, heads: int, rotary: Rotary, default_query_rank: int) -> MLASpec:
     plain = config.positive_int("qk_nope_head_dim")
     key_dim = plain + rotary.head_dim
     config.require({"qk_head_dim": (key_dim,)})
-    rank = None if config.get("q_lora_rank") is None else config.positive_int("q_lora_rank")
+    without = config.fields.get("q_lora_rank", default_query_rank) is None
+    rank = None if without else config.positive_int("q_lora_rank", default_query_rank)
     return MLASpec(
         num_heads=heads,
         query_rank=rank,

@@ -76,14 +76,15 @@ def decoder_family(
 def qwen2(config: HFConfig) -> DecoderSpec:
     """Qwen2 and Qwen2.5 (arXiv 2407.10671): biases in the projections of queries, keys and values."""
     config.require({"attention_bias": (True,), "mlp_bias": (False,)})
-    return read_decoder(config, windows_by_layer_type(config), swiglu_in_every_layer(config), qkv_bias=True)
+    windows, feed_forward = windows_by_layer_type(config), swiglu_in_every_layer(config)
+    return read_decoder(config, windows, feed_forward, default_kv_heads=32, qkv_bias=True)
 
 
 def qwen3(config: HFConfig) -> DecoderSpec:
     """Dense Qwen3 (arXiv 2505.09388): normalised queries and keys; transformers 4.51 or later."""
     config.require({"attention_bias": (False,), "mlp_bias": (False,)})
     windows, feed_forward = windows_by_layer_type(config), swiglu_in_every_layer(config)
-    return read_decoder(config, windows, feed_forward, default_head_dim=128, qk_norm=True)
+    return read_decoder(config, windows, feed_forward, default_head_dim=128, default_kv_heads=32, qk_norm=True)
 
 
 def llama(config: HFConfig) -> DecoderSpec:
@@ -100,7 +101,8 @@ def llama(config: HFConfig) -> DecoderSpec:
 def mistral(config: HFConfig) -> DecoderSpec:
     """Mistral 7B and Nemo (Jiang et al., arXiv 2310.06825): one sliding window for all layers, or none."""
     config.require({"attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": ()})
-    return read_decoder(config, window_of_every_layer(config), swiglu_in_every_layer(config), default_theta=10000.0)
+    windows, feed_forward = window_of_every_layer(config), swiglu_in_every_layer(config)
+    return read_decoder(config, windows, feed_forward, default_theta=10000.0, default_kv_heads=8)
 
 
 def mixtral(config: HFConfig) -> DecoderSpec:
@@ -112,7 +114,14 @@ def mixtral(config: HFConfig) -> DecoderSpec:
     # The same weights as a softmax over the chosen logits, computed as transformers and vLLM do.
     router, names = read_router(config, normalise=True), ExpertNames("block_sparse_moe", "w1", "w3", "w2")
     mixture = MoESpec(router, config.positive_int("intermediate_size"), names)
-    return read_decoder(config, windows, [mixture] * len(windows), default_theta=1e6)
+    return read_decoder(
+        config,
+        windows,
+        [mixture] * len(windows),
+        norm=NormSpec(config.positive_float("rms_norm_eps", 1e-5)),
+        default_theta=1e6,
+        default_kv_heads=8,
+    )
 
 
 def qwen3_moe(config: HFConfig) -> DecoderSpec:
@@ -123,7 +132,7 @@ def qwen3_moe(config: HFConfig) -> DecoderSpec:
     config.require({"attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,)})
     router = read_router(config, normalise=config.flag("norm_topk_prob"))
     feed_forward = in_sparse_layers(config, MoESpec(router, config.positive_int("moe_intermediate_size")))
-    return read_decoder(config, windows_by_layer_type(config), feed_forward, qk_norm=True)
+    return read_decoder(config, windows_by_layer_type(config), feed_forward, default_kv_heads=4, qk_norm=True)
 
 
 def in_sparse_layers(config: HFConfig, mixture: MoESpec) -> Sequence[FeedForwardSpec]:
@@ -144,6 +153,7 @@ def read_decoder(
     activations: Sequence[str] = ("silu",),
     norm: NormSpec | None = None,
     default_head_dim: int | None = None,
+    default_kv_heads: int | None = None,
     default_theta: float | None = None,
     default_rotary_part: float | None = None,
     default_tied: bool = False,
@@ -160,6 +170,7 @@ def read_decoder(
         activations: values of ``hidden_act`` that ``feed_forward`` honours.
         norm: None for RMS norms with ``rms_norm_eps``.
         default_head_dim: None takes ``hidden_size / num_attention_heads``.
+        default_kv_heads: where ``num_key_value_heads`` is absent; None takes ``num_attention_heads``, as null does.
         default_theta, default_rotary_part: as in :func:`~rl_backend.model.hf_config.read_rotary`.
         default_tied: whether embeddings are the head where ``tie_word_embeddings`` does not say.
 
@@ -169,7 +180,8 @@ def read_decoder(
     config.require({**_HONOURED, "hidden_act": tuple(activations)})
     config.require_readable_weights()
     heads, hidden_size = config.positive_int("num_attention_heads"), config.positive_int("hidden_size")
-    kv_heads = config.positive_int("num_key_value_heads", heads)
+    as_many = config.fields.get("num_key_value_heads", default_kv_heads) is None
+    kv_heads = heads if as_many else config.positive_int("num_key_value_heads", default_kv_heads)
     if heads % kv_heads:
         config.refuse("num_key_value_heads", kv_heads, f"does not divide num_attention_heads={heads}")
     if default_head_dim is None and config.get("head_dim") is None:

@@ -50,7 +50,10 @@ class HFConfig:
         return float(value)
 
     def flag(self, field: str, default: bool = False) -> bool:
-        value = self.get(field, default)
+        """The value; ``default`` where there is none. Null is false, as transformers takes it."""
+        value = self.fields.get(field, default)
+        if value is None:
+            return False
         if not isinstance(value, bool):
             self.refuse(field, value, "expected true or false")
         return value

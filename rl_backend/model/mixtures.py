@@ -20,6 +20,7 @@ from rl_backend.model.sigmoid_mixtures import (
 from rl_backend.primitive.clamped_experts import LIMIT
 from rl_backend.primitive.norm import NormSpec
 
+_MINIMAX_HEAD_DIM = 128
 _MINIMAX_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "router_jitter_noise": (0, 0.0),
@@ -53,6 +54,8 @@ def minimax_m2(config: HFConfig) -> DecoderSpec:
         config,
         windows,
         [mixture] * len(windows),
+        default_head_dim=_MINIMAX_HEAD_DIM,
+        default_kv_heads=8,
         default_theta=5e6,
         default_rotary_part=_part_of_head(config),
         qk_norm=True,
@@ -72,6 +75,7 @@ def glm4_moe(config: HFConfig) -> DecoderSpec:
         full_attention(config),
         after_dense_layers(config, mixture, default_dense=1),
         norm=NormSpec(config.positive_float("rms_norm_eps", 1e-5)),
+        default_kv_heads=8,
         default_theta=10000.0,
         default_rotary_part=0.5,
         qkv_bias=config.flag("attention_bias"),
@@ -101,6 +105,7 @@ def gpt_oss(config: HFConfig) -> DecoderSpec:
         [mixture] * len(layers),
         norm=NormSpec(config.positive_float("rms_norm_eps", 1e-5)),
         default_head_dim=64,
+        default_kv_heads=8,
         default_theta=150000.0,
         qkv_bias=bias,
         output_bias=bias,
@@ -126,8 +131,7 @@ def _with_published_rotary(config: HFConfig) -> HFConfig:
 
 def _part_of_head(config: HFConfig) -> float:
     """``rotary_dim`` as a part of ``head_dim``; all of it where there is none."""
-    heads = config.positive_int("num_attention_heads")
-    head_dim = config.positive_int("head_dim", max(config.positive_int("hidden_size") // heads, 1))
+    head_dim = config.positive_int("head_dim", _MINIMAX_HEAD_DIM)
     rotated = config.positive_int("rotary_dim", head_dim)
     if rotated > head_dim or rotated % 2:
         config.refuse("rotary_dim", rotated, f"expected an even number, at most the {head_dim} features of a head")

@@ -43,13 +43,14 @@ class HybridMoEOptions(MoEOptions, DeltaNetOptions):
 
 def qwen3_5(config: HFConfig) -> DecoderSpec:
     """Qwen3.5, dense."""
-    return _hybrid(config, swiglu_in_every_layer(config))
+    return _hybrid(config, swiglu_in_every_layer(config), default_kv_heads=4)
 
 
 def qwen3_5_moe(config: HFConfig) -> DecoderSpec:
     """Qwen3.5 with experts in every layer and one that all tokens go through, behind a gate."""
     config.require({"mlp_only_layers": ([],), "norm_topk_prob": (True,), "decoder_sparse_step": (1,)})
-    return _hybrid(config, [_mixture(config, normalise=True)] * config.positive_int("num_hidden_layers"))
+    feed_forward = [_mixture(config, normalise=True)] * config.positive_int("num_hidden_layers")
+    return _hybrid(config, feed_forward, default_kv_heads=2)
 
 
 def qwen3_next(config: HFConfig) -> DecoderSpec:
@@ -57,10 +58,13 @@ def qwen3_next(config: HFConfig) -> DecoderSpec:
     mixture = _mixture(config, normalise=config.flag("norm_topk_prob", True))
     sparse = config.get("decoder_sparse_step", 1) == 1 and not config.get("mlp_only_layers", [])
     layers = config.positive_int("num_hidden_layers")
-    return _hybrid(config, [mixture] * layers if sparse else in_sparse_layers(config, mixture), by_key_head=True)
+    feed_forward = [mixture] * layers if sparse else in_sparse_layers(config, mixture)
+    return _hybrid(config, feed_forward, default_kv_heads=2, by_key_head=True)
 
 
-def _hybrid(config: HFConfig, feed_forward: Sequence[FeedForwardSpec], *, by_key_head: bool = False) -> DecoderSpec:
+def _hybrid(
+    config: HFConfig, feed_forward: Sequence[FeedForwardSpec], *, default_kv_heads: int, by_key_head: bool = False
+) -> DecoderSpec:
     config.require(_HONOURED)
     layers = config.positive_int("num_hidden_layers")
     interval = config.positive_int("full_attention_interval", 4)
@@ -72,6 +76,7 @@ def _hybrid(config: HFConfig, feed_forward: Sequence[FeedForwardSpec], *, by_key
         feed_forward,
         norm=NormSpec(config.positive_float("rms_norm_eps", 1e-6), from_one=True),
         default_head_dim=256,
+        default_kv_heads=default_kv_heads,
         default_theta=10000.0,
         default_rotary_part=0.25,
         qk_norm=True,

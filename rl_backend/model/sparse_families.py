@@ -24,13 +24,13 @@ class SparseLatentOptions(SigmoidMixtureOptions, SparseOptions):
 
 def deepseek_v32(config: HFConfig) -> DecoderSpec:
     """DeepSeek-V3.2 (arXiv 2512.02556): an indexer in every layer, which rotates halves; attention rotates neighbours."""
-    decoder = latent_decoder(config, LatentDefaults(groups=(8, 4), dense=3, scale=2.5, eps=1e-6))
+    decoder = latent_decoder(config, LatentDefaults(groups=(8, 4), dense=3, scale=2.5, eps=1e-6, query_rank=1536))
     return _sparse(config, decoder, ["full"] * decoder.num_layers, default_heads=64, default_interleaved=False)
 
 
 def glm_moe_dsa(config: HFConfig) -> DecoderSpec:
     """GLM-5, 5.1 and 5.2 (arXiv 2602.15763): layers that ``indexer_types`` calls shared follow the one before."""
-    decoder = latent_decoder(config, LatentDefaults(groups=(1, 1), dense=3, scale=2.5, eps=1e-5))
+    decoder = latent_decoder(config, LatentDefaults(groups=(1, 1), dense=3, scale=2.5, eps=1e-5, query_rank=2048))
     kinds = _indexer_types(config, decoder.num_layers)
     return _sparse(config, decoder, kinds, default_heads=32, default_interleaved=True)
 

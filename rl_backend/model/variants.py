@@ -44,6 +44,7 @@ def gemma(config: HFConfig) -> DecoderSpec:
         activations=GELU_TANH,
         norm=NormSpec(config.positive_float("rms_norm_eps", 1e-6), from_one=True),
         default_head_dim=256,
+        default_kv_heads=16,
         default_theta=10000.0,
         default_tied=True,
     )
@@ -74,6 +75,7 @@ def gemma3_text(config: HFConfig) -> DecoderSpec:
         swiglu_in_every_layer(config, activation="gelu_tanh"),
         norm=NormSpec(config.positive_float("rms_norm_eps", 1e-6), from_one=True),
         default_head_dim=256,
+        default_kv_heads=4,
         default_theta=1e6,
         default_tied=True,
         qk_norm=True,
@@ -170,6 +172,7 @@ def starcoder2(config: HFConfig) -> DecoderSpec:
         mlp_in_every_layer(config, "gelu_pytorch_tanh", MLPNames("c_fc", "c_proj"), bias=bias),
         activations=GELU_TANH,
         norm=layer_norm(config, "norm_epsilon"),
+        default_kv_heads=2,
         default_theta=10000.0,
         default_tied=True,
         qkv_bias=bias,

@@ -23,7 +23,7 @@ PROJECTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     family: {
         "narrow": {"targets": ("attention", "shared_expert_gate"), "use_dora": True},
-        "middle": {"targets": (*first, "q_proj", "experts")},
+        "middle": {"targets": (*first, "q_proj", "feed_forward", "experts")},
         "wide": {"targets": (*second, "out_proj", "o_proj", "down_proj")},
     }
     for family, (first, second) in PROJECTIONS.items()

@@ -15,7 +15,7 @@ from tests.support.tenants import CONFIGS, TenantRun, tenants_job
 NAMES = tuple(CONFIGS)
 CHANGES: dict[str, dict[str, Any]] = {
     "narrow": {"targets": ("attention",), "use_dora": True},
-    "middle": {"targets": ("q_a_proj", "kv_b_proj", "experts")},
+    "middle": {"targets": ("q_a_proj", "kv_b_proj", "feed_forward", "experts")},
     "wide": {"targets": ("kv_a_proj_with_mqa", "q_b_proj", "o_proj", "down_proj")},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -19,8 +19,12 @@ _MODULES: Mapping[str, Sequence[str]] = {
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
     ),
-    "feed_forward": _FEED_FORWARD,
-    "experts": (*_FEED_FORWARD, "shared_expert_gate"),
+    # Of a mixture, those of what all tokens go through.
+    "feed_forward": (
+        *(f"{block}.{name}" for block in ("mlp", "shared_expert") for name in _FEED_FORWARD),
+        "shared_expert_gate",
+    ),
+    "experts": tuple(f"experts.{expert}.{name}" for expert in range(8) for name in _FEED_FORWARD),
     "embedding": ("embed_tokens",),
     "head": ("lm_head",),
 }

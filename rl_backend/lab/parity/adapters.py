@@ -9,9 +9,6 @@ from rl_backend.contracts import ConfigError, UnsupportedError
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAKind
 from rl_backend.lab.parity.config import start_of
 
-_BLOCKS_OF_EXPERTS = ("experts", "shared_expert")
-_ROUTERS = ("gate", "shared_expert_gate")
-
 
 def add_peft_adapter(
     model: PreTrainedModel, config: LoRAConfig, seed: int, in_files: Callable[[str], str]
@@ -32,7 +29,7 @@ def add_peft_adapter(
         raise UnsupportedError("peft is not installed; the transformers side of a comparison of LoRA needs it") from None
     kinds = _kinds(model)
     for target in config.targets:
-        if target == "experts" or any(part in target.split(".") for part in _BLOCKS_OF_EXPERTS):
+        if "experts" in target.split("."):
             raise UnsupportedError(
                 f"LoRAConfig.targets has {target!r}: transformers keeps experts as one parameter, which peft adapts in "
                 "another form; compare two runtimes",
@@ -69,6 +66,6 @@ def _kinds(model: PreTrainedModel) -> dict[str, LoRAKind]:
             found[name] = "embedding"
         elif module is model.get_output_embeddings():
             found[name] = "head"
-        elif isinstance(module, nn.Linear) and not set(parts) & set(_BLOCKS_OF_EXPERTS) and parts[-1] not in _ROUTERS:
+        elif isinstance(module, nn.Linear) and "experts" not in parts and parts[-1] != "gate":
             found[name] = "feed_forward" if "mlp" in parts else "attention"
     return found

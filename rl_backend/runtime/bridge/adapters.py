@@ -43,7 +43,7 @@ _KINDS: Mapping[str, LoRAKind] = {
     "embedding.word_embeddings.": "embedding",
     ".self_attention.linear_": "attention",
     ".mlp.linear_fc": "feed_forward",
-    ".mlp.shared_experts.linear_fc": "experts",
+    ".mlp.shared_experts.linear_fc": "feed_forward",
     ".mlp.experts.local_experts.": "experts",
     "output_layer.weight": "head",
 }

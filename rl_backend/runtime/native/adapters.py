@@ -119,9 +119,9 @@ def _adaptable_layers(
         if isinstance(block, Mixer):
             found.append(("attention", place, block))
         elif isinstance(block, MoE):
-            shared = {name: getattr(block, name) for name in ("shared_expert", "shared_expert_gate")}
-            found += [("experts", f"{place}.{name}", part) for name, part in shared.items() if part is not None]
-        elif isinstance(block, FeedForward) and not place.endswith(".shared_expert"):
+            if block.shared_expert_gate is not None:
+                found.append(("feed_forward", f"{place}.shared_expert_gate", block.shared_expert_gate))
+        elif isinstance(block, FeedForward):
             found.append(("feed_forward", place, block))
     # Merged weights could not be those of one of the two.
     if isinstance(module, Decoder) and not (module.spec.tie_word_embeddings and VALUE_HEAD_WEIGHTS[0] not in weight_names):

@@ -127,7 +127,7 @@ def test_an_adapter_is_beside_every_layer_that_is_trained_and_no_other(tmp_path:
     everything = dataclasses.replace(lora, targets=dataclasses.replace(lora.targets, include=()))
     found = everything.for_model(model)
     names = (*("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"), *("q_proj", "k_proj", "v_proj", "o_proj"))
-    assert sorted(found.targets) == sorted((*names, "gate_proj", "up_proj", "down_proj"))
+    assert sorted(found.targets) == sorted((*names, "gate_proj", "up_proj", "down_proj", "shared_expert_gate"))
     # verl's default names attention and feed-forward blocks alone.
     assert not {"in_proj_qkv", "out_proj"} & set(lora.for_model(model).targets)
 
@@ -139,7 +139,10 @@ def test_an_adapter_is_beside_every_layer_that_is_trained_and_no_other(tmp_path:
         (TargetModules("field", "megatron", ("*.layers.0.*.out_proj",)), ("out_proj",)),
         (TargetModules("field", "megatron", ("linear_qkv",)), ("q_proj",)),
         (TargetModules("field", "peft", ("in_proj_b", "shared_expert_gate")), ("in_proj_b", "shared_expert_gate")),
-        (TargetModules("field", "megatron"), ("in_proj_qkv", "in_proj_b", "out_proj", "q_proj", "up_proj")),
+        (
+            TargetModules("field", "megatron"),
+            ("in_proj_qkv", "in_proj_b", "out_proj", "q_proj", "up_proj", "shared_expert_gate"),
+        ),
     ],
 )
 def test_targets_are_found_by_megatrons_names_and_by_pefts(targets: TargetModules, found: tuple[str, ...]) -> None:

@@ -69,6 +69,24 @@ def test_layers_of_experts_are_those_of_their_fused_layer() -> None:
     )
 
 
+def test_latent_attention_has_names_of_its_own() -> None:
+    latent = [
+        f"model.layers.0.self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    ]
+    names = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
+    for name, module in zip(names, latent, strict=True):
+        assert targets((name,), modules=latent) == (module.rpartition(".")[2],)
+    without = ["model.layers.0.self_attn.q_proj", *latent[2:]]
+    assert targets(("linear_q_proj",), modules=without) == ("q_proj",)
+    with pytest.raises(ConfigError, match=r"'linear_qkv': no linear layer .*linear_kv_down_proj"):
+        targets(("linear_qkv",), modules=without)
+
+
+def test_routers_and_indexers_are_no_linear_layers_of_a_block() -> None:
+    others = ["model.layers.0.mlp.gate", "model.layers.0.mlp.router", "model.layers.0.self_attn.indexer.wq_b", "lm_head"]
+    assert targets((), modules=["model.layers.0.mlp.up_proj", *others]) == ("up_proj",)
+
+
 @pytest.mark.parametrize(
     ("naming", "include", "expected"),
     [

@@ -73,6 +73,15 @@ def test_log_probs_and_gradients_equal_the_reference(model: Path) -> None:
     assert not gradients, "indexers are frozen"
 
 
+@pytest.mark.shows("sparse attention: GLM-5's norms of latents have the epsilon that transformers gives them")
+def test_norms_of_latents_have_the_epsilon_that_transformers_gives_them(tmp_path: Path) -> None:
+    glm, sequences = write_sparse(tmp_path / "glm", "glm_moe_dsa", rms_norm_eps=0.1), random_sequences(LENGTHS)
+    with reference(glm) as transformers, torch.no_grad():
+        expected = reference_log_probs(transformers, sequences)
+    for one, other in zip(pass_over(glm, batch())[0], expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
 @pytest.mark.shows("sparse attention: a model whose k covers the sequence equals the dense model without indexers")
 def test_it_is_the_dense_model_where_k_covers_the_sequence(tmp_path: Path) -> None:
     sparse = write_sparse(tmp_path / "sparse", "deepseek_v32", index_topk=max(LENGTHS))
