@@ -87,6 +87,7 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
+    from actors.rollout.vllm.loader import LOAD_FORMAT
     from actors.rollout.vllm.worker import BACKEND
 
     if device != current_platform.device_type:
@@ -101,7 +102,7 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
     arguments: dict[str, Any] = {
         "model": config.model_path,
         "dtype": config.dtype,
-        "load_format": config.load_format,
+        "load_format": LOAD_FORMAT if config.load_format == "auto" else config.load_format,
         "tensor_parallel_size": config.tensor_parallel,
         "max_model_len": config.max_model_len,
         "max_num_batched_tokens": config.batched_tokens,

@@ -30,6 +30,7 @@ from actors.rollout.vllm.adapters import AdapterSlots
 from actors.rollout.vllm.deltanet import serve_every_deltanet
 from actors.rollout.vllm.expected import EngineParameters
 from actors.rollout.vllm.gpt_oss import load_through_loaders
+from actors.rollout.vllm.loader import LOAD_FORMAT as LOAD_FORMAT
 from actors.rollout.vllm.patches import (
     bind_stores_to_their_address,
     name_weight_loaders,
