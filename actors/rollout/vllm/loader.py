@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
+from vllm.model_executor.model_loader import DefaultModelLoader
 
 from rl_backend.checkpoint.hf_reader import HFReader
 
@@ -10,7 +10,6 @@ LOAD_FORMAT = "rl_backend"
 """Name under which vLLM finds :class:`ReaderFilesLoader`."""
 
 
-@register_model_loader(LOAD_FORMAT)
 class ReaderFilesLoader(DefaultModelLoader):
     """vLLM's loader of the files that :class:`HFReader` reads.
 

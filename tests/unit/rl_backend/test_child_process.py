@@ -116,6 +116,9 @@ time.sleep(0.5)
 """What starts processes. Where it does not itself, ``ready`` is printed after it."""
 
 
+@pytest.mark.shows(
+    "failures: processes of rewards, comparisons, benchmarks and tests end within 5 s of the kill -9 of their parent"
+)
 @pytest.mark.parametrize(
     ("name", "number"), [("benchmark_of_pipelines", signal.SIGTERM), *((name, signal.SIGKILL) for name in PROGRAMS)]
 )

@@ -195,6 +195,7 @@ def test_a_config_that_the_runtime_or_the_weights_do_not_fit(
         preflight(GRPOConfig(**{**options, "model": str(model), "backend": backend}))
 
 
+@pytest.mark.shows("commands: check and eval refuse a directory that says that its head is its embeddings, and has another")
 def test_a_head_that_is_not_the_embeddings_is_found_before_anything_is_started(
     task: Path, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ def test_a_run_that_has_finished_goes_on_only_with_more_steps(tmp_path: Path) ->
         find_start(without.replace(resume="auto", seed=1))
 
 
+@pytest.mark.shows("resume: a finished run whose last checkpoints were removed continues from the newest that is left")
 def test_a_finished_run_whose_later_checkpoints_were_removed_goes_on_from_the_newest_that_is_left(tmp_path: Path) -> None:
     config = config_of(tmp_path, resume="auto", keep_checkpoints=0)
     run(config, last=10, finish=True)

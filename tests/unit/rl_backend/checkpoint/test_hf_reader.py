@@ -183,6 +183,7 @@ def test_one_tensor_in_two_files_without_an_index_is_refused(model_dir: Path) ->
         load(model_dir)
 
 
+@pytest.mark.shows("model: trainers and engines read the same files; a directory with two versions of a tensor is refused")
 def test_an_older_copy_of_a_tensor_in_another_file_of_the_index_is_refused(model_dir: Path) -> None:
     weight_map = json.loads((model_dir / WEIGHTS_INDEX).read_text())["weight_map"]
     other = next(file for file in weight_map.values() if file != weight_map[NAME])
@@ -221,6 +222,7 @@ def test_files_that_no_index_names_and_those_beside_one_file_are_not_read(model_
         save_file(tensors, model_dir / "model.safetensors")
 
 
+@pytest.mark.shows("model: trainers and engines read the same files; a directory with two versions of a tensor is refused")
 def test_one_file_beside_an_index_of_others_is_refused(model_dir: Path) -> None:
     index = json.loads((model_dir / WEIGHTS_INDEX).read_text())
     tensors = {name: value for file in HFReader(model_dir).files for name, value in load_file(file).items()}
