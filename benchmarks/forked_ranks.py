@@ -39,6 +39,7 @@ def start_forked_rank(arguments: Sequence[str], environment: Mapping[str, str], 
     with open_lifeline() as line:
         process = context.Process(target=_run, args=(list(arguments), dict(environment), str(log), line), daemon=True)
         process.start()
+        assert process.pid is not None, "it has started"
         tie(process.pid, line)
     return ForkedRank(process)
 

@@ -169,7 +169,7 @@ class HFReader:
 
     def _file_name(self, name: str) -> str | None:
         file = self._files.get(name)
-        return file and file.name
+        return None if file is None else file.name
 
     def _require_named_files(self) -> None:
         """Refuses weights that transformers would look for in another file."""

@@ -133,7 +133,7 @@ def _is_tied(hf_config: Mapping[str, Any]) -> bool:
     given = [part[name] for part in (hf_config, text_config(hf_config)) if part.get(name) is not None]
     if given:
         return any(given)
-    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = hf_config.get("model_type")
     return model_type in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[model_type](), name, False))

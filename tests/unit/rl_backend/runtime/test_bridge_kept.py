@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,9 +101,11 @@ def test_other_files_beside_the_weights_are_not_read(untied_model: Path, tmp_pat
 def test_a_head_that_is_not_the_embeddings_it_is_tied_to_is_refused(tied_model: Path, tmp_path: Path) -> None:
     reader = HFReader(tied_model)
     tensors = {name: reader.read(name).clone() for name in reader.infos}
-    for added in (0.0, 1.0):
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + added
-        path = in_one_file(shutil.copytree(tied_model, tmp_path / str(added)), tensors)
-        refused = pytest.raises(CheckpointError, match=r"a lm_head\.weight that differs from its embeddings")
-        with open_bridge(path) as runtime, refused if added else nullcontext():
-            runtime.build_model()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    path = in_one_file(shutil.copytree(tied_model, tmp_path / "same"), tensors)
+    with open_bridge(path) as runtime:
+        runtime.build_model()
+    tensors["lm_head.weight"] += 1.0
+    path = in_one_file(shutil.copytree(tied_model, tmp_path / "other"), tensors)
+    with open_bridge(path) as runtime, pytest.raises(CheckpointError, match=r"a lm_head\.weight that differs from its"):
+        runtime.build_model()
