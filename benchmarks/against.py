@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.report import machine, require_sleeping_threads, write_result
+from rl_backend.child_process import open_lifeline, tie
 
 ROOT = Path(__file__).parents[1]
 WORKER = Path(__file__).with_name("against_worker.py")
@@ -44,14 +45,17 @@ class Checkout:
     def __init__(self, root: Path, part: str, folder: Path, *options: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(root)}
         self._root = root
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER), part, str(folder), *options],
-            cwd=root,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        with open_lifeline() as line:
+            self._process = subprocess.Popen(
+                [sys.executable, str(WORKER), part, str(folder), *options],
+                cwd=root,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[line.fileno()],
+            )
+            tie(self._process.pid, line)
         self.ask("ready")
 
     def ask(self, request: str) -> Any:

@@ -15,9 +15,10 @@ import json
 import tempfile
 import time
 import weakref
-from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.multiprocessing.spawn import start_processes
 from benchmarks import post_validation
 from benchmarks.report import RESULTS, machine, write_result
 from benchmarks.timed_model import HIDDEN, TimedPass
+from rl_backend.child_process import open_lifeline, tie
 from rl_backend.pipeline import SCHEDULES, Action, Costs, Schedule, Span, Timeline, make_schedule, simulate
 from rl_backend.pipeline.executor import PipelineExecutor
 
@@ -96,8 +98,10 @@ class Run:
     peak: int
 
 
-def run_rank(rank: int, store: str, num_runs: int, parts: Collection[str], results: Any) -> None:
-    """All measurements on one rank; rank 0 puts timelines and times into ``results``."""
+def run_rank(
+    rank: int, store: str, num_runs: int, parts: Collection[str], results: Any, lines: Sequence[Connection]
+) -> None:
+    """All measurements on one rank; rank 0 puts timelines and times into ``results``. ``lines`` stay open until its end."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PP)
     group = dist.group.WORLD
@@ -137,12 +141,15 @@ def main() -> None:
     parts = PARTS if arguments.only is None else (arguments.only,)
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         store = str(Path(directory) / "store")
+        lines = [stack.enter_context(open_lifeline()) for _ in range(PP)]
         ranks = start_processes(
-            run_rank, (store, arguments.runs, parts, results), nprocs=PP, join=False, start_method="spawn"
+            run_rank, (store, arguments.runs, parts, results, lines), nprocs=PP, join=False, start_method="spawn"
         )
         assert ranks is not None, "they are not joined yet"
+        for pid, line in zip(ranks.pids(), lines, strict=True):
+            tie(pid, line)
         timelines, times = results.get()
         while not ranks.join():
             pass

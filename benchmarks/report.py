@@ -101,6 +101,18 @@ def update_result(stem: str, payload: Mapping[str, Any]) -> Path:
     return write_result(stem, {**read_result(stem), **payload})
 
 
+def over_machines(stem: str, figures: Mapping[str, Sequence[float]]) -> dict[str, list[dict[str, Any]]]:
+    """Figures of the runs that ``results/<stem>.json`` knows, and of this one, with the processor of each.
+
+    Ratios differ between machines: where a page gives a range, it is that of these values.
+    """
+    before, processor = read_result(stem).get("over_machines", {}), _processor()
+    return {
+        name: [*before.get(name, []), *({"processor": processor, "value": value} for value in values)]
+        for name, values in figures.items()
+    }
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

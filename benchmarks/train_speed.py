@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.report import interleave, machine, medians, write_result
+from benchmarks.report import interleave, machine, medians, over_machines, write_result
 from rl_backend.contracts import (
     MetricValue,
     ModelOutput,
@@ -200,10 +200,12 @@ def main() -> None:
         results = {
             name: measure_workload(name, lengths, steps, arguments.runs) for name, lengths in workloads(seed=0).items()
         }
+    ratios = {name: result.pop("ratios")["transformers"] for name, result in results.items()}
     path = write_result(
         "train_speed",
         {
-            "native_over_transformers": {name: result.pop("ratios")["transformers"] for name, result in results.items()},
+            "native_over_transformers": ratios,
+            "over_machines": over_machines("train_speed", {name: (ratio,) for name, ratio in ratios.items()}),
             "workloads": results,
             "model": MODEL,
             "machine": facts,

@@ -17,7 +17,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from actors.sync.push import WeightSync
 from actors.sync.report import PushReport
 from actors.sync.source import WeightSource
 from actors.sync.transport.base import raise_failures
-from benchmarks.report import interleave, machine, medians, require_sleeping_threads, write_result
+from benchmarks.report import interleave, machine, medians, over_machines, require_sleeping_threads, write_result
 from rl_backend.contracts import TensorInfo, WeightManifest
 from rl_backend.weights.staging import plan_layout, read_tensor
 
@@ -51,11 +50,6 @@ MODEL = {
     "tie_word_embeddings": False,
 }
 LARGEST_GAP = 1e-5
-MEASURED_BEFORE = {
-    "disk_kept_over_memory": (2.25, 1.19, 1.75),
-    "memory_over_limit": (1.16, 1.62, 1.31),
-}
-"""Medians of this benchmark on machines of this kind, of pushes that verified only when all was staged."""
 INCLUDES = {
     "memory": "WeightSync.push(): plan, copy to shared memory, xxh3 digests, every check in the engine (version, names, "
     "shapes, dtypes, digests, finite values; of what is staged while more is), prefix cache reset, vLLM's load, "
@@ -206,35 +200,24 @@ def measure(trainer: Trainer, runs: int) -> dict[str, Any]:
         way: medians({phase: [one[phase] for one in runs_of_way] for phase in ("save", "reload")})
         for way, runs_of_way in trainer.disk_phases.items()
     }
+    replaced, kept, of_limit = (
+        middle[longer] / middle[shorter]
+        for longer, shorter in (("disk", "memory"), ("disk_kept", "memory"), ("memory", "limit"))
+    )
     return {
         "seconds": seconds,
         "medians": middle,
-        "disk_over_memory": middle["disk"] / middle["memory"],
-        "disk_kept_over_memory": middle["disk_kept"] / middle["memory"],
-        "memory_over_limit": middle["memory"] / middle["limit"],
+        "disk_over_memory": replaced,
+        "disk_kept_over_memory": kept,
+        "memory_over_limit": of_limit,
+        "over_machines": over_machines(
+            "weight_sync", {"disk_over_memory": (kept, replaced), "memory_over_limit": (of_limit,)}
+        ),
         "memory_phases": medians(memory_phases),
         "disk_phases": disk_phases,
-        "range_over_machines": ranges(
-            {
-                "disk_kept_over_memory": middle["disk_kept"] / middle["memory"],
-                "memory_over_limit": middle["memory"] / middle["limit"],
-            }
-        ),
         "mean_log_prob_gaps": gaps,
         "transport": trainer.reports[0].transport,
         "bytes": trainer.reports[0].nbytes,
-    }
-
-
-def ranges(measured: Mapping[str, float]) -> dict[str, Any]:
-    """Each figure's smallest and largest value, of this run and those before."""
-    return {
-        name: {
-            "measured_before": MEASURED_BEFORE[name],
-            "smallest": min(value, *MEASURED_BEFORE[name]),
-            "largest": max(value, *MEASURED_BEFORE[name]),
-        }
-        for name, value in measured.items()
     }
 
 

@@ -120,7 +120,9 @@ def find_start(config: TrainingConfig) -> RunStart:
             config.resume,
             f"{config.run_dir} has later checkpoints, up to step {newest}; remove them, or continue in a new run_dir",
         )
-    if _has_finished(config.run_dir) and read_file_of_run(config.run_dir, "config.json").get("steps") == config.steps:
+    finished = _has_finished(config.run_dir) and read_file_of_run(config.run_dir, "config.json").get("steps")
+    # A run that has finished and lacks its last checkpoint takes the steps after the newest that is left again.
+    if finished == config.steps == checkpoint.step:
         if config.resume == "auto":
             raise RunFinishedError.in_folder(config)
         raise ConfigError.of(

@@ -15,6 +15,7 @@ from typing import Any
 
 from adapters.verifiers.child import KEY_VARIABLE
 from adapters.verifiers.settings import VerifiersSettings
+from rl_backend.child_process import open_lifeline, tie
 from rl_backend.contracts import ConfigError, EpisodeFailedError
 
 _CHILD = Path(__file__).with_name("child.py")
@@ -43,16 +44,18 @@ class VerifiersProcess:
         lose: Callable[[], None],
     ) -> None:
         ours, theirs = multiprocessing.Pipe()
-        with theirs:
+        with theirs, open_lifeline() as line:
             command = [settings.python, "-P", str(_CHILD), str(theirs.fileno())]
             # A key of our own: verifiers then reads no settings of its makers' services.
             environment = {**os.environ, KEY_VARIABLE: "unused", "HF_HUB_OFFLINE": "1"}
             try:
+                inherited = (theirs.fileno(), line.fileno())
                 self._process = subprocess.Popen(
-                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment, process_group=0
+                    command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=environment, process_group=0
                 )
             except OSError as error:
                 raise ConfigError.of("python", settings.python, f"cannot be run: {error}") from None
+            tie(self._process.pid, line)
         self._connection = ours
         self._sending = threading.Lock()
         try:

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from rl_backend.checkpoint.hf_reader import other_files, read_hf_config
+from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES, critic_config, write_hf_directory
 from rl_backend.checkpoint.kept_weights import describe_kept, open_kept
 from rl_backend.checkpoint.manifest import read_manifest
+from rl_backend.checkpoint.model_files import other_files
 from rl_backend.checkpoint.mxfp4 import in_mxfp4, mxfp4_infos
 from rl_backend.checkpoint.state_files import TensorsReader, require_written
 from rl_backend.checkpoint.stored_metadata import METADATA_FILE

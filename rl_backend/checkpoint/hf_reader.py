@@ -1,4 +1,4 @@
-"""Reading Hugging Face directories: headers first, then tensors or parts of them; and the files that belong to a model."""
+"""Reading Hugging Face directories: headers first, then tensors or parts of them."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -65,10 +65,14 @@ def read_hf_config(path: Path | str) -> dict[str, Any]:
 class HFReader:
     """The tensors of a local Hugging Face directory, in one or several safetensors files, with or without an index.
 
-    Opening checks every file's header against its size. No file stays open between calls.
+    These are the tensors of ``model.safetensors``; without one, of the files that the index names; without an index, of all
+    ``*.safetensors`` files. A directory is refused where transformers or vLLM would read other tensors: with an index of
+    other files beside ``model.safetensors``, or with one tensor in two of the files, whatever the index says. Opening checks
+    every file's header against its size. No file stays open between calls.
 
     Attributes:
         config: ``config.json``.
+        files: what is read.
         infos: Hugging Face name -> shape and dtype; of packed experts those of single ones
             (:mod:`rl_backend.checkpoint.packed_experts`), of a text model its own names
             (:mod:`rl_backend.checkpoint.nested_names`). Weights that are stored in FP8 with factors of their blocks, or in
@@ -77,7 +81,7 @@ class HFReader:
 
     Raises:
         CheckpointError: a missing directory, ``config.json`` or weight file, a truncated or corrupt one, or an index that
-            does not fit the files.
+            does not fit the files; a directory that holds two versions of a tensor.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -90,9 +94,11 @@ class HFReader:
         self._quantised: dict[str, BlockFactors | MXFP4Weight] = {}
         index = self.path / WEIGHTS_INDEX
         weight_map = _read_weight_map(index) if index.is_file() else None
-        for file in _weight_files(self.path, weight_map):
-            self._read_header(file, weight_map)
-        absent = sorted(set(weight_map or ()) - set(self.infos))
+        self.files = _weight_files(self.path, weight_map)
+        self._require_named_files()
+        for file in self.files:
+            self._read_header(file)
+        absent = [name for name, file in sorted((weight_map or {}).items()) if self._file_name(name) != file]
         if weight_map is not None and absent:
             name = absent[0]
             raise CheckpointError(
@@ -161,15 +167,28 @@ class HFReader:
                 del self.infos[stored]
             self.infos[name] = StoredTensor(weight.shape, torch.float32)
 
-    def _read_header(self, file: Path, weight_map: Mapping[str, str] | None) -> None:
+    def _file_name(self, name: str) -> str | None:
+        file = self._files.get(name)
+        return None if file is None else file.name
+
+    def _require_named_files(self) -> None:
+        """Refuses weights that transformers would look for in another file."""
+        named = self.config.get("transformers_weights")
+        if named not in (None, WEIGHTS_INDEX, *(file.name for file in self.files if len(self.files) == 1)):
+            raise CheckpointError(
+                f"config.json of {self.path} has transformers_weights={named!r}, and {listed([f.name for f in self.files])} "
+                "is read; leave the field out, or have the directory hold the weights that it names alone",
+                field="transformers_weights",
+            )
+
+    def _read_header(self, file: Path) -> None:
         with _open(file) as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dictionary
-                if weight_map is not None and weight_map.get(name) != file.name:
-                    continue
                 if name in self._files:
                     raise CheckpointError(
-                        f"tensor {name!r} is in both {self._files[name].name} and {file.name} of {self.path}, without an "
-                        f"index that says which counts; remove one of the files or write {WEIGHTS_INDEX}",
+                        f"tensor {name!r} is in both {self._files[name].name} and {file.name} of {self.path}; transformers "
+                        "and vLLM take that of the file which they read last, whatever an index says; remove the file that "
+                        "is out of date, or save the model again",
                         tensor=name,
                     )
                 stored = opened.get_slice(name)
@@ -205,6 +224,12 @@ def require_float_weights(path: Path | str) -> None:
 
 def _weight_files(directory: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
     if weight_map is not None:
+        if (directory / SINGLE_FILE).is_file() and set(weight_map.values()) != {SINGLE_FILE}:
+            raise CheckpointError(
+                f"{directory} has both {SINGLE_FILE}, which transformers reads, and {WEIGHTS_INDEX} of other files, which "
+                "vLLM reads; remove what is out of date",
+                files=[SINGLE_FILE, WEIGHTS_INDEX],
+            )
         files = [require_inside_model(directory, name) for name in sorted(set(weight_map.values()))]
     elif (directory / SINGLE_FILE).is_file():
         files = [directory / SINGLE_FILE]
@@ -255,42 +280,3 @@ def _open(file: Path) -> Iterator[Any]:
         raise CheckpointError.at(
             file, f"is truncated or corrupt, or cannot be read ({error}); fetch or write it again"
         ) from error
-
-
-_SETTINGS = (
-    *("generation_config.json", "tokenizer_config.json"),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-)
-_NAMES = frozenset(
-    {
-        *_SETTINGS,
-        *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-        *("tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "bpe.codes"),
-        *("source.spm", "target.spm", "normalizer.json"),
-        *("chat_template.jinja", "chat_template.json"),
-        *("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md", "USE_POLICY.md"),
-    }
-)
-TEMPLATES = "additional_chat_templates"
-"""Folder of a model's named chat templates, beside the default one."""
-
-
-def other_files(source: Path) -> dict[str, Path]:
-    """Tokenizer, chat templates, generation and preprocessor settings, model card, licence: name below ``source`` -> file.
-
-    Python files are among them where a configuration has an ``auto_map``, which names classes in them. Every other name,
-    and everything but regular files, is left out: a file beside a model need not be part of it.
-
-    Raises:
-        CheckpointError: one of them, or ``config.json``, is a link out of ``source``. Links inside of the cache of
-            huggingface_hub are followed.
-    """
-    configs = [require_inside_model(source, name) for name in ("config.json", *_SETTINGS) if (source / name).is_file()]
-    has_code = any('"auto_map"' in config.read_text(encoding="utf-8", errors="replace") for config in configs)
-    names = [
-        entry.name
-        for entry in source.iterdir()
-        if entry.name in _NAMES or entry.suffix == ".tiktoken" or (has_code and entry.suffix == ".py")
-    ]
-    names += [f"{TEMPLATES}/{entry.name}" for entry in (source / TEMPLATES).glob("*.jinja")]
-    return {name: require_inside_model(source, name) for name in sorted(names) if (source / name).is_file()}

@@ -2,19 +2,29 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from rl_backend.checkpoint.hf_reader import FLOAT_DTYPES, HFReader
 from rl_backend.checkpoint.kept_weights import find_kept
-from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, CopiedWeight, WeightName, stored_names, stored_tensors
+from rl_backend.contracts import (
+    VALUE_HEAD_WEIGHTS,
+    CheckpointError,
+    CopiedWeight,
+    WeightName,
+    stored_names,
+    stored_tensors,
+    text_config,
+)
 from rl_backend.contracts.errors import listed
 from rl_backend.parallel.shards import local_region, local_tensor
 
 LM_HEAD = "lm_head.weight"
 LM_HEAD_BIAS = "lm_head.bias"
 
+_EMBEDDINGS = "embed_tokens.weight"
 _TIED_ROWS = 4096
 _OF_TWO_MODELS = "the weights and the configuration are of different models; take both from one"
 
@@ -56,7 +66,12 @@ def load_weights(
     shapes = {name: tuple(value.shape) for name, value in parameters.items()}
     found = check_tensors(reader, shapes, weight_names, absent, stored_buffers, frozenset(elsewhere), kept)
     if LM_HEAD in reader.infos and not {LM_HEAD, VALUE_HEAD_WEIGHTS[0]} & {*stored_names(weight_names), *elsewhere}:
-        _check_tied_head(reader, parameters, weight_names)
+        # A stored head that is not read must be the embeddings; each rank compares its own rows.
+        for name, stored in weight_names.items():
+            (_, embeddings), *_ = _read_tensors(stored)
+            if embeddings.endswith(_EMBEDDINGS):
+                has_rows = bool(local_tensor(parameters[name]).numel())
+                _require_same_rows(reader, embeddings, local_region(parameters[name]) if has_rows else (slice(0, 0),))
     with torch.no_grad():
         for name, parameter in parameters.items():
             local, region = local_tensor(parameter), local_region(parameter)
@@ -97,26 +112,45 @@ def _read_tensors(name: WeightName) -> Iterator[tuple[tuple[int, ...], str]]:
     return stored_tensors(name.name if isinstance(name, CopiedWeight) else name)
 
 
-def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], names: Mapping[str, WeightName]) -> None:
-    """A stored head that is not read must be the embeddings; each rank compares its own rows.
+def require_same_head(path: Path | str) -> None:
+    """Refuses a directory that says that its head is its embeddings, and stores another head. Both are read to compare.
 
-    transformers unties one that differs without a word, and vLLM drops it: neither is what the other computes.
+    transformers unties a head that differs without a word, and vLLM drops it: neither is what the other computes.
+
+    Raises:
+        CheckpointError: what :class:`HFReader` raises, or the head differs.
     """
-    for name, stored in names.items():
-        (_, embeddings), *_ = _read_tensors(stored)
-        if not embeddings.endswith("embed_tokens.weight"):
-            continue
-        local, (rows, *columns) = local_tensor(parameters[name]), local_region(parameters[name])
-        chunks = range(rows.start, rows.stop, _TIED_ROWS) if local.numel() else ()
-        regions = ((slice(start, min(start + _TIED_ROWS, rows.stop)), *columns) for start in chunks)
-        if reader.infos[LM_HEAD].shape != reader.infos[embeddings].shape or not all(
-            torch.equal(reader.read(LM_HEAD, region), reader.read(embeddings, region)) for region in regions
-        ):
-            raise CheckpointError(
-                f"{reader.path} has tie_word_embeddings=true in config.json, but a {LM_HEAD} that differs from its "
-                "embeddings; set tie_word_embeddings to false to use that head, or remove the tensor",
-                tensor=LM_HEAD,
-            )
+    reader = HFReader(path)
+    # Further ones are copies for the prediction of further tokens.
+    embeddings = min((name for name in reader.infos if name.endswith(_EMBEDDINGS)), key=len, default=None)
+    if LM_HEAD in reader.infos and embeddings is not None and _is_tied(reader.config):
+        _require_same_rows(reader, embeddings, (slice(0, reader.infos[embeddings].shape[0]),))
+
+
+def _is_tied(hf_config: Mapping[str, Any]) -> bool:
+    """What ``config.json`` says of the head; where it says nothing, what transformers fills in."""
+    name = "tie_word_embeddings"
+    given = [part[name] for part in (hf_config, text_config(hf_config)) if part.get(name) is not None]
+    if given:
+        return any(given)
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = hf_config.get("model_type")
+    return model_type in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[model_type](), name, False))
+
+
+def _require_same_rows(reader: HFReader, embeddings: str, region: tuple[slice, ...]) -> None:
+    rows, *columns = region
+    starts = range(rows.start, rows.stop, _TIED_ROWS)
+    regions = ((slice(start, min(start + _TIED_ROWS, rows.stop)), *columns) for start in starts)
+    if reader.infos[LM_HEAD].shape != reader.infos[embeddings].shape or not all(
+        torch.equal(reader.read(LM_HEAD, region), reader.read(embeddings, region)) for region in regions
+    ):
+        raise CheckpointError(
+            f"{reader.path} has tie_word_embeddings=true in config.json, but a {LM_HEAD} that differs from its "
+            "embeddings; set tie_word_embeddings to false to use that head, or remove the tensor",
+            tensor=LM_HEAD,
+        )
 
 
 def check_tensors(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_backend.checkpoint.hf_reader import require_float_weights
+from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.contracts import BACKEND_CONFIGS, BackendConfig, Head, Registry, RuntimeConfig
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.interface import Runtime
@@ -56,16 +57,19 @@ def check_config(config: RuntimeConfig, num_ranks: int) -> None:
 
 
 def check_weights(config: RuntimeConfig, head: Head = "log_probs") -> None:
-    """Refuses a model directory whose weights cannot be loaded, by the headers of its files.
+    """Refuses a model directory whose weights cannot be loaded, by the headers of its files, and by its head where that
+    should be the embeddings.
 
     Raises:
         CheckpointError: weight files that are missing or damaged or, of the native runtime, tensors that are missing,
-            surplus or of another shape.
+            surplus or of another shape; or a head that differs from the embeddings that it should be tied to.
         UnsupportedError: weights that are quantised, or a model or head that the native runtime does not have.
     """
     require_float_weights(config.hf_path)
     if config.backend == "native":
         importlib.import_module("rl_backend.runtime.native.layout").check_weights(config, head)
+    if head == "log_probs":
+        require_same_head(config.hf_path)
 
 
 def create_runtime(config: RuntimeConfig) -> Runtime[Any]:

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from actors.run import EvalConfig, RunResult, evaluate
 from rl_backend.contracts import ConfigError
 
 
+@pytest.mark.shows("model: trainers and engines read the same files; a directory with two versions of a tensor is refused")
 @pytest.mark.shows(
     "evaluation: a model directory alone is scored as the run scored it, with stop strings, mean@n and pass@k"
 )
 def test_a_model_is_evaluated_alone_as_the_run_has_evaluated_it(
     task: Path, warm_model: Path, learned: tuple[RunResult, Path], tmp_path: Path
 ) -> None:
-    held_out = str(task / "held_out.jsonl")
+    held_out, model = str(task / "held_out.jsonl"), shutil.copytree(warm_model, tmp_path / "model")
+    stale = {name: torch.zeros_like(tensor) for name, tensor in load_file(model / "model.safetensors").items()}
+    for name in ("consolidated", "model_older"):
+        # Neither the trainer nor transformers reads them.
+        save_file(stale, model / f"{name}.safetensors")
     sets = {
         "greedy": held_out,
         "sampled": {"path": held_out, "n": 4, "temperature": 0.8, "top_p": 0.9, "pass_at": [1, 2, 4]},
         "stopped": {"path": held_out, "stop_strings": ["<end>", "1"], "stop_token_ids": []},
     }
     config = EvalConfig(
-        model=str(warm_model),
+        model=str(model),
         eval_dataset=sets,
         reward="examples.demo.task:compute_score",
         max_prompt_tokens=8,

@@ -20,6 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from rl_backend.child_process import open_lifeline, tie
+
 _START_METHOD = os.environ.get("RANK_POOL_START_METHOD", "forkserver")
 """``fork`` where each run has a few tests only and time counts (tests/mutations); ranks then have what the test has.
 
@@ -116,13 +118,15 @@ class RankPool:
     def _start(self) -> None:
         context: Any = multiprocessing.get_context(_START_METHOD)
         if _START_METHOD == "forkserver":
-            context.set_forkserver_preload(list(self._preload))
+            context.set_forkserver_preload(["benchmarks.ending_server", *self._preload])
         for index in range(self.size):
             ours, theirs = context.Pipe()
             stacks = Path(self._folder.name, f"stacks-{index}")
-            process = context.Process(target=_serve, args=(index, theirs, str(stacks), self._preload), daemon=True)
-            process.start()
-            theirs.close()
+            with theirs, open_lifeline() as line:
+                arguments = (index, theirs, str(stacks), self._preload, line)
+                process = context.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                tie(process.pid, line)
             self._ranks.append(_Rank(process, ours, stacks))
         for index, rank in enumerate(self._ranks):
             if not rank.connection.poll(_START_SECONDS):
@@ -163,7 +167,7 @@ class _Failure:
     error: BaseException
 
 
-def _serve(rank: int, connection: Connection, stacks: str, preload: tuple[str, ...]) -> None:
+def _serve(rank: int, connection: Connection, stacks: str, preload: tuple[str, ...], line: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch

@@ -20,6 +20,7 @@ from actors.rollout.config import OWN_ARGUMENTS, RolloutConfig
 from actors.rollout.vllm.capabilities import check_served, has_deltanet, has_latent_attention
 from actors.rollout.vllm.served_config import config_folder
 from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.contracts import ConfigError, RLBackendError, RolloutError, UnsupportedError
 from rl_backend.contracts.lora import ENGINE_RANKS, engine_slots
 from rl_backend.parallel.store import LOOPBACK
@@ -75,7 +76,8 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
     """A ``vllm.LLM`` in this process, ready to sample and to have its weights updated.
 
     Raises:
-        CheckpointError: ``config.json`` is damaged.
+        CheckpointError: ``config.json`` is damaged, or the weights that the engine begins with are damaged or not of one
+            model.
         ConfigError: an unknown name in ``engine_args``, or ``tensor_parallel`` does not divide the model.
         RolloutError: what vLLM refuses, in a sentence; its ``details`` have the traceback. Or it keeps recurrent states in
             another dtype than float32.
@@ -83,10 +85,13 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
             experts are asked of a model that has none.
     """
     check_served(config, device)
+    if config.load_format == "auto":
+        require_same_head(config.model_path)
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
+    from actors.rollout.vllm.loader import LOAD_FORMAT
     from actors.rollout.vllm.worker import BACKEND
 
     if device != current_platform.device_type:
@@ -101,7 +106,7 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
     arguments: dict[str, Any] = {
         "model": config.model_path,
         "dtype": config.dtype,
-        "load_format": config.load_format,
+        "load_format": LOAD_FORMAT if config.load_format == "auto" else config.load_format,
         "tensor_parallel_size": config.tensor_parallel,
         "max_model_len": config.max_model_len,
         "max_num_batched_tokens": config.batched_tokens,

@@ -1,8 +1,8 @@
 """The receiving end of staged weights in vLLM's worker processes, in vLLM's own weight-transfer interface.
 
 vLLM imports this module because its configuration names :class:`WorkerExtension`, before it makes a model; the import
-registers the engines, keeps the workers' stores to themselves, and lets a CPU serve gated DeltaNet, latent attention and
-routers with sigmoid scores.
+registers the engines and the loader, keeps the workers' stores to themselves, and lets a CPU serve gated DeltaNet, latent
+attention and routers with sigmoid scores.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
+from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -30,6 +31,7 @@ from actors.rollout.vllm.adapters import AdapterSlots
 from actors.rollout.vllm.deltanet import serve_every_deltanet
 from actors.rollout.vllm.expected import EngineParameters
 from actors.rollout.vllm.gpt_oss import load_through_loaders
+from actors.rollout.vllm.loader import LOAD_FORMAT, ReaderFilesLoader
 from actors.rollout.vllm.patches import (
     bind_stores_to_their_address,
     name_weight_loaders,
@@ -177,6 +179,7 @@ class WorkerExtension(AdapterSlots):
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SwitchingWeightTransferEngine)
+    register_model_loader(LOAD_FORMAT)(ReaderFilesLoader)
     bind_stores_to_their_address()
     serve_every_deltanet()
     rotate_views_outside_the_kernel()

@@ -16,6 +16,7 @@ from actors.run.preflight.machine import is_on_cluster
 from actors.run.sampled_config import SampledConfig
 from actors.train.model import require_known_end
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
+from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.checkpoint.kept_weights import describe_kept, find_kept
 from rl_backend.contracts import CheckpointError, ConfigError, RuntimeConfig, UnsupportedError
 from rl_backend.data.prompts import load_tokenizer
@@ -57,9 +58,9 @@ def require_whole_model(option: str, path: str) -> None:
 
 
 def require_readable_weights(option: str, path: str) -> None:
-    """Raises :class:`CheckpointError` for weight files that are missing or damaged, by their headers."""
+    """Raises :class:`CheckpointError` for weight files that are missing, damaged or not of one model."""
     with _named(option, path):
-        HFReader(path)
+        require_same_head(path)
 
 
 def find_layout(config: TrainingConfig) -> str:
@@ -80,7 +81,7 @@ def find_layout(config: TrainingConfig) -> str:
 
 
 def find_weights(config: TrainingConfig) -> str:
-    """Reads the headers of the weight files.
+    """Reads the headers of the weight files, and a head that should be the embeddings.
 
     Raises:
         CheckpointError: weights that are missing, damaged or of another model.
@@ -90,9 +91,9 @@ def find_weights(config: TrainingConfig) -> str:
     for model in config.models():
         with _named(f"{type(config).__name__}.{model.option}", model.path):
             check_weights(runtime_of(config, model), model.head)
-            files, reader = sorted(Path(model.path).glob("*.safetensors")), HFReader(model.path)
-            size = sum(file.stat().st_size for file in files) / 2**20
-            text = f"{count(len(reader.infos), 'tensor')} in {count(len(files), 'file')}, {size:,.1f} MiB"
+            reader = HFReader(model.path)
+            size = sum(file.stat().st_size for file in reader.files) / 2**20
+            text = f"{count(len(reader.infos), 'tensor')} in {count(len(reader.files), 'file')}, {size:,.1f} MiB"
             prefixes = model_kept_prefixes(reader.config, getattr(config.train.backend_cfg, "model", "auto"))
             kept = find_kept(reader, prefixes, ())
             texts.append(f"{text}, of which {describe_kept(kept)} are kept and not trained" if kept else text)

@@ -14,6 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from rl_backend.child_process import open_lifeline, tie
 from rl_backend.contracts import RewardError
 
 MOST_LEFT_BEHIND = 64
@@ -178,10 +179,12 @@ class _Process:
 
     def __init__(self, specs: Sequence[str]) -> None:
         ours, theirs = multiprocessing.Pipe()
-        with theirs:
+        with theirs, open_lifeline() as line:
             command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(theirs.fileno())]
             # Signals to the run's group, of a terminal or a scheduler, are for the run: it ends this process when it ends.
-            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, process_group=0)
+            inherited = (theirs.fileno(), line.fileno())
+            self._process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, process_group=0)
+            tie(self._process.pid, line)
         self._connection = ours
         # It alone reads from the connection, and so closes it: another thread could close one that it reads from.
         self._thread = _Thread([self._load, self._ask, ours.close])

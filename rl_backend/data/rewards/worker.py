@@ -10,14 +10,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import os
 import pickle
 import sys
-import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
 
@@ -63,7 +60,10 @@ def what_it_raised(error: BaseException) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Answers requests until the run ends: (which function, its arguments) with (whether it returned, result or error)."""
+    """Answers requests: (which function, its arguments) with (whether it returned, result or error).
+
+    The run ends the process, and the kernel does when the run ends, even in the middle of a call.
+    """
     specs, path = connection.recv()
     sys.path[:] = path
     try:
@@ -72,11 +72,8 @@ def serve(connection: Connection) -> None:
         connection.send((False, what_it_raised(error)))
         return
     connection.send((True, None))
-    requests: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
-    threading.Thread(target=_read, args=(connection, requests), daemon=True).start()
-    # Functions are called in the main thread, where those may use signals that limit their own time.
     while True:
-        index, arguments = requests.get()
+        index, arguments = connection.recv()
         connection.send_bytes(_answer(functions[index], arguments))
 
 
@@ -85,15 +82,6 @@ def _answer(function: Any, arguments: dict[str, Any]) -> bytes:
         return pickle.dumps((True, function(**arguments)))
     except BaseException as error:  # noqa: BLE001, the run decides what comes of it
         return pickle.dumps((False, what_it_raised(error)))
-
-
-def _read(connection: Connection, requests: SimpleQueue[tuple[int, dict[str, Any]]]) -> None:
-    """Ends the process with the run, even in the middle of a call."""
-    while True:
-        try:
-            requests.put(connection.recv())
-        except (EOFError, OSError):
-            os._exit(0)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from rl_backend.checkpoint.hf_reader import HFReader
+from rl_backend.child_process import open_lifeline, tie
 from rl_backend.contracts import ConfigError, ParityError, text_config
 from rl_backend.lab.parity.compare import Comparison, compare
 from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, ParityConfig, SideName, make_sequences, plan_batch
@@ -47,12 +48,19 @@ type StartRank = Callable[[Sequence[str], Mapping[str, str], Path], RankProcess]
 
 
 def start_rank(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> RankProcess:
-    """A new Python."""
+    """A new Python, which ends with this process."""
     command = [sys.executable, "-m", "rl_backend.lab.parity.rank", *arguments]
-    with log.open("wb") as stream:
-        return subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
+    with log.open("wb") as stream, open_lifeline() as line:
+        process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            pass_fds=[line.fileno()],
         )
+        tie(process.pid, line)
+    return process
 
 
 @dataclass(frozen=True)

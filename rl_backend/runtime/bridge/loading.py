@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rl_backend.checkpoint.hf_reader import HFReader
+from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, UnsupportedError
 from rl_backend.runtime.bridge.batch import CriticOutputLayer
 from rl_backend.runtime.bridge.conversion import hf_names, unconverted
@@ -54,8 +55,7 @@ def open_bridge(hf_path: str) -> AutoBridge:
         config.architectures = [name]
     pretrained = PreTrainedCausalLM.from_pretrained(hf_path)
     pretrained.config = config
-    if reader.infos.keys() != set(pretrained.state.source.get_all_keys()):
-        pretrained._state_dict_accessor = StateDict(_NativeNames(reader))
+    pretrained._state_dict_accessor = StateDict(_NativeNames(reader))
     bridge = AutoBridge(pretrained)
     try:
         found = AutoBridge.supports(config) and bridge._model_bridge is not None
@@ -71,7 +71,9 @@ def open_bridge(hf_path: str) -> AutoBridge:
 
 
 class _NativeNames(StateSource):
-    """The weights of a directory under the names that the native runtime knows: of single experts, of the text model."""
+    """The weights of a directory as the native runtime reads them: from its files, under its names of single experts and of
+    the text model.
+    """
 
     def __init__(self, reader: HFReader) -> None:
         self._reader = reader
@@ -131,7 +133,7 @@ def load_model(
         kept: beginnings of names of weights that Megatron's model need not have, as a saved one takes them from ``hf_path``.
 
     Raises:
-        CheckpointError: weights that the directory lacks.
+        CheckpointError: weights that the directory lacks, or another head than the embeddings that it should be tied to.
         UnsupportedError: weights that Megatron's model has no place for.
     """
     last = [chunk for chunk in chunks if head == "values" and getattr(chunk, "post_process", False)]
@@ -162,6 +164,8 @@ def load_model(
             f"else: {', '.join(unread[:4])}",
             names=unread,
         )
+    if head == "log_probs":
+        require_same_head(hf_path)
     try:
         model_bridge.load_weights_hf_to_megatron(pretrained, chunks)
     except ValueError as error:

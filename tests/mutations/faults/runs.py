@@ -45,10 +45,18 @@ FAULTS = [
     Fault(
         "a-run-that-has-finished-goes-on",
         "actors.run.start:find_start",
-        '_has_finished(config.run_dir) and read_file_of_run(config.run_dir, "config.json").get("steps") == config.steps',
+        "finished == config.steps == checkpoint.step",
         "False",
         ("test_a_run_that_has_finished_goes_on_only_with_more_steps",),
         "a finished run would be opened again for nothing",
+    ),
+    Fault(
+        "a-finished-run-without-its-last-checkpoint-does-not-go-on",
+        "actors.run.start:find_start",
+        "finished == config.steps == checkpoint.step",
+        "finished == config.steps",
+        ("test_a_finished_run_whose_later_checkpoints_were_removed_goes_on_from_the_newest_that_is_left",),
+        "nothing would be left to do, and the last weights are gone",
     ),
     Fault(
         "earlier-checkpoints-in-their-own-folder",

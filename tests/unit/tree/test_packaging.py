@@ -111,6 +111,7 @@ def test_every_part_of_the_backend_and_every_room_of_the_actors_has_a_place_in_t
     assert set(circles["ancestors"]) == set(PACKAGES)
     (backend,) = [c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"].startswith("the backend never")]
     rooms = {f"rl_backend.{path.parent.name}" for path in (ROOT / "rl_backend").glob("*/__init__.py")}
+    rooms |= {f"rl_backend.{path.stem}" for path in (ROOT / "rl_backend").glob("[!_]*.py")}
     assert rooms - {"rl_backend.cli"} == set(backend["source_modules"])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +11,15 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError, model_validator
+from safetensors.torch import save_file
 
 from actors.rollout import engine_lifecycle, group
 from actors.rollout.config import RolloutConfig
 from actors.rollout.lengths import within_model
-from actors.rollout.vllm.process import _check_states, in_our_words
+from actors.rollout.vllm.process import _check_states, in_our_words, start_vllm
 from actors.run import session
-from rl_backend.contracts import ConfigError, RolloutError
+from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, HFReader
+from rl_backend.contracts import CheckpointError, ConfigError, RolloutError
 from tests.support.models import write_tiny
 
 SAID = (
@@ -94,3 +98,16 @@ def test_an_engine_that_rounds_its_recurrent_states_does_not_start() -> None:
     for name in ("mamba_ssm_cache_dtype", "language_model_only"):
         with pytest.raises(ConfigError, match=rf"engine_args\['{name}'\].*rollout engines set it themselves"):
             RolloutConfig(model_path="m", engine_args={name: "bfloat16"})
+
+
+def test_an_engine_does_not_start_with_a_head_that_is_not_the_embeddings_it_is_tied_to(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tied_model, tmp_path / "model")
+    head = HFReader(model).read("model.embed_tokens.weight") + 1.0
+    index = json.loads((model / WEIGHTS_INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = "head.safetensors"
+    (model / WEIGHTS_INDEX).write_text(json.dumps(index))
+    save_file({"lm_head.weight": head}, model / "head.safetensors")
+    with pytest.raises(CheckpointError, match=r"a lm_head\.weight that differs from its embeddings"):
+        start_vllm(RolloutConfig(model_path=str(model)), "cpu")

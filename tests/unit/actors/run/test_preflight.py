@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import ray
 import torch
+from safetensors.torch import load_file, save_file
 
 from actors import RLRun, preflight
 from actors.run.folder import RunFolder
 from actors.run.preflight import findings
+from actors.run.preflight.model import require_readable_weights
 from actors.run.start import RunFinishedError, find_start
 from examples.demo.task import write_task
 from examples.grpo import GRPOConfig
@@ -23,7 +25,7 @@ from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from examples.sft import train as train_sft
 from rl_backend.checkpoint.hf_reader import SINGLE_FILE
-from rl_backend.contracts import ConfigError, RLBackendError
+from rl_backend.contracts import CheckpointError, ConfigError, RLBackendError
 from tests.support.models import write_tiny
 
 REWARD = "examples.demo.task:compute_score"
@@ -191,6 +193,27 @@ def test_a_config_that_the_runtime_or_the_weights_do_not_fit(
     model = copy_of(task, tmp_path / "model", **fields)
     with pytest.raises(RLBackendError, match=message):
         preflight(GRPOConfig(**{**options, "model": str(model), "backend": backend}))
+
+
+@pytest.mark.shows("commands: check and eval refuse a directory that says that its head is its embeddings, and has another")
+def test_a_head_that_is_not_the_embeddings_is_found_before_anything_is_started(
+    task: Path, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = copy_of(task, tmp_path / "model", tie_word_embeddings=True)
+    weights = load_file(model / SINGLE_FILE)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, model / SINGLE_FILE)
+    preflight(GRPOConfig(**{**options, "model": str(model)}))
+    require_readable_weights("EvalConfig.model", str(model))
+    weights["lm_head.weight"][-1, -1] += 1.0
+    save_file(weights, model / SINGLE_FILE)
+    for backend in ("native", "bridge"):
+        with pytest.raises(
+            CheckpointError, match=r"^GRPOConfig\.model=.*a lm_head\.weight that differs from its embeddings"
+        ):
+            preflight(GRPOConfig(**{**options, "model": str(model), "backend": backend}))
+    with pytest.raises(CheckpointError, match=r"^EvalConfig\.model=.*a lm_head\.weight that differs from its embeddings"):
+        require_readable_weights("EvalConfig.model", str(model))
 
 
 def test_a_tokenizer_of_another_model_is_refused(options: dict[str, Any], task: Path, tmp_path: Path) -> None:

@@ -147,6 +147,25 @@ def test_a_run_that_has_finished_goes_on_only_with_more_steps(tmp_path: Path) ->
         find_start(without.replace(resume="auto", seed=1))
 
 
+@pytest.mark.shows("resume: a finished run whose last checkpoints were removed continues from the newest that is left")
+def test_a_finished_run_whose_later_checkpoints_were_removed_goes_on_from_the_newest_that_is_left(tmp_path: Path) -> None:
+    config = config_of(tmp_path, resume="auto", keep_checkpoints=0)
+    run(config, last=10, finish=True)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for step in (8, 10):
+        shutil.rmtree(checkpoints / f"step-{step:08d}")
+    for resume in ("auto", str(checkpoints / "step-00000006")):
+        start = find_start(config.replace(resume=resume))
+        assert (start.step, start.same_folder) == (6, True)
+    run(config, last=10, start=find_start(config), finish=True)
+    assert steps_of(config.run_dir) == list(range(1, 11)), "steps 7 to 10 are there once"
+    assert checkpoints_of(config).steps() == [2, 4, 6, 8, 10]
+    with pytest.raises(RunFinishedError):
+        find_start(config)
+    shutil.rmtree(checkpoints / "step-00000010")
+    assert find_start(config.replace(steps=12)).step == 8
+
+
 def test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones_alone(tmp_path: Path) -> None:
     config = config_of(tmp_path, keep_checkpoints=0)
     run(config, last=6)

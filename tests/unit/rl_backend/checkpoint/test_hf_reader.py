@@ -15,8 +15,9 @@ from torch import nn
 
 from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, HFReader, read_hf_config
 from rl_backend.checkpoint.hf_weights import load_weights
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, RuntimeConfig
 from rl_backend.model import QWEN3, BuildSettings
+from rl_backend.runtime import check_weights
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 
@@ -181,6 +182,70 @@ def test_one_tensor_in_two_files_without_an_index_is_refused(model_dir: Path) ->
         load(model_dir)
 
 
+@pytest.mark.shows("model: trainers and engines read the same files; a directory with two versions of a tensor is refused")
+def test_an_older_copy_of_a_tensor_in_another_file_of_the_index_is_refused(model_dir: Path) -> None:
+    weight_map = json.loads((model_dir / WEIGHTS_INDEX).read_text())["weight_map"]
+    other = next(file for file in weight_map.values() if file != weight_map[NAME])
+    save_file({**load_file(model_dir / other), NAME: torch.zeros(128, 64)}, model_dir / other)
+    files = "|".join(sorted({other, weight_map[NAME]}))
+    with pytest.raises(CheckpointError, match=rf"{NAME}' is in both ({files}) and ({files}) .*; remove the file"):
+        load(model_dir)
+
+
+def test_a_tensor_that_the_index_does_not_name_is_read_as_transformers_reads_it(model_dir: Path) -> None:
+    expected = load(model_dir)
+    index = json.loads((model_dir / WEIGHTS_INDEX).read_text())
+    del index["weight_map"][NAME]
+    (model_dir / WEIGHTS_INDEX).write_text(json.dumps(index))
+    assert torch.equal(load(model_dir)["layers.0.mlp.up_proj.weight"], expected["layers.0.mlp.up_proj.weight"])
+    first = min(model_dir.glob("*.safetensors"))
+    save_file({**load_file(first), "model.layers.7.mlp.up_proj.weight": torch.zeros(128, 64)}, first)
+    with pytest.raises(CheckpointError, match=r"layers\.7\.mlp\.up_proj\.weight, for which the model .* has no parameter"):
+        load(model_dir)
+
+
+def test_files_that_no_index_names_and_those_beside_one_file_are_not_read(model_dir: Path) -> None:
+    expected = load(model_dir)
+    stale = {
+        name: torch.zeros_like(tensor)
+        for file in model_dir.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    for name in ("consolidated.safetensors", "model-00001-of-00009.safetensors"):
+        save_file(stale, model_dir / name)
+    for _ in range(2):
+        for name, parameter in load(model_dir).items():
+            assert torch.equal(parameter, expected[name])
+        tensors = {name: value for file in HFReader(model_dir).files for name, value in load_file(file).items()}
+        (model_dir / WEIGHTS_INDEX).unlink(missing_ok=True)
+        save_file(tensors, model_dir / "model.safetensors")
+
+
+@pytest.mark.shows("model: trainers and engines read the same files; a directory with two versions of a tensor is refused")
+def test_one_file_beside_an_index_of_others_is_refused(model_dir: Path) -> None:
+    index = json.loads((model_dir / WEIGHTS_INDEX).read_text())
+    tensors = {name: value for file in HFReader(model_dir).files for name, value in load_file(file).items()}
+    save_file(tensors, model_dir / "model.safetensors")
+    for placed in (index["weight_map"], {**index["weight_map"], NAME: "model.safetensors"}):
+        (model_dir / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": placed}))
+        with pytest.raises(
+            CheckpointError, match=r"has both model\.safetensors, which .*index\.json of other files, .*out of date"
+        ):
+            load(model_dir)
+    (model_dir / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    assert HFReader(model_dir).infos.keys() == tensors.keys()
+
+
+def test_weights_that_transformers_would_look_for_in_another_file_are_refused(model_dir: Path) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    for named in ("other.safetensors", "model.safetensors"):
+        (model_dir / "config.json").write_text(json.dumps({**config, "transformers_weights": named}))
+        with pytest.raises(CheckpointError, match=rf"has transformers_weights='{named}', and model-.*is read"):
+            load(model_dir)
+    (model_dir / "config.json").write_text(json.dumps({**config, "transformers_weights": WEIGHTS_INDEX}))
+    load(model_dir)
+
+
 def test_a_stored_copy_of_a_tied_head_is_ignored(tied_model: Path, tmp_path: Path) -> None:
     path = shutil.copytree(tied_model, tmp_path / "model")
     tensors = merge_files(path)
@@ -197,6 +262,17 @@ def test_a_head_that_is_not_what_it_is_tied_to_is_refused(tied_model: Path, tmp_
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"a lm_head\.weight that differs from its embeddings"):
         load(path)
+    config = json.loads((path / "config.json").read_text())
+    for tied in (True, None, False):
+        (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+        for backend in ("native", "bridge"):
+            runtime = RuntimeConfig(backend=backend, hf_path=str(path))
+            if tied:
+                with pytest.raises(CheckpointError, match=r"a lm_head\.weight that differs"):
+                    check_weights(runtime)
+            else:
+                check_weights(runtime)
+            check_weights(runtime, "values")
 
 
 _MEASURE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.contracts import MODEL_CONFIGS, UnsupportedError
+from rl_backend.checkpoint.hf_reader import SINGLE_FILE, WEIGHTS_INDEX, HFReader
+from rl_backend.contracts import MODEL_CONFIGS, CheckpointError, UnsupportedError
 from rl_backend.model import MODEL_FAMILIES, QWEN3, register_model
 from tests.support.bridge_runs import open_bridge
 from tests.support.fp8 import write_fp8
@@ -75,3 +76,36 @@ def test_a_text_model_is_read_under_the_nested_names_that_transformers_saves(tmp
     with open_bridge(path, param_dtype="float32") as runtime:
         runtime.save_checkpoint(runtime.build_model(), tmp_path / "out", hf=True)
     assert stored_bytes(tmp_path / "out") == stored
+
+
+def in_one_file(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    for file in (*path.glob("model-*"), path / WEIGHTS_INDEX):
+        file.unlink(missing_ok=True)
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    return path
+
+
+def test_other_files_beside_the_weights_are_not_read(untied_model: Path, tmp_path: Path) -> None:
+    reader = HFReader(untied_model)
+    tensors = {name: reader.read(name).clone() for name in reader.infos}
+    path = in_one_file(shutil.copytree(untied_model, tmp_path / "model"), tensors)
+    # Megatron-Bridge alone reads the last of all files, in the order of the file system.
+    for number in range(9):
+        save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, path / f"older{number}.safetensors")
+    with open_bridge(path) as runtime:
+        runtime.save_checkpoint(runtime.build_model(), tmp_path / "out", hf=True)
+    saved = HFReader(tmp_path / "out")
+    assert all(torch.equal(saved.read(name), tensor) for name, tensor in tensors.items())
+
+
+def test_a_head_that_is_not_the_embeddings_it_is_tied_to_is_refused(tied_model: Path, tmp_path: Path) -> None:
+    reader = HFReader(tied_model)
+    tensors = {name: reader.read(name).clone() for name in reader.infos}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    path = in_one_file(shutil.copytree(tied_model, tmp_path / "same"), tensors)
+    with open_bridge(path) as runtime:
+        runtime.build_model()
+    tensors["lm_head.weight"] += 1.0
+    path = in_one_file(shutil.copytree(tied_model, tmp_path / "other"), tensors)
+    with open_bridge(path) as runtime, pytest.raises(CheckpointError, match=r"a lm_head\.weight that differs from its"):
+        runtime.build_model()
