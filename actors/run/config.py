@@ -126,8 +126,8 @@ class TrainingConfig(RankOptions):
     lora: LoRAOptions = Field(default=LoRAOptions(), description="adapters over a frozen model, see docs/lora.md")
     dataset: Annotated[str, SAME_CONTENTS] = Field(
         min_length=1,
-        description="rows to train on: a .jsonl or .parquet file, a folder of datasets, or a name on the Hub such as "
-        "openai/gsm8k:main:train; see docs/data.md",
+        description="rows to train on: a .jsonl, .json, .csv or .parquet file, a folder of datasets, or a name on the Hub "
+        "such as openai/gsm8k:main:train; see docs/data.md",
     )
     eval_dataset: Annotated[EvalDatasets, SAME_CONTENTS] = Field(
         default=None,

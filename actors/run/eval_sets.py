@@ -17,7 +17,7 @@ from rl_backend.contracts import BaseConfig, ConfigError
 from rl_backend.data.examples import Examples
 from rl_backend.data.prompts import Prompt
 
-_SUFFIXES = (".json", ".jsonl", ".parquet")
+_SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop_token_ids", "stop_strings")
 
 

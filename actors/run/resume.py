@@ -21,7 +21,7 @@ from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import SAME_CONTENTS, BaseConfig, CheckpointError, ConfigError, OnResume
 from rl_backend.data.hub import hub_name, local_model
 from rl_backend.data.rewards import WeightedReward
-from rl_backend.data.rows import data_files
+from rl_backend.data.sources import data_files
 
 _WHOLE = (".json", ".jinja", ".model", ".txt")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16

@@ -21,9 +21,49 @@ _MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 def encode_text(text: str, tokenizer: Any) -> list[int]:
-    """The tokens of a text that continues: with the tokenizer's begin-of-text token if it has one, without an end."""
-    token_ids: list[int] = tokenizer.encode(text)
-    return token_ids[:-1] if token_ids and token_ids[-1] == tokenizer.eos_token_id else token_ids
+    """The tokens of a text that continues: with what the tokenizer puts before a text, such as its begin-of-text token.
+
+    A text that begins with these tokens does not get them twice. What the tokenizer puts behind a text is left out.
+
+    Raises:
+        ConfigError: the tokenizer has other tokens for the text where it puts some before it.
+    """
+    own, whole = tokenizer.encode(text, add_special_tokens=False), tokenizer.encode(text)
+    found = next((place for place in range(len(whole) + 1) if whole[place : place + len(own)] == own), None)
+    if found is None:
+        problem = f"its tokenizer splits {text[:20]!r} in two ways, {own} and {whole}"
+        raise ConfigError.of("model", str(tokenizer.name_or_path), problem)
+    begins = whole[:found]
+    has = next(length for length in range(len(begins), -1, -1) if own[:length] == begins[len(begins) - length :])
+    bos = tokenizer.bos_token
+    if begins and not has and bos and text.startswith(bos):  # which some tokenizers read as text
+        return encode_text(text.removeprefix(bos), tokenizer)
+    return [*begins, *own[has:]]
+
+
+def encode_answer(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens of a text prompt, and of the answer that follows it, which ends with the end-of-text token, once.
+
+    The answer's tokens are those that both texts together have behind the prompt's. Alone, many tokenizers would put a space
+    before it.
+
+    Raises:
+        BatchError: prompt and answer together do not begin with the tokens of the prompt, or the answer has no tokens.
+    """
+    if answer.rstrip().endswith(tokenizer.eos_token):
+        answer = answer.rstrip().removesuffix(tokenizer.eos_token)
+    before, whole = encode_text(prompt, tokenizer), encode_text(prompt + answer, tokenizer)
+    if whole[: len(before)] != before:
+        same = next(place for place, token in enumerate(before) if whole[place : place + 1] != [token])
+        alone, both = (tokenizer.convert_ids_to_tokens(ids[same : same + 4]) for ids in (before, whole))
+        raise BatchError(
+            f"the prompt ends with {prompt[-20:]!r}, the answer begins with {answer[:20]!r}, and their tokens cannot be "
+            f"told apart: the prompt alone has {alone} where both together have {both}, so no rollout would come to this "
+            "answer; let the answer, not the prompt, have the white space between them, or set text_prompts to message"
+        )
+    if len(whole) == len(before):
+        raise BatchError("the answer has no tokens but its end; there is nothing to imitate")
+    return before, [*whole[len(before) :], tokenizer.eos_token_id]
 
 
 def decode(token_ids: Sequence[int], tokenizer: Any, *, special: bool = True) -> str:

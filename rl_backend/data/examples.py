@@ -1,5 +1,6 @@
 """Examples: what is taken out of the rows of a data set, and which of them are kept."""
 
+import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,10 @@ from typing import Any, NamedTuple, overload
 from rl_backend.contracts import BatchError, UnsupportedError
 from rl_backend.data.chat import TEXT_ALONE, ChatMessage, require_text, require_utf8
 from rl_backend.data.config import DataConfig, TooLong
-from rl_backend.data.rows import Row, Rows, open_rows
+from rl_backend.data.rows import Rows
+from rl_backend.data.sources import open_rows
+
+logger = logging.getLogger(__name__)
 
 _MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
 
@@ -46,7 +50,7 @@ def read_examples(path: Path | str, data: DataConfig | None = None, *, require_a
             for the reward function.
 
     Args:
-        path: as of :func:`~rl_backend.data.rows.open_rows`.
+        path: as of :func:`~rl_backend.data.sources.open_rows`.
         data: other columns.
         require_answer: whether rows need a ground truth.
 
@@ -57,19 +61,33 @@ def read_examples(path: Path | str, data: DataConfig | None = None, *, require_a
         UnsupportedError: images, videos or audio; or a library that reading needs is missing.
     """
     rows, data = open_rows(path), data or DataConfig()
+    warn_of_padding(rows, data)
     return [read_example(rows, index, data, require_answer=require_answer) for index in range(len(rows))]
+
+
+def warn_of_padding(rows: Rows, data: DataConfig) -> None:
+    """Names the fields that reward functions may be given as null where a row does not have them."""
+    padded = rows.padded_fields({data.prompt_column or "prompt", "messages"})
+    if padded:
+        logger.warning(
+            "%s: %s are null in some rows; a table cannot say which rows leave them out, so reward functions get None",
+            rows.source,
+            ", ".join(padded),
+        )
 
 
 def read_example(rows: Rows, index: int, data: DataConfig, *, require_answer: bool = True) -> PromptExample:
     """Takes the known columns out of one row; the rest is ``extra_info``. Errors as of :func:`read_examples`."""
-    return _Reader(rows.where(index), rows[index], data).example(rows.name, require_answer)
+    return _Reader(rows, index, data).example(rows.name, require_answer)
 
 
 class _Reader:
     """One row, from which columns are taken."""
 
-    def __init__(self, where: str, columns: Row, data: DataConfig) -> None:
-        self.where, self.columns, self.data = where, sorted(columns), data
+    def __init__(self, rows: Rows, index: int, data: DataConfig) -> None:
+        columns = rows[index]
+        self.where, self.columns, self.data = rows.where(index), sorted(columns), data
+        self.without_padding = rows.without_padding
         # A parquet column that a row leaves out reads as None.
         self.row: dict[str, Any] = {name: value for name, value in columns.items() if value is not None}
 
@@ -96,6 +114,7 @@ class _Reader:
         value = self.take(name)
         if value is None:
             raise self.missing(name, "prompt_column")
+        value = self.without_padding(name, value)
         is_prompt = isinstance(value, str | list) and bool(value)
         self.require(name, value, is_prompt, "text or a list of chat messages, not empty")
         require_utf8(value, f"{self.where}, field {name}")

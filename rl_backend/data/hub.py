@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from rl_backend.contracts import ConfigError, UnsupportedError
 
+FILES = ".jsonl, .json, .csv or .parquet"
+"""Files of rows, for messages."""
+
 _HUB_NAME = re.compile(r"(?P<repository>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _FILES = (".arrow", ".csv", ".json", ".jsonl", ".parquet", ".safetensors", ".txt", ".yaml", ".yml")
 _OF_A_MODEL = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -80,7 +83,7 @@ def require_datasets(field: str, source: str) -> Any:
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"{field}={source!r}: folders and names on the Hub are read by the datasets library ({error}); run "
-            "pip install '.[examples]' in the folder of rl-backend, or give a .jsonl or .parquet file"
+            f"pip install '.[examples]' in the folder of rl-backend, or give a {FILES} file"
         ) from None
     return datasets
 

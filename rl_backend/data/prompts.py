@@ -11,11 +11,12 @@ from rl_backend.data.chat import ChatMessage as ChatMessage
 from rl_backend.data.chat import encode_messages as encode_messages
 from rl_backend.data.chat import encode_text as encode_text
 from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import Examples, Length, read_example
+from rl_backend.data.examples import Examples, Length, read_example, warn_of_padding
 from rl_backend.data.examples import PromptExample as PromptExample
 from rl_backend.data.examples import read_examples as read_examples
 from rl_backend.data.hub import local_model
-from rl_backend.data.rows import Rows, open_rows
+from rl_backend.data.rows import Rows
+from rl_backend.data.sources import open_rows
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _ADD = "add tokenizer.json and tokenizer_config.json, from the model that this one was made of"
@@ -72,7 +73,7 @@ def load_prompts(
     """The prompts of a data set. Chat messages go through the tokenizer's chat template.
 
     Args:
-        path: as of :func:`~rl_backend.data.rows.open_rows`.
+        path: as of :func:`~rl_backend.data.sources.open_rows`.
         max_prompt_tokens: most tokens of a prompt; ``data.too_long`` says what is done with longer ones.
         data: columns, texts and templates.
         require_answer: whether rows need a ground truth.
@@ -85,6 +86,7 @@ def load_prompts(
     """
     rows = open_dataset(path, held_out=held_out)
     data = data or DataConfig()
+    warn_of_padding(rows, data)
 
     def make(index: int) -> tuple[Prompt, Sequence[Length]]:
         example = read_example(rows, index, data, require_answer=require_answer)

@@ -17,7 +17,7 @@ from rl_backend.data.chat import (
     ChatMessage,
     chat_template,
     decode,
-    encode_text,
+    encode_answer,
     marks_answers,
     render_messages,
     require_utf8,
@@ -74,7 +74,7 @@ def load_sft_examples(
     """The examples of a data set, each with the sequences that it makes.
 
     Args:
-        path: as of :func:`~rl_backend.data.rows.open_rows`.
+        path: as of :func:`~rl_backend.data.sources.open_rows`.
         max_prompt_tokens: most tokens before the first that is trained.
         max_tokens: most tokens of a sequence; ``data.too_long`` says what is done with longer ones.
         data: columns, texts and templates.
@@ -127,8 +127,7 @@ def example_tokens(
         return conversation_tokens(turns, tokenizer, train_on, chat_template_kwargs=data.chat_template_kwargs)
     if answer is None:
         raise BatchError("there is no answer to imitate; name its column with answer_column")
-    prompt_ids = encode_text(str(example.prompt), tokenizer)
-    answer_ids = [*tokenizer.encode(answer["content"], add_special_tokens=False), tokenizer.eos_token_id]
+    prompt_ids, answer_ids = encode_answer(str(example.prompt), answer["content"], tokenizer)
     return [TrainedTokens([*prompt_ids, *answer_ids], [*[False] * len(prompt_ids), *[True] * len(answer_ids)])]
 
 

@@ -161,9 +161,9 @@ def test_messages_with_media_are_refused_by_the_part(tmp_path: Path, part: dict[
 def test_files_that_cannot_be_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         read_examples(tmp_path / "missing.jsonl")
-    (tmp_path / "a.csv").write_text("prompt,answer\n")
-    with pytest.raises(ConfigError, match=r"a\.csv': is neither a \.jsonl nor a \.parquet file; .* a folder of its own"):
-        read_examples(tmp_path / "a.csv")
+    (tmp_path / "a.tsv").write_text("prompt\tanswer\n")
+    with pytest.raises(ConfigError, match=r"a\.tsv': is no \.jsonl, \.json, \.csv or \.parquet file; .* folder of its own"):
+        read_examples(tmp_path / "a.tsv")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(BatchError, match="no rows"):
         read_examples(tmp_path / "empty.jsonl")

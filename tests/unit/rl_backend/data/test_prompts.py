@@ -17,7 +17,7 @@ from rl_backend.data.chat import encode_messages, turn_end
 from rl_backend.data.config import DataConfig
 from rl_backend.data.hub import HubName, hub_name, local_model
 from rl_backend.data.prompts import PromptExample, endless_batches, load_prompts, load_tokenizer, read_examples
-from rl_backend.data.rows import data_files, open_rows
+from rl_backend.data.sources import data_files, open_rows
 from tests.support.chat_templates import CHATML, MISTRAL, TEMPLATES, THINKING, chat_tokenizer
 from tests.support.claims import ROOT
 
@@ -202,7 +202,7 @@ def test_what_is_missing_here_never_speaks_of_a_network(tmp_path: Path, monkeypa
         with pytest.raises(ConfigError, match=r"^model='.*': no such folder .*; give a folder with config.json") as caught:
             load_tokenizer(model)
         with pytest.raises(
-            ConfigError, match=r"^dataset='.*no such file or folder .*; give a \.jsonl or \.parquet"
+            ConfigError, match=r"^dataset='.*no such file or folder .*; give a \.jsonl, \.json, \.csv or"
         ) as missing:
             open_rows(model)
         for error in (caught, missing):
@@ -275,7 +275,7 @@ def test_folders_of_datasets_are_read_with_their_splits(tmp_path: Path, datasets
     (tmp_path / "table" / "any.csv").write_text("prompt,answer\n2+2=,four\n")
     assert answers("table") == ["four"]
     assert read_examples(tmp_path / "one") == [PromptExample(ASKED, "train", "one")]
-    assert {file.suffix for source in ("one", "both", "files") for file in data_files(tmp_path / source)} == {".arrow"}
+    assert {file.suffix for source in ("one", "both") for file in data_files(tmp_path / source)} == {".arrow"}
     with pytest.raises(ConfigError, match=r"eval_dataset='.*both': has several splits, train, test; name one .*both::train"):
         open_rows(tmp_path / "both", field="eval_dataset", default_split=None)
     with pytest.raises(ConfigError, match=r"files::dev': has no split 'dev', but (train, test|test, train); name one"):
