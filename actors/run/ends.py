@@ -43,10 +43,17 @@ class Ends:
 
     def _turn_ends(self, prompt: Prompt, where: str) -> list[int]:
         """What ends an answer to messages by the chat template, which SFT trains; nothing for texts."""
-        messages = as_messages(prompt.example.prompt, self.data, where)
+        example = prompt.example
+        messages = as_messages(example.prompt, self.data, where)
         if messages is None:
             return []
-        end = turn_end(messages, self.tokenizer, chat_template_kwargs=self.data.chat_template_kwargs)
+        end = turn_end(
+            messages,
+            self.tokenizer,
+            chat_template_kwargs=self.data.chat_template_kwargs,
+            tools=example.tools,
+            documents=example.documents,
+        )
         return [] if end is None else [end]
 
 
