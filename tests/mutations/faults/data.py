@@ -108,8 +108,8 @@ FAULTS = [
     Fault(
         "prompts-without-the-assistants-beginning",
         "rl_backend.data.chat:render_messages.rendered",
-        "add_generation_prompt=generation_prompt",
-        "add_generation_prompt=False",
+        "add_generation_prompt=generation_prompt,",
+        "add_generation_prompt=False,",
         ("test_a_system_prompt_and_template_variables_reach_the_model",),
         "engines would continue the user's turn",
     ),
@@ -124,8 +124,8 @@ FAULTS = [
     Fault(
         "tools-of-rows-not-shown-in-prompts",
         "rl_backend.data.prompts:load_prompts",
-        '"tools": example.tools',
-        '"tools": ()',
+        'shown = {"tools": example.tools, "documents": example.documents}',
+        'shown = {"tools": (), "documents": example.documents}',
         ("test_tools_and_documents_of_a_row_are_what_the_template_makes_of_them",),
         "a model would be asked to call tools of which it is not told",
     ),
@@ -148,8 +148,8 @@ FAULTS = [
     Fault(
         "today-in-templates",
         "rl_backend.data.chat:_clock",
-        "now = None if given is None else",
-        "now = datetime.now() if given is None else",
+        "now = None if given is None else datetime.fromisoformat(str(given))",
+        "now = datetime.now() if given is None else datetime.fromisoformat(str(given))",
         ("test_a_template_that_reads_the_clock_is_given_one_day",),
         "a run that is resumed on another day would train on other tokens",
     ),
@@ -208,8 +208,8 @@ FAULTS = [
     Fault(
         "row-without-its-answer-trained-on-something-else",
         "rl_backend.data.sft:load_sft_examples.make",
-        "example = read_example(rows, index, data, require_answer=data.answer_column is not None)",
-        "example = read_example(rows, index, data, require_answer=False)",
+        "example = read_example(rows, index, data, tools, require_answer=data.answer_column is not None)",
+        "example = read_example(rows, index, data, tools, require_answer=False)",
         ("test_of_messages_and_an_answer_the_messages_are_trained_unless_the_column_is_named",),
         "an earlier turn would be trained where the column with the answer is empty",
     ),
