@@ -29,7 +29,7 @@ class Ends:
     tokenizer: Any
     data: DataConfig
     _of_turns: dict[Hashable, int | None] = field(default_factory=dict)
-    """By the form of the messages: who speaks in which order."""
+    """By the form of the messages: who speaks in which order, with tools or documents or without."""
 
     def see(self, prompt: Prompt, where: str) -> None:
         """Adds what ends an answer to a prompt, which SFT trains. Any prompt may be a text, or messages.
@@ -44,11 +44,18 @@ class Ends:
         if messages is None:
             return
         # A rendering for each form, and not for each row: templates end turns by their roles, not by their words.
-        form = tuple(message["role"] for message in messages)
+        tools, documents = prompt.example.tools, prompt.example.documents
+        form = (*(message["role"] for message in messages), bool(tools), bool(documents))
         if form in self._of_turns:
             return
         try:
-            self._of_turns[form] = turn_end(messages, self.tokenizer, chat_template_kwargs=self.data.chat_template_kwargs)
+            self._of_turns[form] = turn_end(
+                messages,
+                self.tokenizer,
+                chat_template_kwargs=self.data.chat_template_kwargs,
+                tools=tools,
+                documents=documents,
+            )
         except BatchError as error:
             raise BatchError(f"{where}: {error.message}") from error
 

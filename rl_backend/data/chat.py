@@ -1,8 +1,9 @@
 """The renderer: texts and chat messages become the token ids that a model sees, the same in rollouts, SFT and evaluation."""
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime
+from functools import lru_cache, partial
 from typing import Any
 
 import jinja2
@@ -14,7 +15,14 @@ type ChatMessage = dict[str, Any]
 
 TEXT_ALONE = "models are sampled and trained with text alone; leave out images, video and audio"
 
-_SET_BY_US = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_SET_BY_US: Mapping[str, str] = {
+    "messages": "are the row's; name their column with prompt_column",
+    "tools": "belong in the rows, in the column that tools_column names, or for all rows in tools_file",
+    "documents": "belong in the rows, in the column that documents_column names",
+    "add_generation_prompt": "follows from what is rendered; leave it out",
+}
+"""Variables of chat templates that are no options, and where they come from."""
+_CLOCK = "strftime_now"
 _ANSWER = "The answer is 4."
 _MEDIA = ("image", "video", "audio")
 _MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
@@ -83,6 +91,7 @@ def encode_messages(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] = (),
+    documents: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """The tokens of a conversation by the tokenizer's chat template::
 
@@ -91,22 +100,29 @@ def encode_messages(
     Args:
         messages: at least one, each with ``role`` and ``content``, and what else the template reads.
         tokenizer: of Hugging Face, with a chat template; see :func:`~rl_backend.data.prompts.load_tokenizer`.
-        chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``.
+        chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``. ``strftime_now`` is the day
+            that a template writes as today's, such as ``"2026-01-31"``.
         generation_prompt: ends with what begins the assistant's next turn.
         tools: JSON schemas of functions that the model may call, as ``{"type": "function", "function": {...}}``.
+        documents: what the model is to answer from, such as ``{"title": "...", "text": "..."}``.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or the template does not read one of the variables, or the tools.
-        BatchError: the template refuses the messages.
+        ConfigError: the tokenizer has no chat template, or the template does not read one of the variables, the tools or the
+            documents; or it asks for today's date, and ``strftime_now`` is not given.
+        BatchError: the template refuses the messages, leaves out their calls of tools, or writes the word None or null in
+            place of content that is null.
         UnsupportedError: a message with images, video or audio.
     """
-    text = render_messages(
-        messages,
-        tokenizer,
+    render = partial(
+        render_messages,
+        tokenizer=tokenizer,
         chat_template_kwargs=chat_template_kwargs,
         generation_prompt=generation_prompt,
         tools=tools,
+        documents=documents,
     )
+    text = render(messages)
+    require_calls(messages, text, render, tokenizer)
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return token_ids
 
@@ -159,43 +175,146 @@ def render_messages(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] = (),
+    documents: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The text whose tokens :func:`encode_messages` returns; arguments and errors as there."""
+    """The text whose tokens :func:`encode_messages` returns; arguments and errors as there, but for calls left out."""
     for index, message in enumerate(messages):
         require_text(message.get("content"), f"messages[{index}]")
-    template, variables = chat_template(tokenizer), dict(chat_template_kwargs or {})
-    unread = sorted(set(variables) - template_variables(template))
-    if unread:
-        known = (
-            ", ".join(sorted(template_variables(template) - _SET_BY_US - set(tokenizer.special_tokens_map))) or "no others"
-        )
-        raise ConfigError.of(
-            f"chat_template_kwargs.{unread[0]}",
-            variables[unread[0]],
-            f"the chat template of {tokenizer.name_or_path} does not read it; it reads {known}",
-        )
-    if tools and "tools" not in template_variables(template):
-        raise ConfigError.of(
-            "tools",
-            [tool["function"]["name"] for tool in tools],
-            f"the chat template of {tokenizer.name_or_path} does not read them: the model is not told what it may call; use "
-            "a model whose template does, or describe the tools in a system message",
-        )
-    try:
+    inputs = template_inputs(tokenizer, chat_template_kwargs or {}, tools, documents)
+
+    def rendered(turns: Sequence[Mapping[str, Any]]) -> str:
         text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            **variables,
+            [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=generation_prompt, **inputs
         )
+        return text
+
+    nulls = [index for index, message in enumerate(messages) if message.get("content", "") is None]
+    try:
+        text = rendered(messages)
+        without = rendered([{**message, "content": message["content"] or ""} for message in messages]) if nulls else text
+    except ConfigError:  # of the clock
+        raise
     except Exception as error:  # a template is a program, which may raise anything on messages that it does not expect
         roles = ", ".join(str(message.get("role")) for message in messages)
+        null = f"; the content of message {nulls[0] + 1} is null: if that is why, give it the content ''" if nulls else ""
         raise BatchError(
             f"the chat template of {tokenizer.name_or_path} refuses messages of the roles {roles}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{null}"
         ) from error
+    word = next((word for word in ("None", "null") if text.count(word) > without.count(word)), None)
+    if word is not None:
+        raise BatchError(
+            f"the chat template of {tokenizer.name_or_path} writes the word {word} for the content of message "
+            f"{nulls[0] + 1}, which is null; give it the content ''"
+        )
     return text
+
+
+def require_calls(
+    messages: Sequence[Mapping[str, Any]],
+    text: str,
+    render: Callable[[Sequence[Mapping[str, Any]]], str],
+    tokenizer: Any,
+    *,
+    since: int = 0,
+) -> None:
+    """Refuses messages whose calls of tools leave no trace in their text.
+
+    Args:
+        text: of the messages.
+        render: what has made it.
+        tokenizer: whose chat template it is.
+        since: number of the first message whose calls are asked for.
+
+    Raises:
+        BatchError: names the message.
+    """
+    calling = [index for index, message in enumerate(messages) if index >= since and message.get("tool_calls")]
+    if not calling:
+        return
+    bare = list(messages)
+    for index in calling:
+        bare[index] = {name: value for name, value in messages[index].items() if name != "tool_calls"}
+        bare[index]["content"] = bare[index].get("content") or ""
+    try:
+        without = render(bare)
+    except BatchError:  # a template that asks for the calls writes them
+        return
+    if without == text:
+        raise BatchError(
+            f"the chat template of {tokenizer.name_or_path} leaves out tool_calls of message {calling[0] + 1}; use a model "
+            "whose template writes calls, or write them into the content"
+        )
+
+
+def template_inputs(
+    tokenizer: Any,
+    chat_template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]],
+    documents: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What a chat template is given beside messages; arguments and errors as of :func:`encode_messages`."""
+    template, variables = chat_template(tokenizer), dict(chat_template_kwargs)
+    read, whose = template_variables(template), f"the chat template of {tokenizer.name_or_path}"
+    for name, value in variables.items():
+        if name in _SET_BY_US:
+            raise ConfigError.of(f"chat_template_kwargs.{name}", value, f"is no option: {name} {_SET_BY_US[name]}")
+        if name not in read:
+            known = ", ".join(sorted(read - set(_SET_BY_US) - set(tokenizer.special_tokens_map))) or "no others"
+            raise ConfigError.of(f"chat_template_kwargs.{name}", value, f"{whose} does not read it; it reads {known}")
+    if tools and "tools" not in read:
+        raise ConfigError.of(
+            "tools",
+            [tool_name(tool) for tool in tools],
+            f"{whose} does not read them: the model is not told what it may call; use a model whose template does, or "
+            "describe the tools in a system message and set tools_column to none",
+        )
+    if documents and "documents" not in read:
+        raise ConfigError.of(
+            "documents",
+            list(documents)[:1],
+            f"{whose} does not read them: the model is not shown them; put them into a message and set documents_column to "
+            "none, or use a model whose template does",
+        )
+    if _CLOCK in read:
+        variables[_CLOCK] = _clock(variables.get(_CLOCK), whose)
+    return {
+        "tools": [dict(tool) for tool in tools] or None,
+        "documents": [dict(document) for document in documents] or None,
+        **variables,
+    }
+
+
+def tool_name(tool: Mapping[str, Any]) -> str:
+    """The name in a JSON schema of a function or in a call of one, below ``function`` or not."""
+    function = tool.get("function", tool)
+    return str(function.get("name") if isinstance(function, Mapping) else function)
+
+
+def _clock(given: Any, whose: str) -> Callable[[str], str]:
+    """The ``strftime_now`` of a chat template: one day for all rows, whenever they are rendered.
+
+    Raises:
+        ConfigError: ``given`` is no day; or, once the template asks, nothing was given.
+    """
+    option = f"chat_template_kwargs.{_CLOCK}"
+    try:
+        now = None if given is None else datetime.fromisoformat(str(given))
+    except ValueError as error:
+        raise ConfigError.of(option, given, f"is no day, {error}; give one such as 2026-01-31") from None
+
+    def strftime_now(form: str) -> str:
+        if now is None:
+            raise ConfigError.of(
+                option,
+                None,
+                f"{whose} writes today's date, so rows would be other tokens on another day; give the day that it writes, "
+                f'as in --chat-template-kwargs \'{{"{_CLOCK}": "{date.today().isoformat()}"}}\', and give the same when the '
+                "run is resumed and its model evaluated",
+            )
+        return now.strftime(form)
+
+    return strftime_now
 
 
 def chat_template(tokenizer: Any) -> str:
@@ -233,7 +352,12 @@ def marks_answers(template: str) -> bool:
 
 
 def turn_end(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    documents: Sequence[Mapping[str, Any]] = (),
 ) -> int | None:
     """The special token with which the chat template ends an answer to ``messages``; None where it ends it without one."""
     text = render_messages(
@@ -241,6 +365,8 @@ def turn_end(
         tokenizer,
         chat_template_kwargs=chat_template_kwargs,
         generation_prompt=False,
+        tools=tools,
+        documents=documents,
     )
     behind: list[int] = tokenizer.encode(text.rpartition(_ANSWER)[2], add_special_tokens=False)
     return next((token for token in behind if token in special_token_ids(tokenizer)), None)

@@ -1,21 +1,25 @@
 """Examples: what is taken out of the rows of a data set, and which of them are kept."""
 
+import json
 import logging
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from rl_backend.contracts import BatchError, UnsupportedError
 from rl_backend.data.chat import TEXT_ALONE, ChatMessage, require_text, require_utf8
 from rl_backend.data.config import DataConfig, TooLong
 from rl_backend.data.rows import Rows
 from rl_backend.data.sources import open_rows
+from rl_backend.data.tools import json_objects, read_tools_file, shown_objects
 
 logger = logging.getLogger(__name__)
 
 _MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
+_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class PromptExample:
         data_source: name of the data set, for the reward function.
         extra_info: further facts for the reward function.
         answer: the assistant's message that followed the prompt, of a row of ``messages`` that ends with one.
+        tools: JSON schemas for the chat template.
+        documents: objects for the chat template.
     """
 
     prompt: str | list[ChatMessage]
@@ -35,6 +41,13 @@ class PromptExample:
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     answer: ChatMessage | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    documents: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        """Prompt and answer, without those that are text."""
+        return [*([] if isinstance(self.prompt, str) else self.prompt), *([] if self.answer is None else [self.answer])]
 
 
 def read_examples(path: Path | str, data: DataConfig | None = None, *, require_answer: bool = True) -> list[PromptExample]:
@@ -42,10 +55,11 @@ def read_examples(path: Path | str, data: DataConfig | None = None, *, require_a
 
     A row has:
         ``prompt``: text, or a list of chat messages with text content; or ``messages``, a list of them. An assistant's
-            message at the end of ``messages`` is the answer.
+            message at the end of ``messages`` is the answer. A JSON text of messages is read as these.
         the ground truth: ``reward_model.ground_truth`` (verl), else ``ground_truth``, else ``answer``, else the content of
             the answer in ``messages``.
         ``data_source``: text; without it, the file's name without suffix.
+        ``tools`` and ``documents``: lists of objects, or their JSON text, optional; see :class:`DataConfig`.
         ``extra_info``: an object, optional. Every other column (verl's ``ability`` too) is added to it
             for the reward function.
 
@@ -62,12 +76,14 @@ def read_examples(path: Path | str, data: DataConfig | None = None, *, require_a
     """
     rows, data = open_rows(path), data or DataConfig()
     warn_of_padding(rows, data)
-    return [read_example(rows, index, data, require_answer=require_answer) for index in range(len(rows))]
+    tools = read_tools_file(data)
+    return [read_example(rows, index, data, tools, require_answer=require_answer) for index in range(len(rows))]
 
 
 def warn_of_padding(rows: Rows, data: DataConfig) -> None:
     """Names the fields that reward functions may be given as null where a row does not have them."""
-    padded = rows.padded_fields({data.prompt_column or "prompt", "messages"})
+    rendered = {data.prompt_column or "prompt", "messages", data.tools_column, data.documents_column}
+    padded = rows.padded_fields({column for column in rendered if column})
     if padded:
         logger.warning(
             "%s: %s are null in some rows; a table cannot say which rows leave them out, so reward functions get None",
@@ -76,9 +92,15 @@ def warn_of_padding(rows: Rows, data: DataConfig) -> None:
         )
 
 
-def read_example(rows: Rows, index: int, data: DataConfig, *, require_answer: bool = True) -> PromptExample:
-    """Takes the known columns out of one row; the rest is ``extra_info``. Errors as of :func:`read_examples`."""
-    return _Reader(rows, index, data).example(rows.name, require_answer)
+def read_example(
+    rows: Rows, index: int, data: DataConfig, tools: Sequence[Mapping[str, Any]] = (), *, require_answer: bool = True
+) -> PromptExample:
+    """Takes the known columns out of one row; the rest is ``extra_info``. Errors as of :func:`read_examples`.
+
+    Args:
+        tools: of rows that have none of their own.
+    """
+    return _Reader(rows, index, data).example(rows.name, tools, require_answer)
 
 
 class _Reader:
@@ -91,13 +113,15 @@ class _Reader:
         # A parquet column that a row leaves out reads as None.
         self.row: dict[str, Any] = {name: value for name, value in columns.items() if value is not None}
 
-    def example(self, default_source: str, require_answer: bool) -> PromptExample:
+    def example(self, default_source: str, tools: Sequence[Mapping[str, Any]], require_answer: bool) -> PromptExample:
         row = self.row
         for name in _MEDIA_COLUMNS:
             value = row.pop(name, None)
             if value is not None and not (isinstance(value, str | list) and not value):
                 raise UnsupportedError(f"{self.where}, field {name!r}: {TEXT_ALONE}: remove the column", name=name)
         prompt, answer = self.prompt()
+        tools = self.shown("tools_column", prompt) or tools
+        documents = self.shown("documents_column", prompt)
         ground_truth = self.ground_truth(answer, require_answer)
         source = row.pop("data_source", default_source)
         self.require("data_source", source, isinstance(source, str), "text")
@@ -106,7 +130,7 @@ class _Reader:
         for name, value in row.items():
             fits = extra_info.get(name) in (None, value)
             self.require(name, value, fits, f"the same as extra_info.{name}={extra_info.get(name)!r}, or another name")
-        return PromptExample(prompt, ground_truth, source, {**extra_info, **row}, answer)
+        return PromptExample(prompt, ground_truth, source, {**extra_info, **row}, answer, tools, documents)
 
     def prompt(self) -> tuple[str | list[ChatMessage], ChatMessage | None]:
         """Prompt, and the answer that follows it where they are in one column."""
@@ -115,6 +139,7 @@ class _Reader:
         if value is None:
             raise self.missing(name, "prompt_column")
         value = self.without_padding(name, value)
+        value = self.conversation(name, value) if isinstance(value, str) else value
         is_prompt = isinstance(value, str | list) and bool(value)
         self.require(name, value, is_prompt, "text or a list of chat messages, not empty")
         require_utf8(value, f"{self.where}, field {name}")
@@ -127,6 +152,31 @@ class _Reader:
             raise BatchError(f"{self.where}, field {name}: has nothing before the assistant's message", name=name)
         return messages[:-1], messages[-1]
 
+    def conversation(self, name: str, text: str) -> str | list[Any]:
+        """The messages that a text is the JSON of; any other text as it stands."""
+        expected = "a list of chat messages, or its JSON text"
+        try:
+            found = json.loads(text) if text.lstrip().startswith("[") else text
+        except (ValueError, RecursionError):
+            self.require(name, text, not _LIKE_MESSAGES.match(text), f"{expected}, which json.dumps writes")
+            found = text
+        if isinstance(found, list) and found and all(isinstance(each, dict) and "role" in each for each in found):
+            return found
+        named = self.data.prompt_column is not None or name != "messages"
+        self.require(name, text, named, f"{expected}; name a column of texts with prompt_column")
+        return text
+
+    def shown(
+        self, option: Literal["tools_column", "documents_column"], prompt: str | list[ChatMessage]
+    ) -> tuple[dict[str, Any], ...]:
+        """Tools or documents. A reward function is given their column too."""
+        name: str | None = getattr(self.data, option)
+        if name is None:
+            return ()
+        value = self.field(name)
+        value = value if value is None else self.without_padding(name, value)
+        return shown_objects(value, f"{self.where}, field {name}", option, prompt, self.data)
+
     def message(self, place: str, message: Any) -> ChatMessage:
         self.require(place, message, isinstance(message, dict), "a message with role and content")
         self.require(f"{place}.role", message.get("role"), isinstance(message.get("role"), str), "text")
@@ -134,10 +184,12 @@ class _Reader:
         require_text(content, f"{self.where}, field {place}")
         if isinstance(content, list) and content and all(_is_text(part) for part in content):
             content = "".join(part["text"] for part in content)
-        elif content is None and message.get("tool_calls"):
-            content = ""
-        self.require(f"{place}.content", content, isinstance(content, str), "text")
-        return {key: value for key, value in message.items() if value is not None} | {"content": content}
+        calls = json_objects(message.get("tool_calls"), f"{self.where}, field {place}.tool_calls", "calls")
+        # Some templates ask whether it is null, and write calls only then.
+        is_content = isinstance(content, str) or (content is None and bool(calls))
+        self.require(f"{place}.content", content, is_content, "text")
+        whole = {key: value for key, value in message.items() if value is not None} | {"content": content}
+        return whole | {"tool_calls": list(calls)} if calls else whole
 
     def ground_truth(self, answer: ChatMessage | None, required: bool) -> Any:
         if self.data.answer_column is not None:
@@ -155,14 +207,18 @@ class _Reader:
         column = next((name for name in ("ground_truth", "answer") if name in self.row), None)
         if column is not None:
             return self.row.pop(column)
-        if answer is None and required:
+        if (answer is None or answer["content"] is None) and required:
             raise self.missing("reward_model.ground_truth, ground_truth or answer", "answer_column")
         return None if answer is None else answer["content"]
 
     def take(self, path: str) -> Any:
         """The value of a column, which is then no longer in the row, or of a field in one."""
+        return self.row.pop(path) if path in self.row else self.field(path)
+
+    def field(self, path: str) -> Any:
+        """The value of a column, or of a field in one, which stays in the row; None where there is none."""
         if path in self.row:
-            return self.row.pop(path)
+            return self.row[path]
         name, *fields = path.split(".")
         value = self.row.get(name)
         for each in fields:

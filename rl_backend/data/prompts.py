@@ -1,7 +1,7 @@
 """Prompts: data sets as token ids, and the order in which training sees them."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rl_backend.data.examples import read_examples as read_examples
 from rl_backend.data.hub import local_model
 from rl_backend.data.rows import Rows
 from rl_backend.data.sources import open_rows
+from rl_backend.data.tools import UntoldCalls, read_tools_file
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _ADD = "add tokenizer.json and tokenizer_config.json, from the model that this one was made of"
@@ -87,14 +88,19 @@ def load_prompts(
     rows = open_dataset(path, held_out=held_out)
     data = data or DataConfig()
     warn_of_padding(rows, data)
+    tools, untold = read_tools_file(data), UntoldCalls()
 
     def make(index: int) -> tuple[Prompt, Sequence[Length]]:
-        example = read_example(rows, index, data, require_answer=require_answer)
-        token_ids = encode_prompt(example.prompt, tokenizer, data, rows.where(index))
+        example, where = read_example(rows, index, data, tools, require_answer=require_answer), rows.where(index)
+        shown = {"tools": example.tools, "documents": example.documents}
+        token_ids = encode_prompt(example.prompt, tokenizer, data, where, **shown)
+        untold.add(example.messages, example.tools, where)
         length = Length(len(token_ids), "max_prompt_tokens", max_prompt_tokens)
         return Prompt(example, cut_prompt(token_ids, max_prompt_tokens, tokenizer)), [length]
 
-    return Examples(rows, make, data.too_long, see=see)
+    examples = Examples(rows, make, data.too_long, see=see)
+    untold.warn(rows.source, len(rows), data)
+    return examples
 
 
 def open_dataset(path: Path | str, *, held_out: bool = False) -> Rows:
@@ -102,11 +108,21 @@ def open_dataset(path: Path | str, *, held_out: bool = False) -> Rows:
     return open_rows(path, field="eval_dataset", default_split=None) if held_out else open_rows(path)
 
 
-def encode_prompt(prompt: str | Sequence[ChatMessage], tokenizer: Any, data: DataConfig, where: str = "prompt") -> list[int]:
+def encode_prompt(
+    prompt: str | Sequence[ChatMessage],
+    tokenizer: Any,
+    data: DataConfig,
+    where: str = "prompt",
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    documents: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
     """The tokens that a model continues: those of a text, or of messages by the chat template.
 
     Args:
         where: for messages.
+        tools: JSON schemas of functions, for the chat template.
+        documents: for the chat template.
 
     Raises:
         ConfigError: options of chat templates, and a text that does not go through one; or see
@@ -118,7 +134,13 @@ def encode_prompt(prompt: str | Sequence[ChatMessage], tokenizer: Any, data: Dat
         if messages is None:
             token_ids = encode_text(str(prompt), tokenizer)
         else:
-            token_ids = encode_messages(messages, tokenizer, chat_template_kwargs=data.chat_template_kwargs)
+            token_ids = encode_messages(
+                messages,
+                tokenizer,
+                chat_template_kwargs=data.chat_template_kwargs,
+                tools=tools,
+                documents=documents,
+            )
     except BatchError as error:
         raise BatchError(f"{where}: {error.message}") from error
     if not token_ids:
@@ -130,7 +152,7 @@ def as_messages(prompt: str | Sequence[ChatMessage], data: DataConfig, where: st
     """The conversation, with the system prompt; None for a text that is continued as it stands."""
     if isinstance(prompt, str):
         if data.text_prompts == "continue":
-            for option in ("system_prompt", "chat_template_kwargs"):
+            for option in ("system_prompt", "chat_template_kwargs", "tools_file"):
                 if data.is_set(option):
                     problem = (
                         f"{where} is text, which is continued as it stands; set text_prompts to message, or leave it out"

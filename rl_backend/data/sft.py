@@ -7,6 +7,7 @@ one.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,12 +21,15 @@ from rl_backend.data.chat import (
     encode_answer,
     marks_answers,
     render_messages,
+    require_calls,
     require_utf8,
     special_token_ids,
+    template_inputs,
 )
 from rl_backend.data.config import DataConfig
 from rl_backend.data.examples import Examples, Length, PromptExample, read_example
 from rl_backend.data.prompts import as_messages, cut_prompt, open_dataset
+from rl_backend.data.tools import UntoldCalls, read_tools_file
 
 type TrainOn = Literal["all", "last"]
 
@@ -88,13 +92,15 @@ def load_sft_examples(
     """
     rows = open_dataset(path, held_out=held_out)
     data = data or DataConfig()
+    tools, untold = read_tools_file(data), UntoldCalls()
     limit = "max_tokens_per_micro_batch", max_tokens, "raise it"
     if positions is not None and positions < max_tokens:
         limit = "the model's positions", positions, "shorten them"
 
     def make(index: int) -> tuple[list[TokenSequence], Sequence[Length]]:
-        example = read_example(rows, index, data, require_answer=data.answer_column is not None)
+        example = read_example(rows, index, data, tools, require_answer=data.answer_column is not None)
         where = rows.where(index)
+        untold.add(example.messages, example.tools, where)
         try:
             found = example_tokens(example, tokenizer, data, train_on, where)
         except BatchError as error:
@@ -103,7 +109,9 @@ def load_sft_examples(
         lengths += [Length(len(each.token_ids), *limit) for each in found]
         return [each.cut(max_prompt_tokens, limit[1], tokenizer).sequence() for each in found], lengths
 
-    return Examples(rows, make, data.too_long, "example")
+    examples = Examples(rows, make, data.too_long, "example")
+    untold.warn(rows.source, len(rows), data)
+    return examples
 
 
 def example_tokens(
@@ -124,7 +132,14 @@ def example_tokens(
         answer = {"role": "assistant", "content": example.ground_truth}
     if messages is not None:
         turns = [*messages, answer] if answer else messages
-        return conversation_tokens(turns, tokenizer, train_on, chat_template_kwargs=data.chat_template_kwargs)
+        return conversation_tokens(
+            turns,
+            tokenizer,
+            train_on,
+            chat_template_kwargs=data.chat_template_kwargs,
+            tools=example.tools,
+            documents=example.documents,
+        )
     if answer is None:
         raise BatchError("there is no answer to imitate; name its column with answer_column")
     prompt_ids, answer_ids = encode_answer(str(example.prompt), answer["content"], tokenizer)
@@ -137,6 +152,8 @@ def conversation_tokens(
     train_on: TrainOn = "all",
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    documents: Sequence[Mapping[str, Any]] = (),
 ) -> list[TrainedTokens]:
     """The turns of the assistant in a conversation, each after what the model sees before it.
 
@@ -146,37 +163,75 @@ def conversation_tokens(
     Args:
         messages: what follows the last turn of the assistant is left out.
         train_on: all turns or the last.
+        tools: JSON schemas of functions, for the chat template.
+        documents: for the chat template.
 
     Returns:
         One sequence for as many turns as the template leaves as they were when the next is made.
 
     Raises:
         ConfigError: the template ends no turn with a special token.
-        BatchError: no turn, or the template refuses the messages or does not render a turn as an answer to its own prompt.
+        BatchError: no turn, or one of the end token alone, or the template refuses the messages or does not render a turn as
+            an answer to its own prompt.
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or not turns[0]:
         raise BatchError("messages need a turn of the assistant, and one before it; there is nothing to imitate")
+    render = _Renderer(tokenizer, chat_template_kwargs or {}, tools, documents)
     found: list[TrainedTokens] = []
     for turn in turns if train_on == "all" else turns[-1:]:
-        prompt, response, trained = _turn(messages[: turn + 1], tokenizer, chat_template_kwargs or {})
+        prompt, response, trained = _turn(messages[: turn + 1], render)
         begun = found.pop() if found and prompt[: len(found[-1].token_ids)] == found[-1].token_ids else TrainedTokens([], [])
         between = len(prompt) - len(begun.token_ids)
         found.append(TrainedTokens([*prompt, *response], [*begun.trained, *[False] * between, *trained]))
     return found
 
 
-def _turn(
-    messages: Sequence[ChatMessage], tokenizer: Any, variables: Mapping[str, Any]
-) -> tuple[list[int], list[int], list[bool]]:
+@dataclass(frozen=True)
+class _Renderer:
+    """A tokenizer's chat template, with what it is given beside messages."""
+
+    tokenizer: Any
+    variables: Mapping[str, Any]
+    tools: Sequence[Mapping[str, Any]]
+    documents: Sequence[Mapping[str, Any]]
+
+    def __call__(self, messages: Sequence[ChatMessage], *, generation_prompt: bool) -> str:
+        return render_messages(
+            messages,
+            self.tokenizer,
+            chat_template_kwargs=self.variables,
+            generation_prompt=generation_prompt,
+            tools=self.tools,
+            documents=self.documents,
+        )
+
+    def marked_spans(self, messages: Sequence[ChatMessage]) -> list[tuple[int, int]]:
+        """First character and end of what the template marks as generated."""
+        # Imported here: it takes seconds, and few templates have marks.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        inputs = template_inputs(self.tokenizer, self.variables, self.tools, self.documents)
+        _, (spans,) = render_jinja_template(
+            conversations=[[dict(message) for message in messages]],
+            chat_template=chat_template(self.tokenizer),
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **inputs},
+        )
+        return list(spans)
+
+
+def _turn(messages: Sequence[ChatMessage], render: _Renderer) -> tuple[list[int], list[int], list[bool]]:
     """Tokens before the last message and of it, and which of these are trained."""
-    before = render_messages(messages[:-1], tokenizer, chat_template_kwargs=variables)
-    whole = render_messages(messages, tokenizer, chat_template_kwargs=variables, generation_prompt=False)
+    tokenizer = render.tokenizer
+    before = render(messages[:-1], generation_prompt=True)
+    whole = render(messages, generation_prompt=False)
     if not whole.startswith(before):
         raise BatchError(
             f"the chat template of {tokenizer.name_or_path} does not render message {len(messages)} as an answer to its own "
             f"generation prompt, which ends with {before[-40:]!r}; change chat_template_kwargs, the message or the template"
         )
+    require_calls(messages, whole, partial(render, generation_prompt=False), tokenizer, since=len(messages) - 1)
     prompt: list[int] = tokenizer.encode(before, add_special_tokens=False)
     response: list[int] = tokenizer.encode(whole, add_special_tokens=False)
     shared = response[: len(prompt)] == prompt
@@ -190,10 +245,16 @@ def _turn(
             f"its chat template ends a turn of the assistant with {whole[-20:]!r}, without a special token: a model trained "
             "on it would never end a turn; end turns with the tokenizer's eos_token, or with another special token",
         )
-    template, written = chat_template(tokenizer), response[: end + 1]
+    written = response[: end + 1]
+    if not tokenizer.decode(written[:-1]).strip():
+        raise BatchError(
+            f"message {len(messages)} has nothing to imitate but the token that ends it: it is empty, or the chat template "
+            f"of {tokenizer.name_or_path} leaves out {' and '.join(sorted(set(messages[-1]) - {'role'}))}; remove the row"
+        )
     trained = [True] * len(written)
-    if marks_answers(template):
-        marked = _marked(messages, tokenizer, template, variables, whole if shared else whole[len(before) :], len(whole))
+    if marks_answers(chat_template(tokenizer)):
+        text = whole if shared else whole[len(before) :]
+        marked = _marked(text, len(whole), render.marked_spans(messages), tokenizer)
         trained = [each or index == end for index, each in enumerate(marked[-len(response) :][: end + 1])]
         if not any(trained[:end]):
             raise BatchError(
@@ -207,7 +268,7 @@ def _end(response: Sequence[int], message: ChatMessage, whole: str, tokenizer: A
     """Place of the token that ends a turn: the first special one behind its content, else the last."""
     special = special_token_ids(tokenizer)
     places = [index for index, token in enumerate(response) if token in special]
-    content = message["content"].strip()
+    content = (message["content"] or "").strip()
     if content in whole and not message.get("tool_calls"):
         behind = tokenizer.encode(whole[whole.rindex(content) + len(content) :], add_special_tokens=False)
         if behind and list(response[-len(behind) :]) == behind:
@@ -215,19 +276,8 @@ def _end(response: Sequence[int], message: ChatMessage, whole: str, tokenizer: A
     return places[-1] if places else None
 
 
-def _marked(
-    messages: Sequence[ChatMessage], tokenizer: Any, template: str, variables: Mapping[str, Any], text: str, length: int
-) -> list[bool]:
-    """Of each token of ``text``, with which the rendered messages of ``length`` characters end: whether it is marked."""
-    # Imported here: it takes seconds, and few templates have marks.
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    _, spans = render_jinja_template(
-        conversations=[[dict(message) for message in messages]],
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **variables},
-    )
+def _marked(text: str, length: int, spans: Sequence[tuple[int, int]], tokenizer: Any) -> list[bool]:
+    """Of each token of ``text``, with which the rendered messages of ``length`` characters end: whether a span has of it."""
     skipped = length - len(text)
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    return [any(start + skipped < stop and first < end + skipped for first, stop in spans[0]) for start, end in offsets]
+    return [any(start + skipped < stop and first < end + skipped for first, stop in spans) for start, end in offsets]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rl_backend.contracts import BatchError
 from rl_backend.data.chat import decode
 from rl_backend.data.config import DataConfig
 from rl_backend.data.prompts import as_messages, encode_prompt
 from rl_backend.data.rewards import RewardCall, RewardScorer
+from rl_backend.data.tools import shown_objects
 from rl_backend.environment.episode import Turn
 from rl_backend.environment.protocol import MakeEnvironment, Prompt, Step, Tool
 
@@ -20,8 +21,8 @@ def answering(
 ) -> MakeEnvironment:
     """Makes environments of rows whose answer a reward function scores.
 
-    Without tools an episode has one turn, and its prompt has the ids that rollouts of one turn have. With tools it goes on
-    until a turn calls none.
+    Without tools an episode has one turn, and its prompt has the ids that rollouts of one turn have: the row's columns
+    ``tools`` and ``documents`` are shown. With tools it goes on until a turn calls none.
 
     Args:
         scorer: of the reward functions.
@@ -65,11 +66,16 @@ class AnswerEnvironment:
     def start(self) -> Prompt:
         prompt = self._row["prompt"]
         if not self.tools:
-            return encode_prompt(prompt, self._tokenizer, self._data)
+            tools, documents = self._shown("tools_column"), self._shown("documents_column")
+            return encode_prompt(prompt, self._tokenizer, self._data, tools=tools, documents=documents)
         messages = as_messages(prompt, self._data, "prompt")
         if messages is None:
             raise BatchError("a prompt of text, which is continued as it stands; with tools set text_prompts to message")
         return messages
+
+    def _shown(self, option: Literal["tools_column", "documents_column"]) -> tuple[dict[str, Any], ...]:
+        name = getattr(self._data, option)
+        return shown_objects(self._row.get(name), f"field {name}", option, self._row["prompt"], self._data)
 
     def step(self, turn: Turn) -> Step:
         if turn.calls:

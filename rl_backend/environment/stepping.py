@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rl_backend.contracts import BatchError, ConfigError, EpisodeEndError
 from rl_backend.data.rewards.pool import TimeLimitError
 from rl_backend.data.rewards.worker import what_it_raised
+from rl_backend.data.tools import require_given
 from rl_backend.environment.calling import Caller, close_late
 from rl_backend.environment.conversation import ChatFormat, Conversation, OtherEnd, chat_format, id_format
 from rl_backend.environment.episode import Message, Turn
@@ -73,11 +74,12 @@ class SteppedPlayer:
         """Makes an environment, asks for its tools and checks the model's chat template with them, when a run starts.
 
         Raises:
-            ConfigError: the template cannot be used, or ``history`` must be chosen. What the environment raises.
+            ConfigError: the template cannot be used, or ``history`` must be chosen.
+            BatchError: the row has tools that the environment does not give. What the environment raises.
         """
         environment = await self._made(row, seed)
         try:
-            return self.format(_tools(environment))
+            return self.format(_tools(environment, row))
         finally:
             await self._close(environment)
 
@@ -98,7 +100,7 @@ class SteppedPlayer:
         environment = await self._made(row, sampler.seed)
         problem = ""
         try:
-            result = await self._play(environment, sampler)
+            result = await self._play(environment, row, sampler)
         finally:
             problem = await self._close(environment)
         return replace(result, error=problem) if problem else result
@@ -107,8 +109,8 @@ class SteppedPlayer:
         """An environment; one that is made when its episode has been ended meanwhile is closed."""
         return await self._caller(self._make, row, seed, seconds=self.options.limits.step_seconds, on_late=close_late)
 
-    async def _play(self, environment: Environment, sampler: Sampler) -> Result:
-        tools = _tools(environment)
+    async def _play(self, environment: Environment, row: Mapping[str, Any], sampler: Sampler) -> Result:
+        tools = _tools(environment, row)
         by_ids = id_format(self._renderer, self.options.stop_token_ids)
         episode = _Played(Conversation(by_ids), {tool.name: tool for tool in tools}, lambda: self.format(tools))
         try:
@@ -224,9 +226,11 @@ class _Played:
         return self.conversation.go_on(self._given, turn.message if answers else None)
 
 
-def _tools(environment: Environment) -> Sequence[Tool]:
+def _tools(environment: Environment, row: Mapping[str, Any]) -> Sequence[Tool]:
     tools = tuple(getattr(environment, "tools", ()))
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise ConfigError.of("tools", names, "two have the same name")
+    if tools:
+        require_given(row.get("tools"), names)
     return tools

@@ -79,6 +79,12 @@ def are_rows_with_answers(block: CodeBlock) -> None:
     assert [example.ground_truth for example in read_examples("rows.jsonl")] == ["4"] * 3
 
 
+def is_row_with_tools(block: CodeBlock) -> None:
+    Path("rows.jsonl").write_text(block.text)
+    (example,) = read_examples("rows.jsonl")
+    assert [tool["function"]["name"] for tool in example.tools] == ["add"]
+
+
 def is_fault_of_this_tree(block: CodeBlock) -> None:
     fault = eval(block.text, {"Fault": Fault})
     assert problems([fault]) == []
@@ -107,7 +113,8 @@ OTHER_CHECKS: Sequence[tuple[str, str, Callable[[CodeBlock], None] | None, str]]
     ("docs/checkpoints.md", "runs/mine/checkpoints/", None, "files of a run"),
     ("docs/cluster.md", "--environment", None, "a part of a command that needs a cluster"),
     ("docs/concepts.md", "(token_losses", is_mean_over_tokens, ""),
-    ("docs/data.md", '{"prompt"', are_rows_with_answers, ""),
+    ("docs/data.md", '{"prompt": "2', are_rows_with_answers, ""),
+    ("docs/data.md", '{"prompt": [', is_row_with_tools, ""),
     ("docs/data.md", "def compute_score", is_signature_of_rewards, ""),
     ("docs/evaluation.md", "model: ", are_options_of("examples.grpo"), ""),
     (

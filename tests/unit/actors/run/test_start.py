@@ -274,6 +274,19 @@ def test_other_contents_of_the_files_of_a_run_are_refused(tmp_path: Path) -> Non
         assert find_start(config).step == 2, f"{name} as it was"
 
 
+def test_other_contents_of_the_file_of_tools_and_another_day_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text('[{"name": "add"}]')
+    config = config_of(tmp_path, tools_file=str(file), chat_template_kwargs={"strftime_now": "2026-01-31"})
+    run(config, last=2)
+    assert find_start(config.replace(resume="auto")).step == 2
+    with pytest.raises(ConfigError, match=r"GRPOConfig\.chat_template_kwargs=.*2026-02-01"):
+        find_start(config.replace(resume="auto", chat_template_kwargs={"strftime_now": "2026-02-01"}))
+    file.write_text('[{"name": "sub"}]')
+    with pytest.raises(ConfigError, match=r"GRPOConfig\.tools_file=.*: is not, byte for byte, what the run of .* has"):
+        find_start(config.replace(resume="auto"))
+
+
 def test_other_contents_of_a_folder_of_data_and_of_a_model_of_the_hub_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from rl_backend.data.chat import encode_messages, turn_end
 from rl_backend.data.config import DataConfig
 from rl_backend.data.hub import HubName, hub_name, local_model
 from rl_backend.data.prompts import PromptExample, endless_batches, load_prompts, load_tokenizer, read_examples
+from rl_backend.data.sft import load_sft_examples
 from rl_backend.data.sources import data_files, open_rows
-from tests.support.chat_templates import CHATML, MISTRAL, TEMPLATES, THINKING, chat_tokenizer
+from tests.support.chat_templates import CHATML, MARKED, MISTRAL, TEMPLATES, THINKING, chat_tokenizer
 from tests.support.claims import ROOT
 
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -92,11 +94,18 @@ def test_a_system_prompt_and_template_variables_reach_the_model(tmp_path: Path) 
 
 def test_options_of_templates_are_refused_where_they_would_be_ignored(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", {"prompt": ASKED, "answer": "4"}, {"prompt": "2+2?", "answer": "4"})
-    for option in ({"system_prompt": "Be brief."}, {"chat_template_kwargs": {"enable_thinking": False}}):
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]')
+    template = "{{ tools }}" + THINKING
+    for option in (
+        {"system_prompt": "Be brief."},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"tools_file": str(tools)},
+    ):
         with pytest.raises(
             ConfigError, match=r"line 2 is text, which is continued as it stands; set text_prompts to message"
         ):
-            load_prompts(path, chat_tokenizer(THINKING), 64, DataConfig(**option))
+            load_prompts(path, chat_tokenizer(template), 200, DataConfig(**option))
     with pytest.raises(
         ConfigError,
         match=r"chat_template_kwargs\.thinking=False: the chat template of models/mine does not read it; it reads enable_",
@@ -104,6 +113,86 @@ def test_options_of_templates_are_refused_where_they_would_be_ignored(tmp_path: 
         encode_messages(ASKED, chat_tokenizer(THINKING), chat_template_kwargs={"thinking": False})
     with pytest.raises(ConfigError, match="it reads no others"):
         encode_messages(ASKED, chat_tokenizer(CHATML), chat_template_kwargs={"enable_thinking": False})
+
+
+CLOCK = "<|im_start|>system\nToday: {{ strftime_now('%d %b %Y, %H:%M') }}<|im_end|>\n" + CHATML
+LLAMA_CLOCK = (
+    "{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = strftime_now('%d %b %Y') %}"
+    "{%- else %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- endif %}{{ date_string }}\n"
+) + CHATML
+
+
+@pytest.mark.shows("data: a template that writes today's date is given one day, and refused without one")
+def test_a_template_that_reads_the_clock_is_given_one_day(tmp_path: Path) -> None:
+    rows: list[Any] = [{"messages": ANSWERED}]
+    path = write_rows(tmp_path / "a.jsonl", *rows)
+    for template in (CLOCK, LLAMA_CLOCK, CLOCK.replace(CHATML, MARKED)):
+        tokenizer = chat_tokenizer(template)
+        for read in (
+            lambda data, tokenizer=tokenizer: load_prompts(path, tokenizer, 200, data)[0].token_ids,
+            lambda data, tokenizer=tokenizer: load_sft_examples(path, tokenizer, 200, 300, data)[0][0].input_ids.tolist(),
+            lambda data, tokenizer=tokenizer: [turn_end(ASKED, tokenizer, chat_template_kwargs=data.chat_template_kwargs)],
+        ):
+            with pytest.raises(
+                ConfigError,
+                match=r"^chat_template_kwargs\.strftime_now=None: .* models/mine writes today's date.*strftime_now\": \"20",
+            ):
+                read(DataConfig())
+        for day in ("2026-01-31", date(2026, 1, 31), "2026-01-31T00:00"):
+            data = DataConfig(chat_template_kwargs={"strftime_now": day})
+            text = tokenizer.decode(load_prompts(path, tokenizer, 200, data)[0].token_ids)
+            assert "31 Jan 2026" in text.split("2+2")[0]
+            assert "31 Jan 2026" in tokenizer.decode(load_sft_examples(path, tokenizer, 200, 300, data)[0][0].input_ids)
+    given = {"date_string": "1 May 2025"}
+    assert tokenizer_text(LLAMA_CLOCK, given).startswith("1 May 2025\n")
+    with pytest.raises(ConfigError, match=r"strftime_now='today': is no day, .*; give one such as 2026-01-31"):
+        tokenizer_text(CLOCK, {"strftime_now": "today"})
+    with pytest.raises(ConfigError, match="does not read it"):
+        tokenizer_text(CHATML, {"strftime_now": "2026-01-31"})
+
+
+def tokenizer_text(template: str, variables: dict[str, Any]) -> str:
+    tokenizer = chat_tokenizer(template)
+    return str(tokenizer.decode(encode_messages(ASKED, tokenizer, chat_template_kwargs=variables)))
+
+
+@pytest.mark.shows("data: a JSON text of messages is read as these messages, and text that only looks like one is refused")
+@pytest.mark.parametrize("column", ["messages", "prompt", "chat"])
+def test_a_json_text_of_messages_is_read_as_the_messages(tmp_path: Path, column: str) -> None:
+    data = DataConfig(prompt_column="chat" if column == "chat" else None)
+    written = [json.dumps(ANSWERED), json.dumps(ASKED, indent=1), ASKED]
+    path = write_rows(tmp_path / "a.jsonl", *({column: each, "answer": "4"} for each in written))
+    first, *others = read_examples(path, data)
+    assert first == PromptExample(ASKED, "4", "a", {}, ANSWERED[1])
+    assert others == [PromptExample(ASKED, "4", "a")] * 2
+    for text in (str(ASKED), json.dumps(ASKED)[:-1], '[{"content": "x", '):
+        with pytest.raises(BatchError, match=rf"field {column}: is .*; expected a list of chat messages, or its JSON text"):
+            read_examples(write_rows(tmp_path / "b.jsonl", {column: text, "answer": "4"}), data)
+    half = write_rows(tmp_path / "b.jsonl", {column: '[{"role": "user", "content": "\\ud83d"}]', "answer": "4"})
+    with pytest.raises(BatchError, match=rf"field {column}\[0\]\.content: .* half of a surrogate pair"):
+        read_examples(half, data)
+
+
+def test_other_texts_stay_texts_and_a_column_of_messages_has_none(tmp_path: Path) -> None:
+    texts = ["[1, 2] has", "[1, 2]", '[{"a": 1}]', "[]", "2+2?"]
+    for text in texts:
+        (example,) = read_examples(write_rows(tmp_path / "a.jsonl", {"prompt": text, "answer": "4"}))
+        assert example.prompt == text
+        path = write_rows(tmp_path / "b.jsonl", {"messages": text, "answer": "4"})
+        with pytest.raises(BatchError, match=r"field messages: is .*; name a column of texts with prompt_column"):
+            read_examples(path)
+        assert read_examples(path, DataConfig(prompt_column="messages"))[0].prompt == text
+
+
+def test_calls_as_a_json_text_are_calls(tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    for given in (calls, json.dumps(calls)):
+        messages = [*ASKED, {"role": "assistant", "content": "", "tool_calls": given}, {"role": "tool", "content": "4"}]
+        (example,) = read_examples(write_rows(tmp_path / "a.jsonl", {"messages": messages, "answer": "4"}))
+        assert example.prompt[1] == {"role": "assistant", "content": "", "tool_calls": calls}
+    messages[1]["tool_calls"] = "add(1)"
+    with pytest.raises(BatchError, match=r"field messages\[1\]\.tool_calls: is 'add\(1\)'; expected a list of calls, each"):
+        read_examples(write_rows(tmp_path / "a.jsonl", {"messages": messages, "answer": "4"}))
 
 
 def test_messages_without_a_chat_template_name_folder_file_and_remedy() -> None:

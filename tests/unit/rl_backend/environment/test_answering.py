@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_backend.contracts import ConfigError, RewardError
+from rl_backend.contracts import BatchError, ConfigError, RewardError
 from rl_backend.data.config import DataConfig
 from rl_backend.data.prompts import encode_prompt
 from rl_backend.data.rewards import RewardConfig
@@ -15,7 +15,7 @@ from rl_backend.environment.answering import answering
 from rl_backend.environment.groups import GroupTask, PlayOptions, play_groups
 from rl_backend.environment.loading import load_environment, load_player, load_score
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
-from rl_backend.environment.tools import ToolPool
+from rl_backend.environment.tools import ToolPool, tool_schema
 from tests.unit.rl_backend.environment.test_stepping import CALL, END, TOKENIZER, written
 
 REWARD = """
@@ -48,6 +48,32 @@ def test_a_reward_function_scores_the_only_turn(reward: str) -> None:
         assert episode.metrics["length"] == 1.0
         assert source.prompts == [encode_prompt(ROW["prompt"], TOKENIZER, DataConfig())]
     assert play(written("4"), reward, row={**ROW, "prompt": "2+2="}).reward == 1.0
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_tools_of_the_row_are_shown_where_the_environment_has_none(reward: str) -> None:
+    source = written("4")
+    assert play(source, reward, row={**ROW, "tools": [ADD]}).reward == 1.0
+    assert source.prompts == [encode_prompt(ROW["prompt"], TOKENIZER, DataConfig(), tools=[ADD])]
+    assert source.prompts != [encode_prompt(ROW["prompt"], TOKENIZER, DataConfig())]
+    refused = play(written("4"), reward, row={**ROW, "prompt": "2+2=", "tools": [ADD]})
+    assert refused.stop == "error" and "field tools: the prompt is text" in refused.error
+
+
+def test_tools_of_a_row_that_the_environment_does_not_give_are_refused(reward: str, tmp_path: Path) -> None:
+    (tmp_path / "my_tools.py").write_text("def double(x: int) -> int:\n    return 2 * x\n")
+    row = {**ROW, "tools": [ADD]}
+    with ToolPool([f"{tmp_path / 'my_tools.py'}:double"]) as pool:
+        refused = play(written("4"), reward, tools=pool.tools, row=row)
+        assert refused.stop == "error"
+        assert "field tools: the row has add, and the environment gives double" in refused.error
+        with RewardConfig(functions=reward).load() as scorer:
+            player = SteppedPlayer(answering(scorer, TOKENIZER, tools=pool.tools), TOKENIZER)
+            with pytest.raises(BatchError, match="the row has add, and the environment gives double"):
+                asyncio.run(player.check(row))
+            asyncio.run(player.check({**ROW, "tools": [tool_schema(pool.tools[0])]}))
 
 
 def test_functions_as_tools_and_a_reward_are_an_environment(reward: str, tmp_path: Path) -> None:

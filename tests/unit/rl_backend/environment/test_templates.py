@@ -40,7 +40,8 @@ NEXT = {"role": "user", "content": "And 3+3?"}
 
 
 def renderer(name: str, *tools: dict[str, Any]) -> ChatRenderer:
-    return ChatRenderer(marker_tokenizer(TEMPLATES[name]), tools=tools)
+    day = {"strftime_now": "2026-01-31"} if "strftime_now" in TEMPLATES[name] else {}
+    return ChatRenderer(marker_tokenizer(TEMPLATES[name]), day, tools)
 
 
 def base(name: str) -> str:
