@@ -28,7 +28,8 @@ SURROGATES = ("ppo", "gspo", "cispo")
 
 def _k3(difference: Tensor) -> Tensor:
     negated = (-difference).clamp(min=-20.0, max=20.0)
-    return (negated.exp() - negated - 1.0).clamp(min=-10.0, max=10.0)
+    # exp(x) - x - 1 of policies near each other is less than the rounding of exp(x).
+    return (negated.expm1() - negated).clamp(min=-10.0, max=10.0)
 
 
 _ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -174,8 +175,7 @@ def policy_loss(
     if "rollout_log_probs" in data.token_fields or importance:
         rollout_log_probs = token_vector(data, "rollout_log_probs")
         metrics["log_prob_gap"] = token_mean_metric((old_log_probs - rollout_log_probs).abs(), loss_mask)
-        # In float64: rounding of log-probs near each other is more than their KL.
-        sampled, trained = (zero_masked(values, loss_mask).double() for values in (rollout_log_probs, old_log_probs))
+        sampled, trained = (zero_masked(values, loss_mask) for values in (rollout_log_probs, old_log_probs))
         metrics["rollout_kl"] = token_mean_metric(kl_penalty(sampled, trained, "k3"), loss_mask)
         if importance:
             compared = old_log_probs, rollout_log_probs, loss_mask, data.seq_lens
