@@ -52,11 +52,13 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kl_type: str = "k3") ->
     """One estimate per token, nats, in the shape of ``log_probs``. With ``d = log_probs - ref_log_probs``:
 
     - ``k1`` (``kl``): ``d``; unbiased, its gradient is 0 in expectation.
-    - ``k2`` (``mse``): ``d**2 / 2``; biased, its gradient is that of the KL in expectation.
-    - ``k3`` (``low_var_kl``): ``exp(-d) + d - 1``; unbiased and never negative; ``-d`` is limited to [-20, 20] and the
-      result to [-10, 10], beyond which the gradient is 0.
+    - ``k2`` (``mse``): ``d**2 / 2``; biased, its gradient is that of KL(policy || reference) in expectation.
+    - ``k3`` (``low_var_kl``): ``exp(-d) + d - 1``; unbiased and never negative, its gradient is that of KL(reference ||
+      policy) in expectation; ``-d`` is limited to [-20, 20] and the result to [-10, 10], beyond which the gradient is 0.
     - ``abs``: ``|d|``.
     - a name with ``+``, for example ``k3+``: that value with the gradient of ``k2`` (straight through).
+
+    Expectations are over tokens that the policy itself samples. Losses give this term no importance weights.
 
     Sources: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; names and limits are verl's
     ``kl_penalty``.
