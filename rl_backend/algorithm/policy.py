@@ -28,7 +28,8 @@ SURROGATES = ("ppo", "gspo", "cispo")
 
 def _k3(difference: Tensor) -> Tensor:
     negated = (-difference).clamp(min=-20.0, max=20.0)
-    return (negated.exp() - negated - 1.0).clamp(min=-10.0, max=10.0)
+    # exp(x) - x - 1 of policies near each other is less than the rounding of exp(x).
+    return (negated.expm1() - negated).clamp(min=-10.0, max=10.0)
 
 
 _ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -51,11 +52,13 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kl_type: str = "k3") ->
     """One estimate per token, nats, in the shape of ``log_probs``. With ``d = log_probs - ref_log_probs``:
 
     - ``k1`` (``kl``): ``d``; unbiased, its gradient is 0 in expectation.
-    - ``k2`` (``mse``): ``d**2 / 2``; biased, its gradient is that of the KL in expectation.
-    - ``k3`` (``low_var_kl``): ``exp(-d) + d - 1``; unbiased and never negative; ``-d`` is limited to [-20, 20] and the
-      result to [-10, 10], beyond which the gradient is 0.
+    - ``k2`` (``mse``): ``d**2 / 2``; biased, its gradient is that of KL(policy || reference) in expectation.
+    - ``k3`` (``low_var_kl``): ``exp(-d) + d - 1``; unbiased and never negative, its gradient is that of KL(reference ||
+      policy) in expectation; ``-d`` is limited to [-20, 20] and the result to [-10, 10], beyond which the gradient is 0.
     - ``abs``: ``|d|``.
     - a name with ``+``, for example ``k3+``: that value with the gradient of ``k2`` (straight through).
+
+    Expectations are over tokens that the policy itself samples. Losses give this term no importance weights.
 
     Sources: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; names and limits are verl's
     ``kl_penalty``.
@@ -174,8 +177,7 @@ def policy_loss(
     if "rollout_log_probs" in data.token_fields or importance:
         rollout_log_probs = token_vector(data, "rollout_log_probs")
         metrics["log_prob_gap"] = token_mean_metric((old_log_probs - rollout_log_probs).abs(), loss_mask)
-        # In float64: rounding of log-probs near each other is more than their KL.
-        sampled, trained = (zero_masked(values, loss_mask).double() for values in (rollout_log_probs, old_log_probs))
+        sampled, trained = (zero_masked(values, loss_mask) for values in (rollout_log_probs, old_log_probs))
         metrics["rollout_kl"] = token_mean_metric(kl_penalty(sampled, trained, "k3"), loss_mask)
         if importance:
             compared = old_log_probs, rollout_log_probs, loss_mask, data.seq_lens

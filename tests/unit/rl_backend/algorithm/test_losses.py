@@ -273,6 +273,48 @@ def test_the_straight_through_kl_has_the_value_of_k3_and_the_gradient_of_k2() ->
     torch.testing.assert_close(log_probs.grad, log_probs.detach() - ref)
 
 
+@pytest.mark.parametrize(
+    ("kl_type", "divergence"), [("k1", None), ("k2", "reverse"), ("k3+", "reverse"), ("k1+", "reverse"), ("k3", "forward")]
+)
+def test_gradients_of_the_kl_estimates_are_those_of_the_divergence_that_is_documented(
+    kl_type: str, divergence: str | None
+) -> None:
+    scores = 0.5 * torch.randn(2, 9, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    policy, reference = scores[0].requires_grad_(), scores[1].log_softmax(0)
+
+    def gradient(value: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.autograd.grad(value(policy.log_softmax(0)), policy)[0]
+
+    # Each token counts as often as the policy samples it, and that share itself has no gradient.
+    found = gradient(lambda logs: (logs.exp().detach() * kl_penalty(logs, reference, kl_type)).sum())
+    right = {
+        None: lambda logs: 0.0 * logs.sum(),
+        "reverse": lambda logs: (logs.exp() * (logs - reference)).sum(),
+        "forward": lambda logs: -(reference.exp() * logs).sum(),
+    }[divergence]
+    torch.testing.assert_close(found, gradient(right))
+
+
+@pytest.mark.parametrize("kl_type", ["k3", "low_var_kl", "k3+"])
+@pytest.mark.parametrize("distance", [1e-5, 1e-4, 1e-3])
+def test_k3_of_policies_near_each_other_is_no_rounding_error(kl_type: str, distance: float) -> None:
+    log_probs = -torch.linspace(0.01, 6.0, 1000)
+    ref = log_probs - distance * torch.linspace(-1.0, 1.0, 1000)
+    found, difference = kl_penalty(log_probs, ref, kl_type), log_probs.double() - ref.double()
+    assert bool((found >= 0).all())
+    assert found.mean().item() == pytest.approx((0.5 * difference.square()).mean().item(), rel=0.02)
+
+
+def test_the_kl_metric_of_a_policy_near_its_reference_is_their_kl() -> None:
+    sequences = random_sequences(21)
+    output, batch = pack(sequences, batch_meta(sequences))
+    log_probs = output.log_probs.detach()
+    fields = {**batch.token_fields, "ref_log_probs": log_probs + 1e-4}
+    _, metrics = grpo_loss(output, PackedBatch(batch.input_ids, batch.seq_lens, fields, {}, batch.meta), kl_coef=0.1)
+    total, weight = metrics["kl"]
+    assert (total / weight).item() == pytest.approx(0.5e-8, rel=0.02)
+
+
 def test_losses_with_options_survive_pickling() -> None:
     sequences = random_sequences(19)
     output, batch = pack(sequences, batch_meta(sequences))
