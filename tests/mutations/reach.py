@@ -2,8 +2,9 @@
 
     REACH=FOLDER python -m pytest -p tests.mutations.reach tests/unit
 
-writes ``FOLDER/PID/tests.jsonl`` (a test, its outcome and seconds a line) and ``entered.tsv`` (number of the test, phase, file,
-function), which :func:`tests_of` reads. Child processes are followed through ``sitecustomize``, forked ones by themselves.
+writes ``FOLDER/PID/tests.jsonl`` (a test, its outcome and seconds a line) and ``entered.tsv`` (number of the test, phase,
+file, function), which :func:`tests_of` reads. Child processes are followed through ``sitecustomize``, forked ones by
+themselves.
 """
 
 from __future__ import annotations

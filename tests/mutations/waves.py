@@ -3,9 +3,10 @@
     python -m tests.mutations.waves draw --seed 7 --places 60 > places.json
     python -m tests.mutations.waves try WAVE.json --reach FOLDER
 
-A wave is ``{"seed": ..., "faults": [{"name", "where", "old", "new", "effect", "kind"}, ...]}``; a fault that no test can notice
-has ``equivalent``, a sentence of a second reader. It is committed before anything is tried. ``try`` puts each fault into a copy and runs
-tests that enter its function (:mod:`tests.mutations.reach` has recorded them), quick ones first; results go into the same file.
+A wave is ``{"seed": ..., "faults": [{"name", "where", "old", "new", "effect", "kind"}, ...]}``; a fault that no test can
+notice has ``equivalent``, a sentence of a second reader. It is committed before anything is tried. ``try`` puts each fault
+into a copy and runs tests that enter its function (:mod:`tests.mutations.reach` has recorded them), quick ones first;
+results go into the same file.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     attempt.add_argument("--also", nargs="*", default=[], help="tests to run with every fault, that were not recorded")
     options = parser.parse_args(arguments)
     if options.command == "draw":
-        print(json.dumps(places(ROOT, options.seed)[: options.places], indent=1))
+        _say(json.dumps(places(ROOT, options.seed)[: options.places], indent=1))
         return 0
     _try(options)
     return 0
@@ -86,7 +87,7 @@ def _try(options: argparse.Namespace) -> None:
             options.wave.write_text(json.dumps(wave, indent=1) + "\n")
     tried = [fault for fault in wave["faults"] if not fault.get("equivalent")]
     noticed = sum("noticed_by" in fault for fault in tried)
-    print(f"{noticed} of {len(tried)} noticed, {100 * noticed / len(tried):.0f} %", flush=True)
+    _say(f"{noticed} of {len(tried)} noticed, {100 * noticed / len(tried):.0f} %")
 
 
 def _trial(
@@ -109,7 +110,7 @@ def _trial(
     if outcome.kind == "passed":
         return _said(fault, {"survived": f"{len(tests)} tests of {len(known)} that enter it", "seconds": outcome.seconds})
     if outcome.kind == "broken":
-        print(log.read_text(errors="replace")[-1500:])
+        _say(log.read_text(errors="replace")[-1500:])
         return _said(fault, {"survived": "BROKEN: no test ran to its end", "seconds": outcome.seconds})
     return _said(fault, {"noticed_by": (outcome.failed or ["time-out"])[0], "seconds": outcome.seconds})
 
@@ -136,8 +137,13 @@ def _wait(child: Child) -> Outcome:
 
 
 def _said(fault: Mapping[str, str], result: dict[str, Any]) -> dict[str, Any]:
-    print(f"{fault['name']}: {result}", flush=True)
+    _say(f"{fault['name']}: {result}")
     return result
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
