@@ -234,8 +234,8 @@ def require_calls(
         return
     bare = list(messages)
     for index in calling:
-        bare[index] = {name: value for name, value in messages[index].items() if name != "tool_calls"}
-        bare[index]["content"] = bare[index].get("content") or ""
+        kept = {name: value for name, value in messages[index].items() if name != "tool_calls"}
+        bare[index] = kept | {"content": kept.get("content") or ""}
     try:
         without = render(bare)
     except BatchError:  # a template that asks for the calls writes them
