@@ -305,7 +305,8 @@ def test_what_decides_what_is_learned_is_declared_on_the_fields() -> None:
     config = read("--tp", "2", "--ranks", "2", "--lr", "3e-5", "--rollout.enforce_eager", "--sampling.top_p", "0.9")
     of_sampling = {"top_p": 0.9, "samples_per_prompt": 8, "max_response_tokens": 512}
     assert deciding_options(config) == {"lr": 3e-5, **of_sampling}
-    assert set(saved_facts(config.replace(dataset=__file__))["contents"]) == {"model", "dataset", "eval_dataset", "reward"}
+    contents = {"model", "dataset", "eval_dataset", "tools_file", "reward"}
+    assert set(saved_facts(config.replace(dataset=__file__))["contents"]) == contents
 
 
 @pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig, SFTConfig, DemoConfig])

@@ -179,12 +179,16 @@ def test_the_end_of_an_answer_is_that_of_the_template_with_the_row_s_tools(tmp_p
     assert template != TEMPLATE
     tokenizer = chat_tokenizer(template)
     path = write_rows(tmp_path / "a.jsonl", {"messages": ASKED, "tools": [ADD]}, {"messages": ASKED})
-    ends = Ends(str(tmp_path), tokenizer, DataConfig())
-    found = [
-        ends(SamplingConfig(), each, "rows").stop_token_ids
-        for each in load_prompts(path, tokenizer, 500, require_answer=False)
-    ]
-    assert [tokenizer.convert_ids_to_tokens(each[-1]) for each in found] == ["<|eot_id|>", "<|im_end|>"]
+    found = []
+    for prompt in load_prompts(path, tokenizer, 500, require_answer=False):
+        ends = Ends(str(tmp_path), tokenizer, DataConfig())
+        ends.see(prompt, "row")
+        found.append(tokenizer.convert_ids_to_tokens(ends.added_to(SamplingConfig()).stop_token_ids[-1]))
+    assert found == ["<|eot_id|>", "<|im_end|>"]
+    both = Ends(str(tmp_path), tokenizer, DataConfig())
+    for number in (0, 1):
+        both.see(load_prompts(path, tokenizer, 500, require_answer=False)[number], "row")
+    assert {*found} <= {*tokenizer.convert_ids_to_tokens(both.added_to(SamplingConfig()).stop_token_ids)}
 
 
 def test_the_tools_of_an_environment_are_those_of_its_row() -> None:
