@@ -149,8 +149,8 @@ FAULTS = [
     Fault(
         "decoding-cleans-up",
         "rl_backend.data.chat:decode",
-        "clean_up_tokenization_spaces=False",
-        "clean_up_tokenization_spaces=None",
+        "text: str = tokenizer.decode(list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)",
+        "text: str = tokenizer.decode(list(token_ids), skip_special_tokens=not special)",
         ("test_responses_are_judged_and_logged_as_they_were_sampled",),
         "reward functions would judge a text that was not sampled",
     ),
