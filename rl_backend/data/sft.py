@@ -246,7 +246,7 @@ def _turn(messages: Sequence[ChatMessage], render: _Renderer) -> tuple[list[int]
             "on it would never end a turn; end turns with the tokenizer's eos_token, or with another special token",
         )
     written = response[: end + 1]
-    if not tokenizer.decode(written[:-1]).strip():
+    if not decode(written[:-1], tokenizer).strip():
         raise BatchError(
             f"message {len(messages)} has nothing to imitate but the token that ends it: it is empty, or the chat template "
             f"of {tokenizer.name_or_path} leaves out {' and '.join(sorted(set(messages[-1]) - {'role'}))}; remove the row"
