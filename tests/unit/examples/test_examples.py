@@ -336,10 +336,11 @@ def test_what_ends_a_response_is_what_tokenizer_and_generation_config_say(tmp_pa
 
 def test_a_text_begins_as_the_tokenizer_begins_one_and_does_not_end() -> None:
     class Ended:
-        eos_token_id = 2
+        bos_token = "<s>"
 
-        def encode(self, text: str) -> list[int]:
-            return [1, *(10 + int(digit) for digit in text), 2]
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            own = [10 + int(digit) for digit in text]
+            return [1, *own, 2] if add_special_tokens else own
 
     assert encode_text("34", Ended()) == [1, 13, 14]
 
