@@ -175,6 +175,8 @@ class _Reader:
             return ()
         value = self.field(name)
         value = value if value is None else self.without_padding(name, value)
+        if name in self.row:
+            self.row[name] = value
         return shown_objects(value, f"{self.where}, field {name}", option, prompt, self.data)
 
     def message(self, place: str, message: Any) -> ChatMessage:

@@ -237,6 +237,11 @@ def _turn(messages: Sequence[ChatMessage], render: _Renderer) -> tuple[list[int]
     shared = response[: len(prompt)] == prompt
     # A token over the border of prompt and answer is none that the model could have written.
     response = response[len(prompt) :] if shared else tokenizer.encode(whole[len(before) :], add_special_tokens=False)
+    if not shared and _spaces(tokenizer.convert_ids_to_tokens(response)) > _spaces(whole[len(before) :]):
+        raise BatchError(
+            f"message {len(messages)} begins with {whole[len(before) :][:20]!r}, which the tokenizer joins with the end of "
+            f"the prompt, {before[-20:]!r}, and gives a space where it stands alone; begin it with another text"
+        )
     end = _end(response, messages[-1], whole, tokenizer)
     if end is None or decode(response[end + 1 :], tokenizer, special=False).strip():
         raise ConfigError.of(
@@ -251,6 +256,11 @@ def _turn(messages: Sequence[ChatMessage], render: _Renderer) -> tuple[list[int]
             f"message {len(messages)} has nothing to imitate but the token that ends it: it is empty, or the chat template "
             f"of {tokenizer.name_or_path} leaves out {' and '.join(sorted(set(messages[-1]) - {'role'}))}; remove the row"
         )
+    if written[-1] == written[-2]:
+        raise BatchError(
+            f"message {len(messages)} ends with {tokenizer.convert_ids_to_tokens(written[-1])}, which the chat template of "
+            f"{tokenizer.name_or_path} writes behind it too; leave it out of the message"
+        )
     trained = [True] * len(written)
     if marks_answers(chat_template(tokenizer)):
         text = whole if shared else whole[len(before) :]
@@ -262,6 +272,12 @@ def _turn(messages: Sequence[ChatMessage], render: _Renderer) -> tuple[list[int]
                 "{% generation %} around all that the model writes"
             )
     return prompt, written, trained
+
+
+def _spaces(text: str | Sequence[str]) -> int:
+    """How many spaces a text begins with, or the pieces of one."""
+    joined = "".join(text)
+    return len(joined) - len(joined.lstrip(" \u2581\u0120"))
 
 
 def _end(response: Sequence[int], message: ChatMessage, whole: str, tokenizer: Any) -> int | None:

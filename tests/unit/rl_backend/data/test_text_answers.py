@@ -13,8 +13,9 @@ from rl_backend.contracts import BatchError
 from rl_backend.data.chat import encode_answer, encode_text
 from rl_backend.data.config import DataConfig
 from rl_backend.data.prompts import load_prompts
-from rl_backend.data.sft import load_sft_examples
+from rl_backend.data.sft import conversation_tokens, load_sft_examples
 from rl_backend.environment import answering
+from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.tokenizer_kinds import KINDS
 
 PAIRS = [("2+2=", "4"), ("so:", " it is"), ("it is", " so"), ("2+2=4\n", "5=5"), ("is", " is is\n")]
@@ -116,6 +117,41 @@ def test_only_what_a_tokenizer_puts_before_a_text_is_put_there(tokenizer: Any) -
     text = f"2+2=4{tokenizer.eos_token}"
     if tokenizer.encode(text, add_special_tokens=False)[-1] == tokenizer.eos_token_id:
         assert encode_text(text, tokenizer) == [*found, tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama, legacy", "byte-level, prefix space"])
+def test_a_turn_that_would_get_a_space_is_refused_and_one_that_gets_none_is_trained(kind: str) -> None:
+    for name, refused in ((kind, True), ("byte-level", False)):
+        tokenizer = KINDS[name]()
+        end = tokenizer.eos_token
+        tokenizer.chat_template = (
+            "{% for turn in messages %}{{ turn.content if turn.role == 'user' else 'i' ~ turn.content }}"
+            f"{end}{{% endfor %}}{{% if add_generation_prompt %}}i{{% endif %}}"
+        )
+        messages = [{"role": "user", "content": "it"}, {"role": "assistant", "content": "s so"}]
+        if refused:
+            with pytest.raises(
+                BatchError, match=r"message 2 begins with 's so.*', which the tokenizer joins with the end of"
+            ):
+                conversation_tokens(messages, tokenizer)
+        else:
+            (found,) = conversation_tokens(messages, tokenizer)
+            pieces = tokenizer.convert_ids_to_tokens(found.token_ids[found.prompt_tokens :])
+            assert pieces == ["s", "\u0120", "s", "o", end]
+        messages[1]["content"] = " so"
+        (found,) = conversation_tokens(messages, tokenizer)
+        assert tokenizer.decode(found.token_ids[found.prompt_tokens :]).strip() == f"so{end}"
+
+
+def test_a_turn_that_ends_with_its_own_end_is_refused() -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    for content in ("4<|im_end|>", "4<|im_end|>\n"):
+        messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": content}]
+        template = CHATML.replace("message.content", "message.content | trim")
+        with pytest.raises(
+            BatchError, match=r"message 2 ends with <\|im_end\|>, which the chat template .* writes behind it"
+        ):
+            conversation_tokens(messages, chat_tokenizer(template) if content.endswith("\n") else tokenizer)
 
 
 def test_an_answer_without_tokens_is_refused_by_its_row(tmp_path: Path) -> None:
