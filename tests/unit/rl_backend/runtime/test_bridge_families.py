@@ -41,6 +41,7 @@ EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, heads wider than the hidden state": ("llama", {"head_dim": 64}),
     "llama, llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, llama3 with a factor that is not Megatron's own": ("llama", {"rope_parameters": {**LLAMA3, "factor": 32.0}}),
     "mistral, window of 5": ("mistral", {"sliding_window": 5}),
     "mistral, narrow heads, one key head": ("mistral", {"head_dim": 16, "num_key_value_heads": 1, "sliding_window": None}),
 }
