@@ -204,12 +204,14 @@ def test_ranks_that_do_not_run_leave_nothing_behind(model: Path) -> None:
     "lora", [{"targets": ["embed_tokens"]}, {"targets": ["lm_head"]}, {"targets": ["q_proj"], "use_dora": True}], ids=str
 )
 def test_gradients_of_tenants_are_counted_as_theirs_alone(tmp_path: Path, lora: dict[str, Any]) -> None:
-    """Of a higher rank adapters take more, and a micro-batch of few tokens hardly does."""
+    """Of a higher rank adapters take more, and a micro-batch of few tokens hardly does; logits would hide the embedding."""
+    head = "log_probs" if "lm_head" in lora["targets"] else "values"
     small = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **small, "num_key_value_heads": 4, "vocab_size": 512}))
 
     def planned(rank: int) -> Any:
-        work = Workload(sequence_length=16, micro_batch_tokens=16, tenants=1, lora={**lora, "rank": rank})
+        sizes = {"sequence_length": 16, "micro_batch_tokens": 16}
+        work = Workload(**sizes, head=head, tenants=1, lora={**lora, "rank": rank})
         return make_plan(make_config(tmp_path), 1, work).ranks[0]
 
     low, high = planned(16), planned(256)

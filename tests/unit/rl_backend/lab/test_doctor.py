@@ -10,7 +10,7 @@ import pytest
 
 from rl_backend.lab.doctor import diagnosis, machine
 from rl_backend.lab.doctor.diagnosis import Facts, Report, verdict
-from rl_backend.lab.doctor.machine import TESTED, Gpu, Machine, Package
+from rl_backend.lab.doctor.machine import GIB, TESTED, Gpu, Machine, Package
 from rl_backend.lab.doctor.probes import MegatronProbe, RayProbe, TorchProbe
 
 MACHINE = Machine(
@@ -73,6 +73,47 @@ def test_every_gpu_of_the_driver_is_listed_and_a_machine_without_the_command_has
     found = machine.read_machine()
     assert (found.gpus, found.driver) == ((), None)
     assert report(found).remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "250000 100000"}, 2.5),
+        ({"cpu.max": "1600000 100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+    ],
+)
+def test_cores_are_those_of_the_process_and_its_container(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: float
+) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(machine, "_read", lambda path: files.get(path.removeprefix("/sys/fs/cgroup/"), ""))
+    assert machine._cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("free", "files", "expected"),
+    [
+        (10, {}, (16, 10)),
+        (10, {"memory.max": "max", "memory.current": "1"}, (16, 10)),
+        (10, {"memory.max": f"{4 * GIB}", "memory.current": f"{GIB}"}, (4, 3)),
+        (2, {"memory.max": f"{4 * GIB}", "memory.current": f"{GIB}"}, (4, 2)),
+        (10, {"memory.max": f"{4 * GIB}"}, (4, 4)),
+        (10, {"memory/memory.limit_in_bytes": f"{8 * GIB}", "memory/memory.usage_in_bytes": f"{3 * GIB}"}, (8, 5)),
+        (10, {"memory/memory.limit_in_bytes": str(2**63)}, (16, 10)),
+    ],
+)
+def test_memory_is_the_smaller_of_the_machines_and_the_containers(
+    monkeypatch: pytest.MonkeyPatch, free: int, files: dict[str, str], expected: tuple[int, int]
+) -> None:
+    table = f"MemTotal: {16 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable: {free * GIB // 1024} kB\n"
+    known = {f"/sys/fs/cgroup/{path}": text for path, text in files.items()} | {"/proc/meminfo": table}
+    monkeypatch.setattr(machine, "_read", lambda path: known.get(path, ""))
+    total, available = machine.read_memory()
+    assert (total / GIB, available / GIB) == expected
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The arithmetic of plans: what an export takes, and what Megatron's layers do."""
+"""The arithmetic of plans: exports, gathered parameters, passes in flight, Megatron's layers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 
 from rl_backend.contracts import ConfigError, NativeConfig, TensorInfo
 from rl_backend.lab.plan import Workload
-from rl_backend.lab.plan.activations import StageMemory
+from rl_backend.lab.plan.activations import StageMemory, most_in_flight
 from rl_backend.lab.plan.bridge import LocalLayers
 from rl_backend.lab.plan.native import sync_bucket_bytes
+from rl_backend.lab.plan.sizes import ParameterSize, ShardedStage
+from rl_backend.pipeline import Action, Kind
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.native.layout import describe_model
 from tests.unit.rl_backend.cli.test_plan_command import CONFIG
@@ -88,3 +90,61 @@ def test_a_layer_that_is_computed_again_is_kept_in_the_backward_pass_alone(tmp_p
             assert memory.forward_peak - memory.kept == 500 + scores
             assert memory.backward_peak - memory.kept == 800 + 2 * scores + computed_again
             assert (memory.evaluation_peak, memory.put_off) == (700 + 2 * scores, 0)
+
+
+def test_gathered_layers_are_two_at_one_time_with_all_that_is_in_them() -> None:
+    """On one of four ranks; the second layer is frozen, and the ends are computed with in float32."""
+    sizes = {
+        "embed.weight": (25, 100, True),
+        "layers.0.q.weight": (5, 20, True),
+        "layers.0.experts.up.weight": (15, 30, True),
+        "layers.1.q.weight": (10, 40, False),
+        "head.weight": (2, 8, False),
+    }
+    parameters = {
+        name: ParameterSize(held, computed, (computed,), trained, False) for name, (held, computed, trained) in sizes.items()
+    }
+    units = {
+        "": ("embed.weight", "head.weight"),
+        "layers.0": ("layers.0.q.weight",),
+        "layers.0.experts": ("layers.0.experts.up.weight",),
+        "layers.1": ("layers.1.q.weight",),
+    }
+    stage = ShardedStage(parameters, units, frozenset({"embed.weight"}))
+    assert stage.gathered(all_at_once=True) == 198
+    assert stage.gathered(all_at_once=True, trained=True) == 150
+    assert stage.gathered(all_at_once=False) == 108 + 2 * 50
+    assert stage.gathered(all_at_once=False, trained=True) == 100 + 2 * 50
+    assert stage.gathered_bytes(torch.float32, all_at_once=True) == 4 * 198
+    assert stage.gathered_bytes(torch.bfloat16, all_at_once=True) == 2 * 98 + 4 * 100
+    assert stage.held_bytes(torch.bfloat16) == 2 * 32 + 4 * 25 and stage.held_bytes(torch.float32) == 4 * 57
+    alone = ShardedStage(parameters, {}, frozenset({"embed.weight"}))
+    assert alone.gathered(all_at_once=True) == alone.gathered_bytes(torch.bfloat16, all_at_once=False) == 0
+
+
+def test_the_most_of_a_rank_is_at_one_of_its_passes() -> None:
+    """Two stages of the rank, whose backward passes are cut in two; sends take nothing."""
+    first = StageMemory(kept=10, put_off=4, forward_peak=17, backward_peak=30, evaluation_peak=6, flops=3)
+    second = StageMemory(kept=20, put_off=5, forward_peak=22, backward_peak=28, evaluation_peak=9, flops=4)
+    forwards = [Action(Kind.FORWARD, 0, 0), Action(Kind.SEND_ACTIVATION, 0, 0), Action(Kind.FORWARD, 1, 0)]
+    forwards.append(Action(Kind.FORWARD, 0, 1))
+    stages = {0: first, 1: second}
+    found = most_in_flight(forwards, stages)
+    # 10 + 20 + 10 are kept, and the last forward pass takes 7 beside.
+    assert (found.activations, found.workspace, found.flops) == (40, 7, 10)
+    assert (found.evaluation_workspace, found.kept_per_micro_batch) == (9, {0: 10, 1: 20})
+    whole = most_in_flight([*forwards, Action(Kind.BACKWARD, 1, 0), Action(Kind.BACKWARD, 0, 0)], stages)
+    # Of the second stage 8 beside what is kept, then of the first 20 beside 20.
+    assert (whole.activations, whole.workspace, whole.flops) == (40, 8, 10)
+    cut = [Action(Kind.BACKWARD_INPUT, 1, 0), Action(Kind.BACKWARD_INPUT, 0, 0)]
+    found = most_in_flight([*forwards, *cut], stages)
+    # What the second stage puts off is still there: 10 + 10 + 5, and 20 beside.
+    assert (found.activations, found.workspace) == (40, 8)
+    done = [Action(Kind.BACKWARD_WEIGHT, 1, 0), Action(Kind.BACKWARD_WEIGHT, 0, 0)]
+    again = [*forwards, *cut, *done, Action(Kind.FORWARD, 1, 1), Action(Kind.FORWARD, 0, 2), Action(Kind.BACKWARD, 0, 1)]
+    found = most_in_flight(again, stages)
+    # 10 of the second micro-batch, 20 and 10 of what follows, and 20 of a backward pass of the first stage.
+    assert (found.activations, found.workspace, found.flops) == (40, 20, 17)
+    # A stage that is another rank's takes nothing here.
+    found = most_in_flight([*forwards, *cut, *done, *forwards], {0: first})
+    assert (found.activations, found.workspace, found.flops) == (20, 20, 12)
