@@ -95,4 +95,12 @@ FAULTS = [
         ("test_tokens_of_an_embedding_have_the_products_and_gradients_of_their_own_adapter",),
         "a token that comes twice would train as one that comes once",
     ),
+    Fault(
+        "head-adapter-learns-from-what-it-dropped",
+        "rl_backend.primitive.adapted_ends:Narrowed.backward",
+        "_add_product(factors.grad_a, scaled.t(), dropped(x, ctx.draw, factors))",
+        "_add_product(factors.grad_a, scaled.t(), x)",
+        ("test_what_an_adapter_of_the_head_narrows_has_the_gradients_of_autograd",),
+        "gradients of a head's adapter would not be those of what it computed",
+    ),
 ]

@@ -205,14 +205,13 @@ def test_ranks_that_do_not_run_leave_nothing_behind(model: Path) -> None:
 )
 def test_gradients_of_tenants_are_counted_as_theirs_alone(tmp_path: Path, lora: dict[str, Any]) -> None:
     """Of a higher rank adapters take more, and a micro-batch of few tokens hardly does; logits would hide the embedding."""
-    head = "log_probs" if "lm_head" in lora["targets"] else "values"
+    work: dict[str, Any] = {"sequence_length": 16, "micro_batch_tokens": 16, "tenants": 1}
+    work["head"] = "log_probs" if "lm_head" in lora["targets"] else "values"
     small = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **small, "num_key_value_heads": 4, "vocab_size": 512}))
 
     def planned(rank: int) -> Any:
-        sizes = {"sequence_length": 16, "micro_batch_tokens": 16}
-        work = Workload(**sizes, head=head, tenants=1, lora={**lora, "rank": rank})
-        return make_plan(make_config(tmp_path), 1, work).ranks[0]
+        return make_plan(make_config(tmp_path), 1, Workload(**work, lora={**lora, "rank": rank})).ranks[0]
 
     low, high = planned(16), planned(256)
     of_tenant = (high.adapters - low.adapters) // 4

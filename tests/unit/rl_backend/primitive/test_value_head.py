@@ -45,7 +45,8 @@ def test_values_and_gradients_are_those_of_each_head_by_itself(counts: bool) -> 
     for _ in range(2):
         values = values_of_tenants(*leaves, at_work, counts=counts)
         (values * factors).sum().backward()
-    assert leaves[0].grad is not None and leaves[1].grad is not None
+    grad_hidden, grad_others = leaves[0].grad, leaves[1].grad
+    assert grad_hidden is not None and grad_others is not None
     has_values = torch.zeros(12, dtype=torch.bool)
     for run in at_work:
         if run.head is None:
@@ -61,12 +62,12 @@ def test_values_and_gradients_are_those_of_each_head_by_itself(counts: bool) -> 
         (expected * factors[rows]).sum().backward()
         assert own.grad is not None and alone.weight.grad is not None and alone.bias.grad is not None
         torch.testing.assert_close(values[rows], expected)
-        torch.testing.assert_close(leaves[0].grad[rows], 2 * own.grad)
+        torch.testing.assert_close(grad_hidden[rows], 2 * own.grad)
         torch.testing.assert_close(run.head.grad_weight, 2.0 * counts * alone.weight.grad)
         torch.testing.assert_close(run.head.grad_bias, 2.0 * counts * alone.bias.grad)
     assert torch.equal(values[~has_values], others[~has_values])
-    assert not leaves[0].grad[~has_values].any() and not leaves[1].grad[has_values].any()
-    assert torch.equal(leaves[1].grad[~has_values], 2 * factors[~has_values])
+    assert not grad_hidden[~has_values].any() and not grad_others[has_values].any()
+    assert torch.equal(grad_others[~has_values], 2 * factors[~has_values])
 
 
 def test_without_a_tenant_that_has_a_head_the_others_are_the_values() -> None:
