@@ -196,4 +196,20 @@ FAULTS = [
         ("test_outputs_and_gradients_are_those_of_the_formulas",),
         "keys near 0 would write as much as others",
     ),
+    Fault(
+        "full-attention-one-layer-early",
+        "rl_backend.model.qwen3_5:_hybrid",
+        "(layer + 1) % interval",
+        "layer % interval",
+        ("test_what_a_directory_does_not_say_is_as_in_transformers",),
+        "layers would have the other kind of mixer",
+    ),
+    Fault(
+        "states-after-sequences-in-the-wrong-order",
+        "rl_backend.primitive.gated_delta:ChunkedDeltaRule._scan",
+        "torch.cat(ended[::-1])",
+        "torch.cat(ended)",
+        ("test_a_sequence_that_is_cut_goes_on_from_the_state_before",),
+        "a sequence would go on from the state of another",
+    ),
 ]

@@ -163,4 +163,15 @@ FAULTS = [
         ("test_one_rank_is_the_trivial_pipeline[zb-h1-1]",),
         "zero-bubble schedules would train one matrix of each stage",
     ),
+    Fault(
+        "padding-counts-among-tokens",
+        "rl_backend.primitive.expert_use:expert_use",
+        """
+        num_tokens = num_tokens - padding.sum()
+        experts = experts.masked_fill(padding[:, None], num_experts)
+        """,
+        "experts = experts.masked_fill(padding[:, None], num_experts)",
+        ("test_padding_does_not_count_in_the_losses[sigmoid]",),
+        "balancing losses would be smaller the more padding there is",
+    ),
 ]

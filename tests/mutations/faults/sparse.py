@@ -129,4 +129,20 @@ FAULTS = [
         ("test_keys_that_are_not_ones_of_the_model_are_refused",),
         "indices that are off by one would be trained with",
     ),
+    Fault(
+        "last-chosen-key-is-lost",
+        "rl_backend.primitive.indexer:_numbers",
+        "torch.where(taken, taken.cumsum(-1) - 1, top_k)",
+        "torch.where(taken, taken.cumsum(-1), top_k)",
+        ("test_ties_are_broken_by_the_lowest_number_whatever_comes_later",),
+        "a query would not attend to the newest of its keys",
+    ),
+    Fault(
+        "warm-up-beside-a-detached-mtp-layer",
+        "rl_backend.model.sparse_families:_require_indexers_alone",
+        'if options.mtp != "keep":',
+        'if options.mtp == "joint":',
+        ("test_sparse_families.py::test_what_cannot_be_is_refused_by_name",),
+        "a layer for multi-token prediction would be asked for and not trained",
+    ),
 ]

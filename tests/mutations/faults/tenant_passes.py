@@ -1,4 +1,4 @@
-"""Passes of LoRA tenants: how sequences are cut, what is refused, and results of a loss that fails."""
+"""Passes of LoRA tenants: how sequences are cut, products of adapters, what is refused, a loss that fails."""
 
 from __future__ import annotations
 
@@ -38,5 +38,69 @@ FAULTS = [
         "own = loss.results.get(key, []) if loss is not None else []",
         ("test_a_loss_that_fails_on_one_rank_has_no_results_on_any",),
         "the driver could not join what ranks have of a failed loss",
+    ),
+    Fault(
+        "clamped-experts-second-product-not-padded",
+        "rl_backend.primitive.clamped_experts:ClampedExperts.forward",
+        "product(hidden, self.down_proj.transpose(1, 2), tokens.counts)",
+        "grouped_linear(hidden, self.down_proj.transpose(1, 2), tokens.counts)",
+        ("test_rows_of_clamped_experts_keep_their_bits_beside_others",),
+        "a tenant over gpt-oss would have other last bits beside others",
+    ),
+    Fault(
+        "experts-adapters-gradients-end-at-the-layer",
+        "rl_backend.primitive.adapted_experts:_AdaptedExperts.backward",
+        "work.add_gradients(grad_x, x, grad, layers[expert])",
+        "work.add_gradients(grad_x.clone(), x, grad, layers[expert])",
+        ("test_adapters_of_experts_have_the_outputs_and_gradients_of_autograd",),
+        "layers below would lack the gradient through adapters of experts",
+    ),
+    Fault(
+        "gradients-of-the-first-work-only",
+        "rl_backend.primitive.adapted_linear:_AdaptedLinear.backward",
+        "for work in ctx.work:",
+        "for work in ctx.work[:1]:",
+        ("test_each_adapter_gives_the_bits_that_it_gives_alone",),
+        "only the first tenant of a micro-batch would train",
+    ),
+    Fault(
+        "labels-of-the-batch-are-overwritten",
+        "rl_backend.primitive.value_head:labels_without_values",
+        "labels.clone() if valued else labels",
+        "labels.contiguous() if valued else labels",
+        ("test_rows_with_values_have_no_labels_and_those_of_the_batch_stay",),
+        "a second pass over a batch would have lost its labels",
+    ),
+    Fault(
+        "rows-are-tried-in-float32-alone",
+        "rl_backend.primitive.row_products:_tried",
+        "x, weight, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)",
+        "x, weight, grad = (torch.randn(shape, generator=generator) for shape in shapes)",
+        ("test_the_dtype_whose_rows_depend_on_others_is_found",),
+        "equal bits would be claimed in bfloat16 where only those of float32 are equal",
+    ),
+    Fault(
+        "embedding-adapter-works-to-the-end",
+        "rl_backend.primitive.adapted_ends:_AdaptedEmbedding.forward",
+        "rows = slice(run.start, run.stop)",
+        "rows = slice(run.start, len(tokens))",
+        ("test_tokens_of_an_embedding_have_the_products_and_gradients_of_their_own_adapter",),
+        "tokens of a tenant would have the embeddings of those before it too",
+    ),
+    Fault(
+        "repeated-tokens-count-once",
+        "rl_backend.primitive.adapted_ends:_AdaptedEmbedding.backward",
+        "factors.grad_a.index_add_(1, own, grad_narrow.to(factors.grad_a.dtype).t())",
+        "factors.grad_a[:, own] += grad_narrow.to(factors.grad_a.dtype).t()",
+        ("test_tokens_of_an_embedding_have_the_products_and_gradients_of_their_own_adapter",),
+        "a token that comes twice would train as one that comes once",
+    ),
+    Fault(
+        "head-adapter-learns-from-what-it-dropped",
+        "rl_backend.primitive.adapted_ends:Narrowed.backward",
+        "_add_product(factors.grad_a, scaled.t(), dropped(x, ctx.draw, factors))",
+        "_add_product(factors.grad_a, scaled.t(), x)",
+        ("test_what_an_adapter_of_the_head_narrows_has_the_gradients_of_autograd",),
+        "gradients of a head's adapter would not be those of what it computed",
     ),
 ]

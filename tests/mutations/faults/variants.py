@@ -1,4 +1,4 @@
-"""Activations, norms, scales and biases of a decoder's specification; where modules of two sides end."""
+"""What ``config.json`` says of decoders: activations, norms, scales, biases, angles; where modules of two sides end."""
 
 from __future__ import annotations
 
@@ -144,5 +144,37 @@ FAULTS = [
         "next_agrees = True",
         (_PARITY,),
         "a wrong module in a wrong layer would be called a matter of places",
+    ),
+    Fault(
+        "longest-sequence-without-rotary-scaling",
+        "rl_backend.model.families:decoder_family",
+        "max_length=lambda decoder: decoder.max_length,",
+        "max_length=None,",
+        ("test_the_longest_sequence_is_what_the_rotary_embedding_is_made_for",),
+        "sequences that a scaled rotary embedding is made for would be refused",
+    ),
+    Fault(
+        "rope-fields-compared-by-kind-alone",
+        "rl_backend.model.hf_config:_parameters",
+        'found["rope_parameters"] != found["rope_scaling"]',
+        'found["rope_parameters"].get("rope_type") != found["rope_scaling"].get("rope_type")',
+        ("test_two_fields_of_the_rotary_embedding_that_differ_in_anything_are_refused",),
+        "one of two factors would be taken without a word",
+    ),
+    Fault(
+        "local-layers-rotate-as-global-ones",
+        "rl_backend.model.variants:_rotary_by_kind",
+        'config.get("rope_local_base_freq", 10000.0)',
+        'config.get("rope_theta", 10000.0)',
+        ("test_published_configurations_are_read_with_their_defaults",),
+        "layers with a window would have the angles of the others",
+    ),
+    Fault(
+        "tokens-to-all-experts-refused",
+        "rl_backend.model.families:read_router",
+        "if top_k > num_experts:",
+        "if top_k >= num_experts:",
+        ("test_tokens_may_go_to_one_expert_or_to_all",),
+        "a mixture whose tokens go to all experts would be refused",
     ),
 ]

@@ -289,6 +289,30 @@ def test_required_modules_are_the_layers_that_config_json_counts_and_what_stands
         required_modules({"num_hidden_layers": 4}, names)
 
 
+@pytest.mark.parametrize(
+    ("last", "remarked"), [(1.0, False), (1.9, False), (1.99, True), (3.0, True), (math.nan, True), (-math.inf, False)]
+)
+def test_a_loss_that_hardly_falls_says_little_of_later_steps(last: float, remarked: bool) -> None:
+    losses = [2.0, 1.0, last]
+    remark = "so the later steps say little: take more steps or a larger lr"
+    assert (remark in as_text(result(record(losses), record(losses)))) is remarked
+
+
+def test_a_stage_counts_the_tensors_that_both_sides_have() -> None:
+    whole = {name: torch.ones(4) for name in ("a.weight", "b.weight", "c.weight")}
+    part = {name: whole[name] for name in ("a.weight", "c.weight")}
+    for reference, candidate, missing_from in ((whole, part, "candidate"), (part, whole, "reference")):
+        outcome = result(record([1.0], gradients=reference), record([1.0], gradients=candidate))
+        stages = {stage["stage"]: stage for stage in as_json(outcome)["stages"]}
+        assert (stages["gradient"]["compared"], stages["loaded weights"]["compared"]) == (2, 1)
+        assert (stages["gradient"]["first_over"]["name"], stages["gradient"]["first_over"]["missing_from"]) == (
+            "b.weight",
+            missing_from,
+        )
+        (row,) = [line for line in as_text(outcome).splitlines() if line.startswith("  gradient ")]
+        assert row.split()[1:3] == ["2", "missing"]
+
+
 def test_a_learning_rate_that_hides_wrong_decay_groups_is_remarked_on() -> None:
     remark = "with lr below 1e-05, the weights' tolerance may hide a parameter in a wrong decay group"
     for lr, expected in ((1e-6, True), (1e-5, False)):

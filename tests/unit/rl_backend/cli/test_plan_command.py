@@ -200,6 +200,25 @@ def test_ranks_that_do_not_run_leave_nothing_behind(model: Path) -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize(
+    "lora", [{"targets": ["embed_tokens"]}, {"targets": ["lm_head"]}, {"targets": ["q_proj"], "use_dora": True}], ids=str
+)
+def test_gradients_of_tenants_are_counted_as_theirs_alone(tmp_path: Path, lora: dict[str, Any]) -> None:
+    """Of a higher rank adapters take more, and a micro-batch of few tokens hardly does; logits would hide the embedding."""
+    work: dict[str, Any] = {"sequence_length": 16, "micro_batch_tokens": 16, "tenants": 1}
+    work["head"] = "log_probs" if "lm_head" in lora["targets"] else "values"
+    small = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **small, "num_key_value_heads": 4, "vocab_size": 512}))
+
+    def planned(rank: int) -> Any:
+        return make_plan(make_config(tmp_path), 1, Workload(**work, lora={**lora, "rank": rank})).ranks[0]
+
+    low, high = planned(16), planned(256)
+    of_tenant = (high.adapters - low.adapters) // 4
+    assert of_tenant >= 4 * 240 * (256 + 256)
+    assert high.workspace + high.activations - low.workspace - low.activations < of_tenant / 2
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_activations_are_what_the_allocator_says(tmp_path: Path, checkpointing: str) -> None:
     """With recomputation what a layer keeps is no saved tensor, so allocations are counted."""

@@ -52,6 +52,15 @@ def test_a_vendor_that_verl_would_silently_ignore_is_a_problem(probe: VerlProbe,
     assert message in problem
 
 
+@pytest.mark.parametrize("model", OURS)
+@pytest.mark.parametrize("engine", ["of verl", "bridge", "none of verl's own on this device"])
+def test_a_single_engine_that_is_not_the_vendors_is_a_problem(model: str, engine: str) -> None:
+    probe = dataclasses.replace(CHOSEN, engines={**OURS, model: engine})
+    (problem,) = probe.problems
+    assert problem.startswith("VERL_ENGINE_VENDOR=rl_backend is set and verl would build its own engine: ")
+    assert dataclasses.replace(probe, verl_engine_vendor="another").problems == []
+
+
 def test_verl_that_does_not_import_is_a_problem() -> None:
     assert VerlProbe("No module named 'verl'").problems == ["verl does not import: No module named 'verl'"]
     assert verl_lines(VerlProbe("No module named 'verl'")) == ["does not import: No module named 'verl'"]

@@ -162,6 +162,42 @@ def test_yarn_as_the_model_cards_of_qwen_add_it_lengthens_the_context() -> None:
     assert arch.max_length == 131072
 
 
+_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("factor", 8.0), ("original_max_position_embeddings", 4096), ("beta_fast", 16), ("rope_type", "linear")],
+)
+def test_two_fields_of_the_rotary_embedding_that_differ_in_anything_are_refused(field: str, value: Any) -> None:
+    both = {"rope_parameters": _YARN, "rope_scaling": dict(_YARN)}
+    assert attentions(parse("Qwen2.5-0.5B", **both)) == attentions(parse("Qwen2.5-0.5B", rope_parameters=_YARN))
+    for changed in both:
+        with pytest.raises(UnsupportedError, match=r"rope_scaling=.*rope_parameters says something else; leave one out"):
+            parse("Qwen2.5-0.5B", **both | {changed: {**_YARN, field: value}})
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 4096),
+        ({"rope_type": "linear", "factor": 4.0}, 16384),
+        ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048}, 16384),
+        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 2048}, 4096),
+        ({**_LLAMA_31_SCALING, "original_max_position_embeddings": 1024}, 4096),
+    ],
+    ids=str,
+)
+def test_the_longest_sequence_is_what_the_rotary_embedding_is_made_for(
+    name: str, scaling: dict[str, Any] | None, longest: int
+) -> None:
+    config = {**PUBLISHED[name], "max_position_embeddings": 4096, "rope_scaling": scaling}
+    family = find_model("auto", config)
+    architecture = family.parse_config(config)
+    assert family.positions(architecture, config) == longest
+
+
 def test_llama_2_has_the_first_theta_and_llama_31_its_scaling() -> None:
     (second, *_) = attentions(parse("Llama-2-7b"))
     assert (second.rotary.theta, second.num_kv_heads) == (1e4, 32)

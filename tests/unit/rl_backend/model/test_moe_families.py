@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_weights import load_weights
 from rl_backend.contracts import (
     CheckpointError,
@@ -22,8 +23,8 @@ from rl_backend.contracts import (
     UnsupportedError,
     WeightName,
 )
-from rl_backend.model import MIXTRAL, QWEN3_MOE
-from rl_backend.model.feedforward.moe import MoE, MoEOptions
+from rl_backend.model import MIXTRAL, QWEN3_MOE, find_model
+from rl_backend.model.feedforward.moe import MoE, MoEOptions, MoESpec
 from rl_backend.primitive.router_losses import load_balancing_loss, router_z_loss
 from tests.support.critic import transformers_values, write_critic
 from tests.support.families import load_native, load_transformers, random_sequences, run_native, run_transformers
@@ -45,6 +46,21 @@ HF_CONFIG: dict[str, Any] = {
     "max_position_embeddings": 128,
     "rope_theta": 1e6,
 }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_may_go_to_one_expert_or_to_all(model: str, tmp_path: Path) -> None:
+    config = read_hf_config(write_moe(model, tmp_path / "model"))
+    if "topk_group" in config:
+        config |= {"topk_group": config["n_group"]}
+    numbers = {config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(name)}
+    family = find_model("auto", config)
+    for chosen in (1, *numbers):
+        decoder = family.parse_config({**config, "num_experts_per_tok": chosen})
+        blocks = [layer.feed_forward for layer in decoder.layers]
+        assert {block.router.top_k for block in blocks if isinstance(block, MoESpec)} == {chosen}
+    with pytest.raises(UnsupportedError, match="num_experts_per_tok"):
+        family.parse_config({**config, "num_experts_per_tok": max(numbers) + 1})
 
 
 @pytest.mark.shows("model: Qwen3-MoE, Mixtral, GLM-4.5 and MiniMax-M2 equal transformers' log-probs and gradients to 1e-5")

@@ -172,7 +172,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, model: Path) -> None:
         decoder.check_layout(ParallelConfig(**layout))
         with pytest.raises(ConfigError, match=rf"ParallelConfig\.{next(iter(layout))}=2.*indexer='sparse'.*1 / 2"):
             taught.check_layout(ParallelConfig(**layout))
-    for options in ({"expert_bias_rate": 0.01}, {"mtp": "joint"}):
+    for options in ({"expert_bias_rate": 0.01}, {"mtp": "joint"}, {"mtp": "detached"}):
         drafting = {**config, "num_nextn_predict_layers": 1}
         with pytest.raises(ConfigError, match=rf"model_cfg\.{next(iter(options))}=.*trains indexers alone"):
             family.architecture(drafting, SparseLatentOptions(indexer="warm_up", **options))

@@ -168,6 +168,60 @@ def test_arguments_that_json_lacks_are_numbers_or_text(tmp_path: Path) -> None:
     }
 
 
+def test_a_span_on_a_cpu_has_its_arguments_and_the_error_that_ended_it(
+    recorder: TraceRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "recorder", recorder)
+    with device.device_span(torch.device("cpu"), "forward", "micro_batch", micro_batch=2, tokens=40, sequences=3):
+        time.sleep(0.001)
+    with pytest.raises(KeyError), device.device_span(torch.device("cpu"), "backward", "micro_batch", stage=1):
+        raise KeyError
+    forward, backward = recorder.take()
+    assert forward[:2] == ("forward", "micro_batch") and forward.duration >= 1_000_000
+    assert forward.arguments == {"micro_batch": 2, "tokens": 40, "sequences": 3}
+    assert backward[:2] == ("backward", "micro_batch")
+    assert backward.arguments == {"stage": 1, "error": "KeyError"}
+
+
+class TimedEvent:
+    """A CUDA event that happens a millisecond after the one before."""
+
+    made = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.at = 0.0
+
+    def record(self, stream: object) -> None:
+        TimedEvent.made += 1
+        self.at = float(TimedEvent.made)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: TimedEvent) -> float:
+        return later.at - self.at
+
+
+def test_a_span_on_a_gpu_is_timed_by_the_device_and_has_its_arguments(
+    recorder: TraceRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TimedEvent, "made", 0)
+    monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(device, "recorder", recorder)
+    reference = TimedEvent(enable_timing=True)
+    monkeypatch.setattr(device, "_reference", lambda _: (reference, 5_000_000))
+    for micro_batch in range(2):
+        with device.device_span(torch.device("cuda", 1), "forward", "micro_batch", micro_batch=micro_batch, tokens=40):
+            pass
+    found = [(event.start, event.duration, event.arguments) for event in recorder.take()]
+    assert found == [
+        (6_000_000, 1_000_000, {"micro_batch": 0, "tokens": 40, "device": "cuda:1"}),
+        (8_000_000, 1_000_000, {"micro_batch": 1, "tokens": 40, "device": "cuda:1"}),
+    ]
+
+
 class DeviceEvent:
     """A CUDA event, of a device on which a kernel fails."""
 
