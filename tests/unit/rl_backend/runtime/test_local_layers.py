@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from rl_backend.runtime.bridge.local_layers import RMSNormFromOne
+from rl_backend.runtime.bridge.local_layers import RMSNormFromOne, _replace
 
 NORM = {
     "layernorm_zero_centered_gamma": False,
@@ -46,3 +48,32 @@ def test_a_norm_from_one_is_a_norm_whose_weight_is_one_more() -> None:
     torch.testing.assert_close(norm(x), expected)
     assert norm(x.bfloat16()).dtype == torch.bfloat16
     assert vars(norm.weight)["sequence_parallel"] is True
+
+
+def test_a_layer_is_replaced_wherever_its_specification_names_it() -> None:
+    def build(*args: object, **keywords: object) -> None: ...
+
+    def spec(layer: type) -> ModuleSpec:
+        return ModuleSpec(
+            module=layer,
+            params={"width": 3},
+            submodules=[
+                layer,
+                ModuleSpec(module=str, submodules=partial(build, layer, 4, inner=ModuleSpec(module=layer), kept="name")),
+            ],
+        )
+
+    def described(value: object) -> object:
+        """What can be compared of a specification: partials compare by identity."""
+        if isinstance(value, partial):
+            return (
+                value.func,
+                [described(each) for each in value.args],
+                {key: described(each) for key, each in value.keywords.items()},
+            )
+        if isinstance(value, list):
+            return [described(each) for each in value]
+        return (value.module, value.params, described(value.submodules)) if isinstance(value, ModuleSpec) else value
+
+    assert described(_replace(spec(int), {int: float})) == described(spec(float))
+    assert described(_replace(spec(int), {bytes: float})) == described(spec(int))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rl_backend.contracts import (
     UnsupportedError,
 )
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from tests.support.models import write_tiny
 from tests.support.native import (
     LENGTHS,
     assert_equal_tensors,
@@ -271,3 +273,75 @@ def test_a_model_without_weights_on_disk_is_refused(tmp_path: Path) -> None:
 def test_models_hold_plain_modules_that_a_caller_may_inspect(handle: NativeHandle) -> None:
     assert isinstance(handle.model, nn.Module)
     assert list(handle.parameters) == list(handle.weight_names)
+
+
+class Interrupted(BaseException):
+    """No ``Exception``, as ``KeyboardInterrupt``, which pytest would take for itself."""
+
+
+@pytest.mark.parametrize("error", [ValueError, Interrupted])
+@pytest.mark.parametrize(
+    "stages", [{}, {"parallel": {"vpp": 2}, "pipeline_schedule": "interleaved-1f1b"}], ids=["plain", "stages"]
+)
+def test_gradients_of_a_pass_that_ended_in_its_middle_are_not_stepped_with(
+    tied_model: Path, error: type[BaseException], stages: dict[str, Any]
+) -> None:
+    calls: list[int] = []
+
+    def loss(model_output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> Any:
+        calls.append(1)
+        if len(calls) % 2 == 0:
+            raise error("in the second micro-batch")
+        return token_loss(model_output, data, dp_group)
+
+    with open_runtime(tied_model, **stages) as runtime:
+        handle = runtime.build_model()
+        data = micro_batches([[0, 1], [2, 3]])
+        runtime.forward_backward(handle, data, token_loss)
+        expected = gradients(handle)
+        runtime.zero_grad(handle)
+        with pytest.raises(error, match="in the second"):
+            runtime.forward_backward(handle, data, loss, forward_only=True)
+        runtime.forward_backward(handle, data, token_loss)
+        assert_equal_tensors(gradients(handle), expected)
+        with pytest.raises(error, match="in the second"):
+            runtime.forward_backward(handle, data, loss)
+        with pytest.raises(HandleError, match="its gradients are incomplete; call zero_grad first"):
+            runtime.optimizer_step(handle)
+        runtime.zero_grad(handle)
+        runtime.forward_backward(handle, data, token_loss)
+        assert_equal_tensors(gradients(handle), expected)
+        assert runtime.optimizer_step(handle).ok
+
+
+@pytest.mark.parametrize("stages", [{}, {"parallel": {"vpp": 2}, "pipeline_schedule": "zbv"}], ids=["plain", "stages"])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_closed_runtime_keeps_no_tensor_for_those_who_still_have_its_handles(
+    tied_model: Path, stages: dict[str, Any], forward_only: bool
+) -> None:
+    with open_runtime(tied_model, **stages) as runtime:
+        handle = runtime.build_model(forward_only=forward_only)
+        if not forward_only:
+            train(runtime, handle, 1)
+        held = [weakref.ref(tensor.untyped_storage()) for tensors in handle.part_tensors().values() for tensor in tensors]
+        modules = [weakref.ref(module) for module in (handle.model, *handle.stages.values())]
+        assert all(each() is not None for each in modules)
+    assert not any(each() for each in (*modules, *held))
+    assert not handle.stages and not handle.parameters
+
+
+def test_stages_of_a_pipeline_record_the_modules_of_the_whole_model(tmp_path: Path) -> None:
+    """A stage of one layer has that layer's path; one of several layers has a path that no module of the model has."""
+    three = write_tiny("qwen3", tmp_path / "three", num_hidden_layers=3)
+    data = micro_batches([[0, 1], [2]])
+    with open_runtime(three) as runtime:
+        expected = runtime.activations(runtime.build_model(), data)
+    assert {f"model.layers.{number}" for number in range(3)} <= expected[0].keys()
+    for stages in (2, 3):
+        with open_runtime(three, parallel={"vpp": stages}, pipeline_schedule="interleaved-1f1b") as runtime:
+            found = runtime.activations(runtime.build_model(), data)
+        assert len(found) == len(data)
+        for mine, whole in zip(found, expected, strict=True):
+            assert list(mine) == list(whole)
+            for path, output in whole.items():
+                torch.testing.assert_close(mine[path], output, msg=path)

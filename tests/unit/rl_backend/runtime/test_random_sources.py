@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from rl_backend.contracts import ParallelConfig
-from rl_backend.runtime.saved_state import RankLayout, source_rank
+from rl_backend.runtime.saved_state import RankLayout, _origins, source_rank
 
 RANKS = 8
 LAYOUTS = [
@@ -54,3 +58,31 @@ def test_another_runtimes_configuration_has_no_layout() -> None:
     assert RankLayout.of({"backend": "native", "backend_cfg": {"parallel": {"tp": 2}}}, 3) is None
     found = RankLayout.of({"backend": "native", "backend_cfg": {"parallel": {"tp": 2}}}, 4)
     assert found == RankLayout("native", ParallelConfig(tp=2), 4)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "expected"),
+    [
+        # Replica r of the save is rank r, and replica r of two ranks here is ranks 2r and 2r + 1.
+        ({}, {"tp": 2}, ["0", "0", "1", "1"]),
+        ({"tp": 2}, {}, ["0", "2", "none", "none"]),
+        ({"tp": 2}, {"tp": 2}, ["0", "1", "2", "3"]),
+    ],
+    ids=str,
+)
+def test_a_rank_looks_for_the_stream_of_its_replica_under_the_layout_of_the_save(
+    monkeypatch: pytest.MonkeyPatch, saved: dict[str, int], here: dict[str, int], expected: list[str]
+) -> None:
+    def dumped(parallel: dict[str, int]) -> dict[str, Any]:
+        return {"backend": "native", "backend_cfg": {"parallel": parallel}}
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    handle = SimpleNamespace(config=SimpleNamespace(model_dump=lambda mode: dumped(here)))
+    manifest = SimpleNamespace(runtime_config=dumped(saved), world_size=4)
+    found: list[str] = []
+    for rank in range(4):
+        names = ["model.weight", f"random.cpu.{rank}"]
+        origins = _origins(handle, manifest, names, lambda stream: "replicas")  # type: ignore[arg-type]
+        assert origins["model.weight"] == "model.weight"
+        found.append(origins[f"random.cpu.{rank}"].removeprefix("random.cpu."))
+    assert found == expected

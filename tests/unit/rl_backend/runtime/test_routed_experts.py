@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from rl_backend.contracts import (
     route_dtype,
     route_fields,
 )
+from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.model.blocks import RouterInput
 from rl_backend.model.feedforward.moe import MoE
 from rl_backend.primitive.experts import SwiGLUExperts
@@ -307,3 +309,53 @@ def test_a_family_that_miscounts_its_routers_is_refused(mixed: Path) -> None:
         handle.family = replace(handle.family, routed_layers=lambda _: RoutedLayers(4, 2, (True,) * 4))
         with pytest.raises(UnsupportedError, match=r"2 Router modules where .* 'qwen3_moe' has 4 layers with experts"):
             record(runtime, handle, micro_batches(SPLIT))
+
+
+@pytest.mark.parametrize("backend", OPENED)
+def test_a_tenant_records_and_replays_routes_as_its_base_does(sparse: Path, backend: str) -> None:
+    with OPENED[backend](sparse) as runtime:
+        base = runtime.build_model(trainable=False)
+        tenant = runtime.create_lora_adapter(base, LoRAConfig(rank=4, targets=("attention",)))
+        data = micro_batches(SPLIT)
+        loss, recorded = record(runtime, tenant, data)
+        assert recorded.keys() == set(range(sum(map(len, SPLIT))))
+        assert replayed(runtime, tenant, with_routes(data, SPLIT, recorded)) == loss
+        shifted = {index: (routes + 1) % 4 for index, routes in recorded.items()}
+        other = replayed(runtime, tenant, with_routes(data, SPLIT, shifted))
+        assert abs(other - loss) > 1e-3
+        # A new tenant is its base, whose routes it takes too.
+        assert replayed(runtime, base, with_routes(data, SPLIT, shifted)) == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["off", "record", "replay"])
+@pytest.mark.parametrize(
+    ("settings", "refused_in"),
+    [
+        ({}, ()),
+        ({"moe_router_load_balancing_type": "aux_loss"}, ()),
+        ({"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01}, ("replay",)),
+        ({"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.01}, ("replay",)),
+        ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.0, 0.1]}, ("replay",)),
+        ({"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.0]}, ()),
+        ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}, ()),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, ("record", "replay")),
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"], "moe_aux_loss_coeff": [0.0, 0.0]},
+            ("record", "replay"),
+        ),
+        ({"moe_router_fusion": True}, ("record", "replay")),
+    ],
+    ids=str,
+)
+def test_what_megatron_routes_differently_with_is_refused_by_name(
+    settings: dict[str, Any], refused_in: tuple[str, ...], mode: Any
+) -> None:
+    from rl_backend.runtime.bridge.routes import require_routing_by_scores
+
+    usual = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_router_fusion": False}
+    provider = SimpleNamespace(**usual | settings)
+    if mode not in refused_in:
+        require_routing_by_scores(provider, mode)
+        return
+    with pytest.raises(UnsupportedError, match=rf"router_replay='{mode}' with .* ({'|'.join(settings)})="):
+        require_routing_by_scores(provider, mode)

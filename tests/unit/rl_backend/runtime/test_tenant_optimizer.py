@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import OptimizerConfig
+from rl_backend.contracts import HandleError, OptimizerConfig
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.packing import pack
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
@@ -167,3 +167,28 @@ def test_a_tenant_without_an_optimizer_of_its_own_has_that_of_the_configuration(
                 updated(runtime, tenant, step)
             after.append(torch.cat([value.flatten() for _, value in runtime.export_lora_adapter(tenant)]))
     assert torch.equal(after[0], after[1]) and not torch.allclose(after[0], after[2], atol=1e-3)
+
+
+def test_a_tenant_steps_only_with_gradients_that_it_has_been_given(model: Path) -> None:
+    batch = pack(random_token_sequences((9, 14), VOCAB_SIZE, 0), {"batch_num_tokens": 2.0, "dp_size": 1})
+    with open_runtime(model) as runtime:
+        base = runtime.build_model(trainable=False)
+        tenant, other = (runtime.create_lora_adapter(base, LORA, OptimizerConfig(weight_decay=1.0)) for _ in range(2))
+
+        def refused() -> None:
+            before = copied(runtime.export_lora_adapter(tenant)), tenant.weight_version, tenant.optimizer.num_steps
+            for handles in (tenant, [other, tenant]):
+                with pytest.raises(HandleError, match=rf"optimizer_step on '{tenant.name}' without gradients; call forw"):
+                    runtime.optimizer_step(handles)
+            after = copied(runtime.export_lora_adapter(tenant)), tenant.weight_version, tenant.optimizer.num_steps
+            assert after[1:] == before[1:] and all(torch.equal(after[0][name], before[0][name]) for name in before[0])
+
+        runtime.forward_backward(other, [batch], nll)
+        refused()
+        runtime.forward_backward(tenant, [batch], nll, forward_only=True)
+        refused()
+        runtime.forward_backward(tenant, [batch], nll)
+        runtime.zero_grad(tenant)
+        refused()
+        runtime.forward_backward(tenant, [batch], nll)
+        assert runtime.optimizer_step(tenant).ok and tenant.weight_version == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +100,19 @@ def test_a_tenants_failed_save_is_told_to_nobody_else(
         runtime.load_checkpoint(second, tmp_path / "second")
     with pytest.raises(CheckpointError, match="disk full"):
         runtime.wait_for_checkpoint(first)
+
+
+def test_nothing_of_a_removed_tenant_stays_in_memory(runtime: NativeRuntime, tmp_path: Path) -> None:
+    """A save in the background has copied it into memory that is kept for the next one."""
+    base = runtime.build_model(trainable=False)
+    tenants = create(runtime, base, ("narrow", "wide"))
+    train_tenants(runtime, base, tenants, 1)
+    gone = tenants.pop("narrow")
+    runtime.save_checkpoint(gone, tmp_path / "saved", asynchronous=True)
+    runtime.wait_for_checkpoint(gone)
+    runtime.remove_lora_adapter(gone)
+    left = weakref.ref(gone)
+    del gone
+    gc.collect()
+    assert left() is None
+    train_tenants(runtime, base, tenants, 1)
