@@ -12,6 +12,7 @@ import pytest
 
 from rl_backend.contracts import ConfigError, ParallelConfig, RuntimeConfig, UnsupportedError
 from rl_backend.runtime.bridge import installed
+from rl_backend.runtime.bridge_checks import _require_bridge
 from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER, BridgeConfig
 from tests.support.bridge_runs import open_bridge
 from tests.support.models import write_tiny
@@ -274,3 +275,34 @@ def test_an_attention_backend_is_given_to_megatron_as_a_member_of_its_enumeratio
     assert attention_backend("unfused") is AttnBackend.unfused
     with pytest.raises(ConfigError, match=r"\['attention_backend'\]='sdpa': expected one of 'flash'"):
         attention_backend("sdpa")
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, ""),
+        # Trained is the language model, whatever the directory was saved as.
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"]}, ""),
+        ({"model_type": "qwen3", "architectures": None}, ""),
+        ({"model_type": "qwen3"}, ""),
+        (
+            {"model_type": "gpt_neox", "architectures": ["Qwen3ForCausalLM"]},
+            "no bridge for model_type='gpt_neox' .GPTNeoXFor",
+        ),
+        # transformers has no language model of this type by itself: what the directory names counts.
+        ({"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}, ""),
+        (
+            {"model_type": "qwen2_5_vl", "architectures": ["SomethingElse"]},
+            "no bridge for model_type='qwen2_5_vl' .Something",
+        ),
+        ({"model_type": "qwen2_5_vl"}, "no bridge for model_type='qwen2_5_vl'"),
+        ({"model_type": "own", "architectures": ["Qwen3ForCausalLM"]}, "no configuration for model_type='own'"),
+    ],
+    ids=str,
+)
+def test_the_language_model_of_a_type_is_what_megatron_bridge_must_know(fields: dict[str, Any], refused: str) -> None:
+    if not refused:
+        _require_bridge("model", fields)
+        return
+    with pytest.raises(UnsupportedError, match=refused):
+        _require_bridge("model", fields)

@@ -142,3 +142,26 @@ def test_padding_counts_in_no_router_loss(tmp_path: Path) -> None:
     assert gradient(pack(sequences), moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1).any()
     parts = [gradient(pack([sequence]), **z_loss) * len(sequence) for sequence in sequences]
     torch.testing.assert_close(gradient(pack(sequences), **z_loss), torch.stack(parts).sum(0) / 58, rtol=1e-4, atol=1e-8)
+
+
+def test_an_expert_in_a_module_of_its_own_has_the_weights_of_grouped_ones() -> None:
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
+
+    from rl_backend.runtime.bridge.text_models import _with_single_experts
+
+    layer, single = "decoder.layers.*.mlp.experts", "decoder.layers.*.mlp.experts.local_experts.*"
+    stored = {part: f"model.layers.*.mlp.experts.*.{part}_proj.weight" for part in ("gate", "up", "down")}
+    grouped = [
+        GatedMLPMapping(f"{layer}.linear_fc1.weight*", stored["gate"], stored["up"]),
+        AutoMapping(f"{layer}.linear_fc2.weight*", stored["down"]),
+        AutoMapping("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    ]
+    expected: dict[str, Any] = {
+        **{each.megatron_param: each.hf_param for each in grouped},
+        f"{single}.linear_fc1.weight": {"gate": stored["gate"], "up": stored["up"]},
+        f"{single}.linear_fc2.weight": stored["down"],
+    }
+    found = _with_single_experts(grouped)
+    assert {each.megatron_param: each.hf_param for each in found} == expected and len(found) == 5
+    # A family that names both keeps its own.
+    assert _with_single_experts(found) == found

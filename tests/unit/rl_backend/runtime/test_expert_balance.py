@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_backend.contracts import ConfigError, OptimizerConfig
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.contracts import ConfigError, OptimizerConfig, PackedBatch
+from rl_backend.runtime.native import NativeHandle, NativeRuntime, forward_backward, pipeline
 from tests.support.bridge_runs import poisoned_loss
 from tests.support.deepseek import write_latent
 from tests.support.families import load_transformers
@@ -231,3 +232,35 @@ def test_a_family_without_a_bias_has_no_rate(tmp_path: Path) -> None:
     path = write_tiny("qwen3_moe", tmp_path / "model", num_experts=4, moe_intermediate_size=16)
     with pytest.raises(ConfigError, match="expert_bias_rate"):
         make_config(path, model="qwen3_moe", model_cfg={"expert_bias_rate": 0.1})
+
+
+@pytest.mark.parametrize("stages", [{}, {"parallel": {"vpp": 2}, "pipeline_schedule": "zbv"}], ids=["plain", "stages"])
+def test_tokens_that_fill_up_a_ranks_share_count_as_no_use_of_experts(
+    model: Path, monkeypatch: pytest.MonkeyPatch, stages: dict[str, Any]
+) -> None:
+    """As where tensor-parallel ranks share an odd number of tokens out."""
+    module = pipeline if stages else forward_backward
+    lay_out, filler = forward_backward.lay_out, 3
+
+    def with_filler(batch: PackedBatch, *args: Any) -> Any:
+        found = lay_out(batch, *args)
+        padding = torch.arange(batch.num_tokens) >= batch.num_tokens - filler
+        return replace(found, inputs=found.inputs._replace(padding=padding))
+
+    with open_runtime(model, **BALANCED, **stages) as runtime:
+        handle = runtime.build_model()
+        data = micro_batches(SPLIT)
+        counts: dict[bool, list[Tensor]] = {}
+        for has_filler in (False, True):
+            if has_filler:
+                monkeypatch.setattr(module, "lay_out", with_filler)
+            runtime.zero_grad(handle)
+            runtime.forward_backward(handle, data, token_loss)
+            assert handle.optimizer is not None and handle.optimizer.balance is not None
+            counts[has_filler] = list(handle.optimizer.balance._counts.values())
+        tokens = sum(batch.num_tokens for batch in data)
+        for every, without in zip(counts[False], counts[True], strict=True):
+            top_k = int(every.sum()) // tokens
+            assert top_k > 0 and int(every.sum()) == tokens * top_k
+            assert int(without.sum()) == (tokens - filler * len(data)) * top_k
+            assert bool((without <= every).all())

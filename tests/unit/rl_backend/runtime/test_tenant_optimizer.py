@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import HandleError, OptimizerConfig
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.packing import pack
+from rl_backend.lora.rows import Section
+from rl_backend.runtime.adaptable import RowGroups, SumGroups
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
 from rl_backend.runtime.tenant import TenantHandle
+from rl_backend.runtime.tenant_optimizer import TenantOptimizer
 from tests.support.native import VOCAB_SIZE, open_runtime
 from tests.support.sft_batches import random_token_sequences
 from tests.support.tenants import copied, nll
@@ -192,3 +197,53 @@ def test_a_tenant_steps_only_with_gradients_that_it_has_been_given(model: Path) 
         refused()
         runtime.forward_backward(tenant, [batch], nll)
         assert runtime.optimizer_step(tenant).ok and tenant.weight_version == 1
+
+
+class Ranks(NamedTuple):
+    """Attributes:
+    factor: what a sum over them makes of a gradient here.
+    """
+
+    factor: float
+    number: int = 0
+
+    def size(self) -> int:
+        return 1 if self.factor == 1.0 else 2
+
+    def rank(self) -> int:
+        return self.number
+
+
+SECTIONS = [
+    Section(0, 2, of_experts=False, summed=False),
+    Section(2, 5, of_experts=False, summed=True),
+    Section(5, 6, of_experts=True, summed=True),
+    Section(6, 9, of_experts=True, summed=False),
+]
+
+
+@pytest.mark.parametrize(
+    ("dense", "experts", "sums", "counted"),
+    [
+        ((Ranks(2.0), Ranks(3.0)), (Ranks(5.0), Ranks(7.0)), [3, 3, 6, 6, 6, 35, 7, 7, 7], [1] * 9),
+        ((Ranks(2.0, 1), Ranks(3.0)), (Ranks(5.0), Ranks(7.0, 1)), [3, 3, 6, 6, 6, 35, 7, 7, 7], [1, 1, *[0] * 7]),
+        ((Ranks(2.0), Ranks(3.0, 1)), (Ranks(5.0, 1), Ranks(7.0)), [3, 3, 6, 6, 6, 35, 7, 7, 7], [*[0] * 6, 1, 1, 1]),
+        ((None, Ranks(3.0)), (None, Ranks(1.0)), [3, 3, 3, 3, 3, 1, 1, 1, 1], [1] * 9),
+    ],
+    ids=str,
+)
+def test_gradients_are_added_up_over_the_ranks_that_have_parts_of_them_and_once(
+    monkeypatch: pytest.MonkeyPatch, dense: Any, experts: Any, sums: list[int], counted: list[int]
+) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(group.factor))
+    gradients = torch.arange(1.0, 10.0)
+    rows: Any = SimpleNamespace(sections=SECTIONS, gradients=gradients)
+    optimizer = TenantOptimizer(OptimizerConfig(), rows, RowGroups(SumGroups(*dense), SumGroups(*experts), dp_size=4))
+    expected = torch.arange(1.0, 10.0) * torch.tensor(sums) / 4
+    for _ in range(2):
+        optimizer.reduce()
+        torch.testing.assert_close(gradients, expected)
+    assert float(optimizer.statistics()[0, 0]) == pytest.approx(float((expected * torch.tensor(counted)).square().sum()))
+    # What another pass adds is added up beside what has been: that is this rank's share now, or nothing.
+    optimizer.expect_gradients()
+    torch.testing.assert_close(gradients, expected * 4 * torch.tensor(counted))
