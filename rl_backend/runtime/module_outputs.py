@@ -54,7 +54,7 @@ def gather_outputs_of_stages(
 def record_outputs(
     model: nn.Module, hf_names: Mapping[str, Sequence[str]], hidden_size: int
 ) -> Generator[dict[str, Tensor]]:
-    """Collects the outputs of one forward pass that runs in the context: Hugging Face path -> copy of the output.
+    """Collects what the modules in ``model`` give in one forward pass in the context: Hugging Face path -> copy of it.
 
     Outputs are tensors as the module gave them, alone or first in a tuple, in the order in which modules end; those whose
     last dimension is not ``hidden_size``, or that have no other dimension, are left out. Where modules inside each other
@@ -71,7 +71,7 @@ def record_outputs(
         tensor = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.shape[-1] != hidden_size:
             return
-        if path in kept and name and not f"{kept[path]}.".startswith(f"{name}."):
+        if path in kept and not f"{kept[path]}.".startswith(f"{name}."):
             return
         kept[path] = name
         outputs.pop(path, None)
@@ -80,5 +80,8 @@ def record_outputs(
     modules = dict(model.named_modules())
     with ExitStack() as hooks:
         for name, path in module_paths(model, hf_names).items():
+            if not name:
+                # A stage is no module of the whole model, whatever its parameters have in common.
+                continue
             hooks.enter_context(modules[name].register_forward_hook(partial(keep, name, path)))
         yield outputs

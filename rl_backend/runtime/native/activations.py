@@ -1,16 +1,16 @@
 """Hidden states between the modules of a model, on the host."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_backend.contracts import UnsupportedError, stored_tensors, text_config
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import TokenLayout, gather_outputs
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.runtime.module_outputs import gather_outputs_of_stages, module_paths, record_outputs
+from rl_backend.runtime.module_outputs import gather_outputs_of_stages, record_outputs
 from rl_backend.runtime.native.forward_backward import lay_out, run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import run_pipeline
@@ -50,19 +50,10 @@ def record_activations(handle: NativeHandle, request: PassRequest) -> list[Mappi
             here[index, stage] = {
                 path: _whole(output, layout, handle.groups).to("cpu", torch.float32)
                 for path, output in outputs.items()
-                if output.shape == (rows, hidden_size) and path != _own_path(handle.stages.get(stage), hf_names)
+                if output.shape == (rows, hidden_size)
             }
     activations = gather_outputs_of_stages(here, len(request.data), handle.groups.pp_group)
     return list(activations) if handle.has_outputs else []
-
-
-def _own_path(stage: nn.Module | None, hf_names: Mapping[str, Sequence[str]]) -> str | None:
-    """The path of a stage that is none of its modules': no module of the whole model has its output."""
-    if stage is None:
-        return None
-    paths = module_paths(stage, hf_names)
-    own = paths.pop("", None)
-    return None if own in paths.values() else own
 
 
 def _whole(output: Tensor, layout: TokenLayout | None, groups: ParallelGroups) -> Tensor:

@@ -90,6 +90,42 @@ def test_hidden_states_are_kept_in_the_order_of_computation_and_the_outermost_mo
     assert not any(output.requires_grad for output in outputs.values())
 
 
+class Stage(nn.Module):
+    """Of a pipeline: the layers from ``first`` on, and before them the embedding."""
+
+    def __init__(self, first: int, count: int, *, embeds: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, HIDDEN) if embeds else nn.Identity()
+        self.layers = nn.ModuleDict({str(first + index): Layer() for index in range(count)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize(("first", "count", "embeds"), [(1, 1, False), (2, 3, False), (0, 2, True), (0, 1, True)])
+def test_a_stage_gives_outputs_of_the_modules_of_the_whole_model_alone(first: int, count: int, embeds: bool) -> None:
+    stage, numbers = Stage(first, count, embeds=embeds), range(first, first + count)
+    names = {"embedding.weight": ("model.embed_tokens.weight",)} if embeds else {}
+    for number in numbers:
+        prefix = f"model.layers.{number}"
+        names |= {
+            f"layers.{number}.norm.weight": (f"{prefix}.input_layernorm.weight",),
+            f"layers.{number}.attention.qkv.weight": tuple(f"{prefix}.self_attn.{kind}_proj.weight" for kind in "qkv"),
+            f"layers.{number}.attention.proj.weight": (f"{prefix}.self_attn.o_proj.weight",),
+        }
+    with record_outputs(stage, names, HIDDEN) as outputs:
+        hidden = stage(torch.tensor([[1, 2, 3]]) if embeds else torch.randn(1, 3, HIDDEN))
+    parts = ("input_layernorm", "self_attn.o_proj", "self_attn")
+    assert list(outputs) == [
+        *(["model.embed_tokens"] if embeds else []),
+        *(f"model.layers.{number}{part}" for number in numbers for part in (*(f".{part}" for part in parts), "")),
+    ]
+    torch.testing.assert_close(outputs[f"model.layers.{numbers[-1]}"], hidden)
+
+
 def test_hooks_are_gone_after_an_error() -> None:
     model = Model()
     with pytest.raises(IndexError), record_outputs(model, NAMES, HIDDEN):
