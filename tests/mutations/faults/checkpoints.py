@@ -338,4 +338,31 @@ FAULTS = [
         ("test_a_part_that_leaves_frees_its_memory_and_no_other",),
         "offloading would save no memory",
     ),
+    Fault(
+        "moments-saved-under-each-others-name",
+        "rl_backend.runtime.native.checkpoints:_held_tensors",
+        'yield from ((f"optimizer.{kind}", name, state[f"{kind}.{name}"]) for name in trained for kind in _MOMENTS)',
+        """
+        pairs = tuple(zip(_MOMENTS, reversed(_MOMENTS), strict=True))
+        yield from ((f"optimizer.{kind}", name, state[f"{held}.{name}"]) for name in trained for kind, held in pairs)
+        """,
+        ("test_a_checkpoint_has_every_tensor_under_its_own_name",),
+        "another runtime would go on with the squares as means",
+    ),
+    Fault(
+        "host-buffers-outlive-their-handle",
+        "rl_backend.runtime.checkpoint_writer:CheckpointWriter.__init__",
+        "self._buffers: WeakKeyDictionary[GuardedHandle, training_state.HostBuffers] = WeakKeyDictionary()",
+        "self._buffers: WeakKeyDictionary[GuardedHandle, training_state.HostBuffers] = {}",
+        ("test_nothing_of_a_removed_tenant_stays_in_memory",),
+        "copies of every removed tenant would stay until the runtime ends",
+    ),
+    Fault(
+        "random-state-of-layouts-exchanged",
+        "rl_backend.runtime.saved_state:_origins",
+        "source_rank(int(rank), here, saved, differs(stream))",
+        "source_rank(int(rank), saved, here, differs(stream))",
+        ("test_a_rank_looks_for_the_stream_of_its_replica_under_the_layout_of_the_save",),
+        "in another layout ranks would go on with the dropout of other ranks",
+    ),
 ]

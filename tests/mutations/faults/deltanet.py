@@ -212,4 +212,20 @@ FAULTS = [
         ("test_a_sequence_that_is_cut_goes_on_from_the_state_before",),
         "a sequence would go on from the state of another",
     ),
+    Fault(
+        "third-fused-projection-starts-too-early",
+        "rl_backend.parallel.fused:_features_of_heads",
+        "start += size",
+        "start = size",
+        ("test_a_rank_gets_the_features_of_its_heads_in_each_projection",),
+        "values of heads would be keys",
+    ),
+    Fault(
+        "states-over-ranks-lose-gradients-of-others",
+        "rl_backend.parallel.recurrence:RecurrenceOverRanks.states",
+        "each = all_gather(own[None], self.group, sum_gradients=True)",
+        "each = all_gather(own[None], self.group, sum_gradients=False)",
+        ("test_states_and_gradients_are_those_of_chunks_one_after_the_other",),
+        "outputs would be right, and gradients of earlier ranks' tokens too small",
+    ),
 ]

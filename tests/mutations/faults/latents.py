@@ -93,4 +93,12 @@ FAULTS = [
         _SEQUENCES,
         "experts that one sequence overloads would be excused by another",
     ),
+    Fault(
+        "padding-counts-as-use-of-experts",
+        "rl_backend.runtime.native.forward_backward:_run_one",
+        "loads.forward(0, rank_batch.inputs.padding)",
+        "loads.forward(0, None)",
+        ("test_tokens_that_fill_up_a_ranks_share_count_as_no_use_of_experts",),
+        "biases would move by tokens that are none",
+    ),
 ]

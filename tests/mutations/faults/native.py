@@ -258,4 +258,50 @@ FAULTS = [
         ("test_parameters_that_stay_are_gathered_once_whatever_the_number_of_micro_batches",),
         "reshard_after_forward=False would save no transfer between micro-batches",
     ),
+    Fault(
+        "interrupted-pass-leaves-usable-gradients",
+        "rl_backend.runtime.native.forward_backward:abandoned_on_error",
+        "except BaseException:",
+        "except Exception:",
+        ("test_gradients_of_a_pass_that_ended_in_its_middle_are_not_stepped_with",),
+        "after an interrupt a step would take half of the gradients",
+    ),
+    Fault(
+        "freed-pipeline-keeps-its-stages",
+        "rl_backend.runtime.native.handle:NativeHandle.release",
+        """
+        self.model = nn.Module()
+        self.stages = {}
+        """,
+        "self.model = nn.Module()",
+        ("test_a_closed_runtime_keeps_no_tensor_for_those_who_still_have_its_handles",),
+        "stages of a closed runtime would stay in memory with its handle",
+    ),
+    Fault(
+        "some-parts-may-be-away",
+        "rl_backend.runtime.offload:Offload.require",
+        "if away:",
+        "if away and len(away) == len(parts):",
+        ("test_an_atom_that_needs_a_part_says_that_it_is_away_and_how_to_get_it_back",),
+        "an atom that needs two parts would begin with one of them in host memory",
+    ),
+    Fault(
+        "inverse-square-root-below-its-minimum",
+        "rl_backend.runtime.lr_schedule:ParameterSchedule.learning_rate",
+        "max(config.min_lr, config.lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(steps, 1)))",
+        "config.lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(steps, 1))",
+        ("test_without_known_length_the_rate_can_be_constant_or_fall_with_the_root",),
+        "the rate would fall below min_lr",
+    ),
+    Fault(
+        "stage-recorded-as-a-module",
+        "rl_backend.runtime.module_outputs:record_outputs",
+        """
+        if not name:
+            continue
+        """,
+        "pass",
+        ("test_a_stage_gives_outputs_of_the_modules_of_the_whole_model_alone",),
+        "a stage of several layers would be a module that no whole model has",
+    ),
 ]

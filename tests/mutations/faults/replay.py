@@ -120,4 +120,37 @@ FAULTS = [
         ("test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",),
         "sparse layers would be replayed with a dense layer's zeros",
     ),
+    Fault(
+        "tenants-do-not-replay-routes",
+        "rl_backend.runtime.tenants:TenantRuntime._run",
+        """
+        if isinstance(handle, TenantHandle):
+            return self._run_tenant(handle, request)
+        """,
+        """
+        if isinstance(handle, TenantHandle):
+            return self._run_tenant(handle, PassRequest(data, loss, forward_only))
+        """,
+        ("test_a_tenant_records_and_replays_routes_as_its_base_does",),
+        "a tenant would be trained with other experts than it was sampled with",
+    ),
+    Fault(
+        "routes-of-neighbouring-layers-only",
+        "rl_backend.runtime.router_replay:gather_stages",
+        "routes[:, torch.tensor(layers, dtype=torch.int64, device=device)] = of_ranks[rank, :, : len(layers)]",
+        """
+        first = min(layers, default=0)
+        routes[:, first : first + len(layers)] = of_ranks[rank, :, : len(layers)]
+        """,
+        ("test_a_layer_has_its_own_routes_whichever_stages_a_rank_has",),
+        "with several stages a rank, layers would have each other's routes",
+    ),
+    Fault(
+        "balancing-by-sequence-is-not-seen",
+        "rl_backend.runtime.bridge.routes:require_routing_by_scores",
+        'any("aux_loss" in kind for kind in kinds)',
+        '"aux_loss" in kinds',
+        ("test_what_megatron_routes_differently_with_is_refused_by_name",),
+        "Megatron would balance experts that replayed tokens do not go to",
+    ),
 ]

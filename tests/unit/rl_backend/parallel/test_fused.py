@@ -26,9 +26,8 @@ from rl_backend.parallel.fused import FusedProjections
 def test_a_rank_gets_the_features_of_its_heads_in_each_projection(
     monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int], ranks: int, expected: list[list[int]]
 ) -> None:
-    parts = [
-        FusedProjections(sizes, SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: ranks)) for rank in range(ranks)
-    ]  # type: ignore[arg-type]
+    groups: list[Any] = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: ranks) for rank in range(ranks)]
+    parts = [FusedProjections(sizes, group) for group in groups]
     sent: list[tuple[Tensor, ...]] = []
 
     def send(features: Tensor, to_each: list[int], from_each: list[int], group: Any) -> Tensor:

@@ -1,8 +1,9 @@
-"""What a step of the bridge comes to, from the shards of all ranks and without the rows that pad a vocabulary."""
+"""What a step of the bridge comes to, from the shards of all ranks and without the rows that pad a vocabulary, if at all."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_backend.contracts import OptimizerConfig
+from rl_backend.contracts import HandleError, ModelOutput, OptimizerConfig, PackedBatch
 from rl_backend.runtime.bridge import installed
+from tests.support.bridge_runs import open_bridge
+from tests.support.native import assert_equal_tensors, micro_batches, token_loss
 
 VOCABULARY, ROWS, COLUMNS = 10, 8, 3
 """Two tensor-parallel ranks have 8 rows each; the second's last 6 stand for no word."""
@@ -90,3 +93,35 @@ def test_norm_and_zeros_are_of_all_ranks_without_the_padding_of_each_matrix(
         squares = 7 + 5 * 4 + 2 + (0 if shared else 4 * 9)
         assert result.grad_norm == pytest.approx(math.sqrt(squares))
     assert result.num_zeros == ((4 + 1 + (0 if shared else 2)) if count_zeros else None)
+
+
+class Interrupted(BaseException):
+    """No ``Exception``, as ``KeyboardInterrupt``, which pytest would take for itself."""
+
+
+@pytest.mark.parametrize("error", [ValueError, Interrupted])
+def test_gradients_of_a_pass_that_ended_in_its_middle_are_not_stepped_with_on_the_bridge(
+    tied_model: Path, error: type[BaseException]
+) -> None:
+    calls: list[int] = []
+
+    def loss(model_output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise error("in the second micro-batch")
+        return token_loss(model_output, data, dp_group)
+
+    with open_bridge(tied_model) as runtime:
+        handle = runtime.build_model()
+        data = micro_batches([[0, 1], [2, 3]])
+        with pytest.raises(error, match="in the second"):
+            runtime.forward_backward(handle, data, loss)
+        with pytest.raises(HandleError, match="its gradients are incomplete; call zero_grad first"):
+            runtime.optimizer_step(handle)
+        runtime.zero_grad(handle)
+        runtime.forward_backward(handle, data, token_loss)
+        found = {name: value.clone() for name, value in runtime.export_gradients(handle)}
+        assert runtime.optimizer_step(handle).ok
+        fresh = runtime.build_model(name="fresh")
+        runtime.forward_backward(fresh, data, token_loss)
+        assert_equal_tensors(found, {name: value.clone() for name, value in runtime.export_gradients(fresh)})

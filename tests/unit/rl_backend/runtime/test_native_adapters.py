@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from rl_backend.primitive.adapter_runs import AdapterRun, Factors, adapters_at_work
-from rl_backend.runtime.native.adapters import _forward
+from rl_backend.runtime.adaptable import Adaptable
+from rl_backend.runtime.native.adapters import _forward, adaptable_modules
 
 NAME, ROWS, INPUTS, OUTPUTS = "model.layers.0.mlp.shared_expert_gate", 24, 6, 4
 
@@ -30,7 +34,7 @@ def test_a_rank_that_has_a_share_of_the_tokens_adapts_each_with_its_own_tenants_
     found: list[Tensor] = []
     for rank in range(ranks or 1):
         if ranks is not None:
-            setattr(layer, "token_share", (rank, ranks))  # noqa: B010 - as LinearPart's owner sets it
+            setattr(layer, "token_share", (rank, ranks))  # noqa: B010 - nn.Linear has no such attribute
         with adapters_at_work(runs):
             found.append(_forward(layer, NAME, x.chunk(ranks or 1)[rank].requires_grad_()))
     torch.testing.assert_close(torch.cat(found), expected)
@@ -39,3 +43,32 @@ def test_a_rank_that_has_a_share_of_the_tokens_adapts_each_with_its_own_tenants_
         # Of the sum: b is moved by what a makes of the inputs, the same for all outputs.
         of_b = (each.scale * x[start:stop] @ each.a.t()).sum(0).expand(OUTPUTS, 3)
         torch.testing.assert_close(each.grad_b, of_b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_gradients_of_experts_are_added_up_over_the_ranks_that_share_an_expert(
+    monkeypatch: pytest.MonkeyPatch, ep: int, etp: int
+) -> None:
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(Adaptable, "of_ranks", lambda held, weights, gathered_over, **groups: found.update(groups))
+
+    def named(name: str, size: int = 1) -> Any:
+        return SimpleNamespace(name=name, size=lambda: size)
+
+    dimensions = (named("ranks of other experts", ep), named("ranks with parts of an expert", etp))
+    groups: Any = SimpleNamespace(
+        parallel=SimpleNamespace(etp=etp),
+        ep_mesh=SimpleNamespace(get_group=dimensions.__getitem__),
+        fsdp_mesh=SimpleNamespace(get_group=lambda: named("all other tokens")),
+        edp_mesh=SimpleNamespace(get_group=lambda: named("other tokens of the experts")),
+        token_group=named("tokens", 4),
+        expert_group=named("experts", ep * etp),
+        **{name: named(name) for name in ("tp_group", "pp_group", "replica_group", "world_group")},
+    )
+    adaptable_modules({}, {}, groups, None, hidden_size=8)
+    tensor, data = found["expert_groups"]
+    assert (None if tensor is None else tensor.name) == ("ranks with parts of an expert" if etp > 1 else None)
+    assert data.name == "other tokens of the experts"
+    assert found["tensor_group"].name == "tp_group" and found["data_group"].name == "all other tokens"
+    # Experts of one replica are on its own ranks, if these are as many.
+    assert found["whole_group"].name == "replica_group"

@@ -77,12 +77,12 @@ def test_a_rank_looks_for_the_stream_of_its_replica_under_the_layout_of_the_save
         return {"backend": "native", "backend_cfg": {"parallel": parallel}}
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    handle = SimpleNamespace(config=SimpleNamespace(model_dump=lambda mode: dumped(here)))
-    manifest = SimpleNamespace(runtime_config=dumped(saved), world_size=4)
+    handle: Any = SimpleNamespace(config=SimpleNamespace(model_dump=lambda mode: dumped(here)))
+    manifest: Any = SimpleNamespace(runtime_config=dumped(saved), world_size=4)
     found: list[str] = []
     for rank in range(4):
         names = ["model.weight", f"random.cpu.{rank}"]
-        origins = _origins(handle, manifest, names, lambda stream: "replicas")  # type: ignore[arg-type]
+        origins = _origins(handle, manifest, names, lambda stream: "replicas")
         assert origins["model.weight"] == "model.weight"
         found.append(origins[f"random.cpu.{rank}"].removeprefix("random.cpu."))
     assert found == expected

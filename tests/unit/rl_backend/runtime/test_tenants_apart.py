@@ -116,3 +116,44 @@ def test_nothing_of_a_removed_tenant_stays_in_memory(runtime: NativeRuntime, tmp
     gc.collect()
     assert left() is None
     train_tenants(runtime, base, tenants, 1)
+
+
+class Interrupted(BaseException):
+    """No ``Exception``, as ``KeyboardInterrupt``, which pytest would take for itself."""
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside another"])
+def test_tenants_of_an_interrupted_pass_do_not_step_and_those_beside_it_do(runtime: NativeRuntime, alone: bool) -> None:
+    base = runtime.build_model(trainable=False)
+    tenants = [runtime.create_lora_adapter(base, CONFIG, name=name) for name in ("first", "second", "away")]
+    calls: list[int] = []
+
+    def interrupted(output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise Interrupted("in the second micro-batch")
+        return log_prob_loss(output, data, dp_group)
+
+    mine = tenants[:1] if alone else tenants[:2]
+    data = [
+        pack(
+            [
+                sequence.with_fields(sequence_fields={LORA_FIELD: torch.tensor(tenant.lora_id)})
+                for tenant in mine
+                for sequence in random_token_sequences((5,), VOCAB_SIZE, seed)
+            ]
+        )
+        for seed in range(2)
+    ]
+    runtime.forward_backward(tenants[2], [pack(random_token_sequences((5,), VOCAB_SIZE, 0))], log_prob_loss)
+    handle: Any = tenants[0] if alone else base
+    losses: Any = interrupted if alone else {"first": log_prob_loss, "second": interrupted}
+    with pytest.raises(Interrupted):
+        runtime.forward_backward(handle, data, losses)
+    for tenant in mine:
+        with pytest.raises(HandleError, match=f"'{tenant.name}': .*its gradients are incomplete; call zero_grad first"):
+            runtime.optimizer_step(tenant)
+        runtime.zero_grad(tenant)
+        runtime.forward_backward(tenant, [pack(random_token_sequences((5,), VOCAB_SIZE, 0))], log_prob_loss)
+        assert runtime.optimizer_step(tenant).ok
+    assert runtime.optimizer_step(tenants[2]).ok
