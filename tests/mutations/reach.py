@@ -3,7 +3,7 @@
     REACH=FOLDER python -m pytest -p tests.mutations.reach tests/unit
 
 writes ``FOLDER/PID/tests.jsonl`` (a test, its outcome and seconds a line) and ``entered.tsv`` (number of the test, phase,
-file, function), which :func:`tests_of` reads. Child processes are followed through ``sitecustomize``, forked ones by
+file, function), which :func:`entered_by` reads. Child processes are followed through ``sitecustomize``, forked ones by
 themselves.
 """
 
@@ -89,7 +89,7 @@ def pytest_configure(config: Any) -> None:
         follow(str(folder))
 
 
-def tests_of(top: Path) -> dict[tuple[str, str], dict[str, float]]:
+def entered_by(top: Path) -> dict[tuple[str, str], dict[str, float]]:
     """(file, function) -> the tests that entered it and passed, with their seconds.
 
     A function that was entered while fixtures were made counts for every test of that file.

@@ -15,6 +15,8 @@ from tests.mutations.copies import ROOT
 from tests.mutations.fault import NAMED, Fault
 
 FILE = ROOT / "benchmarks" / "results" / "mutations.json"
+WAVES = ROOT / "tests" / "mutations" / "readers"
+"""Faults by readers, and what came of their first try (:mod:`tests.mutations.waves`)."""
 
 type Result = dict[str, Any]
 
@@ -81,7 +83,28 @@ def summary(results: Mapping[str, Result], areas: Mapping[str, list[Fault]]) -> 
         "named": {"total": len(named), "killed": sum(name in killed for name in named)},
         "survived": {name: result["survived"] for name, result in results.items() if "survived" in result},
         "not_run": [fault.name for fault in listed if fault.name not in results],
+        "by_readers": by_readers(),
         "faults": {fault.name: results[fault.name] for fault in listed if fault.name in results},
+    }
+
+
+def by_readers(folder: Path = WAVES) -> dict[str, Any]:
+    """Wave -> how many of its faults the suite noticed at first try, of those that were tried; and the others' effects."""
+    waves = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    return {name: _first_try(wave) for name, wave in waves.items()}
+
+
+def _first_try(wave: Mapping[str, Any]) -> dict[str, Any]:
+    faults = [fault for fault in wave["faults"] if not fault.get("equivalent")]
+    tried = [fault for fault in faults if "noticed_by" in fault or "survived" in fault]
+    noticed = sum("noticed_by" in fault for fault in tried)
+    return {
+        "seed": wave["seed"],
+        "total": len(faults),
+        "tried": len(tried),
+        "noticed": noticed,
+        "fraction": round(noticed / len(tried), 3) if tried else None,
+        "survived": {fault["name"]: fault["effect"] for fault in tried if "survived" in fault},
     }
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from tests.mutations.child import Child, Outcome, preload
 from tests.mutations.copies import ROOT, copy_tree
 from tests.mutations.places import find_place
-from tests.mutations.reach import tests_of
+from tests.mutations.reach import entered_by
 from tests.mutations.source import definitions
 
 _LEAST_LINES = 5
@@ -74,7 +74,7 @@ def _lines(body: Sequence[ast.stmt]) -> int:
 
 def _try(options: argparse.Namespace) -> None:
     wave = json.loads(options.wave.read_text())
-    reached = tests_of(options.reach)
+    reached = entered_by(options.reach)
     preload()
     with tempfile.TemporaryDirectory(prefix="waves-") as folder:
         copy = Path(folder, "copy")
