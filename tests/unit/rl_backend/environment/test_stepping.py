@@ -171,6 +171,37 @@ def test_closing_outlasts_those_who_cancel_the_player_again() -> None:
     assert Guess.made[0].closed == 1
 
 
+@pytest.mark.parametrize("close", ["waits", "fails", "waits in a thread"])
+def test_an_episode_that_is_cancelled_while_it_closes_is_cancelled(close: str) -> None:
+    closing = threading.Event()
+
+    class Slow(Guess):
+        def close(self) -> Any:
+            closing.set()
+            if close == "waits in a thread":
+                time.sleep(0.05)
+            return None if close == "waits in a thread" else self.closed_later()
+
+        async def closed_later(self) -> None:
+            await asyncio.sleep(0.05)
+            self.closed += 1
+            if close == "fails":
+                raise OSError("jammed")
+
+    async def cancelled_late() -> None:
+        sampler = RecordingSampler(written("4"), sampling_seed=1, seed=1, limits=Limits())
+        task = asyncio.ensure_future(SteppedPlayer(Slow, TOKENIZER)({}, sampler))
+        while not closing.is_set():
+            await asyncio.sleep(0.001)
+        assert sampler.turns[-1].reward == 1.0, "it had ended by itself"
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled_late())
+    assert Guess.made[0].closed == (close != "waits in a thread")
+
+
 def test_a_close_that_fails_is_told_of() -> None:
     class Jams(Guess):
         def close(self) -> None:
