@@ -29,7 +29,7 @@ from tests.support.episodes import episode, segment
 HELD = episode(segment([("given", [1, 2]), ("sampled", [3, 4]), ("given", [5]), ("sampled", [6, 7, 8])], rewards=[0.5, 1.0]))
 BRANCHED = episode(
     segment([("given", [1, 2]), ("sampled", [3, 4])], rewards=[0.5]),
-    segment([("given", [1, 9, 5]), ("sampled", [6, 7, 8])], rewards=[1.0]),
+    segment([("given", [1, 9, 0, 5]), ("sampled", [6, 7, 8])], rewards=[1.0]),
 )
 """The turns of ``HELD``, where the template changes the history before the second."""
 OTHER = episode(segment([("given", [1]), ("sampled", [2])], rewards=[-1.0]))

@@ -173,17 +173,20 @@ def test_closing_outlasts_those_who_cancel_the_player_again() -> None:
 
 @pytest.mark.parametrize("close", ["waits", "fails", "waits in a thread"])
 def test_an_episode_that_is_cancelled_while_it_closes_is_cancelled(close: str) -> None:
-    closing = threading.Event()
+    closing, let_go = threading.Event(), threading.Event()
 
     class Slow(Guess):
         def close(self) -> Any:
             closing.set()
-            if close == "waits in a thread":
-                time.sleep(0.05)
-            return None if close == "waits in a thread" else self.closed_later()
+            if close != "waits in a thread":
+                return self.closed_later()
+            let_go.wait(5.0)
+            self.closed += 1
+            return None
 
         async def closed_later(self) -> None:
-            await asyncio.sleep(0.05)
+            while not let_go.is_set():
+                await asyncio.sleep(0.001)
             self.closed += 1
             if close == "fails":
                 raise OSError("jammed")
@@ -195,11 +198,14 @@ def test_an_episode_that_is_cancelled_while_it_closes_is_cancelled(close: str) -
             await asyncio.sleep(0.001)
         assert sampler.turns[-1].reward == 1.0, "it had ended by itself"
         task.cancel()
+        await asyncio.sleep(0.01)
+        assert not task.done(), "it waits until it has closed"
+        let_go.set()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(cancelled_late())
-    assert Guess.made[0].closed == (close != "waits in a thread")
+    assert Guess.made[0].closed == 1
 
 
 def test_a_close_that_fails_is_told_of() -> None:
