@@ -316,4 +316,27 @@ FAULTS = [
         ("test_what_comes_of_a_failed_episode",),
         "groups that are large enough would be lost",
     ),
+    Fault(
+        "tag-of-llama-3-stays",
+        "rl_backend.environment.parsers:parse_json",
+        'spoken.strip().removeprefix("<|python_tag|>").strip()',
+        "spoken.strip()",
+        ("test_calls_are_read_or_said_to_be_broken",),
+        "calls that Llama 3 writes behind its tag would be no calls",
+    ),
+    Fault(
+        "scores-begin-one-after-the-other",
+        "rl_backend.environment.answering:AnswerEnvironment.step",
+        """
+        asked = self._scorer.begin([call])
+        with self._scoring:
+            (score,) = asked.result()
+        """,
+        """
+        with self._scoring:
+            (score,) = self._scorer.begin([call]).result()
+        """,
+        ("test_a_plain_function_is_called_by_one_episode_after_the_other_unless_it_has_workers",),
+        "workers of a reward function would wait for each other",
+    ),
 ]

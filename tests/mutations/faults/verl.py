@@ -235,4 +235,36 @@ FAULTS = [
         ("test_the_schedule_is_the_one_that_verl_makes_of_the_same_fields",),
         "the learning rate would not be that of verl",
     ),
+    Fault(
+        "failed-save-leaves-parts-on-the-device",
+        "adapters.verl.engine:RuntimeEngine.save_checkpoint",
+        """
+        try:
+            self._checkpoints.save(self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep, step=global_step)
+        finally:
+            self._rest()
+        """,
+        """
+        self._checkpoints.save(self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep, step=global_step)
+        self._rest()
+        """,
+        ("test_an_engine_rests_after_a_save_that_failed",),
+        "after a save that failed, the rollout would lack the memory of the model",
+    ),
+    Fault(
+        "times-of-failed-batches-are-lost",
+        "adapters.verl.timing:AdapterTime.runtime",
+        """
+        try:
+            yield
+        finally:
+            self.adapter -= time.perf_counter() - start
+        """,
+        """
+        yield
+        self.adapter -= time.perf_counter() - start
+        """,
+        ("test_times_of_all_batches_are_added_those_that_fail_too",),
+        "the runtime's time in a batch that failed would count as the adapter's",
+    ),
 ]
