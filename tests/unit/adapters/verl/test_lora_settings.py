@@ -234,11 +234,11 @@ def test_targets_are_those_of_the_model_that_is_to_be_loaded(tmp_path: Path, den
 def test_a_text_is_an_expression_of_whole_names_however_plain_and_a_list_has_names(
     option: str, tmp_path: Path, dense: Path
 ) -> None:
-    model = write_tiny("qwen3", tmp_path / "model")
+    model, sft = write_tiny("qwen3", tmp_path / "model"), role_configs("sft", dense)
     every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
     def targets(value: Any) -> set[str]:
-        found = lora_of(changed(role_configs("sft", dense), model__lora_rank=4, **{f"model__{option}": value}))
+        found = lora_of(changed(sft, model__lora_rank=4, **{f"model__{option}": value}))
         assert found is not None
         return set(found.for_model(model).targets)
 
