@@ -261,4 +261,12 @@ FAULTS = [
         ("test_copies_that_fill_ranks_change_no_loss_metric_denominator_or_output",),
         "some sequences would count twice",
     ),
+    Fault(
+        "overlong-penalty-without-end",
+        "rl_backend.algorithm.rewards:overlong_penalty",
+        "return -penalty * (excess / buffer_tokens).clamp(min=0.0, max=1.0)",
+        "return -penalty * (excess / buffer_tokens).clamp(min=0.0)",
+        ("test_overlong_responses_lose_linearly_inside_the_buffer_and_no_more_beyond_it",),
+        "one long response would outweigh its group",
+    ),
 ]

@@ -365,4 +365,20 @@ FAULTS = [
         ("test_a_rank_looks_for_the_stream_of_its_replica_under_the_layout_of_the_save",),
         "in another layout ranks would go on with the dropout of other ranks",
     ),
+    Fault(
+        "given-config-is-not-written",
+        "rl_backend.checkpoint.hf_writer:write_hf_directory",
+        "(source_config if config is None else config)",
+        "(source_config)",
+        ("test_a_configuration_that_is_given_is_written_in_place_of_the_sources",),
+        "a saved critic would be described as a language model",
+    ),
+    Fault(
+        "lists-pass-as-objects",
+        "rl_backend.checkpoint.hf_reader:_read_json_object",
+        "if not isinstance(content, dict):",
+        "if not content:",
+        ("test_a_file_that_is_no_json_object_is_refused",),
+        "a broken file would be an error without its name",
+    ),
 ]

@@ -236,4 +236,107 @@ FAULTS = [
         ("test_observations_that_continue_are_one_segment_and_masked_turns_are_not_trained",),
         "turns that the environment takes out would be trained",
     ),
+    Fault(
+        "every-environment-has-a-lock-of-its-own",
+        "rl_backend.environment.answering:answering",
+        "return AnswerEnvironment(row, scorer, scoring, tokenizer, data or DataConfig(), tools)",
+        "return AnswerEnvironment(row, scorer, threading.Lock(), tokenizer, data or DataConfig(), tools)",
+        ("test_a_plain_function_is_called_by_one_episode_after_the_other_unless_it_has_workers",),
+        "a reward function without locks would be called by several threads at once",
+    ),
+    Fault(
+        "cancelled-while-closing-goes-on",
+        "rl_backend.environment.stepping:SteppedPlayer._close",
+        "raise cancelled",
+        'return ""',
+        ("test_an_episode_that_is_cancelled_while_it_closes_is_cancelled",),
+        "a cancellation would be lost",
+    ),
+    Fault(
+        "infinite-rewards-pass",
+        "rl_backend.environment.playing:_played",
+        "if not math.isfinite(result.reward):",
+        "if math.isnan(result.reward):",
+        ("test_a_player_that_returns_no_result_fails",),
+        "an infinite reward would make its group's advantages NaN",
+    ),
+    Fault(
+        "end-mark-of-llama-4-stays",
+        "rl_backend.environment.parsers:parse_pythonic",
+        '("<|tool_call_end|>", "<|python_end|>")',
+        '("<|tool_call_end|>",)',
+        ("test_calls_are_read_or_said_to_be_broken",),
+        "calls that Llama 4 writes would be unreadable",
+    ),
+    Fault(
+        "sampled-tokens-limit-replaces-the-others",
+        "rl_backend.environment.sampler:RecordingSampler._room",
+        "tokens = min(tokens, left)",
+        "tokens = left",
+        ("test_a_turn_has_no_more_tokens_than_its_own_limit",),
+        "more tokens would be asked for than the context holds",
+    ),
+    Fault(
+        "exit-of-a-call-is-none",
+        "rl_backend.environment.calling:outcome",
+        'return None, RuntimeError(f"it ended its thread by {type(error).__name__}: {error}")',
+        "return None, None",
+        ("test_errors_that_futures_and_tasks_take_for_something_else",),
+        "a tool that ended its thread would seem to have returned nothing",
+    ),
+    Fault(
+        "interrupted-episodes-have-ten-seconds",
+        "rl_backend.environment.running:run_episodes",
+        "_end(loop, [task for task in main if not task.done()], None)",
+        "_end(loop, [task for task in main if not task.done()], closing_seconds)",
+        ("test_an_interruption_waits_until_episodes_have_closed",),
+        "what an episode opened would be left behind after a Ctrl-C",
+    ),
+    Fault(
+        "tool-calls-limited-turn-by-turn",
+        "rl_backend.environment.stepping:SteppedPlayer._completed",
+        "calls = await run_calls(parsed.attempts, episode.tools, self._caller, most=left, seconds=seconds)",
+        "calls = await run_calls(parsed.attempts, episode.tools, self._caller, most=self._most_calls, seconds=seconds)",
+        ("test_calls_beyond_the_limit_are_not_run_and_end_the_episode",),
+        "an episode could call tools without end",
+    ),
+    Fault(
+        "histories-that-were-left-are-forgotten",
+        "rl_backend.environment.record:EpisodeRecord.add",
+        "found = next((each for each in reversed(self._segments) if prompt[: len(each.token_ids)] == each.token_ids), None)",
+        "found = next((each for each in self._segments[-1:] if prompt[: len(each.token_ids)] == each.token_ids), None)",
+        ("test_turns_of_two_conversations_extend_the_segment_of_their_own",),
+        "tokens of a conversation would be trained in sequences of their own",
+    ),
+    Fault(
+        "groups-of-the-fewest-are-dropped",
+        "rl_backend.environment.groups:_judged",
+        "len(left) < options.fewest",
+        "len(left) <= options.fewest",
+        ("test_what_comes_of_a_failed_episode",),
+        "groups that are large enough would be lost",
+    ),
+    Fault(
+        "tag-of-llama-3-stays",
+        "rl_backend.environment.parsers:parse_json",
+        'spoken.strip().removeprefix("<|python_tag|>").strip()',
+        "spoken.strip()",
+        ("test_calls_are_read_or_said_to_be_broken",),
+        "calls that Llama 3 writes behind its tag would be no calls",
+    ),
+    Fault(
+        "scores-begin-one-after-the-other",
+        "rl_backend.environment.answering:AnswerEnvironment.step",
+        """
+        asked = self._scorer.begin([call])
+        with self._scoring:
+            (score,) = asked.result()
+        """,
+        """
+        with self._scoring:
+            (score,) = self._scorer.begin([call]).result()
+        """,
+        ("test_a_plain_function_is_called_by_one_episode_after_the_other_unless_it_has_workers",),
+        "workers of a reward function would wait for each other",
+    ),
 ]

@@ -101,4 +101,16 @@ FAULTS = [
         ("test_a_transcript_says_what_was_trained",),
         "the report would mark prompts as trained",
     ),
+    Fault(
+        "share-of-an-episode-by-all-tokens",
+        "rl_backend.algorithm.episodes:episode_sequences",
+        "torch.tensor(count / sum(counts), dtype=torch.float64)",
+        """
+        torch.tensor(
+            len(segment.token_ids) / sum(len(each.token_ids) for each in segments), dtype=torch.float64
+        )
+        """,
+        ("test_the_share_of_a_sequence_is_that_of_the_sampled_tokens_of_its_episode",),
+        "turns behind a long prompt would weigh more than others of their episode",
+    ),
 ]

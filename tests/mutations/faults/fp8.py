@@ -37,4 +37,15 @@ FAULTS = [
         ("test_other_quantisation_is_refused_by_name",),
         "weights of another format would be multiplied by what are no factors of theirs",
     ),
+    Fault(
+        "columns-in-blocks-of-rows",
+        "rl_backend.checkpoint.block_fp8:BlockFactors.region",
+        "columns.start // self.columns",
+        "columns.start // self.rows",
+        (
+            "test_a_part_of_a_weight_whose_blocks_are_not_square_has_its_own_factors",
+            "test_a_part_reads_only_the_factors_of_its_blocks",
+        ),
+        "a rank's part of a weight would have factors of other blocks",
+    ),
 ]

@@ -359,4 +359,13 @@ FAULTS = [
         ("test_every_option_of_sampling_is_vllms",),
         "min_p would be ignored",
     ),
+    Fault(
+        "options-without-effect-at-their-default",
+        "rl_backend.contracts.base_config:BaseConfig._raise_config_error",
+        "config.is_set(name)",
+        "getattr(config, name) != field.get_default(call_default_factory=True)",
+        ("test_a_field_declares_when_it_has_no_effect",),
+        "an option would be ignored",
+        "is_set compares the value with the default just so, and no subclass has another is_set",
+    ),
 ]

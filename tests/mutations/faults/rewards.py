@@ -154,4 +154,36 @@ FAULTS = [
         ("test_responses_are_judged_and_logged_as_they_were_sampled",),
         "reward functions would judge a text that was not sampled",
     ),
+    Fault(
+        "beat-limit-forgets-the-calls-own-time",
+        "rl_backend.data.rewards.scorer:RewardScorer._require_beat",
+        "self._limit + _SILENT_SECONDS",
+        "_SILENT_SECONDS",
+        ("test_an_asynchronous_function_may_block_its_loop_for_as_long_as_a_call_may_take",),
+        "a call that blocks its event loop within its limit of time would end the run",
+    ),
+    Fault(
+        "ended-process-goes-back-to-the-pool",
+        "rl_backend.data.rewards.pool:WorkerPool.call",
+        """
+        if worker.usable:
+            self._idle.append(worker)
+        else:
+            self._abandon(worker)
+        """,
+        "self._idle.append(worker)",
+        (
+            "test_a_process_that_ends_leaves_neither_a_thread_nor_a_socket",
+            "test_what_fails_in_a_process_is_said_and_another_one_takes_its_place",
+        ),
+        "calls after one that ended its process would fail too",
+    ),
+    Fault(
+        "raised-error-has-no-cause",
+        "rl_backend.data.rewards.scorer:_failure",
+        'return _Failure(f"raised {what_it_raised(raised.error)}", raised.error)',
+        'return _Failure(f"raised {what_it_raised(raised.error)}")',
+        ("test_a_call_that_fails_stops_the_run_and_is_shown",),
+        "nobody would see where in a reward function it failed",
+    ),
 ]

@@ -179,4 +179,92 @@ FAULTS = [
         ("test_log_probs_with_verls_adapter_are_the_trainers",),
         "verl could not bring an adapter into vLLM",
     ),
+    Fault(
+        "time-of-the-last-batch-only",
+        "adapters.verl.timing:AdapterTime.batch",
+        "self.total += elapsed",
+        "self.total = elapsed",
+        ("test_times_of_all_batches_are_added_those_that_fail_too",),
+        "the adapter's share of the time would be many times too high",
+    ),
+    Fault(
+        "failed-save-leaves-the-runtime-open",
+        "adapters.verl.engine:RuntimeEngine.close",
+        """
+        try:
+            if self._model is not None:
+                self._checkpoints.finish(self._runtime, self.handle)
+        finally:
+            self._runtime.close()
+        """,
+        """
+        if self._model is not None:
+            self._checkpoints.finish(self._runtime, self.handle)
+        self._runtime.close()
+        """,
+        ("test_an_engine_that_is_closed_frees_its_runtime_whatever_becomes_of_its_last_save",),
+        "after a disk that was full, model and process groups would stay",
+    ),
+    Fault(
+        "plain-expressions-are-names",
+        "adapters.verl.lora_settings:_expression",
+        'return "expression", (value,)',
+        'return ("expression" if set(value) & set("*+?[(|") else "peft"), (value,)',
+        ("test_a_text_is_an_expression_of_whole_names_however_plain_and_a_list_has_names",),
+        "other layers would be adapted than by peft",
+    ),
+    Fault(
+        "one-name-is-taken-letter-by-letter",
+        "adapters.verl.lora_settings:_names_of",
+        """
+        if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
+            raise ConfigError.of(field, value, "expected a list of names")
+        """,
+        """
+        if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
+            raise ConfigError.of(field, value, "expected a list of names")
+        """,
+        ("test_lora_settings.py::test_what_cannot_be_honoured_is_refused_by_name",),
+        "a name would be taken for names of one letter each",
+    ),
+    Fault(
+        "warm-up-ratio-of-all-training",
+        "adapters.verl.settings:optimizer_settings",
+        "max(decay_steps, 0)",
+        "max(config.total_training_steps, 0)",
+        ("test_the_schedule_is_the_one_that_verl_makes_of_the_same_fields",),
+        "the learning rate would not be that of verl",
+    ),
+    Fault(
+        "failed-save-leaves-parts-on-the-device",
+        "adapters.verl.engine:RuntimeEngine.save_checkpoint",
+        """
+        try:
+            self._checkpoints.save(self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep, step=global_step)
+        finally:
+            self._rest()
+        """,
+        """
+        self._checkpoints.save(self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep, step=global_step)
+        self._rest()
+        """,
+        ("test_an_engine_rests_after_a_save_that_failed",),
+        "after a save that failed, the rollout would lack the memory of the model",
+    ),
+    Fault(
+        "times-of-failed-batches-are-lost",
+        "adapters.verl.timing:AdapterTime.runtime",
+        """
+        try:
+            yield
+        finally:
+            self.adapter -= time.perf_counter() - start
+        """,
+        """
+        yield
+        self.adapter -= time.perf_counter() - start
+        """,
+        ("test_times_of_all_batches_are_added_those_that_fail_too",),
+        "the runtime's time in a batch that failed would count as the adapter's",
+    ),
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rl_backend.contracts import BatchError, ConfigError, RLBackendError, UnsupportedError
+from rl_backend.contracts import BatchError, CheckpointError, ConfigError, RLBackendError, UnsupportedError
 from rl_backend.runtime import RankPlace
 from tests.support.verl_batches import make_batch, rows
 
@@ -157,6 +159,84 @@ def test_the_adapters_share_is_what_is_neither_the_runtimes_nor_the_losses() -> 
         time.sleep(0.02)
     assert spent.total >= 0.14
     assert 0.04 <= spent.adapter < spent.total - 0.05
+
+
+def test_times_of_all_batches_are_added_those_that_fail_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adapters.verl import timing
+
+    clock = [100.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    spent = timing.AdapterTime()
+    assert spent.fraction == 0.0
+
+    def batch(packing: float, computing: float, loss: float, error: Exception | None = None) -> None:
+        with spent.batch():
+            clock[0] += packing
+            with spent.runtime():
+                clock[0] += computing
+                with spent.adapter_inside_runtime():
+                    clock[0] += loss
+                if error is not None:
+                    raise error
+
+    batch(0.25, 1.5, 0.25)
+    batch(0.5, 1.0, 0.0)
+    clock[0] += 64.0  # between batches
+    assert (spent.total, spent.adapter, spent.fraction) == (3.5, 1.0, 2 / 7)
+    with pytest.raises(BatchError):
+        batch(0.5, 3.75, 0.25, BatchError("too long"))
+    assert (spent.total, spent.adapter) == (8.0, 1.75)
+
+
+class Noted:
+    """Takes every call, and notes its name; those in ``failing`` raise."""
+
+    def __init__(self, calls: list[str], *failing: str) -> None:
+        self._calls, self._failing = calls, failing
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any, **__: Any) -> None:
+            self._calls.append(name)
+            if name in self._failing:
+                raise CheckpointError("disk full")
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("has_model", "failing", "called"),
+    [(True, "", ["finish", "close"]), (True, "finish", ["finish", "close"]), (False, "", ["close"])],
+    ids=["saved", "not saved", "no model"],
+)
+def test_an_engine_that_is_closed_frees_its_runtime_whatever_becomes_of_its_last_save(
+    has_model: bool, failing: str, called: list[str]
+) -> None:
+    from adapters.verl.engine import LanguageModelEngine
+
+    calls: list[str] = []
+    engine = object.__new__(LanguageModelEngine)
+    engine._checkpoints = Noted(calls, failing)  # type: ignore[assignment]
+    engine._runtime = Noted(calls)  # type: ignore[assignment]
+    engine._model = SimpleNamespace(trained=None) if has_model else None  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match="disk full") if failing else nullcontext():
+        engine.close()
+    assert calls == called
+
+
+def test_an_engine_rests_after_a_save_that_failed() -> None:
+    from adapters.verl.engine import LanguageModelEngine
+
+    moved: list[Any] = []
+    engine = object.__new__(LanguageModelEngine)
+    engine.mode = None
+    engine.settings = SimpleNamespace(param_offload=True, optimizer_offload=False, grad_offload=True)  # type: ignore[assignment]
+    engine._checkpoints, engine._runtime = Noted([], "save"), None  # type: ignore[assignment]
+    engine._model = SimpleNamespace(  # type: ignore[assignment]
+        trained=None, move=lambda where, **parts: moved.append((where, *(name for name, moves in parts.items() if moves)))
+    )
+    with pytest.raises(CheckpointError, match="disk full"):
+        engine.save_checkpoint("/tmp/step_1")
+    assert moved == [("device", "model", "optimizer"), ("cpu", "model", "grad")]
 
 
 def test_without_an_accelerator_the_message_says_how_to_train_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,8 @@ def test_a_refused_option_is_refused_by_name(name: str) -> None:
         ({"lora__dropout_position": "post"}, r"HFModelConfig\.lora\.dropout_position='post'"),
         ({"lora__nonsense": 1}, r"HFModelConfig\.lora\.nonsense=1: verl has no such option"),
         ({"lora__target_modules": "linear_qkv"}, r"target_modules='linear_qkv': expected a list of names"),
+        ({"lora__exclude_modules": "lm_head"}, r"exclude_modules='lm_head': expected a list of names"),
+        ({"lora__target_modules": [1]}, r"target_modules=\[1\]: expected a list of names"),
         ({"lora__exclude_modules": ["linear_q"]}, r"exclude_modules=\['linear_q'\]: read with an empty target_modules only"),
         ({"lora__alpha": 0}, r"LoRAConfig\.alpha=0"),
         ({"lora__adapter_path": "/nowhere"}, r"lora\.adapter_path='/nowhere': is no directory in peft's format"),
@@ -226,3 +228,26 @@ def test_targets_are_those_of_the_model_that_is_to_be_loaded(tmp_path: Path, den
     assert sorted(found.for_model(model).targets) == sorted(every)
     with pytest.raises(ConfigError, match=r"target_modules='router': no linear layer"):
         dataclasses.replace(found, targets=dataclasses.replace(found.targets, include=("router",))).for_model(model)
+
+
+@pytest.mark.parametrize("option", ["target_modules", "exclude_modules"])
+def test_a_text_is_an_expression_of_whole_names_however_plain_and_a_list_has_names(
+    option: str, tmp_path: Path, dense: Path
+) -> None:
+    model, sft = write_tiny("qwen3", tmp_path / "model"), role_configs("sft", dense)
+    every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+    def targets(value: Any) -> set[str]:
+        found = lora_of(changed(sft, model__lora_rank=4, **{f"model__{option}": value}))
+        assert found is not None
+        return set(found.for_model(model).targets)
+
+    if option == "target_modules":
+        assert targets(["q_proj"]) == targets(".*q_proj") == {"q_proj"}
+        with pytest.raises(ConfigError, match="target_modules='q_proj': no linear layer of the model has this name"):
+            targets("q_proj")
+    else:
+        assert targets(["q_proj"]) == targets(".*q_proj") == every - {"q_proj"}
+        assert targets("q_proj") == every
+    whole = "model.layers.0.self_attn.q_proj"
+    assert targets(whole) == targets([whole])

@@ -29,7 +29,7 @@ from tests.support.episodes import episode, segment
 HELD = episode(segment([("given", [1, 2]), ("sampled", [3, 4]), ("given", [5]), ("sampled", [6, 7, 8])], rewards=[0.5, 1.0]))
 BRANCHED = episode(
     segment([("given", [1, 2]), ("sampled", [3, 4])], rewards=[0.5]),
-    segment([("given", [1, 9, 5]), ("sampled", [6, 7, 8])], rewards=[1.0]),
+    segment([("given", [1, 9, 0, 5]), ("sampled", [6, 7, 8])], rewards=[1.0]),
 )
 """The turns of ``HELD``, where the template changes the history before the second."""
 OTHER = episode(segment([("given", [1]), ("sampled", [2])], rewards=[-1.0]))
@@ -291,3 +291,18 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
     zeros = torch.zeros(packed.num_tokens)
     with pytest.raises(BatchError, match="final_values must be 2 finite numbers"):
         gae_advantages(zeros, zeros, packed.token_fields["loss_mask"], packed.seq_lens, final_values=torch.zeros(1))
+
+
+def test_the_share_of_a_sequence_is_that_of_the_sampled_tokens_of_its_episode() -> None:
+    long_prompt = segment([("given", list(range(10))), ("sampled", [3, 4])])
+    short_prompt = segment([("given", [1, 2]), ("sampled", [5]), ("given", [6, 7, 8]), ("sampled", [9, 2, 3])])
+    given_alone = segment([("given", [1, 2, 3, 4])])
+    played = [
+        episode(long_prompt, given_alone, short_prompt),
+        OTHER,
+        episode(given_alone),
+        episode(short_prompt, long_prompt),
+    ]
+    sequences = episode_sequences(played)
+    shares = [(int(each.sequence_fields["episode"]), each.sequence_fields[EPISODE_SHARE].item()) for each in sequences]
+    assert shares == [(0, 2 / 6), (0, 4 / 6), (1, 1.0), (3, 4 / 6), (3, 2 / 6)]

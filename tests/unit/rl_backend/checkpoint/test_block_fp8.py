@@ -62,6 +62,19 @@ def test_published_blocks_with_edges_of_every_kind(tmp_path: Path, size: tuple[i
             assert torch.equal(reader.read("a.weight", (rows, columns)), product[rows, columns])
 
 
+@pytest.mark.parametrize("block", [(32, 8), (8, 32)], ids=str)
+def test_a_part_of_a_weight_whose_blocks_are_not_square_has_its_own_factors(tmp_path: Path, block: tuple[int, int]) -> None:
+    described = {"quant_method": "fp8", "weight_block_size": list(block)}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": described}))
+    weight, factors, product = quantised(torch.randn(90, 70), block)
+    save_file({"a.weight": weight, "a.weight_scale_inv": factors}, tmp_path / "model.safetensors")
+    reader = HFReader(tmp_path)
+    parts = [slice(0, 8), slice(8, 33), slice(40, 64), slice(63, 70), slice(None)]
+    for rows in parts:
+        for columns in parts:
+            assert torch.equal(reader.read("a.weight", (rows, columns)), product[rows, columns]), (rows, columns)
+
+
 def test_a_part_reads_only_the_factors_of_its_blocks(
     stored: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -97,10 +98,21 @@ def test_a_directory_without_config_is_refused(model_dir: Path) -> None:
         HFReader(model_dir)
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_config_that_is_no_json_object_is_refused(model_dir: Path, text: str) -> None:
-    (model_dir / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS_INDEX])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "holds a list; expected a JSON object"),
+        ('[{"weight_map": {}}]', "holds a list; expected a JSON object"),
+        ('"a"', "holds a str; expected a JSON object"),
+        ("1", "holds a int; expected a JSON object"),
+        ("null", "holds a NoneType; expected a JSON object"),
+    ],
+)
+def test_a_file_that_is_no_json_object_is_refused(model_dir: Path, name: str, text: str, problem: str) -> None:
+    (model_dir / name).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} {problem}"):
         HFReader(model_dir)
 
 

@@ -251,3 +251,15 @@ def test_memory_of_what_was_written_can_be_released(untied_model: Path, tmp_path
     infos = [described(name, tensor) for name, tensor in tensors.items()]
     write_hf_directory(tmp_path / "out", infos, iter(tensors.items()), untied_model)
     assert all(tensor.untyped_storage().resizable() for tensor in tensors.values())
+
+
+def test_a_configuration_that_is_given_is_written_in_place_of_the_sources(untied_model: Path, tmp_path: Path) -> None:
+    source = json.loads((untied_model / "config.json").read_text())
+    given = {**source, "architectures": ["Qwen3ForTokenClassification"], "num_labels": 1}
+    infos = [described(name, tensor) for name, tensor in stored_tensors(untied_model)]
+    for name, config in (("critic", given), ("model", None)):
+        write_hf_directory(tmp_path / name, infos, stored_tensors(untied_model), untied_model, config=config)
+        assert json.loads((tmp_path / name / "config.json").read_text()) == (config or source)
+    quantised = {**given, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    write_hf_directory(tmp_path / "plain", infos, stored_tensors(untied_model), untied_model, config=quantised)
+    assert json.loads((tmp_path / "plain" / "config.json").read_text()) == given

@@ -88,7 +88,13 @@ def test_moving_a_batch_keeps_lengths_meta_and_payload_and_moves_the_rest() -> N
         ({"seq_lens": torch.tensor([6, 0])}, r"seq_lens \[6, 0\] must be positive"),
         ({"seq_lens": torch.tensor([3.0, 3.0])}, "seq_lens must be a"),
         ({"token_fields": {"loss_mask": torch.ones(5)}}, r"token field 'loss_mask' has shape \(5,\).* must be 6"),
+        ({"token_fields": {"loss_mask": torch.ones(7)}}, r"token field 'loss_mask' has shape \(7,\).* must be 6"),
+        (
+            {"token_fields": {"a": torch.ones(6, 2), "b": torch.ones(2, 6)}},
+            r"token field 'b' has shape \(2, 6\).* must be 6",
+        ),
         ({"token_fields": {"loss_mask": torch.tensor(1.0)}}, "token field 'loss_mask'"),
+        ({"sequence_fields": {"reward": torch.ones(2)}}, r"sequence field 'reward' has shape \(2,\).* must be 3"),
         ({"sequence_fields": {"reward": torch.ones(6)}}, r"sequence field 'reward' has shape \(6,\).* must be 3"),
     ],
 )
@@ -104,6 +110,7 @@ def test_shapes_that_do_not_fit_are_refused_by_name(changes: dict[str, Any], mes
         (lambda: TokenSequence(torch.zeros(0, dtype=torch.int64)), "L >= 1"),
         (lambda: TokenSequence(torch.zeros(3, dtype=torch.int32)), "expected torch.int64"),
         (lambda: TokenSequence(torch.arange(3), {"mask": torch.ones(2)}), "'mask' has shape"),
+        (lambda: TokenSequence(torch.arange(3), {"mask": torch.ones(4)}), "'mask' has shape"),
         (lambda: TokenSequence.from_prompt_and_response([], [1]), "a prompt of 0 and a response of 1 tokens"),
         (lambda: TokenSequence.from_prompt_and_response([1], []), "a prompt of 1 and a response of 0 tokens"),
         (

@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
-from rl_backend.data.chat import encode_messages, turn_end
+from rl_backend.data.chat import encode_messages, require_utf8, turn_end
 from rl_backend.data.config import DataConfig
 from rl_backend.data.hub import HubName, hub_name, local_model
-from rl_backend.data.prompts import PromptExample, endless_batches, load_prompts, load_tokenizer, read_examples
+from rl_backend.data.prompts import (
+    PromptExample,
+    as_messages,
+    endless_batches,
+    load_prompts,
+    load_tokenizer,
+    read_examples,
+)
 from rl_backend.data.sft import load_sft_examples
 from rl_backend.data.sources import data_files, open_rows
 from tests.support.chat_templates import CHATML, MARKED, MISTRAL, TEMPLATES, THINKING, chat_tokenizer
@@ -392,3 +399,28 @@ def test_without_pyarrow_a_parquet_file_says_what_to_install(tmp_path: Path, mon
     (tmp_path / "rows.parquet").touch()
     with pytest.raises(UnsupportedError, match=r"needs pyarrow .*; run pip install '\.\[examples\]' in the folder of"):
         open_rows(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ("\ud800", ""),
+        ({"messages": ({"content": "\ud800"},)}, ".messages[0].content"),
+        ([("a", "b"), ("c", "\ud800")], "[1][1]"),
+        ({"tools": [{"a": ["b", {"c": "\ud800"}]}]}, ".tools[0].a[1].c"),
+    ],
+    ids=lambda value: value or "itself" if isinstance(value, str) and value != "\ud800" else "",
+)
+def test_half_of_a_surrogate_pair_is_found_in_lists_tuples_and_objects(value: Any, place: str) -> None:
+    with pytest.raises(BatchError, match=rf"^row 3{re.escape(place)}: character 1 is '.ud800', half of a surrogate pair"):
+        require_utf8(value, "row 3")
+    require_utf8(json.loads(json.dumps(value).replace("ud800", "u00e4")), "row 3")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_system_message_anywhere_in_a_row_takes_the_place_of_the_runs_own(place: int) -> None:
+    data = DataConfig(system_prompt="Be brief.")
+    turns = [*ASKED, *ASKED]
+    assert as_messages(turns, data, "row 1") == [{"role": "system", "content": "Be brief."}, *turns]
+    given = [*turns[:place], {"role": "system", "content": "Mine."}, *turns[place:]]
+    assert as_messages(given, data, "row 1") == given

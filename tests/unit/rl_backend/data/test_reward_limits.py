@@ -81,6 +81,20 @@ def test_an_asynchronous_function_that_blocks_its_loop_is_an_error(
     let_go.set()
 
 
+def test_an_asynchronous_function_may_block_its_loop_for_as_long_as_a_call_may_take(
+    monkeypatch: pytest.MonkeyPatch, opened: ExitStack
+) -> None:
+    monkeypatch.setattr(scorer, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(scorer, "BEAT_SECONDS", 0.02)
+
+    async def reward(**_: Any) -> float:
+        time.sleep(0.7)  # longer than the loop's own beat
+        return 1.0
+
+    assert values(opened.enter_context(of(reward, timeout_seconds=20.0)).score(calls("a"))) == [1]
+    assert values(opened.enter_context(of(reward)).score(calls("a"))) == [1]
+
+
 @pytest.mark.shows("rewards: plain functions can run in processes, which a time limit ends, and a crash ends one call")
 def test_processes_call_functions_in_their_main_thread(reward_file: Path, opened: ExitStack) -> None:
     functions = {

@@ -128,3 +128,32 @@ def test_a_reward_function_that_changes_the_truth_changes_it_for_its_own_episode
         task = GroupTask(row, seed=1, sampling_seeds=[1, 2])
         (group,) = asyncio.run(play_groups(player, [task], written("4", "5")))
     assert [episode.reward for episode in group.episodes] == [1.0, 1.0] and row["ground_truth"] == ["4", "5"]
+
+
+COUNTED = """
+import threading
+running, together = [], threading.Event()
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    running.append(solution_str)
+    most = len(running)
+    if most > 1:
+        together.set()
+    together.wait(extra_info["patience"])
+    running.pop()
+    return most
+"""
+
+
+@pytest.mark.parametrize(("options", "patience"), [({}, 0.05), ({"workers": 8}, 2.0)], ids=["by itself", "of workers"])
+def test_a_plain_function_is_called_by_one_episode_after_the_other_unless_it_has_workers(
+    options: dict[str, Any], patience: float, tmp_path: Path
+) -> None:
+    (tmp_path / "counted.py").write_text(COUNTED)
+    row = {**ROW, "extra_info": {"patience": patience}}
+    with RewardConfig(functions=f"{tmp_path / 'counted.py'}:score", **options).load() as scorer:
+        player = SteppedPlayer(answering(scorer, TOKENIZER), TOKENIZER, StepOptions(stop_token_ids=[END]))
+        tasks = [GroupTask(row, seed=each, sampling_seeds=range(4)) for each in (0, 1)]
+        groups = asyncio.run(play_groups(player, tasks, written(*["4"] * 8)))
+    most = max(episode.reward for group in groups for episode in group.episodes)
+    assert most > 1 if options else most == 1

@@ -213,7 +213,11 @@ def test_a_cancellation_that_is_the_players_own_ends_its_episode_alone(whole: bo
 
 
 @pytest.mark.parametrize(
-    ("result", "problem"), [(None, "returned NoneType; expected a Result"), (Result(reward=float("nan")), "reward of nan")]
+    ("result", "problem"),
+    [
+        (None, "returned NoneType; expected a Result"),
+        *((Result(reward=float(each)), f"reward of {each}; it must be a finite number") for each in ("nan", "inf", "-inf")),
+    ],
 )
 def test_a_player_that_returns_no_result_fails(result: Any, problem: str) -> None:
     async def wrong(row: Mapping[str, Any], sampler: Sampler) -> Any:

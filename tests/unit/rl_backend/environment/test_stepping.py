@@ -171,6 +171,43 @@ def test_closing_outlasts_those_who_cancel_the_player_again() -> None:
     assert Guess.made[0].closed == 1
 
 
+@pytest.mark.parametrize("close", ["waits", "fails", "waits in a thread"])
+def test_an_episode_that_is_cancelled_while_it_closes_is_cancelled(close: str) -> None:
+    closing, let_go = threading.Event(), threading.Event()
+
+    class Slow(Guess):
+        def close(self) -> Any:
+            closing.set()
+            if close != "waits in a thread":
+                return self.closed_later()
+            let_go.wait(5.0)
+            self.closed += 1
+            return None
+
+        async def closed_later(self) -> None:
+            while not let_go.is_set():
+                await asyncio.sleep(0.001)
+            self.closed += 1
+            if close == "fails":
+                raise OSError("jammed")
+
+    async def cancelled_late() -> None:
+        sampler = RecordingSampler(written("4"), sampling_seed=1, seed=1, limits=Limits())
+        task = asyncio.ensure_future(SteppedPlayer(Slow, TOKENIZER)({}, sampler))
+        while not closing.is_set():
+            await asyncio.sleep(0.001)
+        assert sampler.turns[-1].reward == 1.0, "it had ended by itself"
+        task.cancel()
+        await asyncio.sleep(0.01)
+        assert not task.done(), "it waits until it has closed"
+        let_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled_late())
+    assert Guess.made[0].closed == 1
+
+
 def test_a_close_that_fails_is_told_of() -> None:
     class Jams(Guess):
         def close(self) -> None:
