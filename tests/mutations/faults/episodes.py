@@ -101,4 +101,12 @@ FAULTS = [
         ("test_a_transcript_says_what_was_trained",),
         "the report would mark prompts as trained",
     ),
+    Fault(
+        "transcripts-without-special-tokens",
+        "actors.run.transcripts:_turn",
+        "decode(turn.token_ids, tokenizer)",
+        "decode(turn.token_ids, tokenizer, special=False)",
+        ("test_a_transcript_shows_special_tokens_wherever_they_were_sampled_or_given",),
+        "a transcript would hide what ended a turn",
+    ),
 ]

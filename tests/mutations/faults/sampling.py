@@ -103,4 +103,36 @@ FAULTS = [
         (_SETTINGS,),
         "engines would sample at another temperature than training divides by",
     ),
+    Fault(
+        "drawn-samples-keep-one-version-span",
+        "actors.rollout.stream:_from_dict",
+        """
+        return Sample(
+            **{
+                **values,
+                "version_spans": tuple(VersionSpan(*span) for span in values["version_spans"]),
+                "routes": None if routes is None else Routes(routes["experts"].numpy(), routes["weight_version"]),
+            }
+        )
+        """,
+        """
+        return Sample(
+            **{
+                **values,
+                "version_spans": tuple(VersionSpan(*span) for span in values["version_spans"][:1]),
+                "routes": None if routes is None else Routes(routes["experts"].numpy(), routes["weight_version"]),
+            }
+        )
+        """,
+        ("test_samples_are_read_back_as_they_were_drawn",),
+        "samples of two versions would be as old as the first after a resumption",
+    ),
+    Fault(
+        "prompt-without-room-for-an-answer",
+        "actors.rollout.requests:prompt_problem",
+        "0 < len(prompt) < max_model_len",
+        "0 < len(prompt) <= max_model_len",
+        ("test_a_prompt_leaves_room_for_a_response_and_has_tokens_of_the_vocabulary",),
+        "a prompt as long as the model would reach the engine",
+    ),
 ]

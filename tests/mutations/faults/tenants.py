@@ -226,4 +226,25 @@ FAULTS = [
         (_OTHER_BASE,),
         "a tenant with another alpha would go on from factors of the one before",
     ),
+    Fault(
+        "base-of-the-first-group-for-all",
+        "actors.run.session:Session.base",
+        """
+        if (group, path) not in shared.bases:
+            shared.bases[group, path] = group.build_model(
+                name=f"base of {Path(path).name}", trainable=False, hf_path=path
+            )
+        return shared.bases[group, path]
+        """,
+        """
+        group = self.groups[0]
+        if (group, path) not in shared.bases:
+            shared.bases[group, path] = group.build_model(
+                name=f"base of {Path(path).name}", trainable=False, hf_path=path
+            )
+        return shared.bases[group, path]
+        """,
+        ("test_each_group_has_a_base_of_its_own_for_each_directory",),
+        "a run on the second group would get a model of the first, which its group refuses",
+    ),
 ]

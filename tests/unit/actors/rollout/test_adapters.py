@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,6 +213,37 @@ def test_no_tenant_goes_back_to_an_older_version_and_none_is_served_beside_merge
         group.require_pushable(version("poet", 4, of_tenant=6))
     group.base_changed("")
     assert group.chosen("poet", 1)[0].version == 5 and group.base_pushes == 2
+
+
+def test_requests_are_made_while_an_adapter_is_pushed_and_no_other_push_is() -> None:
+    group = Group()
+    group.switch_adapter(PushedAdapter(version("poet", 1), FACTORS, ""))
+
+    def ask() -> Any:
+        with group._lock:  # as `submit` does
+            return group.chosen("poet", 1)
+
+    def push() -> None:
+        with group.changing_adapters():
+            order.append("another push")
+
+    def update() -> None:
+        with group.updating():
+            order.append("an update")
+
+    order: list[str] = []
+    with ThreadPoolExecutor(3) as threads:
+        with group.changing_adapters():
+            assert threads.submit(ask).result(10) == [version("poet", 1)]
+            others = [threads.submit(push), threads.submit(update)]
+            # The push itself makes the version that requests get.
+            assert group.switch_adapter(PushedAdapter(version("poet", 2, of_tenant=2), FACTORS, "")) is not None
+            assert threads.submit(ask).result(10) == [version("poet", 2, of_tenant=2)]
+            time.sleep(0.05)
+            order.append("the push")
+        for each in others:
+            each.result(10)
+    assert order[0] == "the push" and sorted(order[1:]) == ["an update", "another push"]
 
 
 class Pusher:

@@ -54,6 +54,36 @@ def test_an_engine_on_a_strategy_of_the_callers_takes_its_cores_from_there(two_n
     assert (options["num_cpus"], options["num_gpus"], options["scheduling_strategy"]) == (3, 0, "a strategy")
 
 
+@pytest.mark.parametrize(
+    ("settings", "device"),
+    [
+        ({}, "cuda"),
+        ({"cores_per_engine": 4}, "cuda"),
+        ({"cores": ((0,),)}, "cpu"),
+        ({"device": "cpu", "cores_per_engine": 4}, "cpu"),
+        ({"device": "cuda", "cores_per_engine": 4, "gpus_per_worker": 0.5}, "cuda"),
+        ({"tensor_parallel": 2}, "cuda"),
+    ],
+)
+def test_engines_take_the_gpus_that_there_are_unless_they_are_bound_to_cores(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], device: str
+) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})
+    config = RolloutConfig(model_path="x", **settings)
+    monkeypatch.setattr(rollout_placement, "living_nodes", lambda: [{}])
+    placed = EnginePlacement(config, ["a strategy"])
+    options = placed.options(0)
+    assert placed.device == device and options["num_cpus"] == settings.get("cores_per_engine", 0)
+    gpus = settings.get("gpus_per_worker", 1) * settings.get("tensor_parallel", 1)
+    assert options["num_gpus"] == (gpus if device == "cuda" else 0)
+
+
+@pytest.mark.usefixtures("two_nodes")
+def test_engines_on_gpus_are_refused_where_there_are_none() -> None:
+    with pytest.raises(ConfigError, match=r"RolloutConfig\.device='cuda': the Ray cluster has no GPU"):
+        EnginePlacement(RolloutConfig(model_path="x", device="cuda"), ["a strategy"])
+
+
 def plan(node_id: str, host: str, device_ids: tuple[str, ...] = ()) -> PushPlan:
     return PushPlan("key", None, "float32", None, 0, (), node_id, host, device_ids)
 
