@@ -64,9 +64,13 @@ def test_each_rank_reserves_the_cores_and_the_share_of_a_gpu_that_are_asked_for(
     asked: list[Any] = []
     waited: list[float] = []
 
+    def wait(timeout: float) -> bool:
+        waited.append(timeout)
+        return True
+
     def make(bundles: list[dict[str, float]], **options: Any) -> Any:
         asked.append((bundles, options))
-        return SimpleNamespace(wait=lambda timeout: waited.append(timeout) or True)
+        return SimpleNamespace(wait=wait)
 
     monkeypatch.setattr(placement, "placement_group", make)
     nodes = dict(zip(range(ranks), ("b", "a", "b"), strict=False))
