@@ -103,4 +103,28 @@ FAULTS = [
         ("test_an_operation_hands_on_every_argument",),
         "a forward pass would take the memory of larger micro-batches than asked for",
     ),
+    Fault(
+        "share-of-a-gpu-over-what-is-given",
+        "actors.rollout.placement:with_share",
+        'if share.gpus and not config.is_set("gpus_per_worker"):',
+        "if share.gpus:",
+        ("test_engines_take_their_share_of_the_cluster_where_they_do_not_say_otherwise",),
+        "engines would take another share of a GPU than they were given",
+    ),
+    Fault(
+        "hiccups-add-up-to-a-loss",
+        "actors.cluster.ray_watch:_Port.__call__",
+        "self._failing_since = None",
+        "pass",
+        ("test_a_server_elsewhere_is_lost_when_it_has_not_answered_for_long",),
+        "two short hiccups of the network would end a run",
+    ),
+    Fault(
+        "loss-of-ray-told-as-what-follows-from-it",
+        "actors.cluster.ray_watch:watch_cluster",
+        "not isinstance(error, ClusterLostError) and watch.found()",
+        "watch.pending()",
+        ("test_an_error_that_follows_from_the_loss_of_ray_is_told_as_the_loss",),
+        "a run would name a rank that died in place of Ray, and end with another status",
+    ),
 ]

@@ -304,4 +304,12 @@ FAULTS = [
         ("test_whatever_else_a_slot_holds_is_a_difference",),
         "of a slot that is damaged in its second slice no name would be told",
     ),
+    Fault(
+        "removed-tenants-keep-their-name",
+        "actors.rollout.adapter_group:AdapterGroup.remove_adapter",
+        "self._pushers.pop(tenant, None)",
+        "pass",
+        ("test_a_tenant_that_is_removed_is_refused_before_engines_drop_it_and_leaves_nothing",),
+        "another tenant could not have the name of one that was removed",
+    ),
 ]

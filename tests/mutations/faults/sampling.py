@@ -135,4 +135,20 @@ FAULTS = [
         ("test_a_prompt_leaves_room_for_a_response_and_has_tokens_of_the_vocabulary",),
         "a prompt as long as the model would reach the engine",
     ),
+    Fault(
+        "samples-by-the-number-of-the-prompt",
+        "actors.rollout.calls:PendingSamples._take",
+        "slice(position * self._n, (position + 1) * self._n)",
+        "slice(prompt * self._n, (prompt + 1) * self._n)",
+        ("test_samples_are_in_the_callers_order_each_with_its_own_version_and_routes",),
+        "engines but the first would return no samples of their prompts",
+    ),
+    Fault(
+        "a-call-pays-for-those-before-it",
+        "actors.rollout.calls:SamplingCalls._refreshed",
+        "queue.since = time.monotonic()",
+        "pass",
+        ("test_the_time_of_a_call_begins_when_the_one_before_it_has_ended",),
+        "a busy engine would be ended because its calls had waited for each other",
+    ),
 ]

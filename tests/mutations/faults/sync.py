@@ -322,4 +322,12 @@ FAULTS = [
         ("test_an_engine_that_is_lost_on_the_way_is_told_and_the_others_serve_the_new_weights",),
         "a push that lost an engine would succeed",
     ),
+    Fault(
+        "checked-parts-of-another-push-count",
+        "actors.rollout.weight_update:WeightReceiver.verify",
+        "intact = self._intact if push == self._push else {}",
+        "intact = self._intact",
+        ("test_parts_that_were_checked_already_are_read_once_if_they_are_the_pushs_own",),
+        "weights that were overwritten since would be loaded unread",
+    ),
 ]
