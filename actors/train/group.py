@@ -145,9 +145,10 @@ class TrainGroup(TrainOperations):
         """
         if self.ended:
             return
-        self._ranks.check_usable()
+        # Refused before anything ends where another driver operates the group, which this one may learn only here.
+        closing = self.submit("shutdown")
         try:
-            self.submit("shutdown").result(timeout)
+            closing.result(timeout)
         except TimeoutError:
             return
         finally:

@@ -147,4 +147,34 @@ FAULTS = [
         ("test_runs_of_several_threads_end_by_one_request",),
         "users of one base could not be stopped together",
     ),
+    Fault(
+        "trace-is-not-flushed",
+        "actors.run.trace:TraceCollector.collect",
+        """
+        self._draw_arrows()
+        self._writer.flush()
+        """,
+        "self._draw_arrows()",
+        ("test_what_was_collected_is_in_the_file_of_a_run_that_is_killed_then",),
+        "the trace of a run that was killed would lack its last events",
+    ),
+    Fault(
+        "facts-of-full-lines-are-lost",
+        "actors.run.console:say_facts",
+        """
+        lines.append(line)
+        line = "   "
+        """,
+        'line = "   "',
+        ("test_facts_are_never_divided",),
+        "of what a run prints first only the last line would be seen",
+    ),
+    Fault(
+        "one-batch-ahead-is-not-said",
+        "actors.run.sampled_config:SampledConfig.facts",
+        "if self.batches_ahead:",
+        "if self.batches_ahead > 1:",
+        ("test_the_first_line_says_what_is_asked_for",),
+        "the first line would hide that samples are a step old",
+    ),
 ]

@@ -113,4 +113,12 @@ FAULTS = [
         ("test_the_share_of_a_sequence_is_that_of_the_sampled_tokens_of_its_episode",),
         "turns behind a long prompt would weigh more than others of their episode",
     ),
+    Fault(
+        "transcripts-without-special-tokens",
+        "actors.run.transcripts:_turn",
+        "decode(turn.token_ids, tokenizer)",
+        "decode(turn.token_ids, tokenizer, special=False)",
+        ("test_a_transcript_shows_special_tokens_wherever_they_were_sampled_or_given",),
+        "a transcript would hide what ended a turn",
+    ),
 ]

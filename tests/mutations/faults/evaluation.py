@@ -130,4 +130,12 @@ FAULTS = [
         ("test_sets_that_cannot_work_are_refused",),
         "an evaluation would fail after its responses have been sampled",
     ),
+    Fault(
+        "only-the-first-of-several-held-out-files",
+        "actors.run.eval_sets:_as_given",
+        "isinstance(value, list | tuple) and len(value) == 1",
+        "isinstance(value, list | tuple) and value",
+        ("test_sets_are_a_path_several_or_a_mapping",),
+        "the others would never be evaluated",
+    ),
 ]

@@ -269,4 +269,47 @@ FAULTS = [
         ("test_tensors_are_the_same_where_every_byte_is",),
         "engines would serve an adapter whose second half is another's",
     ),
+    Fault(
+        "requests-wait-for-pushes-of-adapters",
+        "actors.rollout.adapter_group:AdapterGroup.__init__",
+        """
+        self._lock = threading.Lock()
+        self._changing = threading.Lock()
+        """,
+        "self._lock = self._changing = threading.RLock()",
+        ("test_requests_are_made_while_an_adapter_is_pushed_and_no_other_push_is",),
+        "sampling would stand still while a tenant's adapter is pushed",
+    ),
+    Fault(
+        "adapters-by-place-in-the-share",
+        "actors.rollout.group:RolloutGroup.submit",
+        "[chosen[prompt] for prompt, part in zip(share, parts, strict=True) for _ in part]",
+        "[chosen[place] for place, part in enumerate(parts) for _ in part]",
+        ("test_each_request_has_the_seed_and_the_tenant_of_its_own_prompt_whichever_engine_samples_it",),
+        "prompts of one tenant would be answered by another on every engine but the first",
+    ),
+    Fault(
+        "digest-without-what-is-beyond-the-rank",
+        "actors.rollout.vllm.slots:SlotTable.digest",
+        "not all(map(is_zero, slot.beyond)) or not all(is_zero(memory) for _, memory in slot.absent(factors))",
+        "not all(is_zero(memory) for _, memory in slot.absent(factors))",
+        ("test_whatever_else_a_slot_holds_is_a_difference",),
+        "rests of another adapter would be served unnoticed",
+    ),
+    Fault(
+        "slots-compared-in-their-first-place",
+        "actors.rollout.vllm.slots:SlotTable.difference",
+        "for place in places:",
+        "for place in places[:1]:",
+        ("test_whatever_else_a_slot_holds_is_a_difference",),
+        "of a slot that is damaged in its second slice no name would be told",
+    ),
+    Fault(
+        "removed-tenants-keep-their-name",
+        "actors.rollout.adapter_group:AdapterGroup.remove_adapter",
+        "self._pushers.pop(tenant, None)",
+        "pass",
+        ("test_a_tenant_that_is_removed_is_refused_before_engines_drop_it_and_leaves_nothing",),
+        "another tenant could not have the name of one that was removed",
+    ),
 ]

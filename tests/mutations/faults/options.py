@@ -368,4 +368,12 @@ FAULTS = [
         "an option would be ignored",
         "is_set compares the value with the default just so, and no subclass has another is_set",
     ),
+    Fault(
+        "nearest-option-of-the-last-section",
+        "actors.run.help:nearest",
+        'ends = {place.rpartition(".")[2]: place for place in reversed(places)} | {name: name for name in short}',
+        'ends = {place.rpartition(".")[2]: place for place in places} | {name: name for name in short}',
+        ("test_a_wrong_flag_is_one_sentence_that_says_what_to_do",),
+        "a typo of an option of the run would be answered with one of the engines'",
+    ),
 ]

@@ -110,4 +110,12 @@ FAULTS = [
         (f"{_OPTIONS}[prompts_per_step-]",),
         "the refusal would not say which option to lower",
     ),
+    Fault(
+        "check-does-not-read-examples",
+        "actors.run.preflight.data:find_data",
+        "return config.read_data()",
+        'return f"examples of {config.dataset}"',
+        ("test_rows_that_the_run_could_not_read_refuse_it",),
+        "check would pass a run whose data cannot be read",
+    ),
 ]

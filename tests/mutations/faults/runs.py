@@ -255,4 +255,23 @@ FAULTS = [
         ("test_processes_call_functions_in_their_main_thread",),
         "the last step of a run that is asked to end would have no rewards",
     ),
+    Fault(
+        "auto-dtype-is-not-compared",
+        "actors.run.resume:require_same_dtype",
+        "if saved != dtype:",
+        'if config.dtype != "auto" and saved != dtype:',
+        ("test_a_dtype_that_the_cluster_decides_must_be_the_one_that_was_saved",),
+        "a run could go on in another dtype",
+    ),
+    Fault(
+        "run-that-ends-early-does-not-wait",
+        "actors.run.saver:RunSaver.end",
+        """
+        self.finish()
+        committed = self._store.latest()
+        """,
+        "committed = self._store.latest()",
+        ("test_a_run_that_ends_early_has_a_checkpoint_of_its_last_step_when_that_is_written",),
+        "the checkpoint before would be named as the run's last",
+    ),
 ]

@@ -103,4 +103,52 @@ FAULTS = [
         (_SETTINGS,),
         "engines would sample at another temperature than training divides by",
     ),
+    Fault(
+        "drawn-samples-keep-one-version-span",
+        "actors.rollout.stream:_from_dict",
+        """
+        return Sample(
+            **{
+                **values,
+                "version_spans": tuple(VersionSpan(*span) for span in values["version_spans"]),
+                "routes": None if routes is None else Routes(routes["experts"].numpy(), routes["weight_version"]),
+            }
+        )
+        """,
+        """
+        return Sample(
+            **{
+                **values,
+                "version_spans": tuple(VersionSpan(*span) for span in values["version_spans"][:1]),
+                "routes": None if routes is None else Routes(routes["experts"].numpy(), routes["weight_version"]),
+            }
+        )
+        """,
+        ("test_samples_are_read_back_as_they_were_drawn",),
+        "samples of two versions would be as old as the first after a resumption",
+    ),
+    Fault(
+        "prompt-without-room-for-an-answer",
+        "actors.rollout.requests:prompt_problem",
+        "0 < len(prompt) < max_model_len",
+        "0 < len(prompt) <= max_model_len",
+        ("test_a_prompt_leaves_room_for_a_response_and_has_tokens_of_the_vocabulary",),
+        "a prompt as long as the model would reach the engine",
+    ),
+    Fault(
+        "samples-by-the-number-of-the-prompt",
+        "actors.rollout.calls:PendingSamples._take",
+        "slice(position * self._n, (position + 1) * self._n)",
+        "slice(prompt * self._n, (prompt + 1) * self._n)",
+        ("test_samples_are_in_the_callers_order_each_with_its_own_version_and_routes",),
+        "engines but the first would return no samples of their prompts",
+    ),
+    Fault(
+        "a-call-pays-for-those-before-it",
+        "actors.rollout.calls:SamplingCalls._refreshed",
+        "queue.since = time.monotonic()",
+        "pass",
+        ("test_the_time_of_a_call_begins_when_the_one_before_it_has_ended",),
+        "a busy engine would be ended because its calls had waited for each other",
+    ),
 ]

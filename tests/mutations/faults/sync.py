@@ -286,4 +286,48 @@ FAULTS = [
         ("test_an_error_that_stays_breaks_the_group",),
         "every later call would wait for the rank whose device is lost",
     ),
+    Fault(
+        "transfer-engine-before-is-not-shut-down",
+        "actors.rollout.vllm.worker:SwitchingWeightTransferEngine.parse_init_info",
+        """
+        if self._active is not None:
+            self._active.shutdown()
+        self._active = engine_class(self.config, self.vllm_config, self.device, self.model)
+        """,
+        "self._active = engine_class(self.config, self.vllm_config, self.device, self.model)",
+        ("test_a_worker_that_receives_another_way_ends_the_way_before",),
+        "communicators and mappings of earlier pushes would stay",
+    ),
+    Fault(
+        "cuda-ipc-for-engines-without-ranks",
+        "actors.sync.push:choose_transport",
+        "all(set(info.device_ids) <= set(plan.device_ids) for info in infos)",
+        "any(set(info.device_ids) <= set(plan.device_ids) for info in infos)",
+        ("test_nccl_is_chosen_only_where_each_member_has_a_gpu_of_its_own",),
+        "an engine on a GPU without a rank would be sent handles of memory of another one",
+    ),
+    Fault(
+        "forgets-whatever-segment-is-mapped",
+        "actors.rollout.weight_update:WeightReceiver.forget_segment",
+        "self._mapped is not None and self._mapped.path == path",
+        "self._mapped is not None",
+        ("test_another_pushs_segment_is_forgotten_without_what_was_verified_since",),
+        "a push would fail because another model's WeightSync is closed",
+    ),
+    Fault(
+        "engines-lost-while-turns-end-are-not-told",
+        "actors.sync.push:WeightSync._push_staged",
+        'lost | rollout.call("load", plan.version)',
+        'rollout.call("load", plan.version)',
+        ("test_an_engine_that_is_lost_on_the_way_is_told_and_the_others_serve_the_new_weights",),
+        "a push that lost an engine would succeed",
+    ),
+    Fault(
+        "checked-parts-of-another-push-count",
+        "actors.rollout.weight_update:WeightReceiver.verify",
+        "intact = self._intact if push == self._push else {}",
+        "intact = self._intact",
+        ("test_parts_that_were_checked_already_are_read_once_if_they_are_the_pushs_own",),
+        "weights that were overwritten since would be loaded unread",
+    ),
 ]

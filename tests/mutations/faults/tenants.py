@@ -298,4 +298,25 @@ FAULTS = [
         ("test_tenants_of_an_interrupted_pass_do_not_step_and_those_beside_it_do[beside another]",),
         "after an interrupt tenants would step with half of their gradients",
     ),
+    Fault(
+        "base-of-the-first-group-for-all",
+        "actors.run.session:Session.base",
+        """
+        if (group, path) not in shared.bases:
+            shared.bases[group, path] = group.build_model(
+                name=f"base of {Path(path).name}", trainable=False, hf_path=path
+            )
+        return shared.bases[group, path]
+        """,
+        """
+        group = self.groups[0]
+        if (group, path) not in shared.bases:
+            shared.bases[group, path] = group.build_model(
+                name=f"base of {Path(path).name}", trainable=False, hf_path=path
+            )
+        return shared.bases[group, path]
+        """,
+        ("test_each_group_has_a_base_of_its_own_for_each_directory",),
+        "a run on the second group would get a model of the first, which its group refuses",
+    ),
 ]

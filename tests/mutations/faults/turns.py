@@ -119,4 +119,27 @@ FAULTS = [
         ("test_a_turn_whose_engine_is_lost_is_asked_again_of_another",),
         "every turn of a dying engine would end its episode",
     ),
+    Fault(
+        "failed-forget-is-not-told",
+        "actors.rollout.step_loop:StepLoop._settle_hold",
+        "self._fail(self._host.failed(error))",
+        "self._host.failed(error)",
+        ("test_a_pause_that_fails_fails_what_would_have_paused_and_holds_all_the_same",),
+        "turns that were to pause would wait for ever",
+    ),
+    Fault(
+        "waiting-requests-after-the-last-step",
+        "actors.rollout.step_loop:StepLoop._run",
+        """
+        if self._may_step:
+            self._step()
+            self._begin()
+        """,
+        """
+        if self._may_step:
+            self._step()
+        """,
+        ("test_no_more_run_than_there_is_room_for",),
+        "requests would wait until somebody asks for something else",
+    ),
 ]

@@ -72,6 +72,32 @@ def test_members_with_the_secret_share_the_store(point: MeetingPoint) -> None:
     assert one.add("count", 0) == 5
 
 
+def test_a_connection_that_the_gate_refuses_is_closed_and_later_ones_pass(
+    point: MeetingPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Doorway(LOOPBACK, (point.meeting.host, point.meeting.port), point.meeting.secret)
+    refused: list[bool] = []
+
+    def pass_or_refuse(*gate: Any) -> socket.socket:
+        refused.append(len(refused) < 2)
+        if refused[-1]:
+            raise RLBackendError("the gate does not answer")
+        return pass_gate(*gate)
+
+    monkeypatch.setattr(actors.cluster.gate, "pass_gate", pass_or_refuse)
+    open_before = None
+    for number in range(4):
+        if number < 2:
+            with socket.create_connection((LOOPBACK, path.port), timeout=5) as connection:
+                assert connection.recv(1) == b""
+        else:
+            store = store_at(path.port)
+            assert store.add("count", 1) == number - 1
+            open_before = open_before or store
+    path.close()
+    assert open_before is not None and open_before.add("count", 1) == 3
+
+
 def test_something_else_that_answers_in_the_gates_place_is_not_trusted() -> None:
     with socket.create_server((LOOPBACK, 0)) as impostor:
 

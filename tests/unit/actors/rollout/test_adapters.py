@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +17,7 @@ from actors.rollout.adapters import AdapterReceiver
 from actors.rollout.config import RolloutConfig
 from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
 from actors.wire.factors import PackedFactors, SharedFactors
-from actors.wire.segment import Segment, SharedSegment
+from actors.wire.segment import Segment, SharedSegment, host_identity
 from rl_backend.contracts import BatchError, RLBackendError, RolloutError, WeightCheckError, WeightVersionError
 
 FACTORS = PackedFactors.of({"a": (torch.ones(2, 3), 1.0), "b": (torch.ones(3, 2), 2.0)}, "float32")
@@ -213,6 +216,37 @@ def test_no_tenant_goes_back_to_an_older_version_and_none_is_served_beside_merge
     assert group.chosen("poet", 1)[0].version == 5 and group.base_pushes == 2
 
 
+def test_requests_are_made_while_an_adapter_is_pushed_and_no_other_push_is() -> None:
+    group = Group()
+    group.switch_adapter(PushedAdapter(version("poet", 1), FACTORS, ""))
+
+    def ask() -> Any:
+        with group._lock:  # as `submit` does
+            return group.chosen("poet", 1)
+
+    def push() -> None:
+        with group.changing_adapters():
+            order.append("another push")
+
+    def update() -> None:
+        with group.updating():
+            order.append("an update")
+
+    order: list[str] = []
+    with ThreadPoolExecutor(3) as threads:
+        with group.changing_adapters():
+            assert threads.submit(ask).result(10) == [version("poet", 1)]
+            others = [threads.submit(push), threads.submit(update)]
+            # The push itself makes the version that requests get.
+            assert group.switch_adapter(PushedAdapter(version("poet", 2, of_tenant=2), FACTORS, "")) is not None
+            assert threads.submit(ask).result(10) == [version("poet", 2, of_tenant=2)]
+            time.sleep(0.05)
+            order.append("the push")
+        for each in others:
+            each.result(10)
+    assert order[0] == "the push" and sorted(order[1:]) == ["an update", "another push"]
+
+
 class Pusher:
     """Stands for the pushes of a tenant."""
 
@@ -236,3 +270,70 @@ def test_a_tenant_is_not_pushed_under_the_name_of_another_that_is_in_use() -> No
     group.require_same_tenant("tenant-0", ("group a", 3), first)
     del first
     group.require_same_tenant("tenant-0", ("group b", 3), Pusher())
+
+
+class Called(Group):
+    """Two engines that answer what they are told to."""
+
+    def __init__(self, outcomes: dict[int, Any]) -> None:
+        super().__init__()
+        self.outcomes = outcomes
+        self.calls: list[tuple[Any, ...]] = []
+
+    def start_call(self, method: str, *args: Any, each: Any = None) -> dict[int, Any]:
+        self.calls.append((method, *args, dict(self.adapters)))
+        return {engine: f"call of {engine}" for engine in self.outcomes}
+
+    def gather(self, calls: dict[int, Any], timeout: float = 600.0) -> dict[int, Any]:
+        return self.outcomes
+
+
+@pytest.mark.parametrize("outcomes", [{0: None, 2: None}, {0: None, 2: RolloutError("engine 2 cannot")}])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_tenant_that_is_removed_is_refused_before_engines_drop_it_and_leaves_nothing(
+    outcomes: dict[int, Any], shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, pusher = Called(outcomes), Pusher()
+    freed: list[tuple[str, list[Any]]] = []
+    monkeypatch.setattr(group.adapter_memory, "give_back", lambda path, calls: freed.append((path, list(calls))))
+    folder = tmp_path / "version"
+    folder.mkdir()
+    (folder / "adapter.safetensors").write_text("factors")
+    poet, clerk = version("poet", 1), version("clerk", 2)
+    factors = SharedFactors(Segment("of the poet", 64), FACTORS.layout) if shared else str(folder)
+    group.switch_adapter(PushedAdapter(poet, factors, ""))
+    group.switch_adapter(PushedAdapter(clerk, FACTORS, ""))
+    group.require_same_tenant("poet", "this one", pusher)
+    if outcomes[2] is None:
+        group.remove_adapter("poet")
+    else:
+        with pytest.raises(RolloutError, match="engine 2 cannot"):
+            group.remove_adapter("poet")
+    assert group.calls == [("drop_adapter", poet, {"clerk": clerk})]
+    assert freed == ([("of the poet", ["call of 0", "call of 2"])] if shared else []) and folder.exists() == shared
+    with pytest.raises(RolloutError, match="adapter='poet' has not been pushed to these engines; there are clerk"):
+        group.remove_adapter("poet")
+    group.require_same_tenant("poet", "another one", Pusher())
+
+
+def test_factors_in_shared_memory_go_through_ray_to_other_hosts_alone() -> None:
+    group, segment = Group(), SharedSegment(FACTORS.values.nbytes)
+    try:
+        segment.buffer.copy_(torch.from_numpy(FACTORS.values))
+        place = Segment(str(segment.path), segment.nbytes)
+        here: Any = SimpleNamespace(host=host_identity())
+        there: Any = SimpleNamespace(host="elsewhere")
+        pushed = PushedAdapter(version("a", 1), SharedFactors(place, FACTORS.layout), FACTORS.digest)
+        assert group.sent_to(pushed, here) is pushed
+        sent = group.sent_to(pushed, there)
+        assert isinstance(sent.factors, PackedFactors)
+        assert (sent.adapter, sent.digest, sent.factors.digest) == (pushed.adapter, FACTORS.digest, FACTORS.digest)
+        expected = FACTORS.tensors()
+        found = sent.factors.tensors()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        for factors in (FACTORS, "a folder"):
+            of_all = pushed._replace(factors=factors)
+            assert group.sent_to(of_all, there) is of_all
+    finally:
+        segment.close()

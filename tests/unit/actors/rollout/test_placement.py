@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import ray
 
+from actors.cluster.placement import ClusterShare
 from actors.rollout import placement as rollout_placement
 from actors.rollout.config import RolloutConfig
-from actors.rollout.placement import EnginePlacement
+from actors.rollout.placement import EnginePlacement, with_share
 from actors.sync.push import choose_transport
 from actors.sync.transport.base import PushPlan
 from rl_backend.contracts import ConfigError
@@ -52,6 +53,56 @@ def test_settings_of_gpus_are_refused_where_the_cluster_gives_engines_a_cpu() ->
 def test_an_engine_on_a_strategy_of_the_callers_takes_its_cores_from_there(two_nodes: None) -> None:
     options = EnginePlacement(RolloutConfig(model_path="x", cores_per_engine=3), ["a strategy"]).options(0)
     assert (options["num_cpus"], options["num_gpus"], options["scheduling_strategy"]) == (3, 0, "a strategy")
+
+
+@pytest.mark.parametrize(
+    ("settings", "device"),
+    [
+        ({}, "cuda"),
+        ({"cores_per_engine": 4}, "cuda"),
+        ({"cores": ((0,),)}, "cpu"),
+        ({"device": "cpu", "cores_per_engine": 4}, "cpu"),
+        ({"device": "cuda", "cores_per_engine": 4, "gpus_per_worker": 0.5}, "cuda"),
+        ({"tensor_parallel": 2}, "cuda"),
+    ],
+)
+def test_engines_take_the_gpus_that_there_are_unless_they_are_bound_to_cores(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], device: str
+) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})
+    config = RolloutConfig(model_path="x", **settings)
+    monkeypatch.setattr(rollout_placement, "living_nodes", lambda: [{}])
+    placed = EnginePlacement(config, ["a strategy"])
+    options = placed.options(0)
+    assert placed.device == device and options["num_cpus"] == settings.get("cores_per_engine", 0)
+    gpus = settings.get("gpus_per_worker", 1) * settings.get("tensor_parallel", 1)
+    assert options["num_gpus"] == (gpus if device == "cuda" else 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "expected"),
+    [
+        ({}, 0, {"cores_per_engine": 4}),
+        ({}, 1, {"cores_per_engine": 4, "gpus_per_worker": 1}),
+        ({}, 0.5, {"cores_per_engine": 4, "gpus_per_worker": 0.5, "gpu_memory_utilization": 0.4}),
+        ({"cores": ((0, 1),)}, 0, {}),
+        ({"cores_per_engine": 2}, 1, {"gpus_per_worker": 1}),
+        ({"gpus_per_worker": 0.25}, 0.5, {"cores_per_engine": 4, "gpu_memory_utilization": 0.4}),
+        ({"gpu_memory_utilization": 0.7}, 0.5, {"cores_per_engine": 4, "gpus_per_worker": 0.5}),
+        ({"kv_cache_gib": 2.0}, 0.5, {"cores_per_engine": 4, "gpus_per_worker": 0.5}),
+    ],
+)
+def test_engines_take_their_share_of_the_cluster_where_they_do_not_say_otherwise(
+    given: dict[str, Any], gpus: float, expected: dict[str, Any]
+) -> None:
+    config = RolloutConfig(model_path="x", **given)
+    assert with_share(config, ClusterShare(3, 4, gpus)) == config.replace(**expected)
+
+
+@pytest.mark.usefixtures("two_nodes")
+def test_engines_on_gpus_are_refused_where_there_are_none() -> None:
+    with pytest.raises(ConfigError, match=r"RolloutConfig\.device='cuda': the Ray cluster has no GPU"):
+        EnginePlacement(RolloutConfig(model_path="x", device="cuda"), ["a strategy"])
 
 
 def plan(node_id: str, host: str, device_ids: tuple[str, ...] = ()) -> PushPlan:

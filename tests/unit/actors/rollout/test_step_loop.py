@@ -178,6 +178,27 @@ def test_a_hold_pauses_requests_between_two_tokens_and_each_token_has_its_versio
     assert stepper.forgotten == 2
 
 
+def test_a_pause_that_fails_fails_what_would_have_paused_and_holds_all_the_same(
+    loop: StepLoop, stepper: CountingStepper, host: ServedVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ValueError("no keys to drop")
+
+    monkeypatch.setattr(stepper, "forget", fail)
+    running = submit(loop, job(100, 9, pausable=True), job(200, 9, pausable=True))
+    stepper.take(1)
+    waiting: list[Future[Finished]] = []
+    in_mid_step(loop, stepper, 1, loop.hold, meanwhile=lambda: waiting.extend(submit(loop, job(300, 2))))
+    for each in running:
+        with pytest.raises(RuntimeError, match="a step failed: no keys to drop"):
+            each.result(SOON)
+    assert loop.call(lambda: not stepper.tokens) and len(host.left) == 2
+    host.version = 2
+    loop.release()
+    stepper.allow(2)
+    assert tokens(waiting[0]) == [300, 301] and versions(waiting[0]) == [(2, 2)]
+
+
 def test_a_request_that_is_given_up_while_it_pauses_has_what_it_had(loop: StepLoop, stepper: CountingStepper) -> None:
     asked = loop.submit([job(100, 6, pausable=True)])
     stepper.take(2)

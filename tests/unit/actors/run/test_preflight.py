@@ -264,6 +264,23 @@ def test_lengths_that_are_not_given_are_what_the_model_has_room_for(options: dic
     assert "up to 32 + 32 tokens" in GRPOConfig(**options).facts()
 
 
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({}, []),
+        ({"max_staleness": 1}, ["sampling 1 batch(es) ahead"]),
+        ({"max_staleness": 3}, ["sampling 3 batch(es) ahead"]),
+        ({"max_staleness": 3, "sample_ahead": 1, "lora.rank": 1}, ["LoRA of rank 1", "sampling 1 batch(es) ahead"]),
+    ],
+)
+def test_the_first_line_says_what_is_asked_for(options: dict[str, Any], changes: dict[str, Any], facts: list[str]) -> None:
+    sizes = {"prompts_per_step": 2, "samples_per_prompt": 3, "max_prompt_tokens": 8, "max_response_tokens": 4}
+    (ranks,) = (fact for fact in GRPOConfig(**options).facts() if "rank" in fact)
+    found = GRPOConfig(**options, **sizes, engines=2, **changes).facts()
+    known = ["2 x 3 responses a step", "up to 8 + 4 tokens", ranks, "2 vLLM engine(s)"]
+    assert found == [*known, *facts]
+
+
 @pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig])
 def test_a_run_that_can_work_passes_every_check_in_both_runtimes(options: dict[str, Any], kind: Any) -> None:
     for backend in ("native", "bridge"):
@@ -280,6 +297,24 @@ def test_messages_need_a_chat_template(options: dict[str, Any], tmp_path: Path) 
     data.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}) + "\n")
     with pytest.raises(RLBackendError, match=r"no chat template, which messages need: .*chat_template\.jinja; add that"):
         preflight(GRPOConfig(**{**options, "dataset": str(data)}))
+
+
+def test_rows_that_the_run_could_not_read_refuse_it(options: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"question": "1+1="}]
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "good.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    for kind, extra, said in (
+        (SFTConfig, {"batch_size": 1}, "1 examples, 1 sequences held out"),
+        (GRPOConfig, {"prompts_per_step": 1}, "1 prompts, 1 held out in good, reward"),
+    ):
+        given = {name: value for name, value in options.items() if name != "reward" or kind is GRPOConfig}
+        for bad in ("dataset", "eval_dataset", ""):
+            names = {
+                name: str(tmp_path / ("bad.jsonl" if name == bad else "good.jsonl")) for name in ("dataset", "eval_dataset")
+            }
+            found = {each.name: each for each in findings(kind(**{**given, **extra, **names}))}["data"]
+            assert (found.error is None) == (not bad)
+            assert said in found.text if not bad else "bad.jsonl" in str(found.error)
 
 
 def test_every_check_is_made_even_after_one_that_refuses(options: dict[str, Any]) -> None:

@@ -283,11 +283,29 @@ def test_samples_drawn_ahead_are_in_the_checkpoint_with_the_place_in_the_stream(
     assert stream_position(find_start(config.replace(steps=9, resume="auto"))) == StreamPosition(4, drawn)
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("last", [2, 3])
+def test_a_run_that_ends_early_has_a_checkpoint_of_its_last_step_when_that_is_written(
+    tmp_path: Path, asynchronous: bool, last: int
+) -> None:
+    config, group = config_of(tmp_path, async_save=asynchronous), Group()
+    with RunFolder(config.run_dir, config, report_seconds=0) as folder:
+        saver = RunSaver(config, folder, {"sft": GroupModel(group, None)}, RunStart())  # type: ignore[arg-type]
+        for number in range(1, last + 1):
+            step(saver, number)
+        path = saver.end(last, {"mine": {"step": last}})
+        assert path is not None and path.name == f"step-{last:08d}" and (path / "sft" / "manifest.json").exists()
+        assert saver.end(last, {"mine": {"step": last}}) == path
+    start = find_start(config.replace(resume="auto"))
+    assert (start.step, start.state("mine")) == (last, {"step": last})
+
+
 def test_without_save_every_nothing_is_saved(tmp_path: Path) -> None:
     config = config_of(tmp_path, save_every=0)
     with RunFolder(config.run_dir, config, report_seconds=0) as folder:
         saver = RunSaver(config, folder, {"sft": GroupModel(Group(), None)}, RunStart())  # type: ignore[arg-type]
         for number in range(1, 6):
             step(saver, number)
+        assert saver.end(5, {}) is None
         saver.finish()
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -123,6 +123,30 @@ def test_runs_of_adapters_share_a_session_and_the_weights_below_them(monkeypatch
     assert engines.forgotten == 3
 
 
+def test_each_group_has_a_base_of_its_own_for_each_directory() -> None:
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.built: list[dict[str, Any]] = []
+
+        def build_model(self, **options: Any) -> Any:
+            self.built.append(options)
+            return SimpleNamespace(group=self.name, path=options["hf_path"])
+
+    groups: Any = [Group("first"), Group("second")]
+    session = Session(groups)
+    found = [session.base(group, path) for _ in range(2) for group in groups for path in ("a/m", "b/m")]
+    assert [(base.group, base.path) for base in found] == 2 * [
+        ("first", "a/m"),
+        ("first", "b/m"),
+        ("second", "a/m"),
+        ("second", "b/m"),
+    ]
+    assert all(again is base for again, base in zip(found[4:], found[:4], strict=True))
+    for group in groups:
+        assert group.built == [{"name": "base of m", "trainable": False, "hf_path": path} for path in ("a/m", "b/m")]
+
+
 def test_a_run_that_samples_needs_engines_and_one_with_a_group_for_each_model_needs_the_groups() -> None:
     config = GRPOConfig(**OPTIONS, reward="r")
     with pytest.raises(ConfigError, match=r"rollout\.num_engines=None.*asks for 1"):

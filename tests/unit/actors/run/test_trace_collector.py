@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,22 @@ def test_actors_of_this_host_are_collected_with_one_wait(ray: AnswersAtOnce, tmp
         ray.timeouts.clear()
         trace.collect()
         assert ray.timeouts == [0.0]
+
+
+def test_what_was_collected_is_in_the_file_of_a_run_that_is_killed_then(ray: AnswersAtOnce, tmp_path: Path) -> None:
+    path, killed, actor = tmp_path / "trace.json", tmp_path / "killed.json", Actor()
+    with TraceCollector(path, [Group(actor)]) as trace:
+        for number in (1, 2):
+            now = time.monotonic_ns()
+            recorder.add(f"of the driver {number}", "phase", now, now + 1000, {})
+            actor.answer = partial(batch, now)
+            trace.collect()
+            killed.write_text(f"{path.read_text()}]")
+            names = [event["name"] for event in check_trace(killed)]
+            assert names.count("work") == number
+            assert [name for name in names if name.startswith("of the driver")] == ["of the driver 1", "of the driver 2"][
+                :number
+            ]
 
 
 def test_slow_collecting_is_done_less_often(ray: AnswersAtOnce, tmp_path: Path) -> None:

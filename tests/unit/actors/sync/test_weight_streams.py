@@ -186,6 +186,55 @@ def test_connections_that_end_leave_no_group_of_nccl(monkeypatch: pytest.MonkeyP
     assert group.ended == 2 and context.state == {}
 
 
+def test_a_worker_that_receives_another_way_ends_the_way_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    # As if an engine's process had imported it: what that changes in vLLM and torch is not for this process.
+    monkeypatch.setitem(WeightTransferEngineFactory._registry, "rl_backend", None)
+    from actors.rollout.vllm import worker
+
+    happened: list[str] = []
+
+    class Receiver:
+        kind = ""
+
+        def __init__(self, *of_worker: Any) -> None:
+            assert of_worker == ("config", "vllm config", "device", "model")
+            happened.append(f"make {self.kind}")
+
+        def parse_init_info(self, settings: dict[str, Any]) -> dict[str, Any]:
+            return {**settings, "for": self.kind}
+
+        def init_transfer_engine(self, info: dict[str, Any]) -> None:
+            happened.append(f"connect {info['for']} to {info['to']}")
+
+        def receive_weights(self, info: str) -> None:
+            happened.append(f"{self.kind} receives {info}")
+
+        def shutdown(self) -> None:
+            happened.append(f"end {self.kind}")
+
+    kinds = {place: type(kind, (Receiver,), {"kind": kind}) for kind, place in worker._KINDS.items()}
+    monkeypatch.setattr(worker, "resolve_obj_by_qualname", kinds.__getitem__)
+    switching: Any = worker.SwitchingWeightTransferEngine.__new__(worker.SwitchingWeightTransferEngine)
+    switching.config, switching.vllm_config, switching.device, switching.model = "config", "vllm config", "device", "model"
+    switching.shutdown()
+    with pytest.raises(RuntimeError, match="comes before any weight update"):
+        switching.receive_weights("too early")
+    expected = []
+    for number, kind in enumerate(("staged", "nccl", "nccl", "cuda_ipc", "staged")):
+        before = happened[-1].partition(" ")[0] if happened else ""
+        expected += [f"end {before}"] if before else []
+        message = {"kind": kind, "to": f"place {number}"}
+        switching.init_transfer_engine(switching.parse_init_info(message))
+        assert message["kind"] == kind, "the message is the caller's"
+        switching.receive_weights("weights")
+        expected += [f"make {kind}", f"connect {kind} to place {number}", f"{kind} receives weights"]
+        assert happened == expected
+    switching.shutdown()
+    assert happened == [*expected, "end staged"]
+
+
 def test_a_sync_whose_push_failed_closes_what_ranks_keep_and_one_of_a_group_that_has_ended_nothing() -> None:
     closed: list[str] = []
 

@@ -1,0 +1,134 @@
+"""What a driver ends when Ray is lost: the processes of a Ray that it has started, and none of its own."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from actors.cluster import ray_watch
+from rl_backend.contracts import ClusterLostError
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that this one has started, and Ray knows nothing of."""
+    process = subprocess.Popen(["sleep", "100"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Those sent to the main thread."""
+    sent: list[int] = []
+    monkeypatch.setattr(ray_watch.signal, "pthread_kill", lambda thread, number: sent.append(number))
+    monkeypatch.setattr(ray_watch, "_loss", [])
+    return sent
+
+
+def watch_of(monkeypatch: pytest.MonkeyPatch, *, ours: bool) -> ray_watch._Watch:
+    checks = {"raylet": lambda: "its raylet has ended"}
+    monkeypatch.setattr(ray_watch, "_local_checks", lambda: checks if ours else {})
+    monkeypatch.setattr(ray_watch, "_remote_checks", lambda: checks)
+    return ray_watch._Watch()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_children_are_ended_with_a_ray_that_was_started_here_and_with_no_other(
+    ours: bool, child: subprocess.Popen[bytes], signals: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = watch_of(monkeypatch, ours=ours)
+    # Of this process's children the test may lose its own alone.
+    known = ray_watch._descendants
+    monkeypatch.setattr(ray_watch, "_descendants", lambda: {child.pid: known()[child.pid]})
+    monkeypatch.setattr(ray_watch, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(ray_watch, "_POLL_SECONDS_ELSEWHERE", 0.0)
+    monkeypatch.setattr(watch._stopped, "wait", lambda seconds: seconds == ray_watch.END_SECONDS)
+    watch._run()
+    assert signals == [signal.SIGINT] and watch.pending() and not watch.pending()
+    assert "its raylet has ended" in str(watch.error()) and ray_watch.cluster_loss() is watch.error()
+    if ours:
+        assert child.wait(10) == -signal.SIGKILL
+    else:
+        assert child.poll() is None
+
+
+def test_a_number_that_another_process_has_by_now_is_not_ended(
+    child: subprocess.Popen[bytes], signals: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = watch_of(monkeypatch, ours=True)
+    monkeypatch.setattr(ray_watch, "_descendants", lambda: {child.pid: "started at another time"})
+    watch.stop()
+    watch._end("its raylet has ended")
+    assert child.poll() is None and isinstance(watch.error(), ClusterLostError)
+
+
+def test_descendants_are_children_and_theirs() -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 100 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        grandchild = int(parent.stdout.readline())
+        found = ray_watch._descendants()
+        assert {parent.pid, grandchild} <= found.keys()
+        assert all(ray_watch._started(pid) == found[pid] for pid in (parent.pid, grandchild))
+        subprocess.run(["kill", str(grandchild), str(parent.pid)], check=True)
+
+
+def test_a_server_elsewhere_is_lost_when_it_has_not_answered_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(ray_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    server = socket.create_server(("127.0.0.1", 0))
+    address = server.getsockname()
+    check = ray_watch._Port("the raylet", address)
+    assert check() == ""
+    server.close()
+    for later in (0.0, ray_watch._PATIENCE - 0.1):
+        now[0] = 200.0 + later
+        assert check() == ""
+    with socket.create_server(address):
+        now[0] = 300.0
+        assert check() == "", "a hiccup of the network"
+    assert check() == ""
+    now[0] += ray_watch._PATIENCE
+    assert check().startswith(f"the raylet at 127.0.0.1:{address[1]} has not answered for 10 s (")
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_error_that_follows_from_the_loss_of_ray_is_told_as_the_loss(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = watch_of(monkeypatch, ours=True)
+    if not lost:
+        watch._checks = {}
+    monkeypatch.setattr(ray_watch, "_loss", [])
+    monkeypatch.setattr(ray_watch, "_Watch", lambda: watch)
+    monkeypatch.setattr(ray_watch, "_POLL_SECONDS", 1000.0)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ClusterLostError if lost else ValueError) as raised, ray_watch.watch_cluster():
+        raise ValueError("a rank has gone")
+    assert isinstance(raised.value.__cause__, ValueError) == lost
+    assert signal.getsignal(signal.SIGINT) is before
+    watch.thread.join(10)
+    assert not watch.thread.is_alive()
+
+
+def test_ctrl_c_stays_what_it_is_while_ray_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = watch_of(monkeypatch, ours=True)
+    watch._checks = {}
+    monkeypatch.setattr(ray_watch, "_Watch", lambda: watch)
+    with pytest.raises(KeyboardInterrupt), ray_watch.watch_cluster():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_loss_interrupts_what_the_main_thread_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = watch_of(monkeypatch, ours=True)
+    monkeypatch.setattr(ray_watch, "_loss", [])
+    monkeypatch.setattr(ray_watch, "_Watch", lambda: watch)
+    monkeypatch.setattr(ray_watch, "_descendants", dict)
+    monkeypatch.setattr(ray_watch, "_POLL_SECONDS", 0.01)
+    with pytest.raises(ClusterLostError, match="its raylet has ended"), ray_watch.watch_cluster():
+        time.sleep(60)

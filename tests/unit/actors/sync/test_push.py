@@ -1,0 +1,160 @@
+"""What a push says of engines that are lost on its way, with stand-ins for ranks, engines and transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.sync.push import WeightSync
+from actors.sync.report import PushClock
+from actors.sync.transport.base import PushPlan, Staged, StagedTransport, StreamingTransport
+from actors.wire.segment import Segment
+from rl_backend.contracts import (
+    EngineDeadError,
+    EngineDirtyError,
+    RLBackendError,
+    WeightCheckError,
+    WeightManifest,
+)
+
+PLAN = PushPlan("key", None, "float32", None, 4, (), "node", "host", kept=("kept",))
+
+
+class Engines:
+    """Two engines that answer each call as they are told to, and are asked no more once they are lost."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, dict[int, Any]] = {}
+        self.called: list[tuple[str, tuple[int, ...]]] = []
+        self.verified: list[Any] = []
+        self.lost: dict[int, Any] = {}
+        self.is_updating = False
+        self.config = SimpleNamespace(sampling_timeout=5.0)
+
+    @property
+    def engines(self) -> tuple[int, ...]:
+        return tuple(engine for engine in (0, 1) if engine not in self.lost)
+
+    def call(self, method: str, *args: Any, each: Any = None, timeout: float = 600.0) -> dict[int, Any]:
+        asked = self.engines
+        self.called.append((method, asked))
+        assert self.is_updating == (method != "verify" and method != "check_manifest")
+        if method == "verify":
+            self.verified += [(engine, *args, *each(engine)) for engine in asked]
+        outcomes = {engine: self.answers.get(method, {}).get(engine) for engine in asked}
+        for engine, outcome in outcomes.items():
+            self.note(engine, outcome)
+        return outcomes
+
+    def note(self, engine: int, outcome: Any) -> None:
+        if isinstance(outcome, EngineDeadError | EngineDirtyError):
+            self.lost[engine] = outcome
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        self.is_updating = True
+        yield
+        self.is_updating = False
+
+
+class InMemory(StagedTransport):
+    name = "in memory"
+
+    def check(self, plan: PushPlan, rollout: Any) -> None: ...
+
+    def stage(self, plan: PushPlan, train: Any, rollout: Any) -> Staged:
+        segments = {engine: Segment(f"of {engine}", 64) for engine in (0, 1)}
+        return Staged(WeightManifest(version=plan.version, tensors=()), segments, "checked already")
+
+
+class Streaming(StreamingTransport):
+    name = "streaming"
+
+    def check(self, plan: PushPlan, rollout: Any) -> None: ...
+
+    def connect(self, plan: PushPlan, train: Any, rollout: Any) -> None: ...
+
+    def reconnect(self) -> None: ...
+
+    def send(self, plan: PushPlan, train: Any, rollout: Any) -> dict[str, Any]:
+        return {}
+
+
+class Pushed:
+    """A push to two engines over one of the two kinds of transport."""
+
+    def __init__(self, *, streams: bool, turns: bool) -> None:
+        self.engines = Engines()
+        self.changed: list[str] = []
+        rollout: Any = SimpleNamespace(serves_turns=turns, attach_weight_sync=lambda: None, base_changed=self.changed.append)
+        train: Any = None
+        self.sync = WeightSync(train, rollout, transport="gloo")
+        self.streams = streams
+        self.clock = PushClock()
+
+    def push(self) -> tuple[int, ...]:
+        engines: Any = self.engines
+        if self.streams:
+            return self.sync._push_streaming(Streaming(), PLAN, engines, self.clock)
+        return self.sync._push_staged(InMemory(), PLAN, engines, self.clock)
+
+    @property
+    def methods(self) -> list[str]:
+        return [method for method, _ in self.engines.called]
+
+
+UPDATE = {False: ["load"], True: ["begin_update", "update", "finish_update"]}
+BEFORE = {False: "verify", True: "check_manifest"}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_push_updates_all_engines_and_waits_for_turns_where_there_are_any(streams: bool, turns: bool) -> None:
+    pushed = Pushed(streams=streams, turns=turns)
+    assert pushed.push() == (0, 1)
+    assert pushed.methods == [BEFORE[streams], *(["hold_turns"] if turns else []), *UPDATE[streams], "resume"]
+    assert pushed.changed == [""] and ("turns" in pushed.clock.seconds()) == turns
+    if not streams:
+        manifest = WeightManifest(version=4, tensors=(), kept=("kept",))
+        assert pushed.engines.verified == [
+            (engine, manifest, Segment(f"of {engine}", 64), "checked already") for engine in (0, 1)
+        ]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("when", ["hold_turns", "update"])
+@pytest.mark.parametrize("kind", [EngineDeadError, EngineDirtyError])
+def test_an_engine_that_is_lost_on_the_way_is_told_and_the_others_serve_the_new_weights(
+    streams: bool, when: str, kind: type[RLBackendError]
+) -> None:
+    pushed = Pushed(streams=streams, turns=True)
+    method = when if when == "hold_turns" else UPDATE[streams][-1]
+    pushed.engines.answers[method] = {1: kind("engine 1 is lost")}
+    with pytest.raises(kind, match="engine 1 is lost"):
+        pushed.push()
+    assert ("resume", (0,)) in pushed.engines.called and pushed.changed == [""]
+    if when == "hold_turns":
+        assert all(asked == (0,) for each, asked in pushed.engines.called if each in UPDATE[streams])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_all_engines_that_are_lost_are_told(streams: bool) -> None:
+    pushed = Pushed(streams=streams, turns=True)
+    pushed.engines.answers["hold_turns"] = {0: EngineDeadError("engine 0 died")}
+    pushed.engines.answers[UPDATE[streams][-1]] = {1: EngineDirtyError("engine 1 is dirty")}
+    with pytest.raises(EngineDeadError, match="engine 0 died; engine 1 is dirty"):
+        pushed.push()
+    assert "resume" not in pushed.methods
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_engines_refuse_before_anything_is_loaded_stops_the_push(streams: bool) -> None:
+    pushed = Pushed(streams=streams, turns=True)
+    pushed.engines.answers[BEFORE[streams]] = {1: WeightCheckError("engine 1: weights are damaged")}
+    with pytest.raises(WeightCheckError, match="weights are damaged"):
+        pushed.push()
+    assert pushed.methods == [BEFORE[streams]] and not pushed.changed
