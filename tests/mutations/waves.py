@@ -35,7 +35,7 @@ _LIMIT = 300.0
 """Seconds that a trial may take beside those of its tests."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations.waves", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     draw = commands.add_parser("draw", help="print places of faults")
@@ -47,7 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     attempt.add_argument("--seconds", type=float, default=90.0, help="of tests for a fault")
     attempt.add_argument("--slow", action="store_true", help="survivors anew, with tests that start Ray and vLLM")
     attempt.add_argument("--also", nargs="*", default=[], help="tests to run with every fault, that were not recorded")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = options_of()
     if options.command == "draw":
         _say(json.dumps(places(ROOT, options.seed)[: options.places], indent=1))
         return 0

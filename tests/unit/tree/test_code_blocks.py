@@ -20,6 +20,7 @@ from rl_backend.cli.example import EXAMPLES
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
 from rl_backend.data.prompts import read_examples
 from rl_backend.model.blocks import require_divided
+from tests.mutations import reach, waves
 from tests.mutations.check import problems
 from tests.mutations.fault import Fault
 from tests.support.claims import ROOT
@@ -85,6 +86,14 @@ def is_row_with_tools(block: CodeBlock) -> None:
     assert [tool["function"]["name"] for tool in example.tools] == ["add"]
 
 
+def are_commands_of_waves(block: CodeBlock) -> None:
+    lines = [shlex.split(line, comments=True) for line in block.text.splitlines()]
+    given = [words[words.index("-m") + 1 :] for words in lines]
+    commands = [waves.options_of(words).command for module, *words in given if module == waves.__name__]
+    assert commands == ["draw", "try"]
+    assert [words for module, *words in given if module == "pytest"] == [["-p", reach.__name__, "tests/unit"]]
+
+
 def is_fault_of_this_tree(block: CodeBlock) -> None:
     fault = eval(block.text, {"Fault": Fault})
     assert problems([fault]) == []
@@ -135,6 +144,7 @@ OTHER_CHECKS: Sequence[tuple[str, str, Callable[[CodeBlock], None] | None, str]]
     ("docs/schedules.md", "steps = []", parses, "not run: a part; tests/distributed/test_post_validation.py has the whole"),
     ("docs/schedules.md", "step = group", parses, "not run: a part; tests/e2e/test_train_group_order.py has the whole"),
     ("docs/testing.md", "Fault(", is_fault_of_this_tree, ""),
+    ("docs/testing.md", "python -m tests", are_commands_of_waves, ""),
     ("docs/verl.md", "", None, "verl's overrides, environment and log; tests/unit/adapters/verl/test_verl_page.py"),
     ("docs/writing_a_loop.md", "from actors import Loss, RLRun", parses, "not run: has ... in it; examples/grpo.py has not"),
 ]
