@@ -198,6 +198,7 @@ def test_a_model_without_the_layer_refuses_to_train_it() -> None:
     from rl_backend.model.multi_token import MTPOptions
 
     fields = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "rope_theta": 1e4}
-    decoder = qwen3(HFConfig({**fields, "num_attention_heads": 2, "max_position_embeddings": 8}, "qwen3"))
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
+    decoder = qwen3(HFConfig({**fields, **heads}, "qwen3"))
     with pytest.raises(ConfigError, match=r"NativeConfig\.model_cfg\.mtp='joint'.*no such layer"):
         decoder.configured(MTPOptions(mtp="joint"))
