@@ -14,7 +14,7 @@ from rl_backend.data.chat import TEXT_ALONE, ChatMessage, require_text, require_
 from rl_backend.data.config import DataConfig, TooLong
 from rl_backend.data.rows import Rows
 from rl_backend.data.sources import open_rows
-from rl_backend.data.tools import json_objects, read_tools_file, shown_objects
+from rl_backend.data.tools import json_objects, read_tools_file, short_repr, shown_objects
 
 logger = logging.getLogger(__name__)
 
@@ -235,9 +235,7 @@ class _Reader:
 
     def require(self, name: str, value: Any, fits: bool, expected: str) -> None:
         if not fits:
-            text = repr(value)
-            shown = text if len(text) <= 80 else text[:77] + "..."
-            raise BatchError(f"{self.where}, field {name}: is {shown}; expected {expected}", name=name)
+            raise BatchError(f"{self.where}, field {name}: is {short_repr(value)}; expected {expected}", name=name)
 
 
 def _is_text(part: Any) -> bool:

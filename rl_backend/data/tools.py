@@ -14,6 +14,12 @@ from rl_backend.data.chat import ChatMessage, require_utf8, tool_name
 from rl_backend.data.config import DataConfig
 
 
+def short_repr(value: Any) -> str:
+    """A value of a row for an error: at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def json_objects(value: Any, place: str, what: str) -> tuple[dict[str, Any], ...]:
     """The objects of a list, or of its JSON text; none of null.
 
@@ -34,9 +40,7 @@ def json_objects(value: Any, place: str, what: str) -> tuple[dict[str, Any], ...
     if found is None:
         return ()
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        text = repr(value)
-        shown = text if len(text) <= 80 else text[:77] + "..."
-        raise BatchError(f"{place}: is {shown}; expected a list of {what}, each an object, or its JSON text")
+        raise BatchError(f"{place}: is {short_repr(value)}; expected a list of {what}, each an object, or its JSON text")
     require_utf8(found, place)
     return tuple(found)
 
