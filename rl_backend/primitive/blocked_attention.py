@@ -195,6 +195,9 @@ def _blocks(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]]) -> 
     square = query.new_ones(_BLOCK, _BLOCK)
     masks = torch.stack((torch.full_like(square, -torch.inf).triu_(1), square.tril()))
     scale = query.shape[-1] ** -0.5
+    # A library may split a product with fewer matrices than threads along the keys: the bits of a segment alone would then
+    # not be those beside others. As many matrices as threads, or more, get a thread each either way.
+    few = key.shape[1] < torch.get_num_threads()
     first_query = first_key = 0
     for (queries, keys), run in groupby(segments):
         count = len(list(run))
@@ -202,7 +205,7 @@ def _blocks(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]]) -> 
             num_queries = min(_BLOCK, queries - start)
             num_keys = keys - queries + start + num_queries
             cut = masks[:, :num_queries, :num_queries].unbind()
-            most = max(1, _BATCHED_SCORES // (query.shape[1] * num_queries * num_keys))
+            most = 1 if few and queries > _BLOCK else max(1, _BATCHED_SCORES // (query.shape[1] * num_queries * num_keys))
             for first in range(0, count, most):
                 at = first_query + first * queries, first_key + first * keys
                 sizes = num_queries, num_keys, min(most, count - first)

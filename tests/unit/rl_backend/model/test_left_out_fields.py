@@ -10,10 +10,12 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
+from benchmarks.family_models import FAMILIES, SAME_CODE
 from rl_backend.contracts import UnsupportedError
 from rl_backend.model.registry import MODEL_FAMILIES, find_model
 
-KINDS = [kind for name in MODEL_FAMILIES for kind in MODEL_FAMILIES.get(name).hf_model_types]
+# Not all that is registered: other test files register families when they are imported.
+KINDS = [kind for name in (*FAMILIES, *SAME_CODE) for kind in MODEL_FAMILIES.get(name).hf_model_types]
 LIKE = {"kimi_k2": "deepseek_v3", "deepseek_v32": "deepseek_v3"}
 """``model_type`` that transformers does not have -> the one whose class vLLM reads it with."""
 NESTED = ("text_config", "rope_parameters")
