@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -12,7 +13,9 @@ from tests.mutations import results
 from tests.mutations.copies import ROOT
 from tests.mutations.places import find_place
 from tests.mutations.reach import entered_by
-from tests.mutations.waves import places
+from tests.mutations.rules import changes
+from tests.mutations.source import definitions
+from tests.mutations.waves import faults_by_rule, places
 
 SOURCE = '''
 def short(x):
@@ -30,6 +33,16 @@ class Store:
             raise KeyError(key)
         self.hits += 1
         return found
+'''
+RULED = '''
+def add(rows, size):
+    """The sum."""
+    total: list[int]
+    if not rows and size > 2:
+        raise ValueError(f"{rows[:1]} of {size + 1}")
+    for a, b in zip(rows, rows, strict=True):
+        total += max(a, key=b)
+    return total
 '''
 TEST = """
 import subprocess
@@ -70,6 +83,38 @@ def test_places_are_functions_of_five_lines_in_the_order_of_the_seed(tmp_path: P
     orders = {tuple(places(tmp_path, str(seed))) for seed in range(9)}
     assert len(orders) == 2
     assert places(tmp_path, "7") == found
+
+
+def test_changes_by_rule_are_of_statements_and_of_parts_of_expressions_and_leave_messages_alone() -> None:
+    ((_, scope),) = list(definitions(ast.parse(RULED)))
+    found = list(changes(scope))
+    assert len({new for _, new, _ in found}) == len(found)
+    assert {(old, new) for old, new, _ in found} == {
+        ("if not rows and size > 2:", "if False:"),
+        ("if not rows and size > 2:", "if size > 2:"),
+        ("if not rows and size > 2:", "if not rows:"),
+        ("if not rows and size > 2:", "if not rows or size > 2:"),
+        ("if not rows and size > 2:", "if bool(rows) and size > 2:"),
+        ("if not rows and size > 2:", "if not rows and size >= 2:"),
+        ("if not rows and size > 2:", "if not rows and size > 3:"),
+        ("for a, b in zip(rows, rows, strict=True):", "for a, b in list(zip(rows, rows, strict=True))[:1]:"),
+        ("total += max(a, key=b)", "total = max(a, key=b)"),
+        ("total += max(a, key=b)", "total += max(a)"),
+        ("total += max(a, key=b)", "total += min(a, key=b)"),
+    }
+
+
+def test_a_fault_by_rule_is_drawn_for_each_place_and_can_be_put_there(tmp_path: Path) -> None:
+    for package in ("rl_backend", "actors"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "store.py").write_text(SOURCE)
+    drawn = places(tmp_path, "7")
+    faults = faults_by_rule(tmp_path, "7", drawn)
+    assert [fault["where"] for fault in faults] == drawn
+    assert faults == faults_by_rule(tmp_path, "7", drawn)
+    for fault in faults:
+        place = find_place(tmp_path, fault["where"], fault["old"], fault["new"])
+        assert place.text != SOURCE
 
 
 def test_every_fault_of_a_wave_says_what_it_does_to_whom() -> None:
