@@ -143,7 +143,7 @@ FAULTS = [
         "rl_backend.algorithm.episodes:_token_fields",
         "torch.tensor([*rewards[1:], 0], dtype=torch.float64)",
         "torch.tensor([*rewards[1:], 0], dtype=torch.float32)",
-        ("test_a_critic_that_knows_nothing_yet_leaves_whitened_rewards",),
+        ("test_a_turns_reward_and_the_episodes_add_up_exactly",),
         "large rewards of turns that differ by little would have no advantage",
     ),
     Fault(
