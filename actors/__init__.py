@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Canary": "actors.sync.canary",
     "EpisodeRun": "actors.run.episode_run",
-    "GroupFuture": "actors.train.operations",
+    "GroupFuture": "actors.train.future",
     "HandleRef": "actors.train.context",
     "Loss": "actors.train.loss",
     "PushReport": "actors.sync.report",

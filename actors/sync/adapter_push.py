@@ -34,7 +34,7 @@ from rl_backend.contracts import (
     WeightSyncError,
     dtype_from_name,
 )
-from rl_backend.runtime.tenant import TenantHandle
+from rl_backend.runtime.tenants.handle import TenantHandle
 
 _numbers = itertools.count(1)
 """Of versions. vLLM keeps keys and values by an adapter's name, so neither names nor numbers are ever used again."""

@@ -1,72 +1,42 @@
-"""Facts about a backend, its models and their optimizers, as the atoms of that name give them."""
+"""Facts about a backend, its models and their optimizers."""
 
 import importlib.metadata
-from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors, TensorPieces
-from rl_backend.contracts import ModelHandle, UnsupportedError, dtype_from_name
+from rl_backend.contracts import UnsupportedError, dtype_from_name
 from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
 from rl_backend.primitive.row_products import rows_are_exact
-from rl_backend.runtime.engine import Engine, GuardedHandle
-from rl_backend.runtime.interface import Runtime
-from rl_backend.runtime.tenant import TenantHandle
+from rl_backend.runtime.engine import GuardedHandle
+from rl_backend.runtime.tenants.handle import TenantHandle
 
 _PACKAGES = ("rl-backend", "torch", "megatron-core", "megatron-bridge", "transformers", "peft", "ray", "vllm", "verl")
 
 
-class BackendFacts[H: GuardedHandle](Engine[H], Runtime[H]):
-    """The atoms that tell what runs, for whom, and how far it is."""
+def backend_info(base: GuardedHandle, tenants: Iterable[TenantHandle]) -> BackendInfo:
+    """What runs a model, and for whom."""
+    sizes = base.config.backend_cfg.parallel.model_dump()
+    return BackendInfo(
+        runtime=base.config.backend,
+        device=base.groups.device.type,
+        layout={"world": base.groups.world_size, "dp": base.groups.dp_size, **sizes},
+        base=base.name,
+        hf_path=base.config.hf_path,
+        model_type=str(base.hf_config.get("model_type", "")),
+        head=base.head,
+        tenants=tuple(tenant.info() for tenant in tenants),
+        bit_exact=is_bit_exact(base),
+        installed=_installed_packages(),
+    )
 
-    _tenants: dict[int, TenantHandle]
 
-    @abstractmethod
-    def _require(self, handle: Any, operation: str, **arguments: bool) -> None: ...
-
-    @abstractmethod
-    def _atom(self, handle: Any, operation: str, **arguments: bool) -> AbstractContextManager[None]: ...
-
-    @abstractmethod
-    def _state_of(self, handle: Any) -> tuple[StateTensors, TrainingManifest]: ...
-
-    @staticmethod
-    def _bit_exact(base: GuardedHandle) -> bool:
-        """Whether tenants compute the same alone and beside others; a warning is logged once where they do not."""
-        return rows_are_exact(dtype_from_name(base.weights[0].dtype), base.groups.device)
-
-    def get_optimizer_state(self, handle: ModelHandle) -> OptimizerState:
-        with self._atom(handle, "get_optimizer_state"):
-            held, _ = self._state_of(handle)
-            return _optimizer_state(cast(GuardedHandle, handle), held)
-
-    def list_optimizer_states(self, handle: ModelHandle) -> list[OptimizerStateInfo]:
-        self._require(handle, "list_optimizer_states")
-        found = [cast(GuardedHandle, handle), *(tenant for tenant in self._tenants.values() if tenant.model is handle)]
-        return [_optimizer_info(each) for each in found if each.optimizer is not None]
-
-    def get_backend_info(self, handle: ModelHandle) -> BackendInfo:
-        self._require(handle, "get_backend_info")
-        base = cast(GuardedHandle, handle.base or handle)
-        sizes = base.config.backend_cfg.parallel.model_dump()
-        return BackendInfo(
-            runtime=base.config.backend,
-            device=base.groups.device.type,
-            layout={"world": base.groups.world_size, "dp": base.groups.dp_size, **sizes},
-            base=base.name,
-            hf_path=base.config.hf_path,
-            model_type=str(base.hf_config.get("model_type", "")),
-            head=base.head,
-            tenants=tuple(tenant.info() for tenant in self._tenants.values() if tenant.model is base),
-            bit_exact=self._bit_exact(base),
-            installed=_installed_packages(),
-        )
+def is_bit_exact(base: GuardedHandle) -> bool:
+    """Whether tenants compute the same alone and beside others; a warning is logged once where they do not."""
+    return rows_are_exact(dtype_from_name(base.weights[0].dtype), base.groups.device)
 
 
 def _installed_packages() -> dict[str, str]:
@@ -75,14 +45,14 @@ def _installed_packages() -> dict[str, str]:
     return dict(found)
 
 
-def _optimizer_info(handle: GuardedHandle) -> OptimizerStateInfo:
+def optimizer_info(handle: GuardedHandle) -> OptimizerStateInfo:
     """Facts about the optimizer of a trained model, or of a tenant."""
     held = handle.part_tensors().get("optimizer", ())
     steps = handle.trainer("list_optimizer_states").num_steps
     return OptimizerStateInfo(handle.name, steps, sum(tensor.nbytes for tensor in held))
 
 
-def _optimizer_state(handle: GuardedHandle, held: StateTensors) -> OptimizerState:
+def optimizer_state(handle: GuardedHandle, held: StateTensors) -> OptimizerState:
     """The state of all ranks. A collective.
 
     Args:

@@ -1,4 +1,4 @@
-"""Engines of guarded runtimes: groups, models, and the calls that PyTorch and Megatron answer differently."""
+"""Engines of runtimes, and their models: the calls that PyTorch and Megatron answer differently."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
     """One model of a :class:`~rl_backend.runtime.guarded.GuardedRuntime`.
 
     Attributes:
-        owner: the runtime that built it; None once it is closed.
+        owner: the runtime that it belongs to; None once it is closed.
         config: the runtime's, with the ``hf_path`` and optimizer of this model.
         hf_config: ``config.json``.
         vocab_size: ``vocab_size`` of ``config.json``.
@@ -60,7 +60,7 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
         loaded: digest of the manifest of the checkpoint that it has loaded; empty where there is none.
     """
 
-    owner: object | None
+    owner: object | None = None
     config: contracts.RuntimeConfig
     hf_config: Mapping[str, Any]
     vocab_size: int
@@ -176,18 +176,29 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
 
 
 class Engine[H: GuardedHandle](ABC):
-    """The work behind the atoms. :class:`~rl_backend.runtime.guarded.GuardedRuntime` has checked the handle before each."""
+    """The work behind the atoms of a :class:`~rl_backend.runtime.guarded.GuardedRuntime`, which has checked the handle.
 
-    def _engine(self) -> AbstractContextManager[None]:
+    Attributes:
+        groups: device and process groups.
+    """
+
+    groups: RankGroups
+
+    def active(self) -> AbstractContextManager[None]:
         """Around every call of the engine, except while a stream of weights is read."""
         return nullcontext()
 
+    def stream(self, weights: WeightStream) -> WeightStream:
+        """A stream of weights that runs as calls of the engine do."""
+        return weights
+
+    @property
     @abstractmethod
-    def _is_source(self) -> bool:
+    def is_source(self) -> bool:
         """Whether this is the rank of its replica that has outputs."""
 
     @abstractmethod
-    def _build(
+    def build(
         self, config: contracts.RuntimeConfig, name: str, head: contracts.Head, *, forward_only: bool, adaptable: bool
     ) -> H:
         """Builds the model of ``config.hf_path`` and loads its weights.
@@ -197,27 +208,31 @@ class Engine[H: GuardedHandle](ABC):
         """
 
     @abstractmethod
-    def _run_passes(self, handle: H, request: PassRequest) -> contracts.ForwardResult:
+    def run_passes(self, handle: H, request: PassRequest) -> contracts.ForwardResult:
         """Checks the data over all ranks, then runs it. An error in the middle of a backward pass sets ``broken``."""
 
     @abstractmethod
-    def _record_activations(self, handle: H, request: PassRequest) -> list[Mapping[str, Tensor]]:
+    def record_activations(self, handle: H, request: PassRequest) -> list[Mapping[str, Tensor]]:
         """Runs checked micro-batches forward; see :meth:`~rl_backend.runtime.Runtime.activations`."""
 
     @abstractmethod
-    def _gather_weights(
+    def gather_weights(
         self, handle: H, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
     ) -> WeightStream:
         """Checks the arguments, then returns the generator that gathers."""
 
     @abstractmethod
-    def _gather_gradients(self, handle: H, names: Collection[str] | None) -> WeightStream:
-        """As :meth:`_gather_weights` for the gradients, in float32."""
+    def gather_gradients(self, handle: H, names: Collection[str] | None) -> WeightStream:
+        """As :meth:`gather_weights` for the gradients, in float32."""
 
     @abstractmethod
-    def _training_state(self, handle: H) -> tuple[StateTensors, TrainingManifest]:
+    def training_state(self, handle: H) -> tuple[StateTensors, TrainingManifest]:
         """What a checkpoint holds."""
 
     @abstractmethod
-    def _load_training_state(self, handle: H, path: Path) -> TrainingManifest:
+    def load_training_state(self, handle: H, path: Path) -> TrainingManifest:
         """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees the process groups, once every model is released."""

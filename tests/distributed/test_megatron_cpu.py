@@ -136,7 +136,7 @@ def random_states_job(model: str, without: str | None) -> tuple[int, bool]:
 
     megatron_cpu.PATCHES = tuple(patch for patch in PATCHES if name(patch) != without)
     try:
-        with open_bridge(model) as runtime, on_cpu(runtime.groups.device):
+        with open_bridge(model) as runtime, on_cpu(runtime.engine.groups.device):
             tracker = get_cuda_rng_tracker()
             states = {state.numpy().tobytes() for state in tracker.get_states().values()}
             before = torch.get_rng_state()

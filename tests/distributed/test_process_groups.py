@@ -63,7 +63,7 @@ def test_without_an_environment_a_process_is_a_job_of_its_own(ranks: RankPool, t
 def timeouts_job(model: str) -> list[timedelta]:
     """Of the collectives on the device and on the host."""
     runtime = NativeRuntime(make_config(model))
-    groups = (runtime.groups.dp_group, runtime.groups.host_group)
+    groups = (runtime.engine.groups.dp_group, runtime.groups.host_group)
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     runtime.close()
     return timeouts

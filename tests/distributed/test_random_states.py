@@ -69,7 +69,7 @@ def tracked_job(model: str, layout: dict[str, int], path: str, load: bool) -> di
         handle = runtime.build_model()
         if load:
             runtime.load_checkpoint(handle, path)
-        with on_cpu(runtime.groups.device):
+        with on_cpu(runtime.engine.groups.device):
             tracker = get_cuda_rng_tracker()
             if not load:
                 for name in tracker.get_states():
@@ -117,7 +117,7 @@ def moved_job(model: str, path: str, prefix: str, size: int) -> list[dict[str, T
         tracker = get_cuda_rng_tracker()
 
         def drawn() -> dict[str, Tensor]:
-            with on_cpu(runtime.groups.device):
+            with on_cpu(runtime.engine.groups.device):
                 for name in tracker.get_states():
                     with tracker.fork(name):
                         torch.rand(3)

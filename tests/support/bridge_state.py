@@ -32,7 +32,7 @@ def write_tiny_mixture(path: Path, **changes: Any) -> Path:
 
 def bridge_data(runtime: BridgeRuntime, seed: int = 0) -> list[PackedBatch]:
     """This data-parallel rank's micro-batches of one batch."""
-    groups = runtime.groups
+    groups = runtime.engine.groups
     return micro_batches(deal(SPLIT, groups.dp_size)[groups.dp_rank], dp_size=groups.dp_size, seed=seed)
 
 

@@ -46,7 +46,7 @@ class FaultyRuntime(NativeRuntime):
         self.fault = config.backend_cfg.fault
         self.steps = 0
         super().__init__(config)
-        if self.groups.dp_rank == self.groups.dp_size - 1:
+        if self.engine.groups.dp_rank == self.engine.groups.dp_size - 1:
             self._fail_alone()
 
     def _fail_alone(self) -> None:

@@ -78,7 +78,7 @@ def move(runtime: Any, handle: Any, device: str, parts: Any) -> None:
 
 def result(runtime: Any, handle: Any, call: str, seed: int) -> Any:
     """What a call gives."""
-    groups = runtime.groups
+    groups = runtime.engine.groups
     data = micro_batches(deal(SPLIT, groups.dp_size)[groups.dp_rank], dp_size=groups.dp_size, seed=seed)
     match call:
         case "backward":

@@ -21,7 +21,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime import Runtime
-from rl_backend.runtime.tenant import TenantHandle
+from rl_backend.runtime.tenants.handle import TenantHandle
 from tests.support.bridge_runs import open_bridge
 from tests.support.native import open_runtime
 from tests.support.tenants import batches, create, nll

@@ -13,7 +13,7 @@ from rl_backend.contracts import Head, LossFn, MetricValue, ModelOutput, Optimiz
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
 from rl_backend.data.packing import pack
 from rl_backend.runtime import Runtime
-from rl_backend.runtime.tenant import TenantHandle
+from rl_backend.runtime.tenants.handle import TenantHandle
 from tests.support.bridge_runs import open_bridge
 from tests.support.native import VOCAB_SIZE, open_runtime
 from tests.support.sft_batches import random_token_sequences

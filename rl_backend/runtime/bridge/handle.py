@@ -38,7 +38,6 @@ from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers, requ
 from rl_backend.runtime.bridge.text_models import set_mappings
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.engine import GuardedHandle
-from rl_backend.runtime.interface import Runtime
 from rl_backend.runtime.router_replay import RouterReplay
 
 
@@ -174,7 +173,6 @@ _DDP_SETTINGS = {
 
 
 def build_handle(
-    owner: Runtime[Any],
     config: RuntimeConfig,
     groups: BridgeGroups,
     *,
@@ -249,7 +247,6 @@ def build_handle(
         data_parallel_rank=groups.dp_rank,
         data_parallel_size=groups.dp_size,
         micro_batch_multiple=multiple,
-        owner=owner,
         config=config,
         groups=groups,
         provider=provider,

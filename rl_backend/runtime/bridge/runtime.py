@@ -20,49 +20,46 @@ from rl_backend.runtime.bridge.handle import BridgeHandle, build_handle
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron_cpu import iterate_on_cpu, on_cpu
 from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, start_stream
 from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.passes import PassRequest
 
 
-class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
-    """Megatron-Core's data, tensor, expert and pipeline parallelism, with models and weights by Megatron-Bridge.
-
-    Building one seeds torch's generators of this process with ``seed + data-parallel rank`` and Megatron's, which differ by
-    tensor- and expert-parallel rank, with ``seed``. A process has one layout: a second runtime must have the same.
+class BridgeEngine(Engine[BridgeHandle]):
+    """Megatron-Core's answers to the calls behind the atoms.
 
     Raises:
         ConfigError: the world size, the device or the environment does not fit ``config``.
     """
 
     def __init__(self, config: RuntimeConfig) -> None:
-        self.bridge = config.options(BridgeConfig)
-        super().__init__(config, open_groups(self.bridge.parallel, training_device(self.bridge.device)), close_groups)
+        options = config.options(BridgeConfig)
+        self.groups: BridgeGroups = open_groups(options.parallel, training_device(options.device))
         try:
-            with self._engine():
+            with self.active():
                 model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
             torch.manual_seed(config.seed + self.groups.dp_rank)
         except BaseException:
-            close_groups(self.groups)
+            self.close()
             raise
 
-    def _engine(self) -> AbstractContextManager[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Where Megatron finds its device."""
         return on_cpu(self.groups.device)
 
-    def _stream_in_engine(self, stream: WeightStream) -> WeightStream:
-        return iterate_on_cpu(self.groups.device, stream)
+    def stream(self, weights: WeightStream) -> WeightStream:
+        return iterate_on_cpu(self.groups.device, weights)
 
-    def _is_source(self) -> bool:
+    @property
+    def is_source(self) -> bool:
         return self.groups.has_outputs
 
-    def _build(self, config: RuntimeConfig, name: str, head: Head, *, forward_only: bool, adaptable: bool) -> BridgeHandle:
+    def build(self, config: RuntimeConfig, name: str, head: Head, *, forward_only: bool, adaptable: bool) -> BridgeHandle:
         with quiet():
-            return build_handle(
-                self, config, self.groups, forward_only=forward_only, adaptable=adaptable, name=name, head=head
-            )
+            return build_handle(config, self.groups, forward_only=forward_only, adaptable=adaptable, name=name, head=head)
 
-    def _run_passes(self, handle: BridgeHandle, request: PassRequest) -> ForwardResult:
+    def run_passes(self, handle: BridgeHandle, request: PassRequest) -> ForwardResult:
         """See the base class. Losses and metrics are on the ranks of the last pipeline stage."""
         check_micro_batches(handle, request)
         request.begin()
@@ -80,12 +77,12 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
         handle.has_gradients = True
         return result
 
-    def _record_activations(self, handle: BridgeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
+    def record_activations(self, handle: BridgeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
         """See the base class. With Transformer Engine some norms are a part of the projection behind them, and missing."""
         with torch.no_grad():
             return forward_backward.record_activations(handle, request)
 
-    def _gather_weights(
+    def gather_weights(
         self, handle: BridgeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
     ) -> WeightStream:
         """See the base class; by default in ``param_dtype``.
@@ -98,7 +95,7 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
         handle.finish_parameter_gathers()
         return self._start_stream(handle, buckets, names, dtype)
 
-    def _gather_gradients(self, handle: BridgeHandle, names: Collection[str] | None) -> WeightStream:
+    def gather_gradients(self, handle: BridgeHandle, names: Collection[str] | None) -> WeightStream:
         """See the base class. A weight that no loss reached has a gradient of zeros.
 
         This takes no memory beyond one converted parameter.
@@ -127,8 +124,25 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
 
         return start_stream(buckets, gather, self.groups.world_group, self.groups.device)
 
-    def _training_state(self, handle: BridgeHandle) -> tuple[StateTensors, TrainingManifest]:
+    def training_state(self, handle: BridgeHandle) -> tuple[StateTensors, TrainingManifest]:
         return checkpoints.all_tensors(handle), checkpoints.training_manifest(handle)
 
-    def _load_training_state(self, handle: BridgeHandle, path: Path) -> TrainingManifest:
+    def load_training_state(self, handle: BridgeHandle, path: Path) -> TrainingManifest:
         return checkpoints.load_training_checkpoint(handle, path)
+
+    def close(self) -> None:
+        close_groups(self.groups)
+
+
+class BridgeRuntime(GuardedRuntime[BridgeHandle]):
+    """Megatron-Core's data, tensor, expert and pipeline parallelism, with models and weights by Megatron-Bridge.
+
+    Building one seeds torch's generators of this process with ``seed + data-parallel rank`` and Megatron's, which differ by
+    tensor- and expert-parallel rank, with ``seed``. A process has one layout: a second runtime must have the same.
+
+    Raises:
+        ConfigError: the world size, the device or the environment does not fit ``config``.
+    """
+
+    def __init__(self, config: RuntimeConfig) -> None:
+        super().__init__(config, BridgeEngine(config))

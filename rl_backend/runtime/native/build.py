@@ -27,7 +27,6 @@ from rl_backend.model.feedforward.moe import BiasedMoEOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.deferred import put_off_in_linear_layers
 from rl_backend.primitive.float32 import parameters_in_float32, round_parameters
-from rl_backend.runtime.interface import Runtime
 from rl_backend.runtime.native import layout
 from rl_backend.runtime.native.adapters import adaptable_modules, attach_adapters
 from rl_backend.runtime.native.balance import ExpertBalance
@@ -36,7 +35,6 @@ from rl_backend.runtime.native.optimizer import NativeOptimizer
 
 
 def build_handle(
-    owner: Runtime[Any],
     config: RuntimeConfig,
     groups: ParallelGroups,
     *,
@@ -44,6 +42,7 @@ def build_handle(
     adaptable: bool,
     name: str,
     head: Head,
+    has_outputs: bool,
 ) -> NativeHandle:
     """Builds the model of ``config.hf_path``.
 
@@ -94,7 +93,6 @@ def build_handle(
         head=head,
         data_parallel_rank=groups.dp_rank,
         data_parallel_size=groups.dp_size,
-        owner=owner,
         config=config,
         groups=groups,
         family=family,
@@ -106,7 +104,7 @@ def build_handle(
         model=model,
         stages=stages,
         micro_batch_multiple=layout.micro_batch_multiple(native),
-        has_outputs=owner.place.is_source,
+        has_outputs=has_outputs,
         stage_copies=stage_copies,
         parameters=parameters,
         weight_names=whole_names,

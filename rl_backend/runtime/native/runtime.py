@@ -19,6 +19,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups, training_device
 from rl_backend.runtime.batch_checks import check_micro_batches, problem_on_rank
+from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.native import checkpoints, export
@@ -32,35 +33,40 @@ from rl_backend.runtime.native.validated_pass import run_validated
 from rl_backend.runtime.passes import PassRequest
 
 
-class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
-    """PyTorch alone: tensor, context, expert and pipeline parallelism, FSDP2 over the rest; gloo on a CPU, NCCL on CUDA.
-
-    Building one seeds torch's generators of this process with ``seed + data-parallel rank``. Equal seeds, data and layout
-    give equal results on a CPU; on CUDA call ``torch.use_deterministic_algorithms(True)`` as well.
+class NativeEngine(Engine[NativeHandle]):
+    """PyTorch's answers to the calls behind the atoms.
 
     Raises:
         ConfigError: the world size, the device or the environment does not fit ``config``.
     """
 
     def __init__(self, config: RuntimeConfig) -> None:
-        self.native = config.options(NativeConfig)
-        device = training_device(self.native.device)
-        groups = open_groups(self.native.parallel, device, post_validation=self.native.post_validation)
-        super().__init__(config, groups, close_groups)
+        self._options = config.options(NativeConfig)
+        device, post_validation = training_device(self._options.device), self._options.post_validation
+        self.groups: ParallelGroups = open_groups(self._options.parallel, device, post_validation=post_validation)
         torch.manual_seed(config.seed + self.groups.dp_rank)
 
-    def _is_source(self) -> bool:
+    @property
+    def is_source(self) -> bool:
         groups = self.groups
-        return groups.token_group.rank() == 0 and has_last_stage(self.native, groups.pp_group.rank())
+        return groups.token_group.rank() == 0 and has_last_stage(self._options, groups.pp_group.rank())
 
-    def _build(self, config: RuntimeConfig, name: str, head: Head, *, forward_only: bool, adaptable: bool) -> NativeHandle:
-        if adaptable and self.native.post_validation:
+    def build(self, config: RuntimeConfig, name: str, head: Head, *, forward_only: bool, adaptable: bool) -> NativeHandle:
+        if adaptable and self._options.post_validation:
             raise ConfigError.of("NativeConfig.post_validation", True, "LoRA tenants end a step together; set it to False")
-        return build_handle(self, config, self.groups, forward_only=forward_only, adaptable=adaptable, name=name, head=head)
+        return build_handle(
+            config,
+            self.groups,
+            forward_only=forward_only,
+            adaptable=adaptable,
+            name=name,
+            head=head,
+            has_outputs=self.is_source,
+        )
 
-    def _run_passes(self, handle: NativeHandle, request: PassRequest) -> ForwardResult:
+    def run_passes(self, handle: NativeHandle, request: PassRequest) -> ForwardResult:
         """See the base class; outputs are on the training device."""
-        if self.native.post_validation:
+        if self._options.post_validation:
             problem = problem_on_rank(handle, request)
             try:
                 handle.require_schedulable(len(request.data), forward_only=request.forward_only)
@@ -71,24 +77,41 @@ class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
         request.begin()
         return run_pipeline(handle, request) if handle.stages else run_micro_batches(handle, request)
 
-    def _record_activations(self, handle: NativeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
+    def record_activations(self, handle: NativeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
         return record_activations(handle, request)
 
-    def _gather_weights(
+    def gather_weights(
         self, handle: NativeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
     ) -> WeightStream:
         return export.export_weights(handle, dtype=dtype, byte_budget=byte_budget, only=names)
 
-    def _gather_gradients(self, handle: NativeHandle, names: Collection[str] | None) -> WeightStream:
+    def gather_gradients(self, handle: NativeHandle, names: Collection[str] | None) -> WeightStream:
         return export.export_gradients(handle, only=names)
+
+    def training_state(self, handle: NativeHandle) -> tuple[StateTensors, TrainingManifest]:
+        return checkpoints.all_tensors(handle), checkpoints.training_manifest(handle)
+
+    def load_training_state(self, handle: NativeHandle, path: Path) -> TrainingManifest:
+        return checkpoints.load_training_checkpoint(handle, path)
+
+    def close(self) -> None:
+        close_groups(self.groups)
+
+
+class NativeRuntime(GuardedRuntime[NativeHandle]):
+    """PyTorch alone: tensor, context, expert and pipeline parallelism, FSDP2 over the rest; gloo on a CPU, NCCL on CUDA.
+
+    Building one seeds torch's generators of this process with ``seed + data-parallel rank``. Equal seeds, data and layout
+    give equal results on a CPU; on CUDA call ``torch.use_deterministic_algorithms(True)`` as well.
+
+    Raises:
+        ConfigError: the world size, the device or the environment does not fit ``config``.
+    """
+
+    def __init__(self, config: RuntimeConfig) -> None:
+        super().__init__(config, NativeEngine(config))
 
     def export_shards(self, handle: NativeHandle, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
         """See the base class; this rank's part of every weight, without parts that a lower rank already holds."""
         self._require(handle, "export_shards")
         return export.export_shards(handle, dtype)
-
-    def _training_state(self, handle: NativeHandle) -> tuple[StateTensors, TrainingManifest]:
-        return checkpoints.all_tensors(handle), checkpoints.training_manifest(handle)
-
-    def _load_training_state(self, handle: NativeHandle, path: Path) -> TrainingManifest:
-        return checkpoints.load_training_checkpoint(handle, path)

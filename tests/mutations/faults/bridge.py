@@ -170,7 +170,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-seed-equal-on-all-ranks",
-        "rl_backend.runtime.bridge.runtime:BridgeRuntime.__init__",
+        "rl_backend.runtime.bridge.runtime:BridgeEngine.__init__",
         "torch.manual_seed(config.seed + self.groups.dp_rank)",
         "torch.manual_seed(config.seed)",
         ("test_seeds_differ_by_data_parallel_rank_alone[bridge]",),
@@ -339,7 +339,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-interrupted-pass-leaves-usable-gradients",
-        "rl_backend.runtime.bridge.runtime:BridgeRuntime._run_passes",
+        "rl_backend.runtime.bridge.runtime:BridgeEngine.run_passes",
         "except BaseException:",
         "except Exception:",
         ("test_gradients_of_a_pass_that_ended_in_its_middle_are_not_stepped_with_on_the_bridge",),

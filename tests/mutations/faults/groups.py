@@ -47,7 +47,7 @@ FAULTS = [
     ),
     Fault(
         "rebuilt-models-are-named-anew",
-        "actors.train.operations:TrainOperations._submit",
+        "actors.train.group:TrainGroup._submit",
         '{**operation.arguments, "name": result.name}',
         "operation.arguments",
         ("test_tenants_of_a_lost_group_are_made_again_on_the_new_base",),
@@ -78,7 +78,7 @@ FAULTS = [
     ),
     Fault(
         "forward-takes-the-largest-micro-batches",
-        "actors.train.operations:TrainOperations.forward",
+        "actors.train.group:TrainGroup.forward",
         """
         return self.forward_backward.submit(
             handle,

@@ -56,7 +56,7 @@ FAULTS = [
     ),
     Fault(
         "tensor-parallel-parts-of-a-gradient-not-added",
-        "rl_backend.runtime.tenant_optimizer:TenantOptimizer.reduce",
+        "rl_backend.runtime.tenants.optimizer:TenantOptimizer.reduce",
         "if section.summed and tensor is not None and tensor.size() > 1:",
         "if section.summed and tensor is not None and tensor.size() > 9:",
         (f"{_LAYOUTS}[native-tp2]",),
@@ -64,7 +64,7 @@ FAULTS = [
     ),
     Fault(
         "gradients-not-averaged-over-data-parallel-ranks",
-        "rl_backend.runtime.tenant_optimizer:TenantOptimizer.reduce",
+        "rl_backend.runtime.tenants.optimizer:TenantOptimizer.reduce",
         "self._rows.gradients.div_(self.groups.dp_size)",
         "pass",
         (f"{_LAYOUTS}[native-dp2]",),
@@ -83,15 +83,15 @@ FAULTS = [
     ),
     Fault(
         "a-failed-loss-still-steps",
-        "rl_backend.runtime.tenants:TenantRuntime._run_tenants",
-        'self._break([mine[key]], f"its loss raised {failure}, so its gradients are incomplete")',
-        'self._break([], f"its loss raised {failure}, so its gradients are incomplete")',
+        "rl_backend.runtime.tenants.tenants:Tenants.run_mixed",
+        'tenants.by_id[key].broken = f"its loss raised {failure}, so its gradients are incomplete"',
+        "pass",
         (f"{_ISOLATION}[a loss that fails-native-1-parallel0]",),
         "a tenant would step on the gradients of some of its micro-batches",
     ),
     Fault(
         "one-bad-gradient-skips-all",
-        "rl_backend.runtime.tenant:step_tenants",
+        "rl_backend.runtime.tenants.handle:step_tenants",
         "rows[:, 2 * index : 2 * index + 2],",
         "rows[:, :2],",
         (
@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "dropout-not-drawn-again-after-a-load",
-        "rl_backend.runtime.tenant_state:load_tenant_state",
+        "rl_backend.runtime.tenants.state:load_tenant_state",
         """
         handle.rows.num_draws = manifest.lora.num_draws
         handle.trainer("load_checkpoint").schedule.num_steps = manifest.schedule_steps
@@ -204,7 +204,7 @@ FAULTS = [
     ),
     Fault(
         "removed-tenants-come-back",
-        "actors.train.operations:TrainOperations._submit.finish",
+        "actors.train.group:TrainGroup._submit.finish",
         "ranks.forget(handle.key)",
         "pass",
         ("test_tenants_of_a_lost_group_are_made_again_on_the_new_base",),
@@ -319,7 +319,7 @@ FAULTS = [
     ),
     Fault(
         "checkpoint-of-the-base-forgotten",
-        "rl_backend.runtime.tensor_atoms:TensorAtoms._load_state_of",
+        "rl_backend.runtime.guarded:GuardedRuntime._load_model",
         "handle.loaded = manifest.digest",
         "pass",
         ("test_a_tenant_is_refused_on_a_base_with_another_checkpoint",),
@@ -327,7 +327,7 @@ FAULTS = [
     ),
     Fault(
         "metrics-of-tenants-by-the-beginning-of-a-name",
-        "rl_backend.runtime.tenant_pass:results_of_tenants",
+        "rl_backend.runtime.tenants.passes:results_of_tenants",
         'prefix = f"{key}/"',
         'prefix = f"{key}"',
         ("test_metrics_of_a_tenant_whose_name_begins_anothers_are_its_own",),
@@ -335,7 +335,7 @@ FAULTS = [
     ),
     Fault(
         "failed-save-told-to-another-tenant",
-        "rl_backend.runtime.tensor_atoms:TensorAtoms.load_checkpoint",
+        "rl_backend.runtime.guarded:GuardedRuntime.load_checkpoint",
         "self._writer.wait(handle)",
         "self._writer.wait()",
         ("test_a_tenants_failed_save_is_told_to_nobody_else",),
@@ -343,8 +343,8 @@ FAULTS = [
     ),
     Fault(
         "tenant-made-on-some-ranks",
-        "rl_backend.runtime.tenants:TenantRuntime.create_lora_adapter",
-        'with on_every_rank(handle.groups.host_group, f"the adapter {name!r} could not be made", HandleError):',
+        "rl_backend.runtime.tenants.tenants:Tenants.create",
+        'with on_every_rank(base.groups.host_group, f"the adapter {name!r} could not be made", HandleError):',
         "if True:",
         ("test_a_tenant_that_one_rank_has_no_memory_for_is_made_on_none",),
         "ranks would give the same number to different tenants",

@@ -144,7 +144,7 @@ FAULTS = [
     ),
     Fault(
         "seeds-equal-on-all-ranks",
-        "rl_backend.runtime.native.runtime:NativeRuntime.__init__",
+        "rl_backend.runtime.native.runtime:NativeEngine.__init__",
         "torch.manual_seed(config.seed + self.groups.dp_rank)",
         "torch.manual_seed(config.seed)",
         ("test_seeds_differ_by_data_parallel_rank_alone[native]",),
@@ -200,7 +200,7 @@ FAULTS = [
     ),
     Fault(
         "old-gradients-after-a-load",
-        "rl_backend.runtime.tensor_atoms:TensorAtoms.load_checkpoint",
+        "rl_backend.runtime.guarded:GuardedRuntime.load_checkpoint",
         "handle.drop_gradients()",
         "pass",
         ("test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),

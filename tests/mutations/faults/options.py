@@ -16,8 +16,8 @@ _CURVES = "test_curves_of_a_run_that_continues_have_every_step_once"
 _CUTS = "test_a_cut_keeps_the_same_tokens_trained_whatever_is_cut"
 _ADAPTERS = "test_options_of_adapters_decide_what_engines_serve"
 
-_OPTIMIZER = "rl_backend.runtime.tenant_optimizer:TenantOptimizer.apply"
-_OF_SEQUENCES = "rl_backend.runtime.tenant_pass:sequences_of"
+_OPTIMIZER = "rl_backend.runtime.tenants.optimizer:TenantOptimizer.apply"
+_OF_SEQUENCES = "rl_backend.runtime.tenants.passes:sequences_of"
 _HEAD = "rl_backend.primitive.adapted_ends:Narrowed"
 
 FAULTS = [

@@ -122,14 +122,14 @@ FAULTS = [
     ),
     Fault(
         "tenants-do-not-replay-routes",
-        "rl_backend.runtime.tenants:TenantRuntime._run",
+        "rl_backend.runtime.guarded:GuardedRuntime.forward_backward",
         """
         if isinstance(handle, TenantHandle):
-            return self._run_tenant(handle, request)
+            return self._tenants.run_alone(handle, request)
         """,
         """
         if isinstance(handle, TenantHandle):
-            return self._run_tenant(handle, PassRequest(data, loss, forward_only))
+            return self._tenants.run_alone(handle, PassRequest(data, loss_fn, forward_only))
         """,
         ("test_a_tenant_records_and_replays_routes_as_its_base_does",),
         "a tenant would be trained with other experts than it was sampled with",

@@ -17,7 +17,7 @@ FAULTS = [
     ),
     Fault(
         "tenants-of-a-pass-not-compared-between-ranks",
-        "rl_backend.runtime.tenant_pass:PassTenants.fingerprint",
+        "rl_backend.runtime.tenants.passes:PassTenants.fingerprint",
         'return zlib.crc32(",".join(counted).encode())',
         "return 0",
         (_DATA,),
@@ -25,7 +25,7 @@ FAULTS = [
     ),
     Fault(
         "refused-data-breaks-its-tenant",
-        "rl_backend.runtime.tenants:TenantRuntime._break_trained",
+        "rl_backend.runtime.tenants.tenants:_break_trained",
         "if tenants.begun and tenants.trains:",
         "if tenants.trains:",
         (_DATA,),
@@ -33,7 +33,7 @@ FAULTS = [
     ),
     Fault(
         "half-of-a-failed-loss-is-a-result",
-        "rl_backend.runtime.tenant_pass:results_of_tenants",
+        "rl_backend.runtime.tenants.passes:results_of_tenants",
         "own = loss.results.get(key, []) if loss is not None and not error else []",
         "own = loss.results.get(key, []) if loss is not None else []",
         ("test_a_loss_that_fails_on_one_rank_has_no_results_on_any",),

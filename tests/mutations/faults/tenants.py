@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "dropout-in-passes-without-gradients",
-        "rl_backend.runtime.tenant_pass:PassTenants.begin",
+        "rl_backend.runtime.tenants.passes:PassTenants.begin",
         "for index, batch in enumerate(data if self.trains else ()):",
         "for index, batch in enumerate(data):",
         (_DRAWS,),
@@ -89,7 +89,7 @@ FAULTS = [
     ),
     Fault(
         "dropout-outside-of-training",
-        "rl_backend.runtime.tenant_pass:PassTenants.begin",
+        "rl_backend.runtime.tenants.passes:PassTenants.begin",
         "if tenant is not None and tenant.lora.dropout and tenant.rows.training:",
         "if tenant is not None and tenant.lora.dropout:",
         (_DRAWS,),
@@ -97,7 +97,7 @@ FAULTS = [
     ),
     Fault(
         "micro-batches-share-a-draw",
-        "rl_backend.runtime.tenant_pass:PassTenants.begin",
+        "rl_backend.runtime.tenants.passes:PassTenants.begin",
         "tenant.rows.num_draws += 1",
         "tenant.rows.num_draws += not index",
         (_DRAWS,),
@@ -105,7 +105,7 @@ FAULTS = [
     ),
     Fault(
         "data-parallel-ranks-drop-the-same-inputs",
-        "rl_backend.runtime.tenant_pass:PassTenants.begin",
+        "rl_backend.runtime.tenants.passes:PassTenants.begin",
         "self._draws[index, key] = tenant.rows.num_draws * ranks.size() + ranks.rank()",
         "self._draws[index, key] = tenant.rows.num_draws",
         ("test_ranks_with_other_tokens_drop_other_inputs_and_those_of_a_replica_the_same",),
@@ -113,7 +113,7 @@ FAULTS = [
     ),
     Fault(
         "gradients-of-a-step-kept-for-the-next",
-        "rl_backend.runtime.tenant_optimizer:TenantOptimizer.drop_gradients",
+        "rl_backend.runtime.tenants.optimizer:TenantOptimizer.drop_gradients",
         "self._rows.gradients.zero_()",
         "pass",
         ("test_lora_peft.py::test_tenants_in_one_batch_train_as_peft_does_one_by_one[qwen3]",),
@@ -121,7 +121,7 @@ FAULTS = [
     ),
     Fault(
         "gradients-added-up-again-by-a-step",
-        "rl_backend.runtime.tenant_optimizer:TenantOptimizer.reduce",
+        "rl_backend.runtime.tenants.optimizer:TenantOptimizer.reduce",
         """
         if self._reduced:
             return
@@ -140,7 +140,7 @@ FAULTS = [
     ),
     Fault(
         "denominators-of-all-tenants-together",
-        "rl_backend.runtime.tenant_pass:sequences_of",
+        "rl_backend.runtime.tenants.passes:sequences_of",
         'meta = {**batch.meta, **batch.meta.get("tenants", {}).get(key, {})}',
         'meta = {**batch.meta.get("tenants", {}).get(key, {}), **batch.meta}',
         (f"{_BITS}[native-one rank]",),
@@ -148,7 +148,7 @@ FAULTS = [
     ),
     Fault(
         "outputs-of-other-tenants-among-ones-own",
-        "rl_backend.runtime.tenant_pass:results_of_tenants",
+        "rl_backend.runtime.tenants.passes:results_of_tenants",
         "[value for value, each in zip(values, ids, strict=True) if each == key]",
         "[value for value, each in zip(values, ids, strict=True) if each >= 0]",
         ("test_each_sequence_has_the_output_of_its_own_head[one rank]",),
@@ -164,7 +164,7 @@ FAULTS = [
     ),
     Fault(
         "optimizers-of-tenants-not-sent",
-        "actors.train.tenants:TenantOperations.create_lora_adapter",
+        "actors.train.group:TrainGroup.create_lora_adapter",
         "optimizer=optimizer,",
         "optimizer=None,",
         (_JOURNAL,),
@@ -180,7 +180,7 @@ FAULTS = [
     ),
     Fault(
         "version-of-a-tenant-advances-without-a-step",
-        "rl_backend.runtime.tenants:TenantRuntime._step_tenants",
+        "rl_backend.runtime.tenants.tenants:Tenants.step",
         "tenant.weight_version += result.ok",
         "tenant.weight_version += 1",
         (f"{_EVENTS}[a loss of NaN-native-1-parallel0]",),
@@ -188,7 +188,7 @@ FAULTS = [
     ),
     Fault(
         "factors-that-are-not-finite-imported",
-        "rl_backend.runtime.tenant_state:problem_of_import",
+        "rl_backend.runtime.tenants.state:problem_of_import",
         "if not bool(torch.isfinite(tensor).all()):",
         "if bool(torch.isnan(tensor).all()):",
         (f"{_EVENTS}[refused input-native-1-parallel0]",),
@@ -196,7 +196,7 @@ FAULTS = [
     ),
     Fault(
         "second-moments-loaded-from-the-first",
-        "rl_backend.runtime.tenant_state:_pieces",
+        "rl_backend.runtime.tenants.state:_pieces",
         "rows.exp_avg_sq,",
         "rows.exp_avg,",
         (_SAVED,),
@@ -204,7 +204,7 @@ FAULTS = [
     ),
     Fault(
         "schedule-of-a-tenant-begins-anew-after-a-load",
-        "rl_backend.runtime.tenant_state:load_tenant_state",
+        "rl_backend.runtime.tenants.state:load_tenant_state",
         'handle.trainer("load_checkpoint").schedule.num_steps = manifest.schedule_steps',
         "pass",
         (_SAVED,),
@@ -212,7 +212,7 @@ FAULTS = [
     ),
     Fault(
         "adapters-of-another-base-loaded",
-        "rl_backend.runtime.tenant_state:load_tenant_state.check",
+        "rl_backend.runtime.tenants.state:load_tenant_state.check",
         "if facts.base != base:",
         "if not facts.base:",
         (_OTHER_BASE,),
@@ -220,7 +220,7 @@ FAULTS = [
     ),
     Fault(
         "configurations-of-a-saved-tenant-not-compared",
-        "rl_backend.runtime.tenant_state:load_tenant_state.check",
+        "rl_backend.runtime.tenants.state:load_tenant_state.check",
         "if facts.config.get(name) != value:",
         "if name not in facts.config:",
         (_OTHER_BASE,),
@@ -228,7 +228,7 @@ FAULTS = [
     ),
     Fault(
         "new-tenant-seems-to-have-gradients",
-        "rl_backend.runtime.tenant_optimizer:TenantOptimizer.__init__",
+        "rl_backend.runtime.tenants.optimizer:TenantOptimizer.__init__",
         "self.has_gradients = False",
         "self.has_gradients = True",
         ("test_a_tenant_steps_only_with_gradients_that_it_has_been_given",),
@@ -260,7 +260,7 @@ FAULTS = [
     ),
     Fault(
         "experts-gradients-over-dense-groups",
-        "rl_backend.runtime.tenant_optimizer:TenantOptimizer.reduce",
+        "rl_backend.runtime.tenants.optimizer:TenantOptimizer.reduce",
         "tensor, data = self.groups.summing(of_experts=section.of_experts)",
         "tensor, data = self.groups.summing(of_experts=False)",
         ("test_gradients_are_added_up_over_the_ranks_that_have_parts_of_them_and_once",),
@@ -284,7 +284,7 @@ FAULTS = [
     ),
     Fault(
         "interrupted-tenant-keeps-its-gradients",
-        "rl_backend.runtime.tenants:TenantRuntime._run_tenant",
+        "rl_backend.runtime.tenants.tenants:Tenants.run_alone",
         "except BaseException:",
         "except Exception:",
         ("test_tenants_of_an_interrupted_pass_do_not_step_and_those_beside_it_do[alone]",),
@@ -292,7 +292,7 @@ FAULTS = [
     ),
     Fault(
         "interrupted-tenants-keep-their-gradients",
-        "rl_backend.runtime.tenants:TenantRuntime._run_tenants",
+        "rl_backend.runtime.tenants.tenants:Tenants.run_mixed",
         "except BaseException:",
         "except Exception:",
         ("test_tenants_of_an_interrupted_pass_do_not_step_and_those_beside_it_do[beside another]",),

@@ -53,7 +53,7 @@ def ranks() -> Ranks:
 @pytest.fixture
 def group(ranks: Ranks) -> TrainGroup:
     made = TrainGroup.__new__(TrainGroup)
-    made._attach(RuntimeConfig(hf_path="m"), ranks)
+    made._over(RuntimeConfig(hf_path="m"), ranks)
     made._finalizer = None
     return made
 

@@ -14,7 +14,7 @@ import torch
 from ray import cloudpickle
 
 from actors.train.context import HandleRef, RankContext
-from actors.train.operations import TrainOperations
+from actors.train.group import TrainGroup
 from actors.train.order import OperationHeader
 from actors.train.worker import run
 from rl_backend.contracts import HandleError, OptimizerConfig
@@ -50,12 +50,10 @@ class OneRank:
 
 
 @contextmanager
-def group_of_one(model: Path, group_id: str) -> Iterator[tuple[TrainOperations, OneRank]]:
+def group_of_one(model: Path, group_id: str) -> Iterator[tuple[TrainGroup, OneRank]]:
     with open_runtime(model) as runtime:
         ranks: Any = OneRank(RankContext(runtime, group_id, 0, 1))
-        group = TrainOperations()
-        group._attach(runtime.config, ranks)
-        yield group, ranks
+        yield TrainGroup.__new__(TrainGroup)._over(runtime.config, ranks), ranks
 
 
 def test_tenants_of_a_lost_group_are_made_again_on_the_new_base(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import torch
 
 from actors.train.context import HandleRef
 from actors.train.future import GroupFuture, operation
-from actors.train.operations import TrainOperations
-from actors.train.tenants import TenantOperations
+from actors.train.group import TrainGroup
 from rl_backend.contracts import LoRAConfig, OptimizerConfig
 
 HANDLE = HandleRef("group", 0, "policy", False, (0,), (0,))
@@ -37,7 +36,7 @@ GIVEN: dict[str, Any] = {
 """Values that are no default; flags are given the opposite of theirs."""
 
 
-class Recorded(TrainOperations):
+class Recorded(TrainGroup):
     """Keeps what would be sent to the ranks."""
 
     def __init__(self) -> None:
@@ -50,8 +49,7 @@ class Recorded(TrainOperations):
 
 OPERATIONS = {
     name: list(inspect.signature(method._method).parameters.values())[1:]
-    for owner in (TrainOperations, TenantOperations)
-    for name, method in vars(owner).items()
+    for name, method in vars(TrainGroup).items()
     if isinstance(method, operation)
 }
 

@@ -150,7 +150,7 @@ def test_quantised_bases_are_refused_before_anything_is_loaded(tmp_path: Path, m
     model = write_tiny("qwen3", tmp_path / "quantised")
     config = (model / "config.json").read_text()
     runtime = NativeRuntime(RuntimeConfig(hf_path=str(model), backend_cfg=NativeConfig(device="cpu")))
-    monkeypatch.setattr(runtime, "_build", lambda *args, **kwargs: pytest.fail("a model is built"))
+    monkeypatch.setattr(runtime.engine, "build", lambda *args, **kwargs: pytest.fail("a model is built"))
     try:
         (model / "config.json").write_text(config.replace("{", '{"quantization_config": {"quant_method": "fp8"},', 1))
         with pytest.raises(UnsupportedError, match=r"quantization_config=\{'quant_method': 'fp8'\}; give the directory"):

@@ -146,7 +146,7 @@ def test_deterministic_mode_sets_what_transformer_engine_reads(
         monkeypatch.delenv(VARIABLE)
     options = {"override_transformer_config": {"deterministic_mode": True}}
     with open_bridge(tied_model, **options) as runtime:
-        groups, config = runtime.groups, runtime.config
+        groups, config = runtime.engine.groups, runtime.config
         bridge = loading.open_bridge(str(tied_model))
         if refused:
             with pytest.raises(ConfigError, match=f"deterministic_mode'.*{VARIABLE}=1"):

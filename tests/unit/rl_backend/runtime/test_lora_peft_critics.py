@@ -16,7 +16,7 @@ from rl_backend.contracts import OptimizerConfig, UnsupportedError, WeightCheckE
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.packing import pack
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
-from rl_backend.runtime.tenant import TenantHandle
+from rl_backend.runtime.tenants.handle import TenantHandle
 from tests.support.native import VOCAB_SIZE
 from tests.support.sft_batches import random_token_sequences
 from tests.support.tenants import squared

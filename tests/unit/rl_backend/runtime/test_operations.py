@@ -16,7 +16,6 @@ from rl_backend.contracts import HandleError, OptimizerConfig
 from rl_backend.contracts.atoms import ATOMS, PARTS, Operation
 from rl_backend.runtime import Runtime
 from rl_backend.runtime.native import NativeRuntime
-from rl_backend.runtime.tenant_interface import TenantAtoms
 from tests.support.native import micro_batches, open_runtime, token_loss
 
 OF_RANKS = {"build_model", "forward_backward", "optimizer_step", "step_result", "weight_version", "run_on_ranks", "shutdown"}
@@ -30,7 +29,7 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def test_every_method_of_a_runtime_is_in_the_table() -> None:
-    public = {name for name in (*vars(Runtime), *vars(TenantAtoms)) if not name.startswith("_")} - NOT_ATOMS
+    public = {name for name in vars(Runtime) if not name.startswith("_")} - NOT_ATOMS
     assert public == ATOMS.keys() - GROUP_ONLY
 
 

@@ -14,7 +14,7 @@ from rl_backend.contracts import MetricValue, ModelOutput, OptimizerConfig, Pack
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
 from rl_backend.data.packing import pack
 from rl_backend.runtime.native import NativeRuntime
-from rl_backend.runtime.tenant import TenantHandle
+from rl_backend.runtime.tenants.handle import TenantHandle
 from tests.support.native import VOCAB_SIZE
 from tests.support.peft_reference import load_factors, peft_factors, peft_model
 from tests.support.sft_batches import random_token_sequences

@@ -19,8 +19,8 @@ from rl_backend.data.packing import pack
 from rl_backend.lora.rows import Section
 from rl_backend.runtime.adaptable import RowGroups, SumGroups
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
-from rl_backend.runtime.tenant import TenantHandle
-from rl_backend.runtime.tenant_optimizer import TenantOptimizer
+from rl_backend.runtime.tenants.handle import TenantHandle
+from rl_backend.runtime.tenants.optimizer import TenantOptimizer
 from tests.support.native import VOCAB_SIZE, open_runtime
 from tests.support.sft_batches import random_token_sequences
 from tests.support.tenants import copied, nll

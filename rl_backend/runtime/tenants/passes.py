@@ -1,7 +1,7 @@
 """One pass for several LoRA tenants: whose sequences are whose, and each one's own loss."""
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_backend.contracts import BatchError, ForwardResult, Head, LossFn, Metric, MetricValue, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import BASE_ONLY, LORA_FIELD
 from rl_backend.primitive.adapter_runs import AdapterRun
-from rl_backend.runtime.tenant import TenantHandle
+from rl_backend.runtime.tenants.handle import TenantHandle
 
 
 @dataclass
@@ -23,7 +23,7 @@ class PassTenants:
         by_id: those whose sequences may come.
         trains: whether there is a backward pass.
         heads: the outputs of the pass.
-        losses: the names of tenants that have a loss.
+        losses: by the tenant's name, in a pass of several; None without a loss.
         sole: the tenant whose the whole pass is; None where a field of each sequence says whose it is.
         begun: whether anything has run.
     """
@@ -31,7 +31,7 @@ class PassTenants:
     by_id: Mapping[int, TenantHandle]
     trains: bool
     heads: Sequence[Head]
-    losses: Collection[str] = ()
+    losses: Mapping[str, LossFn] | None = None
     sole: TenantHandle | None = None
     begun: bool = False
     _draws: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class PassTenants:
                     whose = "is no tenant of this model; there are" if self.sole is None else "in a pass of"
                     return BatchError(f"{where}: {key} {whose} {known}", micro_batch=index)
         for tenant in self.trained(data) if self.sole is None else ():
-            if tenant.name not in self.losses:
+            if tenant.name not in (self.losses or ()):
                 return BatchError(f"loss_fn has no loss for {tenant.name!r}, whose sequences are in the data")
         return None
 
@@ -75,7 +75,9 @@ class PassTenants:
 
     def fingerprint(self, data: Sequence[PackedBatch]) -> int:
         """Of the tenants that have a loss: their steps and failures are those of all ranks."""
-        counted = [str(each.lora_id) for each in self.present(data) if self.sole is not None or each.name in self.losses]
+        counted = [
+            str(each.lora_id) for each in self.present(data) if self.sole is not None or each.name in (self.losses or ())
+        ]
         return zlib.crc32(",".join(counted).encode())
 
     def begin(self, data: Sequence[PackedBatch]) -> None:
@@ -125,31 +127,29 @@ class LossOfTenants:
 
     Attributes:
         tenants: of the pass.
-        losses: by the tenant's name.
         results: tenant -> micro-batch -> its loss and metrics.
         failures: tenant -> what its loss raised.
     """
 
     tenants: PassTenants
-    losses: Mapping[str, LossFn]
     results: dict[int, list[tuple[float, Mapping[str, MetricValue]]]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
 
     def __call__(
         self, model_output: ModelOutput, data: PackedBatch, dp_group: Any = None
     ) -> tuple[Tensor | None, Mapping[str, MetricValue]]:
-        ids = self.tenants.ids(data)
+        ids, losses = self.tenants.ids(data), self.tenants.losses or {}
         total = _nothing(model_output)
         metrics: dict[str, MetricValue] = {}
         for key in dict.fromkeys(ids):
             handle = self.tenants.by_id.get(key)
-            if handle is None or key in self.failures or handle.name not in self.losses:
+            if handle is None or key in self.failures or handle.name not in losses:
                 continue
             own, rows = sequences_of(data, [index for index, each in enumerate(ids) if each == key], key)
             wanted = own_outputs(model_output._asdict(), handle.head)
             output = ModelOutput(**{name: value[rows] for name, value in wanted.items() if value is not None})
             try:
-                loss, found = self.losses[handle.name](output, own, dp_group)
+                loss, found = losses[handle.name](output, own, dp_group)
                 if self.tenants.trains and (not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad):
                     raise BatchError(f"the loss of {handle.name!r} returned {loss!r}; expected a 0-d tensor with a gradient")
             except Exception as error:  # noqa: BLE001 - one tenant's loss is not the others' affair

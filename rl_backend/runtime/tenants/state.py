@@ -14,7 +14,7 @@ from rl_backend.checkpoint.manifest import TenantFacts, TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors, TensorPieces, on_every_rank
 from rl_backend.contracts import CheckpointError
 from rl_backend.runtime import saved_state
-from rl_backend.runtime.tenant import TenantHandle
+from rl_backend.runtime.tenants.handle import TenantHandle
 from rl_backend.weights.inspection import tensor_digest
 
 _LOADED = "+"

@@ -31,7 +31,7 @@ from rl_backend.runtime.adaptable import Adaptable
 from rl_backend.runtime.engine import GuardedHandle
 from rl_backend.runtime.gradient_statistics import judge
 from rl_backend.runtime.router_replay import RouterReplay
-from rl_backend.runtime.tenant_optimizer import TenantOptimizer
+from rl_backend.runtime.tenants.optimizer import TenantOptimizer
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""LoRA tenants: trained beside each other on the frozen weights of one model."""
