@@ -1,1 +1,1 @@
-"""Where every published figure comes from: ``python -m benchmarks.<name>`` writes ``benchmarks/results/<name>.json``."""
+"""Sources of every published figure: ``python -m benchmarks.<name>`` writes ``benchmarks/results/<name>.json``."""

@@ -1,4 +1,4 @@
-"""What a process of one checkout does for :mod:`benchmarks.against`: a step, a push, a save or a load at each request.
+"""Worker process of one checkout for :mod:`benchmarks.against`: a step, a push, a save or a load per request.
 
 Run by its path, with ``PYTHONPATH`` naming the checkout, whose own benchmarks it imports: only what every version has.
 """

@@ -1,4 +1,4 @@
-"""Whether a side parts from transformers because two experts, or two groups, are equal to a token but for rounding.
+"""Detects sides that differ from transformers only because two experts, or two groups, tie up to rounding.
 
 Scores of transformers in float64 say by how much a token's last expert is ahead of the next one: its margin. A side in
 float32 may choose differently where that is small, and from there on it trains another model.

@@ -1,4 +1,4 @@
-"""What a server of multiprocessing's ``forkserver`` preloads first, to end soon after the process that started it.
+"""Preload of multiprocessing's ``forkserver`` that ends it soon after the process that started it.
 
 Importing it is the effect. A server finds out by itself only when it has imported all that it preloads, which may take half
 a minute, and when the processes that it forked have ended: these are tied on their own

@@ -1,4 +1,4 @@
-"""How evenly the experts of a mixture are loaded, before and after loss-free balancing, on a skewed task.
+"""Load of the experts of a mixture before and after loss-free balancing, on a skewed task.
 
 Sequences have few tokens that are frequent and many that are rare, and routers begin with biases that prefer some experts.
 """

@@ -1,4 +1,4 @@
-"""How closely the runtimes agree: parity over 20 steps for pairs and layouts, dense and mixture of experts.
+"""Agreement of the runtimes: parity over 20 steps for pairs and layouts, dense and mixture of experts.
 
 Writes ``pairs`` of ``results/parity.json``: for each pair the largest relative difference of the loss and of the gradient
 norm over the first 5 and over all steps, the first divergence (null when there is none), by how much the loss fell, and

@@ -1,4 +1,4 @@
-"""Whether a shape amplifies rounding: how far sides that trained in float32 are from transformers in float64."""
+"""Detects shapes that amplify rounding: distance of float32 sides from transformers in float64."""
 
 from __future__ import annotations
 

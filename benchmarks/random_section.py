@@ -1,4 +1,4 @@
-"""What docs/capabilities.md says of trials with random shapes."""
+"""The section of docs/capabilities.md on trials with random shapes."""
 
 from __future__ import annotations
 

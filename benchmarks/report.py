@@ -1,4 +1,4 @@
-"""What every benchmark shares: facts about the machine, medians, and the JSON file."""
+"""Shared parts of the benchmarks: facts about the machine, medians, and the JSON file."""
 
 from __future__ import annotations
 

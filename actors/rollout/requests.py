@@ -1,4 +1,4 @@
-"""What a call that samples asks of engines: checked, and divided."""
+"""Checks a sampling call and divides it over the engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a group of engines does with turns of episodes: each goes to one engine, beside the calls that sample on all."""
+"""Turns of episodes on a group of engines: each goes to one engine, while other calls sample on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run prints: the phases of its start, and a line for each step with the time that is left.
+"""Console output of a run: the phases of its start, and a line per step with the time that is left.
 
 Nothing here takes long to import: the first line of a command comes before PyTorch and Ray are imported.
 """

@@ -1,4 +1,4 @@
-"""What ends a response."""
+"""Stop tokens of a response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an episode run reads: tokenizer, environment, rows."""
+"""Inputs of an episode run: tokenizer, environment, rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step's episodes are like, as metrics."""
+"""Metrics of a step's episodes."""
 
 from __future__ import annotations
 

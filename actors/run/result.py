@@ -1,4 +1,4 @@
-"""What a run that samples has come to."""
+"""Results of a run that samples."""
 
 from __future__ import annotations
 

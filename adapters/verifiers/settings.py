@@ -1,4 +1,4 @@
-"""What an environment of verifiers is made of, and whose Python it runs in."""
+"""Settings of a verifiers environment, and of the Python that it runs in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``async_save`` asks of verl's trainer: one record for all of a step, and no save left when training ends.
+"""``async_save`` under verl's trainer: one record for all saves of a step, and none left open when training ends.
 
 The workers then write verl's record of the latest step (:mod:`adapters.verl.background_saves`). They know neither which
 other roles the trainer saves after them, nor that it has made its last call; Ray ends them with what they are writing.

@@ -1,4 +1,4 @@
-"""What the scripts have in common: options, and verl's overrides for an engine and for a machine."""
+"""Options that the scripts share, and verl's overrides for an engine and for a machine."""
 
 from __future__ import annotations
 

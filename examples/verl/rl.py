@@ -1,4 +1,4 @@
-"""What GRPO and PPO have in common: options, and verl's overrides for actor, reference and vLLM."""
+"""Options that GRPO and PPO share, and verl's overrides for actor, reference and vLLM."""
 
 from __future__ import annotations
 

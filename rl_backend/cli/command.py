@@ -1,4 +1,4 @@
-"""What commands share: their error, flags made from configurations, and their end by a signal. Needs no torch."""
+"""Shared parts of the commands: errors, flags made from configurations, and the end by a signal. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an episode is made of: generations, turns, calls of tools, and the segments that are trained on."""
+"""Parts of an episode: generations, turns, tool calls, and the segments that are trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a chat template treats the past: found out once for a model, when a run starts."""
+"""Does a chat template change past turns? Probed once per model, when a run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat template puts behind a turn of the model: new messages as ids, without rendering the past again.
+"""Renders the messages that follow a turn of the model as token ids, without rendering the past again.
 
 Dummy messages with a unique word in the model's place are rendered together with the new ones, and what follows the word is
 encoded alone. So the ids of the past stay as they were sampled, and the new ones are what the template makes of them.

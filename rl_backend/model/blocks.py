@@ -1,4 +1,4 @@
-"""What every block of a decoder layer says about itself: its module, its cuts, its Hugging Face names, what must divide.
+"""Contracts of the blocks of a decoder layer: module, sharding, Hugging Face names, divisibility.
 
 A layer is a mixer, which moves information between tokens, and a feed-forward block. Each kind of block is one file in
 ``mixers/`` or ``feedforward/`` with two classes: a module that computes and cuts itself over ranks, and a specification, its

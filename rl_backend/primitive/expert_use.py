@@ -1,4 +1,4 @@
-"""How much experts are used, and the bias of a router that evens it out."""
+"""Load of the experts, and the router bias that balances it."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What LoRA tenants can adapt of a model, and the ranks over which their gradients are added up."""
+"""Modules that LoRA tenants can adapt, and the ranks over which their gradients are summed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

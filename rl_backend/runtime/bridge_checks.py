@@ -1,4 +1,4 @@
-"""What the bridge runtime refuses of a model and its layout, from ``config.json`` alone. Megatron is not imported."""
+"""Refusals of the bridge runtime, from ``config.json`` alone. Megatron is not imported."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""What this process does when: spans of time, kept in a ring until they are taken.
+"""Records spans of time of this process in a ring buffer, until they are taken.
 
 Recording is off until :meth:`TraceRecorder.start`: a span then takes neither the clock nor the lock, and is forgotten.
 """

@@ -1,4 +1,4 @@
-"""What tensors hold, at the price of one pass over memory: digests and checksums, and whether all values are finite."""
+"""Digests, checksums and finiteness of tensors, in one pass over memory."""
 
 import ctypes
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""What a bridge handle holds, and training it, for the tests of exports, gradients, offloading and checkpoints."""
+"""State of a bridge handle, and training it, for tests of exports, gradients, offloading and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which TCP ports the processes of this machine listen on, from ``/proc``."""
+"""TCP ports that the processes of this machine listen on, from ``/proc``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``make test`` leaves to ``make test-all``, and the record of a run: layouts, features, outcomes and seconds.
+"""Cases that only ``make test-all`` runs, and the record of a run: layouts, features, outcomes and seconds.
 
 A plugin of pytest. Of the cases of ``tests/distributed`` it keeps a set that covers every pair of values (:func:`needs`);
 the others get the marker ``long``. Of these ``make test-all`` runs as many as give each test every pair of its own values

@@ -1,4 +1,4 @@
-"""What a third party writes: a model family and a runtime, added through the public interface alone."""
+"""A plugin as a third party writes it: a model family and a runtime, added through the public interface alone."""
 
 from __future__ import annotations
 

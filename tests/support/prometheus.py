@@ -1,4 +1,4 @@
-"""What Ray's nodes serve of this project to Prometheus."""
+"""This project's metrics as Ray's nodes serve them to Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other tenants do beside a watched one, and everything of the watched one afterwards."""
+"""Events of other tenants around a watched one, and the full state of the watched one afterwards."""
 
 from __future__ import annotations
 

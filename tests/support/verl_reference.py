@@ -1,4 +1,4 @@
-"""What comparisons with verl's own functions share."""
+"""Shared parts of comparisons with verl's own functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM 0.30 cannot serve, by model type, each with what was measured. Needs no vLLM.
+"""Models that vLLM 0.30 cannot serve, by model type, each with a measurement. Needs no vLLM.
 
 :data:`REFUSALS` is read before an engine starts, and by whoever tabulates what the project can do.
 """

@@ -1,4 +1,4 @@
-"""What can be said of a run before anything starts: from its options, the model's files, the data and this machine."""
+"""Checks before anything starts: a run's options, model files, data, and this machine."""
 
 from actors.run.preflight.checks import Finding as Finding
 from actors.run.preflight.checks import check_start as check_start

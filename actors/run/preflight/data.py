@@ -1,4 +1,4 @@
-"""Whether a run's prompts, or its examples, and its reward functions can be read."""
+"""Checks that a run's prompts, examples and reward functions can be read."""
 
 from __future__ import annotations
 

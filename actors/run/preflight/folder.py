@@ -1,4 +1,4 @@
-"""Whether a run can have its folder."""
+"""Checks that a run can create or lock its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this machine has the packages, GPUs and cores of a run. A cluster's machines are left to Ray."""
+"""Checks that this machine has the packages, GPUs and cores of a run. Machines of a cluster are left to Ray."""
 
 from __future__ import annotations
 

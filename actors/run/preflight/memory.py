@@ -1,4 +1,4 @@
-"""Whether a run fits into the memory of this machine, by :mod:`rl_backend.lab.plan`."""
+"""Checks that a run fits into the memory of this machine, by :mod:`rl_backend.lab.plan`."""
 
 from __future__ import annotations
 

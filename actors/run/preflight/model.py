@@ -1,4 +1,4 @@
-"""Whether a model's files, its layout and the lengths of a run go together."""
+"""Checks a model's files against the layout and the sequence lengths of a run."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is put in the way of the Python that has verifiers; nothing here is imported by ours."""
+"""Modules put on the path of the Python that has verifiers; nothing here is imported by ours."""

@@ -1,4 +1,4 @@
-"""What reward functions are told, what they return, and what comes of it: scores, metrics, records."""
+"""Inputs and results of reward functions: scores, metrics and records."""
 
 from __future__ import annotations
 

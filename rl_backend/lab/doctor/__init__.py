@@ -1,1 +1,1 @@
-"""What a machine and an installation can run. Nothing here imports torch, which may be what is broken."""
+"""Checks a machine and an installation. Nothing here imports torch, which may be the broken part."""

@@ -1,4 +1,4 @@
-"""What micro-batches take on the stages of a model, counted while a stage runs on the meta device."""
+"""Activation memory of micro-batches per pipeline stage, counted while a stage runs on the meta device."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What adapters do in one chunk of a Megatron model, and beside its experts."""
+"""Adapters in one chunk of a Megatron model, and on its experts."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What Megatron-Bridge assumes of a family's released sizes, read from ``config.json`` instead; routing that differs."""
+"""Fields of ``config.json`` that Megatron-Bridge replaces by the sizes of a released model; refusals of other routing."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What Megatron's DDP leaves for the next pass, with ``overlap_param_gather`` and ``overlap_grad_reduce``."""
+"""Work that Megatron's DDP postpones to the next pass with ``overlap_param_gather`` and ``overlap_grad_reduce``."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

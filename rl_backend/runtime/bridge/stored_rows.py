@@ -1,4 +1,4 @@
-"""In which order Megatron's parameters have the rows of Hugging Face's tensors."""
+"""Row order of Megatron's parameters, in terms of Hugging Face's tensors."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

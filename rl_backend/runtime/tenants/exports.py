@@ -1,4 +1,4 @@
-"""What a tenant gives out: weights, which are those of its base with the adapter added, and gradients of its own tensors."""
+"""Exports of a tenant: weights are those of its base with the adapter added; gradients are of its own tensors."""
 
 from collections.abc import Collection
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a GPT-NeoX ``config.json`` says."""
+"""Reads a GPT-NeoX ``config.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How GPT-NeoX is laid out over ranks."""
+"""Layout of GPT-NeoX over ranks."""
 
 from __future__ import annotations
 
