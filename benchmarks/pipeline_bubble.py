@@ -4,18 +4,16 @@ Four processes run the real executor over gloo with stages that wait for a fixed
 not compete for cores: on each rank ``SECONDS`` for the forward pass of a micro-batch, as much for the backward pass for the
 inputs and as much for the weights, shared by the rank's stages. Activations are counted as they are kept alive.
 ``python -m benchmarks.pipeline_bubble`` writes ``results/pipeline_bubble.json``: ``schedules.<name>.<m>`` with the measured
-and simulated shares of idle time and ``throughput_over_1f1b``; of several runs, the one with the median makespan; and
-``post_validation.schedules.<name>`` with what :mod:`benchmarks.post_validation` measures.
+and simulated shares of idle time and ``throughput_over_1f1b``; of several runs, the one with the median makespan.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 import weakref
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -28,8 +26,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from benchmarks import post_validation
-from benchmarks.report import RESULTS, machine, write_result
+from benchmarks.report import machine, write_result
 from benchmarks.timed_model import HIDDEN, TimedPass
 from rl_backend.child_process import open_lifeline, tie
 from rl_backend.pipeline import SCHEDULES, Action, Costs, Schedule, Span, Timeline, make_schedule, simulate
@@ -37,7 +34,6 @@ from rl_backend.pipeline.executor import PipelineExecutor
 
 PP = 4
 MICRO_BATCHES = (8, 16)
-PARTS = ("schedules", "post_validation")
 SECONDS = 0.2
 
 
@@ -98,17 +94,15 @@ class Run:
     peak: int
 
 
-def run_rank(
-    rank: int, store: str, num_runs: int, parts: Collection[str], results: Any, lines: Sequence[Connection]
-) -> None:
-    """All measurements on one rank; rank 0 puts timelines and times into ``results``. ``lines`` stay open until its end."""
+def run_rank(rank: int, store: str, num_runs: int, results: Any, lines: Sequence[Connection]) -> None:
+    """All measurements on one rank; rank 0 puts timelines into ``results``. ``lines`` stay open until its end."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PP)
     group = dist.group.WORLD
     assert group is not None, "it was made above"
     _step(make_schedule("zbv", PP, 2), 0.001, group)
     timelines: dict[tuple[str, int], list[Timeline]] = {}
-    for _ in range(num_runs if "schedules" in parts else 0):
+    for _ in range(num_runs):
         for name in SCHEDULES:
             for num_micro_batches in MICRO_BATCHES:
                 schedule = make_schedule(name, PP, num_micro_batches)
@@ -119,9 +113,8 @@ def run_rank(
                 timelines.setdefault((name, num_micro_batches), []).append(
                     Timeline(tuple(one.spans for one in whole), tuple(one.peak for one in whole))
                 )
-    times = post_validation.measure(SECONDS) if "post_validation" in parts else {}
     if rank == 0:
-        results.put((timelines, times))
+        results.put(timelines)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -136,30 +129,23 @@ def _step(schedule: Schedule, seconds: float, group: dist.ProcessGroup) -> Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="of each schedule and number of micro-batches (default 3)")
-    parser.add_argument("--only", choices=PARTS, help="measure one part and keep the rest of the file")
     arguments = parser.parse_args()
-    parts = PARTS if arguments.only is None else (arguments.only,)
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         store = str(Path(directory) / "store")
         lines = [stack.enter_context(open_lifeline()) for _ in range(PP)]
         ranks = start_processes(
-            run_rank, (store, arguments.runs, parts, results, lines), nprocs=PP, join=False, start_method="spawn"
+            run_rank, (store, arguments.runs, results, lines), nprocs=PP, join=False, start_method="spawn"
         )
         assert ranks is not None, "they are not joined yet"
         for pid, line in zip(ranks.pids(), lines, strict=True):
             tie(pid, line)
-        timelines, times = results.get()
+        timelines = results.get()
         while not ranks.join():
             pass
-    measured: dict[str, Any] = {"pp": PP, "seconds_of_a_pass_on_a_rank": SECONDS}
-    if "schedules" in parts:
-        measured |= {"runs": arguments.runs, "schedules": _schedules(timelines), "machine": machine()}
-    if "post_validation" in parts:
-        measured["post_validation"] = post_validation.facts(times, PP, SECONDS) | {"machine": machine()}
-    kept = {} if arguments.only is None else json.loads((RESULTS / "pipeline_bubble.json").read_text(encoding="utf-8"))
-    path = write_result("pipeline_bubble", {**kept, **measured})
+    facts = {"pp": PP, "seconds_of_a_pass_on_a_rank": SECONDS, "runs": arguments.runs, "schedules": _schedules(timelines)}
+    path = write_result("pipeline_bubble", {**facts, "machine": machine()})
     print(f"wrote {path}")
 
 

@@ -31,9 +31,6 @@ class RankOptions(Options):
     renamed: ClassVar[Mapping[str, str]] = {"backend_options": BACKEND}
     follows: ClassVar[Mapping[str, Follows]] = {
         f"{BACKEND}.param_dtype": Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
-        f"{BACKEND}.post_validation": Follows(
-            lambda config: False, "the loop waits for the result of each step before the next; leave it out"
-        ),
     }
     help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
         "training": ("seed",),

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_backend.contracts import HandleError, Head, ModelHandle, PendingStepResult, StepResult
+from rl_backend.contracts import HandleError, Head, ModelHandle
 from rl_backend.runtime import Runtime
-
-KEPT_STEPS = 64
-"""Steps of a rank whose results nobody has asked for."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,6 @@ class RankContext:
     operation: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     _handles: dict[int, ModelHandle] = field(default_factory=dict)
-    _pending: dict[int, PendingStepResult] = field(default_factory=dict)
 
     def handle(self, ref: HandleRef) -> ModelHandle:
         """This rank's handle; raises :class:`~rl_backend.contracts.HandleError` for one of another group."""
@@ -80,20 +76,3 @@ class RankContext:
     def forget(self, ref: HandleRef) -> None:
         """Drops the handle that ``ref`` names."""
         del self._handles[ref.key]
-
-    def keep_pending(self, result: PendingStepResult) -> None:
-        """Stores the result of the running operation, which is not known yet; keeps the newest that nobody takes."""
-        self._pending[self.operation] = result
-        if len(self._pending) > KEPT_STEPS:
-            del self._pending[min(self._pending)]
-
-    def take_pending(self, number: int) -> StepResult:
-        """Waits for the result of step ``number``; raises :class:`~rl_backend.contracts.HandleError` when it is gone."""
-        if number not in self._pending:
-            raise HandleError(
-                f"the result of step {number} is gone: {KEPT_STEPS} later ones have not been read either, or it has been "
-                "read already; read results of optimizer_step as they come",
-                number=number,
-            )
-        ok, grad_norm, num_zeros = self._pending.pop(number)
-        return StepResult(ok, grad_norm, num_zeros)

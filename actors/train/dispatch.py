@@ -174,8 +174,6 @@ def _equal(operation: Operation, shares: Shares, values: Sequence[Any], group_id
 
 _JOINS: Mapping[Join, Callable[[Operation, Shares, Sequence[Any], str], Any]] = {
     "first": lambda operation, shares, values, group_id: values[0],
-    # The group makes a pending result of None.
-    "step": lambda operation, shares, values, group_id: next((value for value in values if value is not None), None),
     "any": lambda operation, shares, values, group_id: any(values),
     "all": lambda operation, shares, values, group_id: list(values),
     "equal": _equal,

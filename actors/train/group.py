@@ -25,7 +25,6 @@ from rl_backend.contracts import (
     Head,
     Losses,
     OptimizerConfig,
-    PendingStepResult,
     RLBackendError,
     RuntimeConfig,
     TokenSequence,
@@ -487,8 +486,6 @@ class TrainGroup:
                 ranks.keep(Operation(operation.name, {**operation.arguments, "name": result.name}, header.number))
             if atom.frees and handle is not None:
                 ranks.forget(handle.key)
-            if atom.join == "step" and result is None:
-                return PendingStepResult(lambda: self.submit("step_result", handle=handle, number=header.number).result())
             return result
 
         return GroupFuture(title, finish, lambda: ranks.ready(outcomes))

@@ -29,7 +29,7 @@ from actors.train.outcome import (
     failed,
     peak_memory,
 )
-from rl_backend.contracts import HandleError, LossFn, ModelHandle, PackedBatch, PendingStepResult, RLBackendError, StepResult
+from rl_backend.contracts import HandleError, LossFn, ModelHandle, PackedBatch, RLBackendError, StepResult
 from rl_backend.contracts.atoms import ATOMS, Operation
 from rl_backend.contracts.backend_info import OptimizerState
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
@@ -205,17 +205,9 @@ def _forward_backward(
     return RankForward(result.losses, dict(result.metrics), outputs, tenants)
 
 
-def _optimizer_step(context: RankContext, handle: HandleRef | list[HandleRef]) -> StepResult | list[StepResult] | None:
-    """None for a step that other ranks still have a part of: to answer with its result would wait for them."""
+def _optimizer_step(context: RankContext, handle: HandleRef | list[HandleRef]) -> StepResult | list[StepResult]:
     result: StepResult | list[StepResult] = context.runtime.optimizer_step(context.handles(handle))
-    if not isinstance(result, PendingStepResult):
-        return result
-    context.keep_pending(result)
-    return None
-
-
-def _step_result(context: RankContext, handle: HandleRef, number: int) -> StepResult:
-    return context.take_pending(number)
+    return result
 
 
 def _run_on_ranks[**P, R](
@@ -243,7 +235,6 @@ _OWN: Mapping[str, Callable[..., Any]] = {
     "get_optimizer_state": _get_optimizer_state,
     "forward_backward": _forward_backward,
     "optimizer_step": _optimizer_step,
-    "step_result": _step_result,
     "weight_version": lambda context, handle: context.handle(handle).weight_version,
     "run_on_ranks": _run_on_ranks,
     "shutdown": _shutdown,
@@ -270,7 +261,7 @@ def _observed(context: RankContext, header: OperationHeader, operation: Operatio
 
 
 def _weight_versions(context: RankContext, operation: Operation) -> dict[str, int]:
-    """Of the models that the operation was given; not of one whose last step others still have a part of."""
+    """Of the models that the operation was given."""
     versions = {}
     given = operation.arguments.get("handle")
     for argument in (*(given if isinstance(given, list) else [given]), *operation.arguments.get("args", ())):
@@ -279,8 +270,7 @@ def _weight_versions(context: RankContext, operation: Operation) -> dict[str, in
                 handle = context.handle(argument)
             except HandleError:  # a caller's function may take a reference that means nothing to this group
                 continue
-            if handle.is_settled:
-                versions[argument.name] = handle.weight_version
+            versions[argument.name] = handle.weight_version
     return versions
 
 

@@ -53,12 +53,6 @@ def backend_options(
             raise ConfigError.of(
                 f"RLBackendEngineConfig.backend_options[{name!r}]", value, f"decided by {_DECIDED_BY[name]}"
             )
-    if chosen.get("post_validation"):
-        raise ConfigError.of(
-            "RLBackendEngineConfig.backend_options['post_validation']",
-            chosen["post_validation"],
-            "verl waits for the gradient norm of every step, so nothing would overlap; leave it out",
-        )
     parallel = parallel_config(model, engine)
     options: dict[str, Any] = {"parallel": parallel, "param_dtype": engine.dtype, "device": _device(), **chosen}
     if engine.entropy_from_logits_with_chunking:

@@ -51,7 +51,6 @@ from rl_backend.contracts.result import LossFn as LossFn
 from rl_backend.contracts.result import Metric as Metric
 from rl_backend.contracts.result import MetricValue as MetricValue
 from rl_backend.contracts.result import ModelOutput as ModelOutput
-from rl_backend.contracts.result import PendingStepResult as PendingStepResult
 from rl_backend.contracts.result import StepResult as StepResult
 from rl_backend.contracts.result import merge_metrics as merge_metrics
 from rl_backend.contracts.routed_experts import RoutedLayers as RoutedLayers

@@ -39,26 +39,18 @@ class ModelHandle:
     lora_id: int = -1
     kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the last step is final. With post-validation a rank may still have to take it back."""
-        return True
-
 
 type Part = Literal["model", "optimizer", "grad"]
 """A part of a model that can be moved to host memory by itself."""
 
 PARTS: tuple[Part, ...] = get_args(Part.__value__)
 
-type Settled = Literal["no", "here", "everywhere"]
-"""What a step that was taken early must be (``NativeConfig.post_validation``): nothing, known on this rank, or on all."""
-
 type Split = Literal["same", "sequences"]
 """``same``: every rank gets the arguments as they are. ``sequences``: each data-parallel rank gets its own micro-batches."""
 
-type Join = Literal["first", "any", "equal", "all", "step", "forward_result", "model"]
-"""One result of those of all ranks: that of rank 0, whether any is true, the one that all agree on, the list of them, a step
-that may still be taken back, the outputs in the caller's order, or the name of a model that all ranks have built."""
+type Join = Literal["first", "any", "equal", "all", "forward_result", "model"]
+"""One result of those of all ranks: that of rank 0, whether any is true, the one that all agree on, the list of them, the
+outputs in the caller's order, or the name of a model that all ranks have built."""
 
 
 class Needs(NamedTuple):
@@ -69,7 +61,6 @@ class Needs(NamedTuple):
         trained: the model has gradients and an optimizer.
         whole_gradients: no pass has failed in the middle since the last ``zero_grad``.
         weights: no load of a checkpoint has failed in the middle.
-        settled: how far the last step must be known.
         form: what to call this form of the operation when a forward-only model is refused.
     """
 
@@ -77,7 +68,6 @@ class Needs(NamedTuple):
     trained: bool = False
     whole_gradients: bool = False
     weights: bool = True
-    settled: Settled = "no"
     form: str = ""
 
 
@@ -109,7 +99,7 @@ class Atom:
         return self.with_flag if flag else self.needs
 
 
-_EXPORT = Needs(("model",), settled="everywhere")
+_EXPORT = Needs(("model",))
 
 ATOMS: Mapping[str, Atom] = {
     "build_model": Atom(join="model", builds=True),
@@ -123,31 +113,30 @@ ATOMS: Mapping[str, Atom] = {
         split="sequences",
         join="forward_result",
     ),
-    "optimizer_step": Atom(Needs(("model", "optimizer", "grad"), trained=True, whole_gradients=True), join="step"),
-    "step_result": Atom(join="first"),
+    "optimizer_step": Atom(Needs(("model", "optimizer", "grad"), trained=True, whole_gradients=True), join="first"),
     "lr_scheduler_step": Atom(Needs(trained=True), join="first"),
-    "to": Atom(Needs(weights=False, settled="here"), join="first"),
+    "to": Atom(Needs(weights=False), join="first"),
     "weight_version": Atom(join="equal"),
     "weight_infos": Atom(),
     "export_weights": Atom(_EXPORT),
     "export_shards": Atom(_EXPORT),
-    "export_gradients": Atom(Needs(("grad",), trained=True, whole_gradients=True, settled="everywhere")),
+    "export_gradients": Atom(Needs(("grad",), trained=True, whole_gradients=True)),
     "activations": Atom(_EXPORT),
     "save_checkpoint": Atom(
-        Needs(("model", "optimizer"), trained=True, settled="everywhere", form=" of training state"),
+        Needs(("model", "optimizer"), trained=True, form=" of training state"),
         flag="hf",
         with_flag=_EXPORT,
         join="first",
     ),
     "wait_for_checkpoint": Atom(Needs(weights=False), join="first"),
     "checkpoint_is_pending": Atom(Needs(weights=False), join="any"),
-    "load_checkpoint": Atom(Needs(("model", "optimizer"), weights=False, settled="everywhere"), join="first"),
+    "load_checkpoint": Atom(Needs(("model", "optimizer"), weights=False), join="first"),
     "is_mp_src_rank_with_outputs": Atom(),
     "create_lora_adapter": Atom(join="model", builds=True),
     "remove_lora_adapter": Atom(Needs(weights=False), join="first", frees=True),
     "list_lora_adapters": Atom(Needs(weights=False), join="first"),
-    "get_optimizer_state": Atom(Needs(("model", "optimizer"), trained=True, settled="everywhere"), join="first"),
-    "list_optimizer_states": Atom(Needs(weights=False, settled="here"), join="first"),
+    "get_optimizer_state": Atom(Needs(("model", "optimizer"), trained=True), join="first"),
+    "list_optimizer_states": Atom(Needs(weights=False), join="first"),
     "get_backend_info": Atom(Needs(weights=False), join="first"),
     "export_lora_adapter": Atom(_EXPORT, join="first"),
     "import_lora_adapter": Atom(Needs(("model", "optimizer"), trained=True), join="first"),

@@ -1,6 +1,6 @@
 """Outputs of a model, the losses that see them, and the results of the atoms: the same for every runtime."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -109,9 +109,8 @@ def merge_metrics(results: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     return merged
 
 
-@dataclass(frozen=True, eq=False)
-class StepResult:
-    """Result of ``optimizer_step``; unpacks, compares and is indexed as the tuple ``(ok, grad_norm, num_zeros)``.
+class StepResult(NamedTuple):
+    """Result of ``optimizer_step``.
 
     Attributes:
         ok: False when any rank's gradient was not finite; then no parameter, moment or step count changed.
@@ -122,40 +121,3 @@ class StepResult:
     ok: bool
     grad_norm: float
     num_zeros: int | None
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.ok, self.grad_norm, self.num_zeros))
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> Any:
-        return tuple(self)[index]
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, StepResult | tuple) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-
-class PendingStepResult(StepResult):
-    """Result of a step that other ranks still have a part of; it is waited for when it is first looked at.
-
-    Args:
-        wait: gives the result.
-    """
-
-    def __init__(self, wait: Callable[[], StepResult]) -> None:
-        object.__setattr__(self, "_wait", wait)
-
-    def __getattr__(self, name: str) -> Any:
-        # Python asks here for attributes that are not set: until the first look, those of the result.
-        if name not in ("ok", "grad_norm", "num_zeros"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.__dict__.update(vars(self.__dict__["_wait"]()))
-        del self.__dict__["_wait"]
-        return self.__dict__[name]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepResult, tuple(self)

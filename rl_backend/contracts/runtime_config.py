@@ -110,10 +110,6 @@ class Registry[T]:
             importlib.import_module(self.built_in)
 
 
-_PIPELINE = HasEffect(
-    lambda config: config.parallel.pp > 1, "with parallel.pp=1 all ranks end a step together; set it to False"
-)
-
 _ROUNDED = HasEffect(
     lambda config: config.param_dtype != "float32", "with param_dtype='float32' all is computed in float32; leave it out"
 )
@@ -153,10 +149,6 @@ class NativeConfig(BackendConfig):
         pipeline_schedule: ``1f1b``, ``interleaved-1f1b``, ``zb-h1``, ``zb-h2``, ``zbv`` or ``dualpipev``; ``auto`` takes
             ``interleaved-1f1b`` where ``parallel.vpp`` is more than 1, and ``1f1b`` otherwise.
         pipeline_layers: layers of each of the ``pp * vpp`` stages; None divides them evenly.
-        post_validation: ranks of a pipeline step before they know the global gradient norm, start the next pass, and take
-            the step back where clipping or a skip was due (arXiv 2401.10241, section 4): same results, less waiting between
-            steps, memory for a copy of the parameters and moments. ``optimizer_step`` then returns before all ranks are
-            done, and its result waits for them when it is looked at.
         model: name of the registered model family, or ``auto``: the one that claims the directory's ``model_type``.
         model_cfg: that family's own options; needs ``model`` to be named. None takes its defaults.
     """
@@ -170,7 +162,6 @@ class NativeConfig(BackendConfig):
     log_prob_chunk_tokens: Annotated[int, MAY_CHANGE] = Field(default=1024, ge=1)
     pipeline_schedule: Annotated[PipelineSchedule, MAY_CHANGE] = "auto"
     pipeline_layers: Annotated[tuple[int, ...] | None, MAY_CHANGE] = None
-    post_validation: Annotated[bool, MAY_CHANGE, _PIPELINE] = False
     model: str = "auto"
     model_cfg: SerializeAsAny[ModelOptions] | None = None
 

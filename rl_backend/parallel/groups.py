@@ -4,7 +4,6 @@ import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,18 +18,6 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 Longer than what one rank may do while the others wait: to write a Hugging Face directory to a slow disk, say.
 """
-
-
-class ValidationGroups(NamedTuple):
-    """Groups with which ranks of a pipeline check each other while they compute.
-
-    Attributes:
-        world: all ranks over gloo, for transfers and collectives on the CPU that other groups' do not wait for.
-        stage: the ranks of one pipeline rank, for collectives on the training device.
-    """
-
-    world: dist.ProcessGroup
-    stage: dist.ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +62,6 @@ class ParallelGroups(RankGroups):
         pp_group, cp_group, tp_group: ranks that differ in one dimension only, for collectives on ``device``.
         token_group: the ranks that share the tokens of a micro-batch in one layer, over cp and tp.
         expert_group: the ranks that together hold every expert once, over ep and etp.
-        validation: for ``NativeConfig.post_validation``; None without it.
         made: the groups that :func:`close_groups` destroys.
     """
 
@@ -90,7 +76,6 @@ class ParallelGroups(RankGroups):
     tp_group: dist.ProcessGroup
     token_group: dist.ProcessGroup
     expert_group: dist.ProcessGroup
-    validation: ValidationGroups | None
     made: tuple[dist.ProcessGroup, ...]
 
     @property
@@ -132,7 +117,7 @@ def training_device(name: str) -> torch.device:
     return device
 
 
-def open_groups(parallel: ParallelConfig, device: torch.device, *, post_validation: bool = False) -> ParallelGroups:
+def open_groups(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
     """Makes the groups of the layout. A collective over all ranks of the job.
 
     Uses the default process group, or first makes it: from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``
@@ -144,7 +129,7 @@ def open_groups(parallel: ParallelConfig, device: torch.device, *, post_validati
     """
     join_default_group(device)
     try:
-        return _open(parallel, device, post_validation)
+        return _open(parallel, device)
     except BaseException:
         leave_default_group()
         raise
@@ -161,7 +146,7 @@ def close_groups(groups: ParallelGroups) -> None:
         leave_default_group()
 
 
-def _open(parallel: ParallelConfig, device: torch.device, post_validation: bool) -> ParallelGroups:
+def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
     world_size = dist.get_world_size()
     dp_size = parallel.data_parallel_size(world_size)
     ranks = torch.arange(world_size)
@@ -200,8 +185,7 @@ def _open(parallel: ParallelConfig, device: torch.device, post_validation: bool)
         mesh_dim_names=(edp, ep, etp),
     )
     backend = "fake" if _is_fake() else "gloo"
-    on_hosts = [dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT) for _ in range(2 if post_validation else 1)]
-    validation = ValidationGroups(on_hosts[1], along(dense, 1, 2, 3)) if post_validation else None
+    host_group = dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
     return ParallelGroups(
         parallel=parallel,
         device=device,
@@ -221,9 +205,8 @@ def _open(parallel: ParallelConfig, device: torch.device, post_validation: bool)
         replica_group=along(dense, 0, 2, 3),
         expert_group=along(experts, 2, 3),
         world_group=world_group(),
-        host_group=on_hosts[0],
-        validation=validation,
-        made=(*on_hosts, *by_partition.values()),
+        host_group=host_group,
+        made=(host_group, *by_partition.values()),
     )
 
 

@@ -2,13 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
 from rl_backend.contracts import ScheduleError
-from rl_backend.pipeline.schedule import COMPUTATIONS, RECEIVES, Action, Kind, Schedule
+from rl_backend.pipeline.schedule import COMPUTATIONS, RECEIVES, Action, Kind
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 MOST_NAMED = 8
@@ -102,41 +101,3 @@ def arrival_of(source: Action, action: Action, placement: Sequence[int]) -> Arri
     if source.send is None or placement[source.stage] == placement[action.stage]:
         return None
     return Arrival(source.send.other_end)
-
-
-class WarmUp(NamedTuple):
-    """The beginning of a schedule: forward passes before each rank's first loss and first backward pass.
-
-    Attributes:
-        lengths: for each rank how many of its actions.
-        left_over: for each rank, in order, the other ends of sends and receives that peers have posted by then and this rank
-            has not. With them every transfer is complete, so that the pass can end here on all ranks.
-    """
-
-    lengths: tuple[int, ...]
-    left_over: tuple[tuple[Action, ...], ...]
-
-
-@lru_cache(maxsize=32)
-def plan_warm_up(schedule: Schedule) -> WarmUp:
-    """Finds the longest beginning that waits for nothing after it, for no loss and for no backward pass."""
-    graph = event_graph(schedule.actions, schedule.placement)
-    begun: dict[Event, bool] = {}
-    for event in in_order(graph):
-        begun[event] = not _is_result(event, schedule) and all(begun[before] for before in graph[event])
-    lengths = tuple(sum(begun[action] for action in own) for own in schedule.actions)
-    posted = {
-        action.other_end for own in schedule.actions for action in own if begun[action] and action.kind not in COMPUTATIONS
-    }
-    left_over = (
-        tuple(action for action in own[length:] if action in posted)
-        for own, length in zip(schedule.actions, lengths, strict=True)
-    )
-    return WarmUp(lengths, tuple(left_over))
-
-
-def _is_result(event: Event, schedule: Schedule) -> bool:
-    """Whether it computes a loss, or is a backward pass."""
-    if isinstance(event, Arrival) or event.kind not in COMPUTATIONS:
-        return False
-    return event.kind is not Kind.FORWARD or event.stage == schedule.num_stages - 1

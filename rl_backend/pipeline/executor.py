@@ -1,14 +1,12 @@
 """Executor of one rank's actions of a schedule."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.pipeline.dependencies import plan_warm_up
 from rl_backend.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 from rl_backend.primitive.deferred import WeightGradients, put_off_weight_gradients
 
@@ -43,29 +41,6 @@ class StageWork(Protocol):
         ...
 
 
-class EmptyStages:
-    """In the place of stages that must not run: takes part in the transfers of a warm-up with zeros.
-
-    Args:
-        hidden: micro-batch -> hidden states between two stages.
-    """
-
-    def __init__(self, hidden: Sequence[Tensor]) -> None:
-        self._like = hidden
-
-    def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        return torch.zeros_like(self._like[micro_batch])
-
-    def empty_hidden(self, micro_batch: int) -> Tensor:
-        return torch.empty_like(self._like[micro_batch])
-
-    def after_weights(self, stage: int) -> None:
-        """There are no weights."""
-
-    def span(self, action: Action) -> AbstractContextManager[object]:
-        return nullcontext()
-
-
 class PipelineExecutor:
     """Runs the actions of one rank, with receives posted in their places and waited for when they are needed.
 
@@ -95,30 +70,10 @@ class PipelineExecutor:
         self._put_off: dict[_Place, WeightGradients] = {}
         self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._departing: list[tuple[dist.Work, Tensor]] = []
-        self._num_done = 0
         self.peak_activations = 0
 
-    def warm_up(self) -> None:
-        """Runs the schedule's warm-up: forward passes whose results can still be dropped."""
-        self._run_to(plan_warm_up(self._schedule).lengths[self._rank])
-
     def run(self) -> None:
-        """Runs all actions that are left. A collective over the pipeline's ranks, as are the other two."""
-        self._run_to(len(self._schedule.actions[self._rank]))
-        self._finish_transfers()
-
-    def abandon(self) -> None:
-        """Ends the pass after the warm-up: completes the transfers that peers have posted, and drops everything."""
-        for action in plan_warm_up(self._schedule).left_over[self._rank]:
-            if action.kind in SENDS:
-                self._post_send(action, torch.zeros_like(self._work.empty_hidden(action.micro_batch)))
-            else:
-                self._receive(action)
-        self._finish_transfers()
-        self._ready.clear()
-        self._activations.clear()
-
-    def _run_to(self, end: int) -> None:
+        """Runs all actions. A collective over the pipeline's ranks."""
         steps = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
@@ -126,11 +81,8 @@ class PipelineExecutor:
             **dict.fromkeys(SENDS, self._send),
             **dict.fromkeys(RECEIVES, self._receive),
         }
-        for action in self._schedule.actions[self._rank][self._num_done : end]:
+        for action in self._schedule.actions[self._rank]:
             steps[action.kind](action)
-        self._num_done = end
-
-    def _finish_transfers(self) -> None:
         for work, _ in (*self._departing, *self._arriving.values()):
             work.wait()
         self._departing.clear()
@@ -176,9 +128,7 @@ class PipelineExecutor:
             self._work.after_weights(action.stage)
 
     def _send(self, action: Action) -> None:
-        self._post_send(action, self._ready.pop(action.other_end).contiguous())
-
-    def _post_send(self, action: Action, tensor: Tensor) -> None:
+        tensor = self._ready.pop(action.other_end).contiguous()
         # A tensor must live until its transfer has ended.
         self._departing = [(work, sent) for work, sent in self._departing if not work.is_completed()]
         work = dist.isend(tensor, group=self._group, group_dst=self._schedule.placement[action.other_end.stage])

@@ -143,13 +143,6 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
         self.owner = self.optimizer = None
         self.offload = Offload(self.name, self.groups.device)
 
-    def settle(self) -> None:
-        """Makes this rank's weights and optimizer those of the last step. Not a collective."""
-
-    def settle_everywhere(self) -> bool:
-        """As :meth:`settle`, at the same point on all ranks; whether the step was as taken at once. Nobody waits for it."""
-        return True
-
     def trainer(self, operation: str) -> O:
         """The optimizer; raises :class:`HandleError` for a forward-only handle."""
         if self.optimizer is None:

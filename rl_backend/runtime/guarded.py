@@ -25,7 +25,6 @@ from rl_backend.contracts import (
     ModelHandle,
     OptimizerConfig,
     PackedBatch,
-    PendingStepResult,
     RuntimeConfig,
     StepResult,
     TensorInfo,
@@ -165,9 +164,9 @@ class GuardedRuntime[H: GuardedHandle](Runtime[H]):
             return self.engine.run_passes(handle, request)
 
     @overload
-    def optimizer_step(self, handle: H) -> StepResult: ...
-    @overload
     def optimizer_step(self, handle: Sequence[Any]) -> list[StepResult]: ...
+    @overload
+    def optimizer_step(self, handle: H) -> StepResult: ...
     def optimizer_step(self, handle: Any) -> Any:
         if isinstance(handle, Sequence):
             if not handle:
@@ -175,15 +174,14 @@ class GuardedRuntime[H: GuardedHandle](Runtime[H]):
             return self._tenants.step([self._tenant(each, "optimizer_step") for each in handle])
         with self._atom(handle, "optimizer_step"):
             result = handle.step()
-        # A pending step advances the version once it is settled.
-        if not isinstance(result, PendingStepResult) and result.ok:
+        if result.ok:
             handle.weight_version += 1
         return result
 
     @overload
-    def lr_scheduler_step(self, handle: H) -> float: ...
-    @overload
     def lr_scheduler_step(self, handle: Sequence[Any]) -> list[float]: ...
+    @overload
+    def lr_scheduler_step(self, handle: H) -> float: ...
     def lr_scheduler_step(self, handle: Any) -> Any:
         with self._atoms(handle, "lr_scheduler_step") as handles:
             rates = [each.trainer("lr_scheduler_step").schedule_step() for each in handles]
@@ -398,10 +396,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[H]):
         return backend_info(base, self._tenants.of(base))
 
     def close(self) -> None:
-        """Waits for an asynchronous save, then frees; raises that save's error at the end.
-
-        A step that other ranks still have a part of is waited for first.
-        """
+        """Waits for an asynchronous save, then frees; raises that save's error at the end."""
         if self._closed:
             return
         self._closed = True
@@ -414,8 +409,6 @@ class GuardedRuntime[H: GuardedHandle](Runtime[H]):
             for each in handles:
                 last_first.callback(each.release)
             last_first.callback(self._writer.close)
-            for handle in self._handles:
-                last_first.callback(handle.settle)
 
     # The guards.
 
@@ -447,10 +440,6 @@ class GuardedRuntime[H: GuardedHandle](Runtime[H]):
         needs = atom.needs_with(arguments.get(atom.flag))
         if needs.weights and handle.damaged:
             raise HandleError(f"{handle.name!r} has no usable weights: {handle.damaged}; load a complete checkpoint")
-        if needs.settled == "here":
-            handle.settle()
-        elif needs.settled == "everywhere":
-            handle.settle_everywhere()
         if needs.trained:
             handle.trainer(operation + needs.form)
         handle.offload.require(operation, *needs.parts)

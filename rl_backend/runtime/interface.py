@@ -137,17 +137,17 @@ class Runtime[H: contracts.ModelHandle](ABC):
         """
 
     @overload
-    def optimizer_step(self, handle: H) -> contracts.StepResult: ...
-    @overload
     def optimizer_step(self, handle: Sequence[Any]) -> list[contracts.StepResult]: ...
+    @overload
+    def optimizer_step(self, handle: H) -> contracts.StepResult: ...
     @abstractmethod
     def optimizer_step(self, handle: Any) -> Any:
         """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``."""
 
     @overload
-    def lr_scheduler_step(self, handle: H) -> float: ...
-    @overload
     def lr_scheduler_step(self, handle: Sequence[Any]) -> list[float]: ...
+    @overload
+    def lr_scheduler_step(self, handle: H) -> float: ...
     @abstractmethod
     def lr_scheduler_step(self, handle: Any) -> Any:
         """Advances the schedules by one step and returns the learning rate of the next optimizer step, of one handle or of

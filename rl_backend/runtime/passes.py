@@ -55,7 +55,7 @@ class PassRequest(NamedTuple):
     """One ``forward_backward``, as the runtime asks for it.
 
     Attributes:
-        data: micro-batches; checked, except with post-validation.
+        data: micro-batches; checked.
         loss_fn: None in a forward-only pass without a loss.
         adapters: that work on the data; None without LoRA.
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors import HandleRef, Loss, RankContext, TrainGroup
+from actors import HandleRef, Loss, TrainGroup
 from rl_backend.contracts import (
     ForwardResult,
     GroupFailedError,
@@ -18,7 +18,6 @@ from rl_backend.contracts import (
     NativeConfig,
     OptimizerConfig,
     ParallelConfig,
-    PendingStepResult,
     RuntimeConfig,
     StepResult,
 )
@@ -81,37 +80,28 @@ def test_a_lost_group_is_built_again_from_its_journal(ray_cluster: None, model: 
         assert [entry.name for entry in group.journal] == [entry.name for entry in journal]
 
 
-def is_settled(context: RankContext, policy: HandleRef) -> bool:
-    return context.handle(policy).is_settled
-
-
-def trained(group: TrainGroup, policy: HandleRef, steps: int) -> list[tuple[ForwardResult, StepResult, list[bool]]]:
-    """What passes and steps gave, and which ranks knew that a step was final; all is submitted before anything is read."""
+def trained(group: TrainGroup, policy: HandleRef, steps: int, *, wait: bool) -> list[tuple[ForwardResult, StepResult]]:
+    """Results of passes and steps; with ``wait`` each is read before the next is submitted."""
     futures = []
     for step in range(steps):
         group.zero_grad.submit(policy)
         passed = group.forward_backward.submit(policy, random_token_sequences(LENGTHS, 128, seed=step), NLL)
         stepped = group.optimizer_step.submit(policy)
         group.lr_scheduler_step.submit(policy)
-        futures.append((passed, stepped, group.submit_on_ranks(is_settled, policy)))
-    return [(passed.result(), stepped.result(), settled.result()) for passed, stepped, settled in futures]
+        if wait:
+            stepped.result()
+        futures.append((passed, stepped))
+    return [(passed.result(), stepped.result()) for passed, stepped in futures]
 
 
 @pytest.mark.shows("actors: steps submitted without waiting give the same weights as steps waited for, bit for bit")
 def test_a_group_takes_steps_that_nobody_waits_for(ray_cluster: None, model: Path) -> None:
     found = []
-    for post_validation in (False, True):
-        options = {"parallel": ParallelConfig(pp=2), "post_validation": post_validation}
-        with TrainGroup(config(model, **options), num_ranks=2) as group:
+    for wait in (True, False):
+        with TrainGroup(config(model, parallel=ParallelConfig(pp=2)), num_ranks=2) as group:
             policy = group.build_model()
-            records = trained(group, policy, steps=3)
-            for _, step, settled in records:
-                assert isinstance(step, PendingStepResult) == post_validation
-                assert settled == [not post_validation] * 2
-            results = [(passed.losses, step.ok, step.grad_norm) for passed, step, _ in records]
-            assert group.run_on_ranks(is_settled, policy) == [True] * 2
-            with pytest.raises(HandleError, match="the result of step 1 is gone"):
-                group.submit("step_result", handle=policy, number=1).result()
+            records = trained(group, policy, steps=3, wait=wait)
+            results = [(passed.losses, step.ok, step.grad_norm) for passed, step in records]
             log_probs = group.forward(policy, random_token_sequences(LENGTHS, 128)).output("log_probs")
             found.append((results, torch.cat(list(log_probs)), group.weight_version(policy)))
     (waited, expected, version), (not_waited, log_probs, same_version) = found

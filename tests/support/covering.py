@@ -27,7 +27,6 @@ _WORDS: Mapping[str, Mapping[str, str]] = {
     "feature": {
         "router replay": r"replay|\bR[23]\b|routes",
         "critic": r"critic|'?values'?\b(?= |'|\]|$)|ppo",
-        "post-validation": r"post_validation",
         "checkpoint": r"checkpoint(?!ing)|resume",
         "asynchronous save": r"asynchronous['\"]?[:=] ?True|async_save",
         "export": r"export",

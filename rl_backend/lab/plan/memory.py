@@ -21,10 +21,10 @@ PARTS: Mapping[str, Part] = {"weights": "model", "gradients": "grad", "optimizer
 
 USED: Mapping[Phase, tuple[str, ...]] = {
     "training": (
-        *("weights", "gradients", "adapters", "undo", "unreduced_gradients", "gathered_parameters", "activations"),
+        *("weights", "gradients", "adapters", "unreduced_gradients", "gathered_parameters", "activations"),
         "workspace",
     ),
-    "optimizer_step": ("weights", "optimizer", "gradients", "adapters", "undo"),
+    "optimizer_step": ("weights", "optimizer", "gradients", "adapters"),
     "log_probs": ("weights", "adapters", "gathered_parameters", "evaluation_workspace"),
     "weight_sync": ("weights", "adapters", "sync_bucket"),
     "rollout": ("adapters",),
@@ -63,7 +63,6 @@ class RankMemory(PassMemory):
     Attributes:
         weights, gradients, optimizer: what is held at all times, unless it is offloaded.
         adapters: of all LoRA tenants, their weights, gradients and moments, which are held at all times.
-        undo: what post-validation keeps to take a step back: a copy of weights and moments, and gradients.
         unreduced_gradients: of whole parameters, before they are reduced over the ranks.
         gathered_parameters: whole parameters that FSDP has gathered, in the dtype of the computation.
         logits_chunk: of both workspaces at most, the logits of a chunk of tokens.
@@ -74,7 +73,6 @@ class RankMemory(PassMemory):
     gradients: int
     optimizer: int
     adapters: int = 0
-    undo: int = 0
     unreduced_gradients: int = 0
     gathered_parameters: int = 0
     logits_chunk: int

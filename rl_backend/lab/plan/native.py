@@ -92,7 +92,6 @@ def native_memory(
                 gradients=trained * MASTER_BYTES,
                 optimizer=optimizer,
                 adapters=workload.tenants * tenant.nbytes,
-                undo=optimizer + 2 * trained * MASTER_BYTES if native.post_validation else 0,
                 unreduced_gradients=unreduced * int(getattr(torch, native.reduce_dtype).itemsize),
                 gathered_parameters=gathered,
                 logits_chunk=stages.logits_chunk,

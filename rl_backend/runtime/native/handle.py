@@ -17,7 +17,7 @@ from rl_backend.pipeline.catalog import require_micro_batches
 from rl_backend.runtime.engine import GuardedHandle
 from rl_backend.runtime.native.balance import PassLoads
 from rl_backend.runtime.native.layout import TensorLayout, schedule_name
-from rl_backend.runtime.native.optimizer import NativeOptimizer, PendingStep
+from rl_backend.runtime.native.optimizer import NativeOptimizer
 
 
 @dataclass(eq=False, kw_only=True)
@@ -34,7 +34,6 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
         weight_names: name in the module -> Hugging Face name or names of the whole model, in the same order, without copies.
         layouts: of all of them, those of other stages too.
         num_passes: passes that a pipeline has begun, by which a trace tells them apart.
-        pending: with post-validation, the last step until a collective on all ranks has settled it.
     """
 
     groups: ParallelGroups
@@ -48,53 +47,10 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     weight_names: Mapping[str, contracts.WeightName]
     layouts: Mapping[str, TensorLayout]
     num_passes: int = 0
-    pending: PendingStep | None = None
-
-    @property  # type: ignore[misc] # mypy does not know properties in the place of fields
-    def weight_version(self) -> int:
-        """See :class:`~rl_backend.contracts.ModelHandle`."""
-        self.settle()
-        return self._weight_version
-
-    @weight_version.setter
-    def weight_version(self, version: int) -> None:
-        self._weight_version = version
 
     def step(self) -> contracts.StepResult:
-        """See the base class. A skipped step is logged as a warning that names parameters with non-finite gradients.
-
-        With post-validation it waits for no other rank, unless this rank's own gradients call for clipping or a skip.
-        """
-        optimizer, validation = self.trainer("optimizer_step"), self.groups.validation
-        if validation is None:
-            return optimizer.step(self.name)
-        self.settle_everywhere()
-        self.pending = pending = PendingStep(optimizer, self.name, validation.world)
-        return contracts.PendingStepResult(lambda: self._settle(pending)) if pending.is_taken else self._settle(pending)
-
-    @property
-    def is_settled(self) -> bool:
-        return self.pending is None or self.pending.result is not None
-
-    def settle(self) -> None:
-        """Makes this rank's weights and optimizer those of the last step. Not a collective."""
-        if self.pending is not None:
-            self._settle(self.pending)
-
-    def settle_everywhere(self) -> bool:
-        """As :meth:`settle`, at the same point on all ranks; whether the step was as taken at once. Nobody waits for it."""
-        if self.pending is None:
-            return True
-        self._settle(self.pending)
-        was_plain = self.pending.was_plain
-        self.pending = None
-        return was_plain
-
-    def _settle(self, pending: PendingStep) -> contracts.StepResult:
-        # The atom counts a step whose result it returns; this one has been returned as pending.
-        if pending.result is None and pending.settle().ok and pending.is_taken:
-            self._weight_version += 1
-        return pending.settle()
+        """See the base class. A skipped step is logged as a warning that names parameters with non-finite gradients."""
+        return self.trainer("optimizer_step").step(self.name)
 
     @property
     def routed_layers(self) -> contracts.RoutedLayers | None:
@@ -160,7 +116,6 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
 
     def release(self) -> None:
         super().release()
-        self.pending = None
         self.parameters = {}
         self.model = nn.Module()
         self.stages = {}

@@ -29,69 +29,33 @@ def run_pipeline(handle: NativeHandle, request: PassRequest) -> ForwardResult:
     Raises:
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
-    one = PipelinePass(handle, request)
     handle.num_passes += 1
+    trains, options = not request.forward_only, handle.options
+    schedule = _schedule(handle, len(request.data), forward_only=request.forward_only)
+    work = _Stages(handle, request, schedule)
+    for stage in handle.stages.values():
+        fsdp.set_gradient_sync(stage, False, keep_gathered=not options.reshard_after_forward)
     with abandoned_on_error(handle, request.forward_only):
-        one.run()
-    return one.result()
+        if trains:
+            drop_gradients_of_copies(handle.parameters, handle.stage_copies)
+        with torch.set_grad_enabled(trains):
+            PipelineExecutor(schedule, handle.groups.pp_group, work).run()
+        if trains:
+            for stage in handle.stages.values():
+                fsdp.reduce_gradients(stage)
+            work.loads.commit()
+            add_gradients_of_copies(handle.parameters, handle.stage_copies, handle.groups.pp_group)
+    return work.results.result(work.routes.outputs(request.data) if work.routes.recorded is not None else {})
 
 
 _make_schedule = lru_cache(maxsize=32)(make_schedule)
 
 
-class PipelinePass:
-    """One ``forward_backward``; arguments as of :func:`run_pipeline`."""
-
-    def __init__(self, handle: NativeHandle, request: PassRequest) -> None:
-        self._handle, self._request = handle, request
-        schedule = pass_schedule(handle, len(request.data), forward_only=request.forward_only)
-        self._work = _Stages(handle, request, schedule)
-        self._executor = PipelineExecutor(schedule, handle.groups.pp_group, self._work)
-        for stage in handle.stages.values():
-            fsdp.set_gradient_sync(stage, False, keep_gathered=not handle.options.reshard_after_forward)
-
-    @property
-    def hidden_rows(self) -> tuple[int, ...]:
-        """Of the hidden states between two stages, for each micro-batch."""
-        return tuple(self._work.empty_hidden(index).shape[0] for index in range(len(self._request.data)))
-
-    def warm_up(self) -> None:
-        """Runs what :meth:`abandon` can still undo; :meth:`run` then runs the rest."""
-        with torch.set_grad_enabled(not self._request.forward_only):
-            self._executor.warm_up()
-
-    def abandon(self) -> None:
-        self._executor.abandon()
-        fsdp.abandon_step(self._handle.model)
-
-    def run(self) -> None:
-        handle, trains = self._handle, not self._request.forward_only
-        if trains:
-            drop_gradients_of_copies(handle.parameters, handle.stage_copies)
-        with torch.set_grad_enabled(trains):
-            self._executor.run()
-        if trains:
-            for stage in handle.stages.values():
-                fsdp.reduce_gradients(stage)
-            self._work.loads.commit()
-            add_gradients_of_copies(handle.parameters, handle.stage_copies, handle.groups.pp_group)
-
-    def result(self) -> ForwardResult:
-        results, routes = self._work.results, self._work.routes
-        return results.result(routes.outputs(self._request.data) if routes.recorded is not None else {})
-
-
-def pass_schedule(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> Schedule:
+def _schedule(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> Schedule:
     """The configuration's schedule for a number of micro-batches that it can do."""
     name, parallel = schedule_name(handle.options), handle.options.parallel
     assert name is not None, "a handle with stages has a schedule"
     return _make_schedule(name, parallel.pp, num_micro_batches, stages_per_rank=parallel.vpp, forward_only=forward_only)
-
-
-def empty_hidden(handle: NativeHandle, rows: int) -> Tensor:
-    """Uninitialised hidden states between two stages, (rows, hidden_size)."""
-    dtype = getattr(torch, handle.options.param_dtype)
-    return torch.empty(rows, text_config(handle.hf_config)["hidden_size"], dtype=dtype, device=handle.groups.device)
 
 
 class _Stages:
@@ -129,7 +93,9 @@ class _Stages:
 
     def empty_hidden(self, micro_batch: int) -> Tensor:
         inputs = self._rank_batches[micro_batch].inputs
-        return empty_hidden(self._handle, inputs.input_ids.shape[0] // self._handle.groups.tp_group.size())
+        handle, rows = self._handle, inputs.input_ids.shape[0] // self._handle.groups.tp_group.size()
+        dtype = getattr(torch, handle.options.param_dtype)
+        return torch.empty(rows, text_config(handle.hf_config)["hidden_size"], dtype=dtype, device=handle.groups.device)
 
     def after_weights(self, stage: int) -> None:
         fsdp.accumulate_gradients(self._handle.stages[stage])

@@ -9,8 +9,6 @@ from torch import Tensor
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import (
-    BatchError,
-    ConfigError,
     ForwardResult,
     Head,
     NativeConfig,
@@ -18,7 +16,7 @@ from rl_backend.contracts import (
     WeightShard,
 )
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups, training_device
-from rl_backend.runtime.batch_checks import check_micro_batches, problem_on_rank
+from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.guarded import GuardedRuntime
@@ -29,7 +27,6 @@ from rl_backend.runtime.native.forward_backward import run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import has_last_stage
 from rl_backend.runtime.native.pipeline import run_pipeline
-from rl_backend.runtime.native.validated_pass import run_validated
 from rl_backend.runtime.passes import PassRequest
 
 
@@ -42,8 +39,7 @@ class NativeEngine(Engine[NativeHandle]):
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._options = config.options(NativeConfig)
-        device, post_validation = training_device(self._options.device), self._options.post_validation
-        self.groups: ParallelGroups = open_groups(self._options.parallel, device, post_validation=post_validation)
+        self.groups: ParallelGroups = open_groups(self._options.parallel, training_device(self._options.device))
         torch.manual_seed(config.seed + self.groups.dp_rank)
 
     @property
@@ -52,8 +48,6 @@ class NativeEngine(Engine[NativeHandle]):
         return groups.token_group.rank() == 0 and has_last_stage(self._options, groups.pp_group.rank())
 
     def build(self, config: RuntimeConfig, name: str, head: Head, *, forward_only: bool, adaptable: bool) -> NativeHandle:
-        if adaptable and self._options.post_validation:
-            raise ConfigError.of("NativeConfig.post_validation", True, "LoRA tenants end a step together; set it to False")
         return build_handle(
             config,
             self.groups,
@@ -66,13 +60,6 @@ class NativeEngine(Engine[NativeHandle]):
 
     def run_passes(self, handle: NativeHandle, request: PassRequest) -> ForwardResult:
         """See the base class; outputs are on the training device."""
-        if self._options.post_validation:
-            problem = problem_on_rank(handle, request)
-            try:
-                handle.require_schedulable(len(request.data), forward_only=request.forward_only)
-            except BatchError as error:
-                problem = problem or error
-            return run_validated(handle, request, problem)
         check_micro_batches(handle, request)
         request.begin()
         return run_pipeline(handle, request) if handle.stages else run_micro_batches(handle, request)

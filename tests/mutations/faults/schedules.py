@@ -126,17 +126,6 @@ FAULTS = [
         "all stages but the last would not be trained",
     ),
     Fault(
-        "abandoned-pass-leaves-transfers-open",
-        "rl_backend.pipeline.executor:PipelineExecutor.abandon",
-        "for action in plan_warm_up(self._schedule).left_over[self._rank]:",
-        "for action in ():",
-        (
-            "test_an_abandoned_pass_leaves_no_transfer_open_and_nobody_waiting",
-            "test_data_that_one_rank_refuses_is_refused_on_all_and_changes_nothing",
-        ),
-        "the pass after a refusal would receive what was meant for the one before",
-    ),
-    Fault(
         "middle-stages-not-favoured",
         "rl_backend.pipeline.schedule:split_layers",
         "favoured = [*range(1, num_stages - 1), 0, num_stages - 1][:more]",

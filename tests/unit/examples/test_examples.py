@@ -112,7 +112,6 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"importance_cap": 3.0}, r"importance_cap=3\.0: importance='auto' and max_staleness=0 has no weights to cap"),
         ({"keep_checkpoints": 5}, r"GRPOConfig\.keep_checkpoints=5: save_every=0 saves no checkpoints"),
         ({"async_save": False}, r"GRPOConfig\.async_save=False: save_every=0 saves no checkpoints"),
-        ({"train.backend_cfg.post_validation": True, "pp": 2, "ranks": 2}, r"post_validation=True: the loop waits"),
         ({"top_p": 0.9, "max_staleness": 1}, r"top_p=0\.9: importance='auto' .* cannot make up for tokens that are never"),
         ({"min_p": 0.1, "importance": "mask"}, r"min_p=0\.1: importance='mask' with max_staleness=0 weighs tokens"),
         ({"rollout.load_tokenizer": True}, "follows from stop_strings"),
@@ -317,7 +316,7 @@ def test_importance_weights_follow_from_sampling_ahead_unless_they_are_chosen() 
 
 
 def test_options_that_are_left_alone_are_never_refused(tmp_path: Path) -> None:
-    config = GRPOConfig(model="m", dataset="d", reward="r", train={"backend_cfg": {"post_validation": False}})
+    config = GRPOConfig(model="m", dataset="d", reward="r", train={"backend_cfg": {"head_in_float32": False}})
     saved = tmp_path / "config.json"
     saved.write_text(config.model_dump_json())
     assert parse_config(GRPOConfig, "", ["--config", str(saved)]) == config

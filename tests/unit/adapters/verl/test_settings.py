@@ -159,7 +159,6 @@ def test_gradient_checkpointing_is_honoured(
         ("engine__virtual_pipeline_model_parallel_size", 0, r"ParallelConfig\.vpp=0: "),
         ("engine__backend_options__parallel", {"tp": 2}, r"backend_options\['parallel'\].*tensor_model_parallel_size"),
         ("engine__backend_options__nonsense", 1, r"NativeConfig\.nonsense=1: unknown field"),
-        ("engine__backend_options__post_validation", True, r"backend_options\['post_validation'\]=True: verl waits for"),
         ("engine__qat__enable", True, r"McoreEngineConfig\.qat\.enable=True"),
         ("engine__router_replay__record_file", "x", r"McoreEngineConfig\.router_replay\.record_file='x'"),
         ("engine__router_replay__mode", "R2", r"router_replay\.mode='R2': this model has no experts"),

@@ -18,9 +18,9 @@ from rl_backend.runtime import Runtime
 from rl_backend.runtime.native import NativeRuntime
 from tests.support.native import micro_batches, open_runtime, token_loss
 
-OF_RANKS = {"build_model", "forward_backward", "optimizer_step", "step_result", "weight_version", "run_on_ranks", "shutdown"}
+OF_RANKS = {"build_model", "forward_backward", "optimizer_step", "weight_version", "run_on_ranks", "shutdown"}
 NOT_ATOMS = {"place", "close"}
-GROUP_ONLY = {"run_on_ranks", "shutdown", "step_result", "weight_version"}
+GROUP_ONLY = {"run_on_ranks", "shutdown", "weight_version"}
 
 
 def parameters(function: Any) -> dict[str, inspect.Parameter]:
