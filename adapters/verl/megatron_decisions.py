@@ -108,8 +108,8 @@ TRANSFORMER: Mapping[str, MegatronField] = {
     ),
     "hidden_dropout": _DROPOUT,
     "attention_dropout": _DROPOUT,
-    "moe_aux_loss_coeff": MegatronField("`MoEOptions.router_aux_loss_coef`", _PASSED_ON, at_rest=(0, None)),
-    "moe_z_loss_coeff": MegatronField("`MoEOptions.router_z_loss_coef`", _PASSED_ON, at_rest=(0, None)),
+    "moe_aux_loss_coeff": MegatronField("`DecoderOptions.router_aux_loss_coef`", _PASSED_ON, at_rest=(0, None)),
+    "moe_z_loss_coeff": MegatronField("`DecoderOptions.router_z_loss_coef`", _PASSED_ON, at_rest=(0, None)),
     "moe_router_load_balancing_type": MegatronField(
         "`aux_loss`, Megatron's default, or `none` without moe_aux_loss_coeff; others are refused",
         f"{_PASSED_ON}; `aux_loss` where moe_aux_loss_coeff is set without it",

@@ -216,7 +216,7 @@ def _require_as_decided(field: str, name: str, value: Any, facts: ModelFacts) ->
 
 
 def _router_losses(asked: dict[str, Any], facts: ModelFacts) -> dict[str, Any]:
-    """Takes what is about router losses out of ``asked``; gives fields of ``MoEOptions``."""
+    """Takes what is about router losses out of ``asked``; gives fields of ``DecoderOptions``."""
     balancing = asked.pop(_BALANCING, None)
     given = {name: asked.pop(name) for name in (_AUX, _Z) if name in asked}
     field = f"{TRANSFORMER_FIELD}[{_BALANCING!r}]"

@@ -113,6 +113,11 @@ class FeedForward(nn.Module, ABC):
 class BlockSpec(ABC):
     """The sizes of a block; equal values describe equal blocks."""
 
+    @property
+    def options(self) -> frozenset[str]:
+        """Names of the :class:`~rl_backend.model.options.DecoderOptions` that it takes."""
+        return frozenset()
+
     @abstractmethod
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:
         """Parameter in the module -> its Hugging Face name or names, in the order of the module.
@@ -130,16 +135,19 @@ class MixerSpec(BlockSpec):
     """Attributes:
     rotary: what determines the angles of queries and keys; None without a rotary embedding.
     module: what a layer calls the mixer.
-    chooses: whether it attends to chosen keys: it is told a :class:`KeyChoice`.
-    follows: whether it attends to those of the layer before.
     """
 
     rotary: Rotary | None
     module: ClassVar[str] = "self_attn"
-    chooses: ClassVar[bool] = False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it attends to chosen keys: it is told a :class:`KeyChoice`."""
+        return False
 
     @property
     def follows(self) -> bool:
+        """Whether it attends to those that the layer before has chosen."""
         return False
 
     @property

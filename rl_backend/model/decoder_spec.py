@@ -14,7 +14,8 @@ from rl_backend.contracts import (
     WeightName,
 )
 from rl_backend.model.blocks import CacheBytes, LayerNorms, LayerSpec
-from rl_backend.model.multi_token import MTPOptions, MTPSpec
+from rl_backend.model.multi_token import MTPSpec
+from rl_backend.model.options import MTP_OPTIONS, DecoderOptions
 from rl_backend.primitive.norm import NormSpec
 
 PRE_NORMS = LayerNorms()
@@ -92,18 +93,23 @@ class DecoderSpec:
         return IndexedLayers(next(iter(chosen.values())), tuple(chosen)) if len({*chosen.values()}) == 1 else None
 
     def configured(self, options: ModelOptions) -> "DecoderSpec":
-        """With what the family's options say.
+        """With what the options say.
 
         Raises:
-            ConfigError: multi-token prediction of a model that has no layer for it.
+            ConfigError: an option of a part that the model does not have.
         """
-        if not isinstance(options, MTPOptions) or options.mtp == "keep":
+        chosen = DecoderOptions.of(options)
+        taken = frozenset[str]().union(*(block.options for layer in self.layers for block in layer))
+        taken |= frozenset() if self.mtp is None else MTP_OPTIONS
+        for name, value in chosen.changed().items():
+            if name not in taken:
+                known = f"it takes {', '.join(sorted(taken))}" if taken else "it takes none"
+                raise ConfigError.of(
+                    f"NativeConfig.model_cfg.{name}", value, f"config.json describes no part that takes it; {known}"
+                )
+        if self.mtp is None or chosen.mtp == "keep":
             return self
-        if self.mtp is None:
-            raise ConfigError.of(
-                "NativeConfig.model_cfg.mtp", options.mtp, "config.json describes no such layer; leave it out, or use 'keep'"
-            )
-        return replace(self, mtp=replace(self.mtp, training=options.mtp, loss_weight=options.mtp_loss_weight))
+        return replace(self, mtp=replace(self.mtp, training=chosen.mtp, loss_weight=chosen.mtp_loss_weight))
 
     def require_stage(self, layers: range) -> None:
         """Raises :class:`~rl_backend.contracts.ConfigError` for a stage that begins with a layer which follows another."""

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
-from rl_backend.contracts import ModelOptions
 from rl_backend.model.blocks import FeedForwardSpec, LayerSpec
 from rl_backend.model.decoder import STAGE_COPIES, Decoder, parallelize
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.feedforward.moe import ExpertNames, MoEOptions, MoESpec
+from rl_backend.model.feedforward.moe import ExpertNames, MoESpec
 from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.hf_config import HFConfig, read_rotary
 from rl_backend.model.mixers.gqa import GQASpec
+from rl_backend.model.options import DecoderOptions
 from rl_backend.model.registry import ModelFamily, register_model
 from rl_backend.primitive.activation import HF_ACTIVATIONS, Activation
 from rl_backend.primitive.norm import NormSpec
@@ -40,22 +40,12 @@ class AttentionDifferences(TypedDict, total=False):
     sinks: bool
 
 
-class DenseOptions(ModelOptions):
-    """Dense decoders have no options of their own; the type exists so that an unknown one is refused."""
-
-
-def decoder_family(
-    name: str, read: Callable[[HFConfig], DecoderSpec], options_type: type[ModelOptions] = DenseOptions
-) -> ModelFamily:
-    """The family of the ``model_type`` called ``name``, all of whose differences are in the decoder that ``read`` gives.
-
-    Args:
-        options_type: :class:`~rl_backend.model.feedforward.moe.MoEOptions` for a stack with mixtures of experts.
-    """
+def decoder_family(name: str, read: Callable[[HFConfig], DecoderSpec]) -> ModelFamily:
+    """The family of the ``model_type`` called ``name``, all of whose differences are in the decoder that ``read`` gives."""
     return ModelFamily(
         name=name,
         hf_model_types=(name,),
-        options_type=options_type,
+        options_type=DecoderOptions,
         parse_config=lambda hf_config: read(HFConfig(hf_config, name)),
         build=Decoder,
         parallelize=parallelize,
@@ -291,7 +281,7 @@ QWEN2 = decoder_family("qwen2", qwen2)
 QWEN3 = decoder_family("qwen3", qwen3)
 LLAMA = decoder_family("llama", llama)
 MISTRAL = decoder_family("mistral", mistral)
-MIXTRAL = decoder_family("mixtral", mixtral, MoEOptions)
-QWEN3_MOE = decoder_family("qwen3_moe", qwen3_moe, MoEOptions)
+MIXTRAL = decoder_family("mixtral", mixtral)
+QWEN3_MOE = decoder_family("qwen3_moe", qwen3_moe)
 for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE):
     register_model(family)

@@ -7,8 +7,7 @@ from typing import Any
 
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.families import decoder_family, full_attention, read_decoder, read_layer_types, read_router
-from rl_backend.model.feedforward.clamped_moe import ClampedMoESpec
-from rl_backend.model.feedforward.moe import BiasedMoEOptions, ExpertNames, MoEOptions, MoESpec
+from rl_backend.model.feedforward.moe import ExpertNames, MoESpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.registry import register_model
 from rl_backend.model.sigmoid_mixtures import (
@@ -98,7 +97,7 @@ def gpt_oss(config: HFConfig) -> DecoderSpec:
     kinds = kinds or tuple("full_attention" if layer % 2 else "sliding_attention" for layer in layers)
     bias = config.flag("attention_bias", True)
     router = replace(read_router(config, normalise=False), score_after_top_k=True, bias=True, rounded_logits=True)
-    mixture = ClampedMoESpec(router, config.positive_int("intermediate_size"), ExpertNames(router="router"))
+    mixture = MoESpec(router, config.positive_int("intermediate_size"), ExpertNames(router="router"), clamped=True)
     return read_decoder(
         _with_published_rotary(config),
         [window if kind == "sliding_attention" else None for kind in kinds],
@@ -141,7 +140,7 @@ def _part_of_head(config: HFConfig) -> float:
 
 for family in (
     sigmoid_mixture_family("glm4_moe", glm4_moe),
-    decoder_family("gpt_oss", gpt_oss, MoEOptions),
-    decoder_family("minimax_m2", minimax_m2, BiasedMoEOptions),
+    decoder_family("gpt_oss", gpt_oss),
+    decoder_family("minimax_m2", minimax_m2),
 ):
     register_model(family)

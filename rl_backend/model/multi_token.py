@@ -2,32 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from rl_backend.contracts import ModelOptions, WeightName
+from rl_backend.contracts import WeightName
 from rl_backend.model.blocks import LayerSpec
+from rl_backend.model.options import MTPTraining
 from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.norm import NormSpec
-
-type MTPTraining = Literal["keep", "detached", "joint"]
-
-
-class MTPOptions(ModelOptions):
-    """What becomes of a layer for multi-token prediction.
-
-    Attributes:
-        mtp: ``keep`` leaves it out of the model, and a saved model has it as it was; ``detached`` trains it alone, on what
-            the model computes; ``joint`` trains the model, its embeddings and its head with its loss too.
-        mtp_loss_weight: factor of its loss, the mean over all tokens that have another two behind them in their sequence of
-            the negative log-prob of the second. It acts on the gradients; the loss that is reported is the caller's alone.
-    """
-
-    mtp: MTPTraining = "keep"
-    mtp_loss_weight: float = Field(default=0.1, gt=0.0, allow_inf_nan=False)
 
 
 class MTPNames(NamedTuple):
@@ -61,7 +45,7 @@ class MTPSpec:
     """Attributes:
     layer: its blocks.
     names: in Hugging Face directories.
-    training: as in :class:`MTPOptions`; built unless it is ``keep``.
+    training: as in :class:`~rl_backend.model.options.DecoderOptions`; built unless it is ``keep``.
     loss_weight: as there.
     """
 

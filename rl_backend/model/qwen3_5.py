@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_backend.contracts import ModelOptions
 from rl_backend.model.blocks import FeedForwardSpec
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.families import (
@@ -19,9 +18,9 @@ from rl_backend.model.families import (
     read_router,
     swiglu_in_every_layer,
 )
-from rl_backend.model.feedforward.moe import MoEOptions, MoESpec
+from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.hf_config import HFConfig
-from rl_backend.model.mixers.deltanet import DeltaNetOptions, DeltaNetSpec
+from rl_backend.model.mixers.deltanet import DeltaNetSpec
 from rl_backend.model.registry import ModelFamily, register_model
 from rl_backend.primitive.norm import NormSpec
 
@@ -35,10 +34,6 @@ _HONOURED: Mapping[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
 }
 _KEPT = ("model.visual.", "mtp.")
-
-
-class HybridMoEOptions(MoEOptions, DeltaNetOptions):
-    """Of the mixtures: those of routers and of gated DeltaNet."""
 
 
 def qwen3_5(config: HFConfig) -> DecoderSpec:
@@ -124,7 +119,7 @@ def _with_rotary_of_text(config: HFConfig) -> HFConfig:
     return HFConfig({**config.fields, **changed}, config.family)
 
 
-def _released_family(name: str, read: Callable[[HFConfig], DecoderSpec], options: type[ModelOptions]) -> ModelFamily:
+def _released_family(name: str, read: Callable[[HFConfig], DecoderSpec]) -> ModelFamily:
     """Of text models, and of the released ones that have such a model in them."""
 
     def parse(hf_config: Mapping[str, Any]) -> DecoderSpec:
@@ -142,12 +137,12 @@ def _released_family(name: str, read: Callable[[HFConfig], DecoderSpec], options
         decoder = read(HFConfig({**text, "tie_word_embeddings": tied[0] if tied else False}, name))
         return replace(decoder, prefix="model.language_model")
 
-    family = decoder_family(name, read, options)
+    family = decoder_family(name, read)
     return replace(family, hf_model_types=(name, f"{name}_text"), parse_config=parse, kept_weights=lambda _: _KEPT)
 
 
-QWEN3_5 = _released_family("qwen3_5", qwen3_5, DeltaNetOptions)
-QWEN3_5_MOE = _released_family("qwen3_5_moe", qwen3_5_moe, HybridMoEOptions)
-QWEN3_NEXT = replace(decoder_family("qwen3_next", qwen3_next, HybridMoEOptions), kept_weights=lambda _: _KEPT[1:])
+QWEN3_5 = _released_family("qwen3_5", qwen3_5)
+QWEN3_5_MOE = _released_family("qwen3_5_moe", qwen3_5_moe)
+QWEN3_NEXT = replace(decoder_family("qwen3_next", qwen3_next), kept_weights=lambda _: _KEPT[1:])
 for family in (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT):
     register_model(family)

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_backend.contracts import ModelOptions
 from rl_backend.model.blocks import FeedForwardSpec
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.families import decoder_family
-from rl_backend.model.feedforward.moe import BiasedMoEOptions, ExpertNames, MoESpec
+from rl_backend.model.feedforward.moe import ExpertNames, MoESpec
 from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.hf_config import HFConfig
-from rl_backend.model.multi_token import MTPNames, MTPOptions, MTPSpec
+from rl_backend.model.multi_token import MTPNames, MTPSpec
 from rl_backend.model.registry import ModelFamily
 from rl_backend.primitive.router import RouterSettings
 
@@ -114,17 +113,11 @@ def with_draft_layer(config: HFConfig, decoder: DecoderSpec, mixture: FeedForwar
     return replace(decoder, mtp=MTPSpec(decoder.layers[-1]._replace(feed_forward=mixture), names))
 
 
-class SigmoidMixtureOptions(BiasedMoEOptions, MTPOptions):
-    """Of mixtures and of the layer for multi-token prediction."""
-
-
-def sigmoid_mixture_family(
-    name: str, read: Callable[[HFConfig], DecoderSpec], options: type[ModelOptions] = SigmoidMixtureOptions
-) -> ModelFamily:
+def sigmoid_mixture_family(name: str, read: Callable[[HFConfig], DecoderSpec]) -> ModelFamily:
     """The family called ``name``; what its directories have behind the layers is kept, whether or not they say so."""
 
     def kept(decoder: DecoderSpec) -> tuple[str, ...]:
         """Layers for multi-token prediction are numbered behind the others."""
         return (f"{decoder.prefix}.layers.{decoder.num_layers}.",)
 
-    return replace(decoder_family(name, read, options), kept_weights=kept)
+    return replace(decoder_family(name, read), kept_weights=kept)

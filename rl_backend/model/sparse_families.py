@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 and GLM-5: latent attention to keys that an indexer chooses, and mixtures as DeepSeek-V3 has them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from rl_backend.contracts import ConfigError, ModelOptions
@@ -9,17 +9,13 @@ from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.deepseek import LatentDefaults, latent_decoder
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.indexer import IndexerSpec
-from rl_backend.model.mixers.mla import MLASpec
-from rl_backend.model.mixers.sparse_mla import SparseMLASpec, SparseOptions
+from rl_backend.model.mixers.mla import ChosenKeysSpec, MLASpec
+from rl_backend.model.options import DecoderOptions
 from rl_backend.model.registry import ModelFamily, register_model
-from rl_backend.model.sigmoid_mixtures import SigmoidMixtureOptions, sigmoid_mixture_family
+from rl_backend.model.sigmoid_mixtures import sigmoid_mixture_family
 
 INDEXER = "indexer"
 """What a layer calls its indexer."""
-
-
-class SparseLatentOptions(SigmoidMixtureOptions, SparseOptions):
-    """Those of DeepSeek-V3 and of indexers."""
 
 
 def deepseek_v32(config: HFConfig) -> DecoderSpec:
@@ -50,9 +46,9 @@ def _sparse(
     )
     if indexer.head_dim < indexer.rotated:
         config.refuse("index_head_dim", indexer.head_dim, f"qk_rope_head_dim={indexer.rotated} features of it are rotated")
-    sizes = {field.name: getattr(latent, field.name) for field in fields(latent)}
-    full = SparseMLASpec(**sizes, indexer=indexer, top_k=config.positive_int("index_topk", 2048))
-    mixers = {"full": full, "shared": replace(full, indexer=None)}
+    keys = ChosenKeysSpec(indexer=indexer, top_k=config.positive_int("index_topk", 2048))
+    full = replace(latent, keys=keys)
+    mixers = {"full": full, "shared": replace(latent, keys=replace(keys, indexer=None))}
     stack = zip(decoder.layers, kinds, strict=True)
     layers = tuple(layer._replace(mixer=mixers[kind]) for layer, kind in stack)
     mtp = decoder.mtp and replace(decoder.mtp, layer=decoder.mtp.layer._replace(mixer=full))
@@ -79,22 +75,23 @@ def configured(decoder: DecoderSpec, options: ModelOptions) -> DecoderSpec:
     Raises:
         ConfigError: what a warm-up, which trains indexers alone, would leave as it is or move all the same.
     """
-    decoder = decoder.configured(options)
-    if isinstance(options, SparseLatentOptions) and options.indexer == "warm_up":
-        _require_indexers_alone(options)
-    if not isinstance(options, SparseOptions) or options.indexer == "frozen":
+    decoder, chosen = decoder.configured(options), DecoderOptions.of(options)
+    if chosen.indexer == "frozen":
         return decoder
+    if chosen.indexer == "warm_up":
+        _require_indexers_alone(chosen)
 
     def taught(mixer: Any) -> Any:
-        assert isinstance(mixer, SparseMLASpec), "every layer has one"
-        return replace(mixer, training=options.indexer, loss_weight=options.indexer_loss_weight)
+        assert isinstance(mixer, MLASpec), "of latent_decoder"
+        assert mixer.keys is not None, "of every layer"
+        return replace(mixer, keys=replace(mixer.keys, training=chosen.indexer, loss_weight=chosen.indexer_loss_weight))
 
     layers = tuple(layer._replace(mixer=taught(layer.mixer)) for layer in decoder.layers)
     mtp = decoder.mtp and replace(decoder.mtp, layer=decoder.mtp.layer._replace(mixer=taught(decoder.mtp.layer.mixer)))
-    return replace(decoder, layers=layers, mtp=mtp, trained_part=INDEXER if options.indexer == "warm_up" else None)
+    return replace(decoder, layers=layers, mtp=mtp, trained_part=INDEXER if chosen.indexer == "warm_up" else None)
 
 
-def _require_indexers_alone(options: SparseLatentOptions) -> None:
+def _require_indexers_alone(options: DecoderOptions) -> None:
     reason = "indexer='warm_up' trains indexers alone; leave it out, or warm up first"
     if options.expert_bias_rate:
         raise ConfigError.of("NativeConfig.model_cfg.expert_bias_rate", options.expert_bias_rate, reason)
@@ -103,7 +100,7 @@ def _require_indexers_alone(options: SparseLatentOptions) -> None:
 
 
 def _sparse_family(name: str, read: Callable[[HFConfig], DecoderSpec]) -> ModelFamily:
-    return replace(sigmoid_mixture_family(name, read, SparseLatentOptions), configured=configured)
+    return replace(sigmoid_mixture_family(name, read), configured=configured)
 
 
 DEEPSEEK_V32 = _sparse_family("deepseek_v32", deepseek_v32)

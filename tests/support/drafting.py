@@ -20,18 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_backend.model import register_model
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.families import decoder_family, qwen3, qwen3_moe
-from rl_backend.model.feedforward.moe import MoEOptions
 from rl_backend.model.hf_config import HFConfig
-from rl_backend.model.multi_token import MTPNames, MTPOptions, MTPSpec
+from rl_backend.model.multi_token import MTPNames, MTPSpec
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 
 COPIES: Mapping[str, str] = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 """Name in the layer -> what it is a copy of."""
-
-
-class DraftingMoEOptions(MoEOptions, MTPOptions):
-    """Of the family with experts."""
 
 
 def _drafting(decoder: DecoderSpec) -> DecoderSpec:
@@ -49,8 +44,8 @@ def read_moe(config: HFConfig) -> DecoderSpec:
 
 _PLAIN = {"drafting": "qwen3", "drafting_moe": "qwen3_moe"}
 """Family -> what transformers calls it without the layer."""
-DRAFTING = decoder_family("drafting", read, MTPOptions)
-DRAFTING_MOE = decoder_family("drafting_moe", read_moe, DraftingMoEOptions)
+DRAFTING = decoder_family("drafting", read)
+DRAFTING_MOE = decoder_family("drafting_moe", read_moe)
 for family in (DRAFTING, DRAFTING_MOE):
     register_model(family)
 

@@ -15,10 +15,11 @@ from rl_backend.model import BuildSettings, register_model
 from rl_backend.model.blocks import FeedForwardSpec, LayerSpec
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.families import decoder_family, read_decoder, read_router
-from rl_backend.model.feedforward.moe import MoEOptions, MoESpec
+from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.gqa import GQASpec
+from rl_backend.model.options import DecoderOptions
 from rl_backend.primitive.rope import Rotary
 
 WINDOW = 12
@@ -42,7 +43,7 @@ def near(layer: LayerSpec) -> LayerSpec:
     return layer._replace(mixer=replace(layer.mixer, rotary=rotary, window=WINDOW, qkv_bias=True, qk_norm=False))
 
 
-HYBRID = decoder_family("hybrid", read, MoEOptions)
+HYBRID = decoder_family("hybrid", read)
 register_model(HYBRID)
 
 
@@ -69,7 +70,7 @@ def write_hybrid(path: Path, **changes: Any) -> Path:
     names = HYBRID.weight_names(spec, "log_probs")
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for parameter, value in HYBRID.build(spec, BuildSettings(MoEOptions(), "log_probs", 16)).named_parameters():
+    for parameter, value in HYBRID.build(spec, BuildSettings(DecoderOptions(), "log_probs", 16)).named_parameters():
         for index, stored in stored_tensors(names[parameter]):
             around = 1.0 if stored.endswith("norm.weight") else 0.0
             tensors[stored] = around + 0.1 * torch.randn(value[index].shape, generator=generator)

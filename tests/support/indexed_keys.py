@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch
 from rl_backend.contracts.indexed_keys import KEYS
-from rl_backend.model.mixers.sparse_mla import SparseLatentAttention
+from rl_backend.model.mixers.mla import SparseLatentAttention
 
 
 @contextmanager

@@ -4,53 +4,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from rl_backend.contracts import ModelOptions, PackedWeight, ParallelConfig, WeightName
 from rl_backend.model.blocks import FeedForward, FeedForwardSpec, RouterInput, linear_names, require_divided
 from rl_backend.model.feedforward.swiglu import SwiGLU
+from rl_backend.model.options import EXPERT_BIAS_OPTIONS, ROUTER_OPTIONS, DecoderOptions
 from rl_backend.parallel.collectives import sum_over
 from rl_backend.parallel.expert import AllToAllDispatcher
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel, distribute_experts
 from rl_backend.primitive.activation import sigmoid
 from rl_backend.primitive.adapted_experts import TokenShare
+from rl_backend.primitive.clamped_experts import ClampedExperts
 from rl_backend.primitive.experts import Experts, SwiGLUExperts
 from rl_backend.primitive.router import Router, RouterSettings, Routing
 from rl_backend.primitive.router_losses import RouterLossCoefficients, with_router_losses
-
-
-class MoEOptions(ModelOptions):
-    """Losses of the routers, off by default, and whether routers are trained. Coefficients in ``config.json`` are not read.
-
-    Each loss is added for every mixture of experts and averaged over the micro-batches of a ``forward_backward`` and the
-    data-parallel ranks. They act on the gradients; the loss that is reported is the caller's alone.
-
-    Attributes:
-        freeze_router: leave the weights of routers as they are.
-        router_aux_loss_coef: of :func:`rl_backend.primitive.router_losses.load_balancing_loss`.
-        router_z_loss_coef: of :func:`rl_backend.primitive.router_losses.router_z_loss`.
-        router_sequence_loss_coef: of :func:`rl_backend.primitive.router_losses.sequence_balancing_loss`.
-    """
-
-    router_aux_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    router_z_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    router_sequence_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    freeze_router: bool = False
-
-
-class BiasedMoEOptions(MoEOptions):
-    """Of routers with a bias.
-
-    Attributes:
-        expert_bias_rate: what loss-free balancing adds to the bias of an expert that the tokens of a step chose less often
-            than the mean, and takes from that of one they chose more often; see :mod:`rl_backend.runtime.native.balance`.
-            0, the default, leaves biases as they are, as RL does: every push would change what engines route. DeepSeek-V3
-            was pre-trained with 0.001.
-    """
-
-    expert_bias_rate: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
 
 
 class ExpertNames(NamedTuple):
@@ -80,6 +49,7 @@ class MoESpec(FeedForwardSpec):
     intermediate_size: of one expert.
     names: in Hugging Face directories.
     shared_intermediate_size, shared_gate: as in :class:`MoE`.
+    clamped: experts with clamped gates and biases, which directories hold in one tensor for all experts, as gpt-oss does.
     """
 
     router: RouterSettings
@@ -87,30 +57,33 @@ class MoESpec(FeedForwardSpec):
     names: ExpertNames = field(default_factory=ExpertNames)
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    clamped: bool = False
+
+    @property
+    def options(self) -> frozenset[str]:
+        return ROUTER_OPTIONS | (EXPERT_BIAS_OPTIONS if self.router.expert_bias else frozenset())
 
     def build(self, hidden_size: int, options: ModelOptions) -> FeedForward:
-        coefficients = RouterLossCoefficients()
-        if isinstance(options, MoEOptions):
-            coefficients = RouterLossCoefficients(
-                options.router_aux_loss_coef, options.router_z_loss_coef, options.router_sequence_loss_coef
-            )
+        chosen = DecoderOptions.of(options)
+        sizes = (self.router.num_experts, hidden_size, self.intermediate_size)
         return MoE(
             hidden_size,
             self.intermediate_size,
             self.router,
             shared_intermediate_size=self.shared_intermediate_size,
             shared_gate=self.shared_gate,
-            coefficients=coefficients,
-            experts=self.build_experts(hidden_size),
-            freeze_router=isinstance(options, MoEOptions) and options.freeze_router,
+            coefficients=RouterLossCoefficients(
+                chosen.router_aux_loss_coef, chosen.router_z_loss_coef, chosen.router_sequence_loss_coef
+            ),
+            experts=ClampedExperts(*sizes) if self.clamped else SwiGLUExperts(*sizes),
+            freeze_router=chosen.freeze_router,
         )
-
-    def build_experts(self, hidden_size: int) -> Experts:
-        """The experts that a router chooses between."""
-        return SwiGLUExperts(self.router.num_experts, hidden_size, self.intermediate_size)
 
     def expert_names(self, block: str) -> Mapping[str, WeightName]:
         """A directory has a tensor for each projection of each expert, the module two packed parameters."""
+        if self.clamped:
+            # Parameters lie as tensors of directories do: nothing is converted.
+            return {name: f"{block}.{name}" for name in ClampedExperts.intermediate_dims}
         experts = range(self.router.num_experts)
 
         def packed(shape: tuple[int, ...], *projections: str) -> PackedWeight:

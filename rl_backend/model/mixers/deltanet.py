@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from rl_backend.contracts import ConfigError, ModelOptions, NativeConfig, ParallelConfig, WeightName
+from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig, WeightName
 from rl_backend.model.blocks import CacheBytes, Mixer, MixerSpec, Rotation, linear_names, require_divided
+from rl_backend.model.options import DELTA_OPTIONS, DecoderOptions
 from rl_backend.parallel.fused import FusedProjections
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.recurrence import RecurrenceOverRanks
@@ -23,16 +23,6 @@ from rl_backend.primitive.norm import NormSpec, RMSNorm
 
 _WHOLE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _BY_KEY_HEAD = ("in_proj_qkvz", "in_proj_ba")
-
-
-class DeltaNetOptions(ModelOptions):
-    """Attributes:
-    delta_kernel: what computes the gated delta rule: ``torch`` on every device and in every layout, in float32; ``fla`` for
-        the kernels of flash-linear-attention, on CUDA with ``param_dtype="bfloat16"`` and without context parallelism, whose
-        states are float32 and whose products are not.
-    """
-
-    delta_kernel: Literal["torch", "fla"] = "torch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +48,10 @@ class DeltaNetSpec(MixerSpec):
     by_key_head: bool = False
     rotary = None
     module = "linear_attn"
+
+    @property
+    def options(self) -> frozenset[str]:
+        return DELTA_OPTIONS
 
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:
@@ -168,8 +162,7 @@ class GatedDeltaNet(Mixer):
         return torch.cat([part.flatten(1) for part in parts], dim=-1), gate, write.flatten(1), rate.flatten(1)
 
     def choose_kernels(self, groups: ParallelGroups, config: NativeConfig) -> None:
-        options = config.model_cfg
-        self.takes_fla = isinstance(options, DeltaNetOptions) and options.delta_kernel == "fla"
+        self.takes_fla = DecoderOptions.of(config.model_cfg).delta_kernel == "fla"
         if not self.takes_fla:
             return
         problems = {
@@ -180,7 +173,7 @@ class GatedDeltaNet(Mixer):
         }
         for problem, is_there in problems.items():
             if is_there:
-                raise ConfigError.of("DeltaNetOptions.delta_kernel", "fla", f"{problem}; or use 'torch'")
+                raise ConfigError.of("NativeConfig.model_cfg.delta_kernel", "fla", f"{problem}; or use 'torch'")
 
     def split(self, groups: ParallelGroups) -> None:
         """Tensor parallelism splits the heads; context parallelism passes states along the ranks."""

@@ -1,4 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): one latent for keys and values of all heads."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): one latent for keys and values of all heads.
+
+Sparse, it attends to chosen keys (DeepSeek-V3.2, arXiv 2512.02556, section 2.1; GLM-5, arXiv 2602.15763).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,16 +10,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backend.contracts import ParallelConfig, WeightName
-from rl_backend.model.blocks import CacheBytes, Mixer, MixerSpec, Rotation, linear_names, require_divided
+from rl_backend.contracts import ConfigError, ParallelConfig, WeightName
+from rl_backend.model.blocks import CacheBytes, KeyChoice, Mixer, MixerSpec, Rotation, linear_names, require_divided
+from rl_backend.model.mixers.indexer import Indexer, IndexerSpec
+from rl_backend.model.options import INDEXER_OPTIONS, IndexerTraining
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import gather_keys
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.adapter_runs import runs_at_work
+from rl_backend.primitive.added_loss import with_added_loss
 from rl_backend.primitive.attention import Segments, packed_attention
+from rl_backend.primitive.indexer import IndexTerms, choose_keys
 from rl_backend.primitive.norm import NormSpec, RMSNorm
 from rl_backend.primitive.rope import Rotary, apply_rotary
+from rl_backend.primitive.sparse_attention import indexer_loss, sparse_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenKeysSpec:
+    """Attributes:
+    indexer: None for a layer that attends to the keys of the one before.
+    top_k: keys that a query attends to.
+    training, loss_weight: ``indexer`` and ``indexer_loss_weight`` of :class:`~rl_backend.model.options.DecoderOptions`.
+    """
+
+    indexer: IndexerSpec | None
+    top_k: int
+    training: IndexerTraining = "frozen"
+    loss_weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +54,7 @@ class MLASpec(MixerSpec):
     scale: factor of the scores.
     latent_eps: of the norms of both latents.
     bias: whether the projections to latents and of the output have biases.
+    keys: those that are attended to; None for all.
     """
 
     num_heads: int
@@ -44,13 +67,36 @@ class MLASpec(MixerSpec):
     scale: float
     latent_eps: float
     bias: bool = False
+    keys: ChosenKeysSpec | None = None
 
     @property
     def key_dim(self) -> int:
         return self.plain_dim + self.rotary.head_dim
 
+    @property
+    def indexer(self) -> IndexerSpec | None:
+        return None if self.keys is None else self.keys.indexer
+
+    @property
+    def options(self) -> frozenset[str]:
+        return frozenset() if self.keys is None else INDEXER_OPTIONS
+
+    @property
+    def chooses(self) -> bool:
+        return self.keys is not None
+
+    @property
+    def follows(self) -> bool:
+        return self.keys is not None and self.keys.indexer is None
+
+    @property
+    def chosen_keys(self) -> int | None:
+        return None if self.keys is None or self.follows or self.keys.training == "warm_up" else self.keys.top_k
+
     def build(self, hidden_size: int, norm: NormSpec) -> Mixer:
-        return LatentAttention(self, hidden_size)
+        if self.keys is None:
+            return LatentAttention(self, hidden_size)
+        return SparseLatentAttention(self, self.keys, hidden_size)
 
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:
         block = f"{layer}.self_attn"
@@ -61,14 +107,28 @@ class MLASpec(MixerSpec):
             names |= linear_names(("q_a_layernorm", "q_b_proj"), block, bias=False)
         names |= linear_names(("kv_a_proj_with_mqa",), block, bias=self.bias)
         names |= linear_names(("kv_a_layernorm", "kv_b_proj"), block, bias=False)
-        return names | linear_names(("o_proj",), block, bias=self.bias)
+        names |= linear_names(("o_proj",), block, bias=self.bias)
+        if self.indexer is not None:
+            names |= {f"indexer.{name}": value for name, value in self.indexer.weight_names(f"{block}.indexer").items()}
+        return names
 
     def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes:
-        """Latents and the rotated features of keys: engines make keys and values of them in the attention."""
-        return CacheBytes(tokens=num_tokens * (self.kv_rank + self.rotary.head_dim) * itemsize)
+        """Latents and the rotated features of keys, of which engines make keys and values in the attention; and the key of
+        an indexer."""
+        indexed = 0 if self.indexer is None else self.indexer.head_dim
+        return CacheBytes(tokens=num_tokens * (self.kv_rank + self.rotary.head_dim + indexed) * itemsize)
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         require_divided("tp", parallel.tp, "num_attention_heads", self.num_heads)
+        training = "frozen" if self.keys is None else self.keys.training
+        for name, ranks in (("tp", parallel.tp), ("cp", parallel.cp)):
+            if training != "frozen" and ranks > 1:
+                raise ConfigError.of(
+                    f"ParallelConfig.{name}",
+                    ranks,
+                    f"model_cfg.indexer={training!r} needs all heads and keys on one rank, here there would be "
+                    f"1 / {ranks} of them; use {name}=1, or indexer='frozen'",
+                )
 
 
 class LatentAttention(Mixer):
@@ -175,3 +235,57 @@ class LatentAttention(Mixer):
         tensor.replicate(self.kv_a_layernorm)
         tensor.column(self.kv_b_proj)
         tensor.row(self.o_proj)
+
+
+class SparseLatentAttention(LatentAttention):
+    """The module of a :class:`MLASpec` with ``keys``; (T, hidden_size) -> (T, hidden_size), and what was attended to.
+
+    Sequences that ``top_k`` covers have latent attention, whatever is beside them. Where it covers the longest of a
+    micro-batch nothing is chosen, unless there are recorded choices.
+    """
+
+    def __init__(self, spec: MLASpec, keys: ChosenKeysSpec, hidden_size: int) -> None:
+        super().__init__(spec, hidden_size)
+        self.keys, self.indexer = keys, None
+        if keys.indexer is not None:
+            assert spec.query_rank is not None, "index queries are made of the latent"
+            self.indexer = Indexer(keys.indexer, hidden_size, spec.query_rank)
+            self.indexer.requires_grad_(keys.training != "frozen")
+
+    def forward(  # type: ignore[override] # its specification chooses
+        self, x: Tensor, rotation: Rotation | None, segments: Segments, choice: KeyChoice
+    ) -> tuple[Tensor, Tensor | None]:
+        assert rotation is not None, "MLASpec has a rotary embedding"
+        keys, from_latent = self.keys, self._query_latent(x)
+        query = self._queries(from_latent, rotation)
+        key, value = self._gathered(*self._latents(x, rotation), segments)
+        recorded, chosen = None if self.indexer is None else choice.recorded, choice.chosen
+        # What follows a layer with recorded keys attends to these too.
+        covered = choice.longest <= keys.top_k and recorded is None and chosen is None
+        dense = keys.training == "warm_up" or covered
+        trains = keys.training != "frozen" and torch.is_grad_enabled()
+        terms: IndexTerms | None = None
+        if self.indexer is not None and (trains or not dense):
+            terms = self.indexer(self._of_all_tokens(x.detach()), from_latent, rotation)
+            if self._cp_group is not None:
+                terms = terms._replace(key=gather_keys(terms.key, segments, self._cp_group))
+            chosen = None if dense else choose_keys(terms, segments, keys.top_k)
+            if recorded is not None and chosen is not None:
+                chosen = torch.where(recorded.amax(-1, keepdim=True) < 0, chosen, recorded.to(chosen.dtype))
+        if dense:
+            attended, chosen = packed_attention(query, key, value, segments), None
+        else:
+            assert chosen is not None, "a layer that follows comes after one that chooses"
+            attended = sparse_attention(query, key, value, segments, chosen)
+        if trains and terms is not None:
+            loss = indexer_loss(terms, query, key, segments, chosen, self.spec.key_dim**-0.5) / query.shape[0]
+            attended = with_added_loss(attended, loss * (keys.loss_weight * choice.loss_weight))
+        return self.o_proj(attended.flatten(1)), chosen
+
+    def split(self, groups: ParallelGroups) -> None:
+        """As latent attention; every tensor-parallel rank chooses for all of its heads, and so the same."""
+        super().split(groups)
+        if groups.tp_group.size() > 1 and self.indexer is not None:
+            tensor = TensorParallel(groups.tp_mesh)
+            for part in self.indexer.children():
+                tensor.replicate(part, partial=False)

@@ -11,10 +11,9 @@ from rl_backend.contracts.lora import LoRAKind
 from rl_backend.lora.modules import AdaptedModule, value_head
 from rl_backend.model.blocks import FeedForward, Mixer
 from rl_backend.model.decoder import Decoder
-from rl_backend.model.feedforward.moe import BiasedMoEOptions, MoE, MoEOptions
+from rl_backend.model.feedforward.moe import MoE
 from rl_backend.model.mixers.indexer import Indexer
-from rl_backend.model.mixers.sparse_mla import SparseOptions
-from rl_backend.model.multi_token import MTPOptions
+from rl_backend.model.options import DecoderOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import chunk
 from rl_backend.parallel.tensor import LinearPart
@@ -73,21 +72,21 @@ def adaptable_modules(
     )
 
 
-_REFUSED = (
-    (MoEOptions, "router_aux_loss_coef", 0.0, COUPLES),
-    (MoEOptions, "router_z_loss_coef", 0.0, COUPLES),
-    (MoEOptions, "router_sequence_loss_coef", 0.0, COUPLES),
-    (MTPOptions, "mtp", "keep", COUPLES),
-    (SparseOptions, "indexer", "frozen", TRAINS_BASE),
-    (BiasedMoEOptions, "expert_bias_rate", 0.0, TRAINS_BASE),
-)
-"""Options of a base with which there can be no tenants: their type, name, value at rest, and why."""
+_REFUSED = {
+    "router_aux_loss_coef": COUPLES,
+    "router_z_loss_coef": COUPLES,
+    "router_sequence_loss_coef": COUPLES,
+    "mtp": COUPLES,
+    "indexer": TRAINS_BASE,
+    "expert_bias_rate": TRAINS_BASE,
+}
+"""Options of a base with which there can be no tenants, and why."""
 
 
 def _refused_by(options: ModelOptions | None) -> str:
-    for kind, name, at_rest, why in _REFUSED:
-        if isinstance(options, kind) and (value := getattr(options, name)) != at_rest:
-            return f"NativeConfig.model_cfg.{name}={value!r}: {why}"
+    for name, value in DecoderOptions.of(options).changed().items():
+        if name in _REFUSED:
+            return f"NativeConfig.model_cfg.{name}={value!r}: {_REFUSED[name]}"
     return ""
 
 

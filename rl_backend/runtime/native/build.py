@@ -23,7 +23,7 @@ from rl_backend.contracts import (
     text_config,
 )
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage
-from rl_backend.model.feedforward.moe import BiasedMoEOptions
+from rl_backend.model.options import DecoderOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.deferred import put_off_in_linear_layers
 from rl_backend.primitive.float32 import parameters_in_float32, round_parameters
@@ -126,7 +126,7 @@ def build_handle(
 
 
 def _balance(stages: Mapping[int, nn.Module], options: ModelOptions, groups: ParallelGroups) -> ExpertBalance | None:
-    rate = options.expert_bias_rate if isinstance(options, BiasedMoEOptions) else 0.0
+    rate = DecoderOptions.of(options).expert_bias_rate
     return ExpertBalance(stages, rate, groups) if rate else None
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rl_backend import contracts
 from rl_backend.contracts.atoms import Part
 from rl_backend.model import ModelFamily
-from rl_backend.model.multi_token import MTPOptions
+from rl_backend.model.options import DecoderOptions
 from rl_backend.parallel import fsdp
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor
@@ -64,8 +64,7 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     @property
     def trains_second(self) -> bool:
         """Whether it is trained on the tokens after the next: by a layer for multi-token prediction."""
-        options = self.options.model_cfg
-        return isinstance(options, MTPOptions) and options.mtp != "keep"
+        return DecoderOptions.of(self.options.model_cfg).mtp != "keep"
 
     @property
     def weights(self) -> tuple[contracts.TensorInfo, ...]:

@@ -12,7 +12,7 @@ from adapters.verl.lora_modules import TargetModules
 from adapters.verl.model_facts import model_facts
 from adapters.verl.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
-from rl_backend.model.feedforward.moe import MoEOptions
+from rl_backend.model.options import DecoderOptions
 from tests.support.qwen3_5 import write_qwen3_5
 from tests.support.verl_configs import ROLES, RoleConfigs, changed, role_configs, write_config
 
@@ -68,7 +68,7 @@ def test_losses_of_routers_name_the_family(mixture: Path) -> None:
     fields = {"engine__override_transformer_config": {"moe_aux_loss_coeff": 0.01}}
     options = settings(changed(role_configs("actor", mixture), **fields)).runtime.options(NativeConfig)
     assert options.model == "qwen3_5_moe"
-    assert isinstance(options.model_cfg, MoEOptions) and options.model_cfg.router_aux_loss_coef == 0.01
+    assert isinstance(options.model_cfg, DecoderOptions) and options.model_cfg.router_aux_loss_coef == 0.01
 
 
 @pytest.mark.parametrize(

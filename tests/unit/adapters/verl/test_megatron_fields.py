@@ -15,7 +15,7 @@ from adapters.verl.pipeline_stages import stage_layers
 from adapters.verl.run_config import require_run
 from adapters.verl.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, NativeConfig, UnsupportedError
-from rl_backend.model.feedforward.moe import MoEOptions
+from rl_backend.model.options import DecoderOptions
 from rl_backend.runtime import bridge_config
 from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.verl_configs import RoleConfigs, changed, role_configs, write_config
@@ -125,7 +125,7 @@ def test_losses_of_routers_are_those_of_the_fields(backend: str, experts: Path, 
     fields = {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
     found = options(experts, backend, "override_transformer_config", fields)
     if backend == "native":
-        assert isinstance(found, NativeConfig) and isinstance(found.model_cfg, MoEOptions)
+        assert isinstance(found, NativeConfig) and isinstance(found.model_cfg, DecoderOptions)
         assert (found.model, found.model_cfg.router_aux_loss_coef, found.model_cfg.router_z_loss_coef) == (
             "qwen3_moe",
             0.01,

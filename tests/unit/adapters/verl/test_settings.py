@@ -14,7 +14,7 @@ from adapters.verl import field_decisions
 from adapters.verl.field_decisions import Decision, require_supported
 from adapters.verl.settings import EngineSettings, engine_settings, optimizer_settings
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
-from rl_backend.model.feedforward.moe import MoEOptions
+from rl_backend.model.options import DecoderOptions
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.lr_schedule import ParameterSchedule
 from tests.support.verl_configs import ROLES, RoleConfigs, changed, role_configs, write_config
@@ -111,7 +111,7 @@ def test_sizes_dtype_and_seed_reach_the_runtime(experts: Path) -> None:
     # verl's null for experts is the tensor-parallel size of the rest.
     assert options.parallel == ParallelConfig(tp=2, pp=2, vpp=2, ep=2, etp=2)
     assert (options.param_dtype, options.pipeline_schedule, found.runtime.seed) == ("float32", "zbv", 7)
-    assert isinstance(options.model_cfg, MoEOptions) and options.model_cfg.router_aux_loss_coef == 0.5
+    assert isinstance(options.model_cfg, DecoderOptions) and options.model_cfg.router_aux_loss_coef == 0.5
     assert (found.param_offload, found.grad_offload, found.optimizer_offload) == (True, True, False)
     assert found.router_replay == "R3"
 

@@ -11,7 +11,7 @@ import pytest
 from adapters.verl.model_facts import model_facts
 from adapters.verl.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
-from rl_backend.model.feedforward.moe import MoEOptions
+from rl_backend.model.options import DecoderOptions
 from tests.support.verl_configs import ROLES, RoleConfigs, changed, role_configs, write_config
 
 ENGINES = {"actor": "actor_rollout_ref.actor.megatron", "ref": "actor_rollout_ref.ref.megatron"}
@@ -159,7 +159,7 @@ def test_losses_of_routers_name_the_family(name: str, models: dict[str, Path]) -
     fields = {"engine__override_transformer_config": {"moe_aux_loss_coeff": 0.01}}
     options = settings(changed(role("actor", models[name]), **fields)).runtime.options(NativeConfig)
     assert options.model == name
-    assert isinstance(options.model_cfg, MoEOptions) and options.model_cfg.router_aux_loss_coef == 0.01
+    assert isinstance(options.model_cfg, DecoderOptions) and options.model_cfg.router_aux_loss_coef == 0.01
 
 
 @pytest.mark.shows(

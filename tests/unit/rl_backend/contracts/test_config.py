@@ -172,7 +172,7 @@ config = RuntimeConfig(hf_path="x", backend_cfg={"model": "qwen3_moe", "model_cf
 print(type(config.backend_cfg.model_cfg).__name__)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert ran.stdout.split() == ["MoEOptions"], ran.stderr
+    assert ran.stdout.split() == ["DecoderOptions"], ran.stderr
 
 
 def test_a_plugin_that_a_rank_cannot_import_says_so_with_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,9 @@ from rl_backend.model.blocks import LayerSpec, Mixer, MixerSpec, Rotation, linea
 from rl_backend.model.decoder import Decoder
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.families import decoder_family
-from rl_backend.model.feedforward.moe import MoEOptions
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.gqa import GQASpec
+from rl_backend.model.options import DecoderOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.norm import NormSpec
@@ -106,7 +106,7 @@ def test_a_stack_computes_what_stacks_of_one_kind_compute_one_after_the_other(hy
             for index, layer in enumerate(model.spec.layers):
                 alike = replace(model.spec, layers=(layer,) * model.spec.num_layers)
                 stage = ModelStage(index == 0, range(index, index + 1), index == model.spec.num_layers - 1)
-                part = Decoder(alike, BuildSettings(MoEOptions(), "log_probs", 16, stage))
+                part = Decoder(alike, BuildSettings(DecoderOptions(), "log_probs", 16, stage))
                 weights = {name.replace("tied_head", "embed_tokens"): name for name in part.state_dict()}
                 whole = model.state_dict()
                 part.load_state_dict({name: whole[original] for original, name in weights.items()})
@@ -123,7 +123,7 @@ def test_only_layers_with_a_window_forget(hybrid: Path) -> None:
     """Through one layer a token sees as far as that layer's window."""
     spec = spec_of(hybrid)
     for layers, sees_all in ((spec.layers[:1], False), (spec.layers[1:2], True)):
-        model = Decoder(replace(spec, layers=layers), BuildSettings(MoEOptions(), "log_probs", 16))
+        model = Decoder(replace(spec, layers=layers), BuildSettings(DecoderOptions(), "log_probs", 16))
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.2)
         tokens = torch.arange(40)
@@ -209,7 +209,7 @@ def with_running_means(config: HFConfig) -> DecoderSpec:
 
 @pytest.mark.shows("extending: a new kind of mixer is one file beside a family that names it")
 def test_a_mixer_from_outside_trains_beside_attention(hybrid: Path, tmp_path: Path) -> None:
-    family = decoder_family("running_means", with_running_means, MoEOptions)
+    family = decoder_family("running_means", with_running_means)
     register_model(family)
     try:
         weights = load_file(hybrid / "model.safetensors")

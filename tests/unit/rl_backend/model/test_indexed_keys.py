@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_backend.contracts import BatchError, PackedBatch, key_fields
 from rl_backend.contracts.indexed_keys import KEYS
-from rl_backend.model.mixers import sparse_mla
+from rl_backend.model.mixers import mla
 from tests.support.families import random_sequences
 from tests.support.indexed_keys import first_keys, kept_keys, with_keys
 from tests.support.models import write_tiny_qwen3
@@ -49,7 +49,7 @@ def test_recorded_keys_are_attended_to(model: Path, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
     others = first_keys(data, LAYERS, TOP_K)
     replayed = pass_over(model, with_keys(data, others))
-    monkeypatch.setattr(sparse_mla, "choose_keys", lambda *_: others[:, 0])
+    monkeypatch.setattr(mla, "choose_keys", lambda *_: others[:, 0])
     chosen = pass_over(model, data)
     assert all(torch.equal(one, other) for one, other in zip(replayed[0], chosen[0], strict=True))
     assert all(torch.equal(replayed[1][name], gradient) for name, gradient in chosen[1].items())

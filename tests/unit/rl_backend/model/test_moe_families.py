@@ -24,7 +24,8 @@ from rl_backend.contracts import (
     WeightName,
 )
 from rl_backend.model import MIXTRAL, QWEN3_MOE, find_model
-from rl_backend.model.feedforward.moe import MoE, MoEOptions, MoESpec
+from rl_backend.model.feedforward.moe import MoE, MoESpec
+from rl_backend.model.options import DecoderOptions
 from rl_backend.primitive.router_losses import load_balancing_loss, router_z_loss
 from tests.support.critic import transformers_values, write_critic
 from tests.support.families import load_native, load_transformers, random_sequences, run_native, run_transformers
@@ -146,7 +147,7 @@ def test_exported_gradients_and_activations_have_hugging_face_names(tmp_path: Pa
 
 def test_router_losses_of_the_options_are_averaged_over_micro_batches(tmp_path: Path) -> None:
     path = write_moe("qwen3_moe, dense layers between", tmp_path / "model", num_hidden_layers=2, mlp_only_layers=[])
-    options = MoEOptions(router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
+    options = DecoderOptions(router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
     split = [[0, 1, 2], [3], [4, 5]]
     found = []
     recomputed = {"model": "qwen3_moe", "model_cfg": options, "activation_checkpointing": "full"}
@@ -223,7 +224,7 @@ def test_mixtral_with_noise_in_its_router_is_refused() -> None:
 def test_negative_or_unknown_options_are_refused() -> None:
     for options in ({"router_aux_loss_coef": -1.0}, {"router_z_loss_coef": float("nan")}, {"aux_loss": 1.0}):
         with pytest.raises(ConfigError):
-            MoEOptions(**options)
+            DecoderOptions(**options)
 
 
 def test_a_missing_or_surplus_expert_is_named_before_anything_is_read(tmp_path: Path) -> None:

@@ -195,10 +195,13 @@ def test_a_value_head_has_no_such_layer(model: Path) -> None:
 def test_a_model_without_the_layer_refuses_to_train_it() -> None:
     from rl_backend.model.families import qwen3
     from rl_backend.model.hf_config import HFConfig
-    from rl_backend.model.multi_token import MTPOptions
+    from rl_backend.model.options import DecoderOptions
 
     fields = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "rope_theta": 1e4}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
     decoder = qwen3(HFConfig({**fields, **heads}, "qwen3"))
-    with pytest.raises(ConfigError, match=r"NativeConfig\.model_cfg\.mtp='joint'.*no such layer"):
-        decoder.configured(MTPOptions(mtp="joint"))
+    with pytest.raises(
+        ConfigError,
+        match=r"NativeConfig\.model_cfg\.mtp='joint'.*describes no part that takes it",
+    ):
+        decoder.configured(DecoderOptions(mtp="joint"))

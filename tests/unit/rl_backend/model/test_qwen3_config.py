@@ -8,8 +8,8 @@ import pytest
 
 from rl_backend.contracts import ConfigError, UnsupportedError
 from rl_backend.model import QWEN3, find_model
-from rl_backend.model.families import DenseOptions
 from rl_backend.model.mixers.gqa import GQASpec
+from rl_backend.model.options import DecoderOptions
 
 PUBLISHED: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -109,4 +109,4 @@ def test_another_model_type_is_refused_with_the_known_ones() -> None:
 
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown field"):
-        DenseOptions(fused=True)
+        DecoderOptions(fused=True)

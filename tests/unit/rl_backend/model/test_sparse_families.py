@@ -15,7 +15,7 @@ from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.contracts import ConfigError, PackedBatch, ParallelConfig, UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.model import BuildSettings, ModelStage, find_model
-from rl_backend.model.sparse_families import SparseLatentOptions
+from rl_backend.model.options import DecoderOptions
 from tests.support.families import random_sequences
 from tests.support.native import open_runtime
 from tests.support.sparse_models import TOP_K, reference, reference_log_probs, write_sparse
@@ -114,17 +114,17 @@ def test_indexers_learn_beside_the_model_and_alone(model: Path) -> None:
 
 @pytest.mark.shows("sparse attention: steps of the warm-up bring an indexer nearer to the attention")
 def test_the_warm_up_makes_its_loss_fall(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_backend.model.mixers import sparse_mla
+    from rl_backend.model.mixers import mla
 
     seen: list[float] = []
-    loss = sparse_mla.indexer_loss
+    loss = mla.indexer_loss
 
     def record(*args: Any, **kwargs: Any) -> Tensor:
         found = loss(*args, **kwargs)
         seen.append(found.item())
         return found
 
-    monkeypatch.setattr(sparse_mla, "indexer_loss", record)
+    monkeypatch.setattr(mla, "indexer_loss", record)
     family = read_hf_config(model)["model_type"]
     with open_runtime(model, model=family, model_cfg={"indexer": "warm_up"}) as runtime:
         policy = runtime.build_model()
@@ -167,7 +167,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, model: Path) -> None:
     config = read_hf_config(model)
     family = find_model("auto", config)
     decoder = family.parse_config(config)
-    taught = family.architecture(config, SparseLatentOptions(indexer="sparse"))
+    taught = family.architecture(config, DecoderOptions(indexer="sparse"))
     for layout in ({"tp": 2}, {"cp": 2}):
         decoder.check_layout(ParallelConfig(**layout))
         with pytest.raises(ConfigError, match=rf"ParallelConfig\.{next(iter(layout))}=2.*indexer='sparse'.*1 / 2"):
@@ -175,9 +175,9 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, model: Path) -> None:
     for options in ({"expert_bias_rate": 0.01}, {"mtp": "joint"}, {"mtp": "detached"}):
         drafting = {**config, "num_nextn_predict_layers": 1}
         with pytest.raises(ConfigError, match=rf"model_cfg\.{next(iter(options))}=.*trains indexers alone"):
-            family.architecture(drafting, SparseLatentOptions(indexer="warm_up", **options))
+            family.architecture(drafting, DecoderOptions(indexer="warm_up", **options))
     if family.name == "glm_moe_dsa":
-        settings = BuildSettings(SparseLatentOptions(), "log_probs", 16, ModelStage(False, range(1, 4), True))
+        settings = BuildSettings(DecoderOptions(), "log_probs", 16, ModelStage(False, range(1, 4), True))
         with pytest.raises(ConfigError, match=r"pipeline_layers=1: .*begin with layers of \[0, 2\]"):
             family.build(decoder, settings)
         for field, value in (("indexer_types", ["shared"] * 4), ("indexer_types", ["full"]), ("index_head_dim", 4)):
