@@ -21,13 +21,13 @@ _here = threading.local()
 def run_ranks[R](function: Callable[[dist.ProcessGroup], R], size: int = 2) -> list[R]:
     """What ``function`` of a group of ``size`` ranks returned, by rank; raises the error of the lowest rank that has one.
 
-    A process has one default group, so code that asks torch for it is not for these. ``dist.get_rank`` and
-    ``dist.get_world_size`` answer for the thread's rank.
+    A process has one default group, so code that asks torch for it is not for these. ``dist.get_rank``,
+    ``dist.get_world_size`` and ``dist.new_group``, of all ranks, answer for the thread's rank.
     """
     store = HashStore()
 
     def run(rank: int) -> R:
-        _here.rank, _here.size = rank, size
+        _here.rank, _here.size, _here.store, _here.opened = rank, size, store, 0
         group = open_group(store, "all", rank, size)
         known = dist.distributed_c10d._world.pg_group_ranks
         known[group] = {each: each for each in range(size)}
@@ -64,5 +64,14 @@ def _answering_for_threads() -> Iterator[None]:
     def size(group: dist.ProcessGroup | None = None) -> int:
         return int(_here.size) if group is None else group.size()
 
-    with patch.object(dist, "get_rank", rank), patch.object(dist, "get_world_size", size):
+    def new_group(**options: Any) -> dist.ProcessGroup:
+        _here.opened += 1
+        return open_group(_here.store, f"new {_here.opened}", _here.rank, _here.size)
+
+    with (
+        patch.object(dist, "get_rank", rank),
+        patch.object(dist, "get_world_size", size),
+        patch.object(dist, "new_group", new_group),
+        patch.object(dist, "destroy_process_group", lambda group: None),
+    ):
         yield
