@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,7 +22,7 @@ def run_ranks[R](function: Callable[[dist.ProcessGroup], R], size: int = 2) -> l
     """What ``function`` of a group of ``size`` ranks returned, by rank; raises the error of the lowest rank that has one.
 
     A process has one default group, so code that asks torch for it is not for these. ``dist.get_rank``,
-    ``dist.get_world_size`` and ``dist.new_group``, of all ranks, answer for the thread's rank.
+    ``dist.get_world_size`` and ``dist.new_group``, which only its own ranks call, answer for the thread's rank.
     """
     store = HashStore()
 
@@ -64,9 +64,10 @@ def _answering_for_threads() -> Iterator[None]:
     def size(group: dist.ProcessGroup | None = None) -> int:
         return int(_here.size) if group is None else group.size()
 
-    def new_group(**options: Any) -> dist.ProcessGroup:
+    def new_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
         _here.opened += 1
-        return open_group(_here.store, f"new {_here.opened}", _here.rank, _here.size)
+        own = list(range(_here.size) if ranks is None else ranks)
+        return open_group(_here.store, f"{_here.opened} of {own}", own.index(_here.rank), len(own))
 
     with (
         patch.object(dist, "get_rank", rank),
