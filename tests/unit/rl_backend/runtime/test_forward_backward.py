@@ -43,8 +43,8 @@ def test_a_rank_alone_takes_a_batch_as_it_is() -> None:
 
     data = batch(temperature=0.5, calculate_entropy=True)
     found = lay_out(data, groups_of(), 4, RoutedLayers(2, 1, (True,)), runs, ("values",), trains_second=True)
-    inputs = found.inputs
-    assert found.layout is None and seen == [(2, 1, 3)] and inputs.adapters == ("a run",)
+    inputs, adapters = found.inputs, list[Any](found.inputs.adapters)
+    assert found.layout is None and seen == [(2, 1, 3)] and adapters == ["a run"]
     assert inputs.input_ids.tolist() == [10, 11, 12, 13, 14, 15] and inputs.position_ids.tolist() == [0, 1, 0, 0, 1, 2]
     assert inputs.labels.tolist() == [11, -100, -100, 14, 15, -100]
     assert (inputs.temperature, inputs.calculate_entropy, inputs.longest, inputs.padding) == (0.5, True, 3, None)

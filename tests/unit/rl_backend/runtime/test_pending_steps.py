@@ -195,7 +195,7 @@ def test_a_handle_counts_a_step_once_when_it_is_known(case: str) -> None:
         second = handle.step()
         set_gradients(parameters, 1.0)
         third = handle.step()
-        assert handle.pending.result is None and version() == expected + 1
+        assert not handle.is_settled and version() == expected + 1
         assert third.ok and second.ok and version() == expected + 2
 
     run_ranks(of_rank)
@@ -224,7 +224,8 @@ def test_biases_move_towards_experts_that_all_ranks_chose_less_and_counts_begin_
         alone: Any = SimpleNamespace(size=lambda: 1)
         fsdp = SimpleNamespace(get_group=lambda: group)
         with_alone: Any = SimpleNamespace(device=CPU, fsdp_mesh=fsdp, tp_group=dist.new_group())
-        first, second, plain = *routers(), routers(bias=False, count=1)[0]
+        made: list[Any] = [*routers(), *routers(bias=False, count=1)]
+        first, second, plain = made
         balance = ExpertBalance({0: nn.ModuleList([first, plain]), 2: nn.ModuleList([second])}, 0.25, with_alone)
         assert balance.routers == {0: [first], 2: [second]} and alone.size() == 1
         # In the first alone on rank 0, twice; the second chose its third expert on rank 1.
@@ -234,10 +235,7 @@ def test_biases_move_towards_experts_that_all_ranks_chose_less_and_counts_begin_
         else:
             balance.add({second: torch.tensor([0, 0, 3])})
         moves = balance.take()
-        assert [move.bias.data_ptr() for move in moves] == [
-            each.expert_bias.values.data_ptr()
-            for each in (first, second)  # type: ignore[union-attr]
-        ]
+        assert [move.bias.data_ptr() for move in moves] == [each.expert_bias.values.data_ptr() for each in (first, second)]
         again = balance.take()
         return [[move.step.tolist() for move in each] for each in (moves, again)]
 
@@ -249,7 +247,8 @@ def test_biases_move_towards_experts_that_all_ranks_chose_less_and_counts_begin_
 
 
 def test_a_pass_counts_choices_of_its_stages_without_padding_when_it_has_ended() -> None:
-    first, second = routers()
+    both: list[Any] = [*routers()]
+    first, second = both
     added: list[Mapping[Any, Tensor]] = []
     balance: Any = SimpleNamespace(routers={0: [first], 1: [second]}, add=added.append)
     loads = PassLoads(balance)
