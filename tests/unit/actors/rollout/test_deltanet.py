@@ -137,7 +137,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.v1.attention.backends import gdn_attn
 
-    done: list[Any] = []
+    done: Any = []
     context = SimpleNamespace(no_compile_layers={"layer": make_layer()}, attn_metadata={"layer": "metadata"})
     monkeypatch.setattr(gdn_attention, "cpu_gdn_attention_core", lambda *args: done.append(("kernel", *args)))
     monkeypatch.setattr(_custom_ops, "causal_conv1d_weight_pack", lambda weight: done.append("pack") or weight + 1)

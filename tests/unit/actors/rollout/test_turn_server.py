@@ -76,7 +76,7 @@ def test_each_turn_is_answered_under_its_own_key(
     make: Callable[..., TurnServer], monkeypatch: pytest.MonkeyPatch, routed: bool
 ) -> None:
     counted: list[tuple[str, float, dict[str, str]]] = []
-    monkeypatch.setattr(turn_server.prometheus, "count", lambda name, amount, **tags: counted.append((name, amount, tags)))
+    monkeypatch.setattr("actors.cluster.prometheus.count", lambda name, amount, **tags: counted.append((name, amount, tags)))
     server = make(return_routed_experts=routed)
     server._moe_layers = (2, 0)
     server.start_turns([turn(70, [1, 2, 3]), turn(50, [4], 21, adapter=POET)])
