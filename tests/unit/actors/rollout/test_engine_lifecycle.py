@@ -11,6 +11,7 @@ import pytest
 from actors.rollout import engine_lifecycle
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine_lifecycle import CLOSE_SECONDS, StartedEngines
+from actors.rollout.engines import EngineSet
 from actors.rollout.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
 from actors.rollout.placement import NodePlace
@@ -102,6 +103,11 @@ def cluster(ray: RayInProcess) -> Cluster:
     return Cluster(ray)
 
 
+def living(engines: EngineSet) -> tuple[int, ...]:
+    """Asked anew: mypy takes a property for what it was."""
+    return engines.engines
+
+
 def config(**settings: Any) -> RolloutConfig:
     return RolloutConfig(model_path="x", num_engines=3, **settings)
 
@@ -111,7 +117,7 @@ def test_every_engine_starts_at_its_place_among_those_of_its_node(cluster: Clust
         assert [engine for engine, _ in cluster.made] == [0, 1, 2]
         places = {0: NodePlace(0, 2), 1: NodePlace(0, 1), 2: NodePlace(1, 2)}
         assert all(actor.asked == [("node",), ("start", places[engine])] for engine, actor in cluster.made)
-        assert group.infos == {engine: info(engine, engine) for engine in NODES} and group.engines == (0, 1, 2)
+        assert group.infos == {engine: info(engine, engine) for engine in NODES} and living(group) == (0, 1, 2)
         for kind, options, own, given, engine, device, require_push in cluster.asked:
             assert kind is group.engine_class and options == {"concurrency_groups": {"turns": 1, "answers": 1}}
             assert own == {"num_cpus": engine} and given == group.config and (device, require_push) == ("cpu", True)
@@ -161,10 +167,10 @@ def test_a_restart_replaces_one_engine_and_gives_it_every_tenant(cluster: Cluste
     for each in pushed:
         group.switch_adapter(each)
     group.note(2, EngineDirtyError("engine 2 is dirty"))
-    assert group.engines == (0, 1)
+    assert living(group) == (0, 1)
     group._require_push = True
     assert group.restart(2) == info(2, 3) == group.infos[2]
-    assert group.engines == (0, 1, 2) and not group.lost_engines
+    assert living(group) == (0, 1, 2) and not group.lost_engines
     old, new = (actor for engine, actor in cluster.made if engine == 2)
     assert old.asked[-1] == ("close",) and cluster.ray.killed == [old.name] and cluster.asked[-1][-1] is True
     assert new.asked == [("node",), ("start", NodePlace(1, 2)), *(("push_adapter", *each) for each in pushed)]
@@ -183,12 +189,12 @@ def test_an_engine_that_does_not_restart_is_lost_with_the_reason_until_it_does(c
     cluster.answers[1][method] = WeightSyncError("no memory")
     with pytest.raises(WeightSyncError, match="no memory"):
         group.restart(1)
-    assert group.engines == (0, 2) and str(group.lost_engines[1]) == "no memory"
+    assert living(group) == (0, 2) and str(group.lost_engines[1]) == "no memory"
     assert cluster.ray.killed == ["actor 1 of engine 1", "actor 3 of engine 1"]
     assert group.infos[1] == info(1, 1), "as it was"
     cluster.answers[1].clear()
     group.restart(1)
-    assert group.engines == (0, 1, 2) and not group.lost_engines
+    assert living(group) == (0, 1, 2) and not group.lost_engines
     group.close()
 
 
@@ -202,7 +208,7 @@ def test_an_interrupted_restart_is_said_of_the_engine(cluster: Cluster) -> None:
     with pytest.raises(KeyboardInterrupt):
         group.restart(1)
     assert str(group.lost_engines[1]) == "engine 1 was ended by a restart that did not complete"
-    assert isinstance(group.lost_engines[1], EngineDeadError) and group.engines == (0, 2)
+    assert isinstance(group.lost_engines[1], EngineDeadError) and living(group) == (0, 2)
     assert "actor 3 of engine 1" in cluster.ray.killed
     group.close()
 
@@ -297,11 +303,11 @@ def test_a_fixed_set_stays_with_the_processes_of_its_time(cluster: Cluster) -> N
     fixed = group.fixed()
     before = cluster.of(0)
     group.restart(0)
-    assert fixed.engines == (0, 1) and fixed.actors()[0] is before and list(fixed.lost_engines) == [2]
+    assert living(fixed) == (0, 1) and fixed.actors()[0] is before and list(fixed.lost_engines) == [2]
     assert isinstance(fixed.call("describe")[0], EngineDeadError)
-    assert fixed.engines == (1,) and group.engines == (0, 1), "the successor lives"
+    assert living(fixed) == (1,) and living(group) == (0, 1), "the successor lives"
     fixed.note(1, EngineDeadError("engine 1 died"))
-    assert group.engines == (0,) and fixed.config == group.config
+    assert living(group) == (0,) and fixed.config == group.config
     with fixed.updating():
         assert group._lock.locked() and group._changing.locked()
     assert isinstance(group, StartedEngines)

@@ -71,7 +71,7 @@ def test_what_a_process_cannot_be_prepared_for_is_refused(prepared: list[Any], m
     ):
         prepare_process("cpu", (8, 9), 1)
     assert prepared == [("interface", "127.0.0.1")]
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     with pytest.raises(ConfigError, match="vllm was imported before its engine's environment was set"):
         prepare_process("cuda", (), 1)
 
@@ -114,7 +114,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Started:
     from vllm.engine.arg_utils import EngineArgs
 
     # As if an engine's process had imported the worker: what that changes in vLLM is not for this process.
-    monkeypatch.setitem(WeightTransferEngineFactory._registry, "rl_backend", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(WeightTransferEngineFactory._registry, "rl_backend", None)
     from actors.rollout.vllm import patches
 
     made = Started()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,7 @@ def stacked(*sizes: tuple[int, int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, 
     return a, tuple(torch.zeros(SLOTS, 1, outputs, LARGEST) for _, outputs in sizes)
 
 
-def layer(kind: type | None, a: Any, b: Any) -> Any:
+def layer(kind: Any, a: Any, b: Any) -> Any:
     made: Any = SimpleNamespace() if kind is None else kind.__new__(kind)
     object.__setattr__(made, "lora_a_stacked", a)
     object.__setattr__(made, "lora_b_stacked", b)
@@ -95,9 +94,8 @@ SIZES = {"q_proj": (5, 4), "k_proj": (5, 2), "v_proj": (5, 3), "in_proj_qkv": (5
 
 
 @pytest.fixture(autouse=True)
-def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "_kept", {})
-    return
 
 
 @pytest.fixture
@@ -152,7 +150,8 @@ def test_every_module_of_the_checkpoint_has_its_own_slots_and_what_else_is_fused
         found = worker.layers[name]
         a, b = found.lora_a_stacked, found.lora_b_stacked
         a, b = (a, b) if isinstance(a, tuple) else ((a,), (b,))
-        return b[place][1, 0] @ a[place][1, 0]
+        product: Tensor = b[place][1, 0] @ a[place][1, 0]
+        return product
 
     torch.testing.assert_close(held("model.layers.0.o_proj", 0), product("o_proj"))
     for place, module in enumerate(PARTS["qkv_proj"]):
@@ -250,7 +249,7 @@ def test_factors_that_are_owned_stay_as_they_were_and_what_is_forgotten_is_gone(
 
 
 def test_adapters_of_directories_are_vllms_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    asked: Any = []
     for name, answer in (("_load_of_vllm", "loaded"), ("_add_of_vllm", None), ("_activate_of_vllm", 1)):
         monkeypatch.setattr(adapters, name, lambda *args, name=name, answer=answer: asked.append((name, args)) or answer)
     manager: Any = SimpleNamespace(_registered_adapters={3: "adapter"}, _active_adapters={})

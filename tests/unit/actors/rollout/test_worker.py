@@ -34,7 +34,7 @@ class Engine:
     """vLLM's engine: makes ids of its own, and keeps what it is asked."""
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.asked: Any = []
         self.outputs: list[Any] = []
         self.output_processor = SimpleNamespace(request_states={})
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=12))
@@ -109,7 +109,7 @@ def test_an_engine_reads_the_files_that_the_trainer_reads(tmp_path: Path) -> Non
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     # As if an engine's process had imported it: what that changes in vLLM and torch is not for this process.
-    monkeypatch.setitem(WeightTransferEngineFactory._registry, "rl_backend", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(WeightTransferEngineFactory._registry, "rl_backend", None)
     from actors.rollout.vllm import worker as module
 
     return module
@@ -145,7 +145,12 @@ def test_staged_weights_go_into_vllms_loaders_between_packings(
     layout, _ = plan_layout([TensorInfo.of(name, tuple(each.shape), each.dtype) for name, each in weights.items()])
     manifest = write_tensors(segment.buffer, layout, weights.items(), version=1)
     loaded: list[tuple[str, Tensor]] = []
-    model = SimpleNamespace(name="model", load_weights=lambda given: (done.append("load"), loaded.extend(given)))
+
+    def load(given: Any) -> None:
+        done.append("load")
+        loaded.extend(given)
+
+    model = SimpleNamespace(name="model", load_weights=load)
     engine: Any = worker.StagedWeightTransferEngine.__new__(worker.StagedWeightTransferEngine)
     engine.model, engine.model_config = model, "config"
     update = worker.StagedUpdateInfo(manifest=manifest.model_dump_json())
@@ -167,7 +172,7 @@ def test_staged_weights_go_into_vllms_loaders_between_packings(
 
 
 def test_the_receiver_that_was_chosen_does_all_of_an_update(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[Any] = []
+    done: Any = []
     names = ("start_weight_update", "finish_weight_update", "parse_update_info", "receive_weights", "shutdown")
     active = SimpleNamespace(**{name: lambda *args, name=name: done.append((name, *args)) or "parsed" for name in names})
     monkeypatch.setattr(worker, "name_weight_loaders", lambda model: done.append(("name", model)))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from actors.sync import push as push_module
-from actors.sync import report as report_module
 from actors.sync.push import WeightSync, choose_transport, make_transport
 from actors.sync.report import PushClock, PushReport
 from actors.sync.transport import gpu
@@ -181,7 +180,7 @@ def test_auto_chooses_again_when_the_engines_change_and_closes_the_transport_bef
 
 
 def test_a_transport_that_was_asked_for_is_kept_and_made_anew_after_a_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(push_module._TRANSPORTS, "gloo", lambda: Staged("gloo"))  # type: ignore[arg-type]
+    monkeypatch.setitem(push_module._TRANSPORTS, "gloo", lambda: Staged("gloo"))
     engines: Any = Engines(())
     sync: Any = WeightSync(None, engines, transport="gloo")  # type: ignore[arg-type]
     first = sync._choose(PLAN, engines)
@@ -196,7 +195,7 @@ def test_a_transport_that_was_asked_for_is_kept_and_made_anew_after_a_close(monk
 def test_an_error_on_closing_is_beside_the_error_that_ended_the_context(
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    monkeypatch.setitem(push_module._TRANSPORTS, "gloo", lambda: Staged("gloo"))  # type: ignore[arg-type]
+    monkeypatch.setitem(push_module._TRANSPORTS, "gloo", lambda: Staged("gloo"))
     sync: Any = WeightSync(None, Engines(()), transport="gloo")  # type: ignore[arg-type]
     sync._transport.error = WeightSyncError("cannot close")
 
@@ -217,12 +216,12 @@ def test_an_error_on_closing_is_beside_the_error_that_ended_the_context(
 
 def test_what_cannot_be_pushed_is_refused_when_a_sync_is_made() -> None:
     engines: Any = Engines(())
-    critic = HandleRef("group", 0, "value", False, (0,), (0,), head="values")  # type: ignore[arg-type]
+    critic = HandleRef("group", 0, "value", False, (0,), (0,), head="values")
     with pytest.raises(UnsupportedError, match="model 'value' has head='values': an engine samples from log-probs"):
         WeightSync(engines, engines, critic)
     for options in ({"merged": True}, {"directory": ""}):
         with pytest.raises(ConfigError, match=f"WeightSync.{next(iter(options))}"):
-            WeightSync(engines, engines, **options)  # type: ignore[arg-type]
+            WeightSync(engines, engines, **options)
     assert not engines.attached
     tenant = HandleRef("group", 0, "poet", False, (0,), (0,), lora_id=0)
     assert WeightSync(engines, engines, tenant, merged=True)._merged == "poet" and engines.attached == 1
@@ -233,15 +232,14 @@ def test_a_push_says_what_it_did_and_is_traced_and_exported(monkeypatch: pytest.
     exported: list[tuple[Any, ...]] = []
     for name in ("observe", "count"):
         monkeypatch.setattr(
-            report_module.prometheus,
-            name,
+            f"actors.cluster.prometheus.{name}",
             lambda metric, value, name=name, **tags: exported.append(
                 (name, metric.removeprefix("rl_backend_push"), value, tags)
             ),
         )
     engines: Any = Engines((), ())
     engines.lost_engines = {7: EngineDeadError("dead before")}
-    monkeypatch.setitem(push_module._TRANSPORTS, "gloo", lambda: Staged("gloo"))  # type: ignore[arg-type]
+    monkeypatch.setitem(push_module._TRANSPORTS, "gloo", lambda: Staged("gloo"))
     asked: list[Any] = []
     plans = [PLAN, PushPlan("key", None, "float32", None, 4, (), "node", "host")]
 
@@ -250,7 +248,7 @@ def test_a_push_says_what_it_did_and_is_traced_and_exported(monkeypatch: pytest.
         return [("", plans[0]), ("", None)]
 
     train: Any = SimpleNamespace(run_on_ranks=run)
-    sync: Any = WeightSync(train, engines, "ref", transport="gloo", byte_budget=64)  # type: ignore[arg-type]
+    sync: Any = WeightSync(train, engines, "ref", transport="gloo", byte_budget=64)
     monkeypatch.setattr(sync, "_push_staged", lambda transport, plan, rollout, clock: (0, 1))
     recorder.start()
     report = sync.push()
@@ -280,7 +278,7 @@ def test_a_push_says_what_it_did_and_is_traced_and_exported(monkeypatch: pytest.
 
 def test_a_clock_has_the_seconds_of_each_phase_one_that_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([100.0, 101.0, 103.0, 110.0, 114.0, 120.0])
-    monkeypatch.setattr(report_module.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr("actors.sync.report.time.perf_counter", lambda: next(now))
     clock = PushClock()
     with clock.phase("stage"):
         pass
@@ -368,7 +366,7 @@ def test_a_rank_opens_its_side_of_the_transfer_in_place_of_the_one_before(
 ) -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    ended: list[str] = []
+    ended: Any = []
     made: list[Any] = []
 
     def init(info: Any, *, client: Any, source: Any) -> Any:
@@ -377,7 +375,7 @@ def test_a_rank_opens_its_side_of_the_transfer_in_place_of_the_one_before(
         return SimpleNamespace(model_update_group=group, source=source)
 
     monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", init)
-    monkeypatch.setattr(gpu.ray.util, "get_node_ip_address", lambda: "10.0.0.9")
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.9")
     monkeypatch.setattr(gpu, "with_free_port", lambda host, make: ended.append(host) or make(7777))
     old = SimpleNamespace(model_update_group=None, shutdown=lambda: ended.append("old"))
     context: Any = SimpleNamespace(state={"key": old}, rank=3)
