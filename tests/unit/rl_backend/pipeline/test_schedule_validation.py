@@ -12,7 +12,7 @@ import pytest
 
 from rl_backend.contracts import ScheduleError
 from rl_backend.pipeline import SCHEDULES, Action, Costs, Kind, Schedule, make_schedule, validate
-from tests.support.pipeline import NotRunnableError, run_with_tokens
+from tests.support.pipeline import NotRunnableError, actions, run_with_tokens
 
 SIZES = {1: (1, 3), 2: (1, 2, 4, 5), 3: (2, 3, 6, 7), 4: (1, 4, 8, 9)}
 
@@ -49,8 +49,8 @@ def mutants(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
     """The schedule with one action dropped, doubled, exchanged with the one before it or put somewhere else."""
     choose = random.Random(0)
 
-    def changed(rank: int, actions: list[Action]) -> Schedule:
-        lists = [tuple(actions) if other == rank else own for other, own in enumerate(schedule.actions)]
+    def changed(rank: int, own_actions: list[Action]) -> Schedule:
+        lists = [tuple(own_actions) if other == rank else own for other, own in enumerate(schedule.actions)]
         return replace(schedule, actions=tuple(lists))
 
     for rank, own in enumerate(schedule.actions):
@@ -138,8 +138,4 @@ def test_an_order_that_only_two_queues_could_carry_is_a_deadlock() -> None:
 
 
 def parsed(lists: dict[int, str]) -> tuple[tuple[Action, ...], ...]:
-    """Actions of micro-batches and stages below 10 from their names."""
-    return tuple(
-        tuple(Action(Kind(name[1:-1]), int(name[0]), int(name[-1])) for name in lists[rank].split())
-        for rank in sorted(lists)
-    )
+    return tuple(actions(lists[rank]) for rank in sorted(lists))
