@@ -150,6 +150,8 @@ def test_values_that_follow_are_filled_and_are_no_values_that_were_given() -> No
     assert config.last == Inner(size=8, name="unchecked"), "a stand-in is replaced when all is known"
     assert config.middle.inner.name == "inner", "what needs Ray waits"
     assert config.filled("middle").inner == Inner(name="of 4") and config.middle.inner.name == "inner"
+    filled = merged({}, {"inner": config.filled("middle").inner})
+    assert filled == {"inner": {"name": "of 4"}}, "whoever is handed the section takes it for given"
     assert config.filled("last") == config.last
     assert dict(config.followed()) == {"middle.inner.name": "shown", "last.size": 8, "last.name": "unchecked"}
     assert not any(config.gives(path) for path in ("last.size", "last.name", "middle.inner.name"))
