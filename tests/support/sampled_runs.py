@@ -159,7 +159,7 @@ def config_of(tmp_path: Path, kind: Any = RLConfig, **changes: Any) -> Any:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "model").mkdir(exist_ok=True)
     (tmp_path / "model" / "config.json").write_text("{}")
-    rewards = {"reward": "m:f"} if kind is RLConfig else {"player": "json:dumps", "least_episodes": 1}
+    rewards = {"reward": "m:f"} if kind is RLConfig else {"player": "json:dumps"}
     lengths = {"max_prompt_tokens": 8} if kind is RLConfig else {"max_episode_tokens": 48}
     files = {"model": f"{tmp_path}/model", "dataset": f"{tmp_path}/train.jsonl", "run_dir": f"{tmp_path}/run"}
     sizes = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_response_tokens": 8, "dtype": "float32", **lengths}
