@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -20,6 +21,11 @@ from actors.run.state import RunState, RunWatch, read_object
 def written(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "run.json").read_text())
     return found
+
+
+def open_files() -> int:
+    gc.collect()  # what other tests have left open
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_states_replace_one_another_and_the_last_frees_its_room(tmp_path: Path) -> None:
@@ -131,11 +137,11 @@ def test_a_watch_that_cannot_be_started_is_warned_of(tmp_path: Path, monkeypatch
         raise OSError(11, "no more processes")
 
     monkeypatch.setattr(subprocess, "run", refuse)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     watch = RunWatch(tmp_path)
     with pytest.warns(UserWarning, match=rf"{tmp_path}/run\.json will say running if this run is killed: .*no more proc"):
         watch.start()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
     watch.close()
     watch.close()
 
@@ -145,15 +151,15 @@ def test_a_watch_is_told_of_the_folder_and_its_process_and_ends_with_the_run(
 ) -> None:
     asked: list[tuple[list[str], dict[str, Any]]] = []
     monkeypatch.setattr(subprocess, "run", lambda command, **options: asked.append((command, options)))
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     first, second = RunWatch(tmp_path), RunWatch(tmp_path)
     assert first.process != second.process and first.process.startswith(f"{os.getpid()} on ")
     first.start()
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert open_files() == before + 1
     ((command, options),) = asked
     assert command == [sys.executable, "-I", "-S", watcher.__file__, str(tmp_path), first.process]
     assert (options["start_new_session"], options["check"], options["cwd"]) == (True, True, "/")
     second.start()
     state_module._close_all()
-    assert len(os.listdir("/proc/self/fd")) == before, "a forked child holds no pipe"
+    assert open_files() == before, "a forked child holds no pipe"
     first.close()

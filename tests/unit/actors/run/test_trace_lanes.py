@@ -80,9 +80,9 @@ def test_times_of_another_host_are_moved_by_the_difference_of_its_clock(ray: Ans
         trace.collect()
     found = spans(path, "there")
     assert len(found) == len(begun) >= 9
-    assert [span["ts"] for span in found] == pytest.approx([(now - epoch) / 1000 for now in begun], abs=0.4e6)
+    assert [span["ts"] for span in found] == pytest.approx([(now - epoch) / 1000 for now in begun], abs=5e6)
     (note,) = notes(path, "clocks of other hosts")
-    assert note["hosts"] == 1 and 0 < note["error_ms"] < 400
+    assert note["hosts"] == 1 and 0 < note["error_ms"] < 5000
 
 
 def test_a_better_measurement_of_a_clock_replaces_a_worse_one_and_an_old_one_is_worth_less(
