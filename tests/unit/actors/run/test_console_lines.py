@@ -90,7 +90,7 @@ def test_the_first_line_names_the_program(monkeypatch: pytest.MonkeyPatch, capsy
         (None, "/x/grpo.py", "grpo"),
         (SimpleNamespace(name="examples.demo.__main__"), "/x/__main__.py", "examples.demo"),
     ):
-        monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
         monkeypatch.setattr(sys, "argv", [argv])
         announce("__main__")
         printed = capsys.readouterr()

@@ -12,6 +12,8 @@ from actors.run.episode_metrics import episode_metrics
 from rl_backend.environment import Episode, Turn
 from tests.support.episodes import episode, segment
 
+OWN: dict[str, Any] = {"episode/turns": 6.0}
+
 
 def played(turns: tuple[int, ...], reward: float, stop: Any = "done", segments: int = 1, **metrics: float) -> Episode:
     """Turns of so many tokens."""
@@ -28,7 +30,7 @@ def test_metrics_of_episodes_are_means_largest_ones_and_shares_of_sums() -> None
                 (1,), 0.0, "turns", 2, tool_calls=4, prompt_tokens=30, cached_tokens=3, environment_seconds=1.0, seconds=1.0
             ),
         ],
-        [played((2, 2, 2), 1.0, won=0, **{"episode/turns": 6.0}), played((6,), 1.0, tool_calls=3, failed_tool_calls=1)],
+        [played((2, 2, 2), 1.0, won=0, **OWN), played((6,), 1.0, tool_calls=3, failed_tool_calls=1)],
         [played((1,), 5.0, "length", 3)],
     ]
     dropped = [played((9,), 7.0, "error", won=1), played((), 7.0, "timeout"), played((), 0.0, "error")]

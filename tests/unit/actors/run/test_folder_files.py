@@ -199,7 +199,7 @@ def test_services_get_a_project_a_name_and_an_identity(
     asked: list[dict[str, Any]] = []
     service = SimpleNamespace(init=lambda **options: asked.append(options))
     for name in ("wandb", "trackio"):
-        monkeypatch.setitem(sys.modules, name, service)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, name, service)
         monkeypatch.delenv(f"{name.upper()}_PROJECT", raising=False)
         if project:
             monkeypatch.setenv(f"{name.upper()}_PROJECT", project)

@@ -108,7 +108,7 @@ def test_short_names_win_over_places_whatever_their_order() -> None:
     for values in ({"middle": {"depth": 1}, "depth": 7}, {"depth": 7, "middle": {"depth": 1}}):
         assert Base.nest(values) == {"middle": {"depth": 7}}
     assert Base.nest({"middle.inner": {"size": 1}, "size": 8, "steps": 2}) == {"middle": {"inner": {"size": 8}}, "steps": 2}
-    assert Base(**{"middle.inner.size": 8}).middle.inner.size == 8  # type: ignore[arg-type]
+    assert Base(**{"middle.inner.size": 8}).middle.inner.size == 8
 
 
 @pytest.mark.parametrize(
@@ -163,15 +163,15 @@ def test_values_that_follow_are_filled_and_are_no_values_that_were_given() -> No
 
 
 def test_a_value_that_was_given_is_kept_shown_and_saved_or_refused() -> None:
-    config = Mine(**{"middle.inner.name": "inner", "last.name": "mine", "last.size": 20})  # type: ignore[arg-type]
+    config = Mine(**{"middle.inner.name": "inner", "last.name": "mine", "last.size": 20})
     assert config.filled("middle").inner.name == "inner", "even where it is the default"
     assert (config.last.name, config.last.size) == ("mine", 20), "what follows anyway may be said"
     saved = config.model_dump()
     assert saved["middle"]["inner"] == {"size": 3, "name": "inner"} and saved["last"]["name"] == "mine"
     assert "middle.inner.name" not in dict(config.followed())
-    assert Mine(**{"last.size": 3}).last.size == 20, "the default stands for nothing given"  # type: ignore[arg-type]
+    assert Mine(**{"last.size": 3}).last.size == 20, "the default stands for nothing given"
     with pytest.raises(ConfigError, match=r"^Mine\.last\.size=7: is twice the steps$"):
-        Mine(**{"last.size": 7})  # type: ignore[arg-type]
+        Mine(**{"last.size": 7})
 
 
 def test_a_value_is_looked_up_with_its_default_by_short_name_or_place() -> None:

@@ -31,9 +31,8 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 2, 5, 3})
     monkeypatch.setattr(machine, "check_served", lambda engines, device: None)
-    monkeypatch.setattr(
-        machine, "read_hf_config", lambda path: {"num_attention_heads": 12} if path == "m" else {"text_config": {}}
-    )
+    config: dict[str, Any] = {"num_attention_heads": 12}
+    monkeypatch.setattr(machine, "read_hf_config", lambda path: config if path == "m" else {"text_config": {}})
     gpus(monkeypatch, 0)
 
 
@@ -62,7 +61,7 @@ def test_packages_are_those_of_the_runtime_and_of_engines(monkeypatch: pytest.Mo
             find()
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     assert is_on_cluster() and find_packages(samples) == "packages are those of the cluster's machines"
-    assert require_engines(RolloutConfig(model_path="m", device="cuda")) is None
+    require_engines(RolloutConfig(model_path="m", device="cuda"))
 
 
 @pytest.mark.parametrize(

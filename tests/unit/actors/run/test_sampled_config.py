@@ -19,6 +19,9 @@ from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import ConfigError, NativeConfig, OptimizerConfig
 
+SFT: Any = SFTConfig
+EPISODES: Any = EpisodeConfig
+
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +192,7 @@ def test_a_second_model_has_the_optimizer_of_the_first_at_a_rate_of_its_own() ->
 
 
 def test_what_a_training_run_is_where_nothing_is_said() -> None:
-    config = SFTConfig(model="m", dataset="d", seed=4, ranks=6, tp=3, dtype="float32")
+    config = SFT(model="m", dataset="d", seed=4, ranks=6, tp=3, dtype="float32")
     assert (config.model, config.seed, config.parallel.tp, config.data_parallel_size) == ("m", 4, 3, 2)
     assert config.models() == (RunModel("model", "m"),) and dict(config.runs()) == {"": config}
     assert (config.training_groups, config.num_engines, config.batches_ahead, config.pushes_adapters) == (1, 0, 0, False)
@@ -199,19 +202,17 @@ def test_what_a_training_run_is_where_nothing_is_said() -> None:
     assert config.trained_dtype == config.runtime_config().options(NativeConfig).param_dtype == "float32"
     given = config.replace(dtype="auto", **{"train.backend_cfg.param_dtype": "bfloat16"})
     assert given.trained_dtype == "bfloat16" and given.runtime_config().options(NativeConfig).param_dtype == "bfloat16"
-    assert SFTConfig(model="m", dataset="d", epochs=3, lr_warmup_steps=500).lora == LoRAOptions(), (
-        "its steps are not known yet"
-    )
+    assert SFT(model="m", dataset="d", epochs=3, lr_warmup_steps=500).lora == LoRAOptions(), "its steps are not known yet"
     with pytest.raises(ConfigError, match=r"SFTConfig\.ranks=4: world size 4 is not a multiple of tp\*pp\*cp = 3"):
         config.replace(ranks=4)
     with pytest.raises(ConfigError, match=r"SFTConfig\.lr_warmup_steps=100: the run has 100 optimizer steps"):
-        SFTConfig(model="m", dataset="d", lr_warmup_steps=100)
+        SFT(model="m", dataset="d", lr_warmup_steps=100)
 
 
 def test_gpus_decide_a_dtype_that_nobody_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [resolve_dtype(each) for each in ("auto", "float32", "bfloat16")] == ["float32", "float32", "bfloat16"]  # type: ignore[arg-type]
+    assert [resolve_dtype(each) for each in ("auto", "float32", "bfloat16")] == ["float32", "float32", "bfloat16"]
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 0.5})
-    assert [resolve_dtype(each) for each in ("auto", "float32", "bfloat16")] == ["bfloat16", "float32", "bfloat16"]  # type: ignore[arg-type]
+    assert [resolve_dtype(each) for each in ("auto", "float32", "bfloat16")] == ["bfloat16", "float32", "bfloat16"]
     assert config_of().trained_dtype == "bfloat16" and config_of().filled("rollout").dtype == "bfloat16"
 
 
@@ -244,10 +245,10 @@ def test_episodes_that_nobody_bounds_are_as_long_as_the_model(tmp_path: Path, gi
         return str(tmp_path)
 
     options = {"dataset": "d", "player": "m:play", "run_dir": "x", "samples_per_prompt": 2}
-    config = EpisodeConfig(model=model(64), **options, **given)
+    config = EPISODES(model=model(64), **options, **given)
     assert (config.longest_sequence, config.sampling.max_new_tokens) == lengths
-    assert EpisodeConfig(model="nowhere", **options).sampling == SamplingConfig(n=2, max_new_tokens=512)
-    assert EpisodeConfig(model=model(2), **options).sampling.max_new_tokens == 1
+    assert EPISODES(model="nowhere", **options).sampling == SamplingConfig(n=2, max_new_tokens=512)
+    assert EPISODES(model=model(2), **options).sampling.max_new_tokens == 1
 
 
 def test_options_of_every_run_are_those_of_a_training_run() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -121,8 +122,8 @@ def test_a_run_is_said_to_be_killed_only_while_it_is_the_one_that_runs(tmp_path:
 def test_a_watcher_gives_up_at_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("_TRY_SECONDS", 0.02), ("_GIVE_UP_SECONDS", 0.1)):
         monkeypatch.setattr(watcher, name, seconds)
-    monkeypatch.setattr(watcher.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(watcher.os, "read", lambda *_: b"")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "read", lambda *_: b"")
     running(tmp_path, "me")
     with RunLock(tmp_path):
         watcher.watch(str(tmp_path), "me")

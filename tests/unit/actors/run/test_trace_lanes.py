@@ -40,7 +40,7 @@ def test_actors_of_every_group_have_lanes_of_their_own(ray: AnswersAtOnce, tmp_p
     with TraceCollector(path, [first, second, first]) as trace:
         now = time.monotonic_ns()
         for number, actor in enumerate((*first.actors, *second.actors)):
-            actor.answer = lambda number=number: TraceBatch(  # type: ignore[misc]
+            actor.answer = lambda number=number: TraceBatch(
                 CLOCK, now, [event(f"work {number}", "operation", now, thread=number)], 0
             )
         trace.collect()
