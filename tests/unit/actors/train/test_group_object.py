@@ -137,7 +137,8 @@ def test_a_group_that_nobody_holds_stops_its_ranks_unless_it_was_copied(
     assert KILLED == []
     del made
     gc.collect()
-    assert KILLED == ([] if copied else ["ours"])
+    expected = [] if copied else ["ours"]
+    assert expected == KILLED
 
 
 def test_the_end_of_a_block_ends_the_group(group: TrainGroup, ranks: Ranks) -> None:
