@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from actors.train.future import BoundOperation, GroupFuture, operation
 from rl_backend.contracts import BatchError, HandleError, PendingStepResult, StepResult
 
 
-def context(group_id: str = "group") -> RankContext:
+def context(group_id: str = "group") -> Any:
     runtime: Any = None
     return RankContext(runtime, group_id, 0, 1)
 
@@ -48,7 +49,7 @@ def test_pending_results_are_taken_once_and_the_oldest_are_given_up() -> None:
     rank = context()
     for number in range(1, KEPT_STEPS + 2):
         rank.operation = number
-        rank.keep_pending(PendingStepResult(lambda number=number: StepResult(number % 2 == 0, float(number), 2 * number)))
+        rank.keep_pending(PendingStepResult(partial(StepResult, number % 2 == 0, float(number), 2 * number)))
     found = rank.take_pending(2)
     assert type(found) is StepResult and tuple(found) == (True, 2.0, 4)
     assert tuple(rank.take_pending(KEPT_STEPS + 1)) == (False, KEPT_STEPS + 1.0, 2 * KEPT_STEPS + 2)
@@ -145,5 +146,6 @@ def test_an_operation_is_called_or_submitted_on_the_group_it_belongs_to() -> Non
     three, five = Doubler(3), Doubler(5)
     assert (three.scale(2), five.scale(2, plus=1), three.scale.submit(4, plus=2).result()) == (6, 11, 14)
     assert isinstance(three.scale, BoundOperation) and isinstance(Doubler.scale, operation)
-    for named in (three.scale, three.scale.submit, Doubler.scale):
+    every: list[Any] = [three.scale, three.scale.submit, Doubler.scale]
+    for named in every:
         assert (named.__name__, named.__doc__) == ("scale", "Says so.")

@@ -50,7 +50,8 @@ def test_a_loss_is_stored_and_fetched_once_and_again_when_its_state_changed(stor
     assert sender.send(changing) is first and sender.send(Loss(NAME)).digest != first.digest
     assert isinstance(first.pickled, list) and len(first.pickled) == 1, "Ray fetches a reference that is no part of a list"
     received: Any = receiver.receive(first)
-    assert received.scale == 2.0 and receiver.receive(first) is received and store.got == 1
+    same: Any = receiver.receive(first)
+    assert received.scale == 2.0 and same is received and store.got == 1
     changing.scale = 3.0
     second = sender.send(changing)
     assert second.digest != first.digest and len(store.put_in) == 3
@@ -106,7 +107,8 @@ def test_a_rank_gives_the_group_by_its_place_whatever_the_function_names_it(stor
     loss = Loss(f"{HERE}:{name}", scale=4.0)
     received: Any = LossReceiver().receive(LossSender().send(loss))
     assert isinstance(received, partial) == (name == "in_its_place"), "a call of a Loss costs a frame more"
-    for called in (received, loss):
+    calls: list[Any] = [received, loss]
+    for called in calls:
         assert called("output", "batch", "the group") == (4.0, "the group")
         assert called("output", "batch") == (4.0, None)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from actors.train import outcome as module
 from actors.train.outcome import Failed, RemoteTraceback, breaks_process_group, failed, peak_memory, with_origin
 from rl_backend.contracts import BatchError, RLBackendError
 
@@ -93,6 +92,6 @@ def test_an_error_that_can_travel_is_itself() -> None:
 def test_peak_memory_is_of_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found, after = peak_memory(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert after // 2 < found <= after
-    monkeypatch.setattr(module.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(module.torch.cuda, "max_memory_allocated", lambda: 12345)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 12345)
     assert peak_memory() == 12345

@@ -71,10 +71,10 @@ def test_what_one_writes_the_other_reads_and_the_file_goes_with_its_owner(folder
 def test_a_copy_in_a_child_leaves_the_file_to_its_owner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = SharedSegment(4)
     here = os.getpid()
-    monkeypatch.setattr(module.os, "getpid", lambda: here + 1)
+    monkeypatch.setattr(os, "getpid", lambda: here + 1)
     made.close()
     assert made.path.exists()
-    monkeypatch.setattr(module.os, "getpid", lambda: here)
+    monkeypatch.setattr(os, "getpid", lambda: here)
     made.close()
     assert not made.path.exists()
 
@@ -112,7 +112,7 @@ def test_segments_whose_owners_have_ended_are_removed(
     ]
     for each in (*stale, *kept):
         (folder / each).touch()
-    monkeypatch.setattr(module.os, "geteuid", lambda: 4321)
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
     assert remove_stale_segments() == [], "those of others are theirs"
     monkeypatch.undo()
     monkeypatch.setattr(module, "DIRECTORY", folder)
@@ -137,7 +137,7 @@ def test_a_process_is_known_by_when_it_started(ended: int, zombie: int) -> None:
 
 def test_a_segment_that_does_not_fit_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 3 * 2**20
-    monkeypatch.setattr(module.os, "statvfs", lambda path: SimpleNamespace(f_bavail=3 * 256, f_bfree=10**9, f_frsize=4096))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3 * 256, f_bfree=10**9, f_frsize=4096))
     SharedSegment(free).close()
     with pytest.raises(WeightSyncError) as caught:
         SharedSegment(free + 2**21)
@@ -161,7 +161,7 @@ def test_memory_that_cannot_be_reserved_leaves_no_file(
         assert (offset, length) == (0, 64)
         raise OSError(code, "no")
 
-    monkeypatch.setattr(module.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(raised):
         SharedSegment(64)
     assert list(folder.iterdir()) == []

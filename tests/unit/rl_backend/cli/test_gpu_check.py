@@ -116,7 +116,7 @@ def test_without_a_gpu_the_tests_that_would_run_are_listed(
         commands.append((command, options["cwd"]))
         return SimpleNamespace(stdout=output, stderr="no module\n")
 
-    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     path, output = tmp_path / "result.json", "a.py::one\n\na.py::two\n2 tests collected\n"
     assert main(["gpu-check", "--json", str(path)]) == 3
     text = capsys.readouterr().out
@@ -164,7 +164,7 @@ def test_pytest_that_ends_before_it_writes_a_report_is_an_error(tmp_path: Path, 
         seen.append((command, options))
         return SimpleNamespace(returncode=4)
 
-    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
     with pytest.raises(CommandError, match="pytest ended with status 4 before it ran a test"):

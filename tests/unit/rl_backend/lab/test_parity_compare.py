@@ -139,7 +139,7 @@ def test_a_factor_multiplies_all_tolerances_but_that_of_loading() -> None:
     ],
 )
 def test_a_difference_of_tensors_is_relative_to_the_reference(
-    reference: Tensor | None, candidate: Tensor | None, amount: float, missing: str | None
+    reference: Tensor | None, candidate: Tensor | None, amount: float, missing: Any
 ) -> None:
     found = tensor_difference("x", reference, candidate, 0.1)
     assert (found.name, found.amount, found.missing_from) == ("x", pytest.approx(amount), missing)

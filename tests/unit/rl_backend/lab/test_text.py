@@ -173,7 +173,7 @@ def test_text_shows_what_would_hide_or_turn_it() -> None:
 
 def test_a_picture_is_drawn_in_order_at_twice_its_size(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
-    shapes = [
+    shapes: list[Rectangle | Text] = [
         Rectangle(2, 3, 10, 4, "#ff0000"),
         Rectangle(4, 3, 2, 2, "#0000ff", tip="inner <tip>"),
         Rectangle(15, 1, 0.1, 0.1, "#00ff00"),
