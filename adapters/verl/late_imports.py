@@ -31,7 +31,7 @@ class _Finder(MetaPathFinder):
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             # As Python does: a finder of distributions alone need not have the method.
             find = getattr(finder, "find_spec", None)
-            spec = None if find is None else find(name, path, target)
+            spec: ModuleSpec | None = None if find is None else find(name, path, target)
             if spec is not None and spec.loader is not None:
                 spec.loader = _ThenCall(spec.loader, self._act)
                 return spec

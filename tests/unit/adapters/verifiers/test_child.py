@@ -29,9 +29,17 @@ class Episodes:
         made: Any = ModuleType("verifiers.v1")
         made.resolve_env_config = lambda given: ("resolved", given)
         made.load_environment = self.load
-        made.TrainClientConfig = lambda **fields: self.clients.append(fields) or SimpleNamespace(**fields)
-        made.ModelContext = lambda **fields: self.models.append(fields["model"]) or SimpleNamespace(**fields)
+        made.TrainClientConfig = self.client
+        made.ModelContext = self.context
         return made  # type: ignore[no-any-return]
+
+    def client(self, **fields: Any) -> Any:
+        self.clients.append(fields)
+        return SimpleNamespace(**fields)
+
+    def context(self, **fields: Any) -> Any:
+        self.models.append(fields["model"])
+        return SimpleNamespace(**fields)
 
     def load(self, configured: Any) -> Any:
         self.configured = configured

@@ -108,7 +108,7 @@ def test_an_answer_has_the_log_prob_of_each_token_and_an_id_of_its_own() -> None
     assert choice["logprobs"] == {"content": content}
     assert first["request_id"] != second["request_id"]
     with pytest.raises(ValueError, match="zip"):
-        _answer(SimpleNamespace(token_ids=[1, 2], log_probs=[-0.1], finish="stop"))
+        _answer(SimpleNamespace(token_ids=[1, 2], log_probs=[-0.1], finish="stop"))  # type: ignore[arg-type]
 
 
 def test_each_role_has_our_harness_unless_the_environment_says_otherwise() -> None:

@@ -65,9 +65,12 @@ def of_kind(kind: str, **changes: Any) -> VerifiersSettings:
 def test_a_process_is_told_its_settings_answers_by_number_and_its_end_is_told_once() -> None:
     settled: list[Any] = []
     lost, answered = threading.Event(), threading.Event()
-    process = VerifiersProcess(
-        of_kind("plays"), "http://url", lambda message: (settled.append(message), answered.set())[1], lost.set
-    )
+
+    def settle(message: dict[str, Any]) -> None:
+        settled.append(message)
+        answered.set()
+
+    process = VerifiersProcess(of_kind("plays"), "http://url", settle, lost.set)
     assert process.tasks == ["a", "b"]
     process.send({"play": 3, "task": 1, "token": "x"})
     assert answered.wait(10)
@@ -111,7 +114,7 @@ def test_episodes_are_played_by_their_numbers_and_lost_with_the_process(monkeypa
     sampler: Any = object()
 
     async def both(player: VerifiersPlayer) -> list[Any]:
-        return await asyncio.gather(player({"task": 1}, sampler), player({"task": 0}, sampler))
+        return list(await asyncio.gather(player({"task": 1}, sampler), player({"task": 0}, sampler)))
 
     player = VerifiersPlayer(of_kind("plays"), context_tokens=64)
     with player as opened:
@@ -137,7 +140,7 @@ def test_an_episode_that_is_cancelled_is_told_and_forgotten() -> None:
 
     async def run(player: VerifiersPlayer) -> None:
         player.open()
-        player._opened().send = sent.append  # type: ignore[method-assign]
+        player._opened().send = sent.append  # type: ignore[method-assign,assignment]
         playing = asyncio.create_task(player({"task": 1}, object()))  # type: ignore[arg-type]
         while not sent:
             await asyncio.sleep(0.01)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined] # not in its __all__
 
 from adapters.verl.background_saves import PendingSave, begin_role, mark, record_step, trainer_records
 from adapters.verl.checkpoints import EngineCheckpoints, own_tokenizer
@@ -25,7 +26,7 @@ RECORD = "latest_checkpointed_iteration.txt"
 @pytest.fixture(autouse=True)
 def group(tmp_path: Path) -> Iterator[None]:
     """This process as the only rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / ".store"), 1), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=FileStore(str(tmp_path / ".store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -85,7 +85,7 @@ def test_a_module_of_a_package_is_found_in_the_packages_folder_and_others_are_le
 
 def test_looking_for_a_module_that_does_not_exist_finds_nothing_and_changes_nothing() -> None:
     # A finder of distributions has no modules to find.
-    sys.meta_path.append(SimpleNamespace())  # type: ignore[arg-type]
+    sys.meta_path.append(SimpleNamespace())
     when_imported("late_missing", lambda module: pytest.fail("there is no such module"))
     finder = sys.meta_path[0]
     assert isinstance(finder, MetaPathFinder)

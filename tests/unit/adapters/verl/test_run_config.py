@@ -222,7 +222,7 @@ def test_sizes_of_a_model_are_those_of_its_configuration_and_unknown_ones_are_le
     ],
 )
 def test_sizes_of_experts(model_type: str, names: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    needed = {"layer_types": ["full_attention"], "sliding_window": 8} if model_type == "gpt_oss" else {}
+    needed: dict[str, Any] = {"layer_types": ["full_attention"], "sliding_window": 8} if model_type == "gpt_oss" else {}
     found = decided(True, model_type=model_type, **names, **needed)
     assert tuple(found.get(name) for name in ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size")) == expected
 

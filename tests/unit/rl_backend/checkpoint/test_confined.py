@@ -44,7 +44,8 @@ def test_a_name_is_of_a_file_inside_or_it_is_said_why_not(name: str, depth: int,
 def test_the_first_name_with_a_problem_is_refused_and_what_has_no_names_is_not() -> None:
     require_names({"a": 1, "b": 2})
     require_names({"a/b": 1}, depth=2)
-    for without in ({}, None, ["../a"]):
+    nothing: tuple[object, ...] = ({}, None, ["../a"])
+    for without in nothing:
         require_names(without)
     with pytest.raises(ValueError, match=r"^it names '\.\./b', which leads out of the folder; only files of the folder"):
         require_names({"a": 1, "../b": 2, "/c": 3})

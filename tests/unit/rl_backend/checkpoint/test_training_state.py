@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined] # not in its __all__
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -141,7 +142,7 @@ def test_an_interrupt_is_raised_on_its_own_rank_alone() -> None:
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[Any]:
     """This process as the only rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -151,7 +152,7 @@ def test_a_state_is_written_with_its_manifest_and_read_into_other_pieces(group: 
     draft = reserve_draft(path, group)
     assert draft.parent == path.parent and draft.is_dir() and draft.name.startswith(".saved.incomplete-")
     whole = torch.arange(21.0).view(3, 7)
-    state = {"w": TensorPieces((3, 7), {(0, 0): whole[:2], (2, 0): whole[2:]}), "step": torch.tensor(4)}
+    state: dict[str, Any] = {"w": TensorPieces((3, 7), {(0, 0): whole[:2], (2, 0): whole[2:]}), "step": torch.tensor(4)}
     write_training_state(draft, path, state, manifest_of(extra={"a": 1}), group)
     manifest = read_manifest(path)
     manifest.require_files(path)
