@@ -116,12 +116,12 @@ def test_routes_go_to_the_layers_with_a_router_in_their_order() -> None:
         layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
     padding, routes = torch.zeros(TOTAL, dtype=torch.bool), torch.randint(0, 2, (TOTAL, 2, 2))
     run(model, inputs._replace(routes=routes, padding=padding, router_loss_weight=0.25))
-    assert [None if each.experts is None else each.experts.tolist() for each in seen] == [  # type: ignore[union-attr, attr-defined]
+    assert [None if each.experts is None else each.experts.tolist() for each in seen] == [  # type: ignore[union-attr]
         None,
         routes[:, 0].tolist(),
         routes[:, 1].tolist(),
     ]
-    assert {(each.loss_weight, each.padding is padding) for each in seen} == {(0.25, True)}  # type: ignore[union-attr, attr-defined]
+    assert {(each.loss_weight, each.padding is padding) for each in seen} == {(0.25, True)}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

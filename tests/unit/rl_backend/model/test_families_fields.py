@@ -158,14 +158,15 @@ def test_a_router_has_the_number_of_experts_of_either_field() -> None:
         for normalise in (True, False):
             expected = RouterSettings(6, 6, normalise=normalise)
             assert read_router(config_of(num_experts_per_tok=6, **fields), normalise=normalise) == expected
-    for fields, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"num_experts": 6, "num_local_experts": 5}, "num_local_experts=5: num_experts is 6"),
         ({"num_experts": 1}, "num_experts_per_tok=2: there are 1 experts"),
         ({}, "num_experts=None: expected a positive whole number"),
         ({"num_local_experts": 0}, "num_local_experts=0: expected a positive whole number"),
         ({"num_experts": 4, "num_experts_per_tok": None}, "num_experts_per_tok=None: expected a positive whole number"),
-    ):
-        whole = config_of(**{"num_experts_per_tok": 2, **fields})
+    ]
+    for changes, message in refused:
+        whole = config_of(**{"num_experts_per_tok": 2, **changes})
         assert refusal(lambda whole=whole: read_router(whole, normalise=True)) == message
 
 

@@ -237,10 +237,7 @@ def test_an_embedding_that_cannot_be_is_refused_by_name(
 
 def test_the_object_that_is_there_is_read_and_equal_ones_are_one() -> None:
     linear = {"rope_type": "linear", "factor": 2.0}
-    for fields in (
-        {"rope_parameters": linear},
-        {"rope_scaling": linear},
-        {"rope_parameters": linear, "rope_scaling": linear},
-    ):
+    both: list[dict[str, Any]] = [{"rope_parameters": linear}, {"rope_scaling": linear}]
+    for fields in (*both, both[0] | both[1]):
         assert rotary(None, **fields) == (Rotary(8, 5.0, LinearScaling(2.0)), 128)
     assert rotary(None, rope_parameters=None, rope_scaling=linear).rotary.scaling == LinearScaling(2.0)

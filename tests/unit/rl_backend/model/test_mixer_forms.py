@@ -74,7 +74,8 @@ def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 99, si
 def rms(x: Tensor, norm: nn.Module | None, eps: float, *, from_one: bool = False) -> Tensor:
     assert norm is not None
     weight: Any = norm.weight
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + from_one)
+    normed: Tensor = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + from_one)
+    return normed
 
 
 GQA: dict[str, dict[str, Any]] = {

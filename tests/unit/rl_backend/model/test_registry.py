@@ -45,6 +45,10 @@ def parse(hf_config: Mapping[str, Any]) -> Any:
     return ("parsed", hf_config["model_type"])
 
 
+def with_size(parsed: Any, options: Any) -> Any:
+    return (*parsed, options.size)
+
+
 PLAIN = ModelFamily(
     name="plain",
     hf_model_types=("plain_a", "plain_b"),
@@ -83,7 +87,7 @@ def test_a_model_type_that_nobody_claims_is_refused_with_those_that_are(plain: M
 def test_options_change_an_architecture_and_their_defaults_stand_for_none() -> None:
     fields = {"model_type": "plain_a"}
     assert PLAIN.architecture(fields, Options(size=9)) == ("parsed", "plain_a")
-    family = replace(PLAIN, configured=lambda parsed, options: (*parsed, options.size))
+    family = replace(PLAIN, configured=with_size)
     assert family.architecture(fields, Options(size=9)) == ("parsed", "plain_a", 9)
     assert family.architecture(fields, None) == ("parsed", "plain_a", 3)
 

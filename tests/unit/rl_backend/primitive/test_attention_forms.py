@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,9 +31,12 @@ def draw(
 def test_values_of_another_width_are_attended_to(value_dim: int, window: int | None) -> None:
     qkv = draw(6, 2, 8, value_dim)
     mix = torch.randn(sum(LENGTHS.queries), 6, value_dim, dtype=torch.float64)
-    forms: list[Any] = [lambda *x: packed_attention(*x, segments_of(LENGTHS), window)]
+    forms: list[Any] = [lambda q, k, v: packed_attention(q, k, v, segments_of(LENGTHS), window)]
     if window is None:
-        forms += [lambda *x: blocked_attention(*x, *LENGTHS), lambda *x: attention._by_runs(*x, *LENGTHS)]
+        forms += [
+            lambda q, k, v: blocked_attention(q, k, v, *LENGTHS),
+            lambda q, k, v: attention._by_runs(q, k, v, *LENGTHS),
+        ]
     expected = masked_softmax(*qkv, *LENGTHS, window)
     right = torch.autograd.grad((expected * mix).sum(), qkv)
     for form in forms:
@@ -96,13 +98,13 @@ def test_half_precision_on_a_cpu_takes_no_blocked_form(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(attention, name, noted)
     lengths = Lengths((3, 4), (3, 4))
-    qkv = [each.detach().to(dtype) for each in draw(2, 1, 4, 4, lengths)]
+    q, k, v = (each.detach().to(dtype) for each in draw(2, 1, 4, 4, lengths))
     for sinks, expected in ((None, "_by_runs"), (torch.zeros(2, dtype=dtype), "windowed_attention")):
         taken.clear()
-        packed_attention(*qkv, segments_of(lengths), None, sinks)  # type: ignore[misc]
+        packed_attention(q, k, v, segments_of(lengths), None, sinks)
         assert taken[0] == expected
     taken.clear()
-    packed_attention(*(each.float() for each in qkv), segments_of(lengths), None, torch.zeros(2))  # type: ignore[misc]
+    packed_attention(q.float(), k.float(), v.float(), segments_of(lengths), None, torch.zeros(2))
     assert taken == ["blocked_attention"]
 
 
@@ -117,7 +119,7 @@ def test_a_plan_has_the_shapes_of_outputs_and_gradients(value_dim: int) -> None:
 
 
 def test_a_window_that_covers_every_segment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Sequence[int]] = []
+    seen: list[int] = []
     plain = attention._windowed_and_whole
 
     def noted(*arguments: Any) -> Tensor:
@@ -133,9 +135,9 @@ def test_a_window_that_covers_every_segment_is_none(monkeypatch: pytest.MonkeyPa
 
 def test_inputs_and_sinks_stay_as_they_are() -> None:
     lengths = Lengths((5, 2, 5, 2), (5, 2, 5, 2))
-    qkv = [each.detach() for each in draw(2, 1, 4, 4, lengths)]
-    before, sinks = [each.clone() for each in qkv], torch.tensor([0.5, -1.0], dtype=torch.float64)
-    packed_attention(*qkv, segments_of(lengths), None, sinks)  # type: ignore[misc]
-    packed_attention(*qkv, segments_of(lengths), 2, sinks)  # type: ignore[misc]
-    assert all(torch.equal(*pair) for pair in zip(qkv, before, strict=True)) and sinks.tolist() == [0.5, -1.0]
+    q, k, v = (each.detach() for each in draw(2, 1, 4, 4, lengths))
+    before, sinks = [each.clone() for each in (q, k, v)], torch.tensor([0.5, -1.0], dtype=torch.float64)
+    packed_attention(q, k, v, segments_of(lengths), None, sinks)
+    packed_attention(q, k, v, segments_of(lengths), 2, sinks)
+    assert all(torch.equal(*pair) for pair in zip((q, k, v), before, strict=True)) and sinks.tolist() == [0.5, -1.0]
     assert Segments.of_sequences(torch.tensor([0, 5]), [5]).query_lens == (5,)

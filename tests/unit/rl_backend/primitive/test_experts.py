@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -69,11 +70,11 @@ def test_outputs_and_gradients_are_those_of_one_token_after_the_other(
     gradients = torch.autograd.grad((found * mix).sum(), leaves)
     assert [gradient.dtype for gradient in gradients] == [leaf.dtype for leaf in leaves]
     one = swiglu if kind is SwiGLUExperts else clamped
-    wide = inputs.double()
+    wide, whole = inputs.double(), cast(Any, one)
     expected = torch.stack(
         [
             sum(
-                (weight.double() * one(experts, int(expert), row) for expert, weight in zip(*both, strict=True)),  # type: ignore[arg-type]
+                (weight.double() * whole(experts, int(expert), row) for expert, weight in zip(*both, strict=True)),
                 start=row.new_zeros(()),
             )
             for row, both in zip(wide, zip(routes.experts, routes.weights, strict=True), strict=True)

@@ -26,8 +26,8 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, *, scale: float, cu_seqlens: Tensor
     ) -> tuple[Tensor, None]:
         seen.update(query=query, key=key, value=value, decay=decay, beta=beta, scale=scale, cu_seqlens=cu_seqlens)
-        rows = (each[0] for each in (scale * query, key, value, decay, beta))
-        return gated_delta_rule(*rows, cu_seqlens.diff().tolist()).to(value.dtype)[None], None
+        q, k, v, g, b = (each[0] for each in (scale * query, key, value, decay, beta))
+        return gated_delta_rule(q, k, v, g, b, cu_seqlens.diff().tolist()).to(value.dtype)[None], None
 
     for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
         module = ModuleType(name)

@@ -111,7 +111,7 @@ def test_attention_to_chosen_keys_with_groups_of_heads(
     monkeypatch.setattr(indexer, "_MOST_SCORES", most)
     generator = torch.Generator().manual_seed(0)
     shapes = (sum(QUERIES), 4, 6), (sum(KEYS), kv_heads, 6), (sum(KEYS), kv_heads, 5)
-    leaves = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    leaves: Any = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
     for top_k in (1, 3, 4, 9):
         terms = IndexTerms(
             torch.randn(sum(QUERIES), 2, 3, generator=generator),
@@ -119,9 +119,9 @@ def test_attention_to_chosen_keys_with_groups_of_heads(
             torch.randn(sum(QUERIES), 2, generator=generator),
         )
         chosen = choose_keys(terms, segments(), top_k)
-        found = sparse_attention(*leaves, segments(), chosen)  # type: ignore[misc]
-        wide = [leaf.double() for leaf in leaves]
-        expected = by_definition(*wide, chosen)  # type: ignore[misc]
+        found = sparse_attention(leaves[0], leaves[1], leaves[2], segments(), chosen)
+        wide: Any = [leaf.double() for leaf in leaves]
+        expected = by_definition(wide[0], wide[1], wide[2], chosen)
         mix = torch.randn(expected.shape, generator=generator).to(dtype)
         gradients = torch.autograd.grad((found * mix).sum(), leaves)
         right = torch.autograd.grad((expected * mix.double()).sum(), leaves)
@@ -134,10 +134,10 @@ def test_attention_to_chosen_keys_with_groups_of_heads(
 @pytest.mark.parametrize("dense", [False, True])
 def test_the_loss_of_rounded_terms_and_fewer_heads_of_keys_is_that_of_wide_ones(dense: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    terms: Any = [
+    drawn: Any = [
         torch.randn(shape, generator=generator) for shape in ((sum(QUERIES), 2, 3), (sum(KEYS), 3), (sum(QUERIES), 2))
     ]
-    terms = IndexTerms(*(each.bfloat16() for each in terms[:2]), terms[2])
+    terms = IndexTerms(drawn[0].bfloat16(), drawn[1].bfloat16(), drawn[2])
     query, key = torch.randn(sum(QUERIES), 4, 6, generator=generator), torch.randn(sum(KEYS), 2, 6, generator=generator)
     chosen = None if dense else choose_keys(terms, segments(), 2)
     losses, gradients = [], []

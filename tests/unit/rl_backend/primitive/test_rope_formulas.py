@@ -21,7 +21,7 @@ from rl_backend.primitive.rope import (
 )
 
 HEAD_DIM, THETA = 10, 50.0
-PLAIN = [THETA ** (-2 * place / HEAD_DIM) for place in range(HEAD_DIM // 2)]
+PLAIN: list[float] = [THETA ** (-2 * place / HEAD_DIM) for place in range(HEAD_DIM // 2)]
 
 
 def llama3(frequency: float, scaling: Llama3Scaling) -> float:
@@ -46,7 +46,7 @@ def yarn(place: int, scaling: YarnScaling) -> float:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, HEAD_DIM - 1)
     ramp = min(max((place - low) / ((high - low) or 0.001), 0.0), 1.0)
-    return PLAIN[place] * (1 - ramp) + PLAIN[place] / scaling.factor * ramp
+    return float(PLAIN[place] * (1 - ramp) + PLAIN[place] / scaling.factor * ramp)
 
 
 @pytest.mark.parametrize("length", [20, 60, 200, 2000])
@@ -60,8 +60,8 @@ def test_scaled_frequencies_are_those_of_the_formulas(length: int, factor: float
     ]
     for truncate in (True, False):
         for fast, slow in ((32.0, 1.0), (4.0, 2.0), (3.0, 3.0)):
-            scaling = YarnScaling(factor, length, 1.0, fast, slow, truncate)
-            scalings.append((scaling, [yarn(place, scaling) for place in range(HEAD_DIM // 2)]))
+            long = YarnScaling(factor, length, 1.0, fast, slow, truncate)
+            scalings.append((long, [yarn(place, long) for place in range(HEAD_DIM // 2)]))
     for scaling, expected in scalings:
         found = Rotary(HEAD_DIM, THETA, scaling).frequencies()
         assert found.dtype == torch.float32

@@ -36,7 +36,8 @@ def test_weights_are_scores_of_the_chosen_normalised_and_scaled(
     router = router_of(score=score, normalise=normalise, score_after_top_k=after, bias=bias, scaling_factor=1.5)
     x = tokens().requires_grad_()
     routing = router(x)
-    logits = x @ router.weight.t() + (router.bias if bias else 0.0)
+    added: Any = router.bias if bias else 0.0
+    logits = x @ router.weight.t() + added
     assert (router.bias is not None) is bias and router.expert_bias is None
     torch.testing.assert_close(routing.logits, logits)
     chosen = logits.topk(2).indices
@@ -123,7 +124,7 @@ def test_choices_among_all_groups_are_choices_among_all_experts() -> None:
 )
 def test_settings_that_do_not_fit_are_refused(numbers: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RouterSettings(**{"num_experts": 4, "top_k": 1, **numbers})
+        RouterSettings(**dict[str, Any]({"num_experts": 4, "top_k": 1, **numbers}))
     RouterSettings(1, 1)
     RouterSettings(8, 4, groups=4, chosen_groups=2)
 
