@@ -37,7 +37,7 @@ def test_turns_are_recorded_as_they_were_sampled() -> None:
     assert segment.routes is not None and segment.routes[:, 0, 1].tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert [turn.reward for turn in mine.turns] == [0.0, 0.5] and mine.seed == 3
     assert mine.turns[1].routes is None and second.routes is not None
-    assert mine.metrics() | {"engine_seconds": 0} == {
+    assert dict(mine.metrics()) | {"engine_seconds": 0} == {
         "turns": 2, "segments": 1, "sampled_tokens": 5, "prompt_tokens": 8, "cached_tokens": 0,
         "tool_calls": 0, "failed_tool_calls": 0, "engine_seconds": 0,
     }  # fmt: skip
