@@ -29,8 +29,8 @@ class Caller:
         on_late: Callable[[Any], None] | None = None,
         frees: bool = False,
     ) -> Any:
-        """What the function returns, or raises. No StopIteration, cancellation of its own or SystemExit gets here as such: it
-        would hang the caller, pass for the end of the run, or end the loop, so it is a RuntimeError.
+        """What the function returns, or raises. No StopIteration, cancellation of its own or SystemExit gets here as such:
+        it would hang the caller, pass for the end of the run, or end the loop, so it is a RuntimeError.
 
         Args:
             seconds: limit of the call; None is endless.
