@@ -30,7 +30,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Those sent to the main thread."""
     sent: list[int] = []
-    monkeypatch.setattr(ray_watch.signal, "pthread_kill", lambda thread, number: sent.append(number))
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: sent.append(number))
     monkeypatch.setattr(ray_watch, "_loss", [])
     return sent
 
