@@ -37,7 +37,7 @@ def run_in_threads[R](function: Callable[[dist.ProcessGroup], R], world_size: in
             # The others would wait for this rank.
             ProcessLocalGroup.exception_handle(error)
 
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     _install_threaded_pg()
     try:
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
@@ -51,5 +51,5 @@ def run_in_threads[R](function: Callable[[dist.ProcessGroup], R], world_size: in
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
     return [found[rank] for rank in range(world_size)]
