@@ -29,6 +29,8 @@ if not torch.accelerator.is_available():
 
 LONG_SECONDS = 1800
 """Limit of a test with the marker ``long`` that names none."""
+TRAINED_SECONDS = 900
+"""Limit of a test that may be the first to ask for a model that the session trains once: its time counts as the test's."""
 
 # Tests compute on tensors so small that threads cost more than they save, most of all beside engines and ranks.
 torch.set_num_threads(1)
@@ -42,8 +44,11 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
-        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(LONG_SECONDS))
+        if not item.get_closest_marker("timeout"):
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.timeout(LONG_SECONDS))
+            elif "warm_model" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.timeout(TRAINED_SECONDS))
         for marker in item.iter_markers("gpu"):
             needed = marker.kwargs.get("count", 1)
             if available < needed:

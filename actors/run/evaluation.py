@@ -130,7 +130,8 @@ class EvalConfig(Options):
     @property
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt with the longest response."""
-        return self.max_prompt_tokens + max(each.max_new_tokens for each in self.eval_sampling.values())
+        # Asked for before it is checked that there is a set.
+        return self.max_prompt_tokens + max((each.max_new_tokens for each in self.eval_sampling.values()), default=1)
 
 
 def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[str, HeldOutResult]:

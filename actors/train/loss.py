@@ -59,7 +59,8 @@ class Loss:
 
     def plain(self) -> LossFn:
         """The function with its keyword arguments, for a caller who passes ``dp_group`` by its place; else this loss."""
-        by_place = list(inspect.signature(self._function).parameters)[2:3] == ["dp_group"]
+        third = list(inspect.signature(self._function).parameters.values())[2:3]
+        by_place = any(each.name == "dp_group" and each.kind == each.POSITIONAL_OR_KEYWORD for each in third)
         return partial(self._function, **self.keywords) if by_place else self
 
     def __reduce__(self) -> tuple[Any, ...]:

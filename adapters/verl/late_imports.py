@@ -29,7 +29,9 @@ class _Finder(MetaPathFinder):
         if name != self._name:
             return None
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            spec = finder.find_spec(name, path, target)
+            # As Python does: a finder of distributions alone need not have the method.
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(name, path, target)
             if spec is not None and spec.loader is not None:
                 spec.loader = _ThenCall(spec.loader, self._act)
                 return spec

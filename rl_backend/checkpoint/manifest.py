@@ -148,9 +148,10 @@ class TrainingManifest(SealedConfig):
         for name in {**self.parameters, **parameters}:
             saved, here = self.parameters.get(name), parameters.get(name)
             if saved != here:
+                there, found = ("none" if shape is None else shape for shape in (saved, here))
                 raise CheckpointError.at(
                     path,
-                    f"holds another model: {name} has shape {saved or 'none'} there and {here or 'none'} here; load "
+                    f"holds another model: {name} has shape {there} there and {found} here; load "
                     f"it with the configuration that saved it (hf_path={self.runtime_config.get('hf_path')!r})",
                     name=name,
                 )

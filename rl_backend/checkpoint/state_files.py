@@ -35,8 +35,17 @@ class _DigestingFile(io.BufferedWriter):
     def write(self, data: Any) -> int:
         self._digest.update(data)
         self._size += memoryview(data).nbytes
-        try:
+        with self._noted():
             return super().write(data)
+
+    def flush(self) -> None:
+        with self._noted():
+            super().flush()
+
+    @contextmanager
+    def _noted(self) -> Generator[None]:
+        try:
+            yield
         except OSError as error:
             self.error = error
             raise
@@ -60,15 +69,17 @@ class _DigestingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
         assert mode == "wb", "a FileSystemWriter only writes"
-        with _DigestingFile(path) as stream:
-            try:
+        stream = _DigestingFile(path)
+        try:
+            # Closing writes what the buffer holds: a full disk may show there first, or once more.
+            with stream:
                 yield stream
-            except Exception:
-                # torch.save still ends its archive, and then reports that instead.
-                if stream.error is not None:
-                    raise OSError(stream.error.errno, stream.error.strerror, str(path)) from None
-                raise
-            self.written[Path(path).name] = stream.facts()
+        except Exception:
+            # torch.save still ends its archive, and then reports that instead.
+            if stream.error is not None:
+                raise OSError(stream.error.errno, stream.error.strerror, str(path)) from None
+            raise
+        self.written[Path(path).name] = stream.facts()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)

@@ -134,7 +134,9 @@ def _outcome(case: ElementTree.Element) -> dict[str, Any]:
 def _result(torch: TorchProbe, status: int, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
     commit = None
     if (ROOT / ".git").exists():
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            ["git", "rev-parse", "--verify", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         commit = found.stdout.strip() or None
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

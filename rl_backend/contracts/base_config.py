@@ -99,8 +99,6 @@ def _describe(cls: type[BaseConfig], error: ValidationError) -> str:
             lines.append(f"{field}={problem['input']!r}: unknown field; {cls.__name__} has {known}")
         elif problem["type"] == "missing":
             lines.append(f"{field}: required field is missing")
-        elif problem["type"] == "json_invalid":
-            lines.append(f"{field}: {problem['msg']}")
         else:
             lines.append(f"{field}={_short(problem['input'])}: {problem['msg'][:1].lower()}{problem['msg'][1:]}")
     return "; ".join(lines)

@@ -29,8 +29,8 @@ class Caller:
         on_late: Callable[[Any], None] | None = None,
         frees: bool = False,
     ) -> Any:
-        """What the function returns, or raises. Neither a StopIteration nor a cancellation of its own gets here as such: it
-        would hang the caller, or pass for the end of the run, so it is a RuntimeError.
+        """What the function returns, or raises. No StopIteration, cancellation of its own or SystemExit gets here as such:
+        it would hang the caller, pass for the end of the run, or end the loop, so it is a RuntimeError.
 
         Args:
             seconds: limit of the call; None is endless.
@@ -42,7 +42,7 @@ class Caller:
             EpisodeFailedError: too many such threads are left.
         """
         if inspect.iscoroutinefunction(function):
-            result = await _ended(asyncio.create_task(function(*arguments), name=task_name(function)), seconds)
+            result = await _ended(asyncio.create_task(_awaited(function(*arguments)), name=task_name(function)), seconds)
         else:
             result = await self._in_thread(lambda: function(*arguments), seconds, on_late, frees)
         if not inspect.isawaitable(result):
@@ -170,4 +170,8 @@ async def _ended(call: asyncio.Future[Any], seconds: float | None) -> Any:
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
+    try:
+        return await result
+    except SystemExit as error:  # a task that raises it ends the loop, and with it every other episode
+        raised = RuntimeError(f"it ended its task by {type(error).__name__}: {error}")
+        raise raised.with_traceback(error.__traceback__) from None

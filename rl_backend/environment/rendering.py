@@ -104,11 +104,10 @@ def closing_length(token_ids: Sequence[int], end: int, renderer: ChatRenderer) -
 
 
 def _calling(names: Sequence[str], messages: Sequence[Message]) -> ChatMessage:
-    answers = [message for message in messages if message["role"] == "tool"]
     calls = []
     for index, name in enumerate(names):
         call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": {"x": WORD}}}
-        if index < len(answers) and "tool_call_id" in answers[index]:
-            call["id"] = answers[index]["tool_call_id"]
+        if index < len(messages) and "tool_call_id" in messages[index]:
+            call["id"] = messages[index]["tool_call_id"]
         calls.append(call)
     return {"role": "assistant", "content": "", "tool_calls": calls}

@@ -193,7 +193,7 @@ class _Played:
             self._given = messages
             self.conversation.format = self._chat()
             return self.conversation.start(messages)
-        if messages or not all(isinstance(each, int) for each in prompt) or not prompt:
+        if not all(isinstance(each, int) for each in prompt) or not prompt:
             raise BatchError(f"start returned {prompt!r:.200}; expected messages, or token ids, at least one")
         return self.conversation.start_with_ids([each for each in prompt if isinstance(each, int)])
 

@@ -9,6 +9,15 @@ from rl_backend.pipeline import COMPUTATIONS, SENDS, Action, Kind, Schedule
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
+def action(name: str) -> Action:
+    """The action of a stage and a micro-batch below 10, from what it is called in print."""
+    return Action(Kind(name[1:-1]), int(name[0]), int(name[-1]))
+
+
+def actions(names: str) -> tuple[Action, ...]:
+    return tuple(map(action, names.split()))
+
+
 class NotRunnableError(Exception):
     """The schedule came to a halt, lost data or did not do its work."""
 

@@ -127,8 +127,8 @@ FAULTS = [
     Fault(
         "blocker-without-a-name",
         "rl_backend.environment.calling:Caller.__call__",
-        "result = await _ended(asyncio.create_task(function(*arguments), name=task_name(function)), seconds)",
-        "result = await _ended(asyncio.create_task(function(*arguments)), seconds)",
+        "result = await _ended(asyncio.create_task(_awaited(function(*arguments)), name=task_name(function)), seconds)",
+        "result = await _ended(asyncio.create_task(_awaited(function(*arguments))), seconds)",
         ("test_an_asynchronous_step_that_blocks_is_named",),
         "of many environments nobody would know which one blocks",
     ),

@@ -139,7 +139,7 @@ FAULTS = [
         "rl_backend.runtime.passes:PassResults.result",
         "for index in sorted(self._outputs):",
         "for index in reversed(sorted(self._outputs)):",
-        ("test_outputs_come_in_the_order_of_the_request_whatever_the_schedule",),
+        ("test_answers_are_in_the_order_of_the_request_whatever_was_computed_first",),
         "a pipeline would give its micro-batches in the wrong order",
     ),
     Fault(

@@ -8,11 +8,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 
 from actors.cluster import ray_watch
-from rl_backend.contracts import ClusterLostError
+from rl_backend.contracts import ClusterLostError, RLBackendError
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Those sent to the main thread."""
     sent: list[int] = []
-    monkeypatch.setattr(ray_watch.signal, "pthread_kill", lambda thread, number: sent.append(number))
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: sent.append(number))
     monkeypatch.setattr(ray_watch, "_loss", [])
     return sent
 
@@ -133,3 +135,45 @@ def test_a_loss_interrupts_what_the_main_thread_waits_for(monkeypatch: pytest.Mo
     monkeypatch.setattr(ray_watch, "_POLL_SECONDS", 0.01)
     with pytest.raises(ClusterLostError, match="its raylet has ended"), ray_watch.watch_cluster():
         time.sleep(60)
+
+
+def test_the_servers_of_a_cluster_elsewhere_are_asked_at_their_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"NodeID": name, "NodeManagerAddress": f"10.0.0.{place}", "NodeManagerPort": 100 + place}
+        for place, name in enumerate(("x", "here", "y"))
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    for address, host in (("10.0.0.9:6379", "10.0.0.9"), ("[fe80::1]:6379", "fe80::1")):
+        context = SimpleNamespace(get_node_id=lambda: "here", gcs_address=address)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda context=context: context)
+        checks: Any = ray_watch._remote_checks()
+        assert list(checks) == ["gcs_server", "raylet"]
+        assert checks["gcs_server"]._address == (host, 6379) and checks["raylet"]._address == ("10.0.0.1", 101)
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_the_servers_that_this_process_started_are_asked_themselves(started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = {"gcs_server": None, "raylet": 3, "dashboard": 1}
+    processes = {
+        name: [SimpleNamespace(process=SimpleNamespace(poll=lambda code=code: code, returncode=code))]
+        for name, code in ended.items()
+    }
+    node = SimpleNamespace(all_processes={**processes, "log_monitor": []}) if started else None
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    found = {name: check() for name, check in ray_watch._local_checks().items()}
+    said = {"gcs_server": "", "raylet": "its raylet on this machine ended with status 3"}
+    assert found == (said if started else {})
+
+
+def test_both_servers_are_named_where_both_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_watch, "_local_checks", lambda: {"a": lambda: "one", "b": lambda: "", "c": lambda: "two"})
+    monkeypatch.setattr(ray_watch, "_loss", [RLBackendError("of an earlier run")])
+    watch = ray_watch._Watch()
+    assert ray_watch.cluster_loss() is None, "a new watch forgets the loss of an earlier one"
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    assert ray_watch.ray_is_usable() and watch.found() and not watch.pending(), "who asks has been told"
+    assert not ray_watch.ray_is_usable() and str(watch.error()).startswith(
+        "Ray is lost: one and two; the run cannot continue"
+    )
+    assert watch.error().details == {"reason": "one and two"} and watch.found()
+    assert len(ray_watch._loss) == 1

@@ -50,6 +50,41 @@ def test_settings_of_gpus_are_refused_where_the_cluster_gives_engines_a_cpu() ->
         EnginePlacement(waiting, ["a strategy of the caller's"])
 
 
+def test_engines_that_reserve_nothing_land_on_the_only_node(monkeypatch: pytest.MonkeyPatch, two_nodes: None) -> None:
+    monkeypatch.setattr(rollout_placement, "living_nodes", lambda: [{}])
+    placed = EnginePlacement(RolloutConfig(model_path="x"), None)
+    assert "scheduling_strategy" not in placed.options(0) and placed.device == "cpu"
+    assert placed.options(0)["max_restarts"] == 0
+    environment = placed.options(0)["runtime_env"]["env_vars"]
+    assert environment["THP_MEM_ALLOC_ENABLE"] == "1"
+    placed.release()
+
+
+@pytest.mark.parametrize(("gpus", "bundle"), [(0, {"CPU": 3}), (2, {"CPU": 3, "GPU": 2.0})])
+def test_each_engine_has_a_bundle_of_its_own_until_they_are_given_back(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, bundle: dict[str, float]
+) -> None:
+    asked: Any = []
+    removed: list[Any] = []
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
+    monkeypatch.setattr(rollout_placement, "reserve_bundles", lambda *of: asked.append(of) or "the group")
+    monkeypatch.setattr(rollout_placement, "remove_placement_group", removed.append)
+    settings: dict[str, Any] = {"tensor_parallel": 2} if gpus else {}
+    settings |= {"num_engines": 4, "cores_per_engine": 3 if not gpus else 4}
+    bundle = {**bundle, "CPU": settings["cores_per_engine"]}
+    placed = EnginePlacement(RolloutConfig(model_path="x", placement="spread", placement_timeout=7.0, **settings), None)
+    assert asked == [("RolloutGroup", "engine", bundle, 4, "spread", 7.0)]
+    for engine in range(4):
+        options = placed.options(engine)
+        strategy = options["scheduling_strategy"]
+        assert (strategy.placement_group, strategy.placement_group_bundle_index) == ("the group", engine)
+        assert (options["num_cpus"], options["num_gpus"]) == (bundle["CPU"], bundle.get("GPU", 0))
+        assert bool(options["runtime_env"]["env_vars"]) == (not gpus)
+    placed.release()
+    placed.release()
+    assert removed == ["the group"]
+
+
 def test_an_engine_on_a_strategy_of_the_callers_takes_its_cores_from_there(two_nodes: None) -> None:
     options = EnginePlacement(RolloutConfig(model_path="x", cores_per_engine=3), ["a strategy"]).options(0)
     assert (options["num_cpus"], options["num_gpus"], options["scheduling_strategy"]) == (3, 0, "a strategy")

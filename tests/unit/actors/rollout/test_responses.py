@@ -29,3 +29,17 @@ def test_a_response_has_the_log_probs_of_its_tokens() -> None:
 def test_a_log_prob_that_is_no_number_is_refused(wrong: float) -> None:
     with pytest.raises(RolloutError, match=f"engine 3: response token 1 was sampled with log-prob {wrong}: the engine"):
         Response.of(completion(-0.5, wrong, -0.1), "engine 3")
+
+
+@pytest.mark.parametrize(
+    ("reason", "finish"), [("stop", "stop"), ("length", "length"), ("abort", "length"), (None, "length")]
+)
+def test_a_response_without_log_probs_has_none_and_ends_as_vllm_says(reason: str | None, finish: str) -> None:
+    made = CompletionOutput(0, "", (4, 5), None, None, finish_reason=reason)
+    assert Response.of(made, "engine 0") == Response([4, 5], [], finish)  # type: ignore[arg-type]
+
+
+def test_the_first_of_several_wrong_log_probs_is_named() -> None:
+    with pytest.raises(RolloutError, match="response token 0 was sampled with log-prob nan") as wrong:
+        Response.of(completion(math.nan, -0.5, math.inf), "engine 2")
+    assert wrong.value.details == {"engine": "engine 2"}

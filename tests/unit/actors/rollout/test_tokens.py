@@ -185,3 +185,26 @@ def test_what_a_turn_brings_itself_or_nobody_can_do_is_refused(sampling: dict[st
         source(Engines(), sampling=SamplingConfig(**sampling))
     with pytest.raises(ConfigError, match=r"retries=-1"):
         source(Engines(), retries=-1)
+
+
+def test_turns_are_counted_one_by_one_and_go_to_no_engine_that_is_lost() -> None:
+    engines = Engines(3)
+    engines.busy = {0: 5, 1: 1, 2: 1}
+    tokens = source(engines, retries=2)
+    for length in (4, 6, 2):
+        ask(tokens, range(length))
+    assert (tokens.prompt_tokens, tokens.cached_tokens, tokens.cached_share) == (12, 6, 0.5)
+    assert source(engines).cached_share == 0.0
+    engines.errors = {1: [EngineDeadError("engine 1 is dead")], 2: [EngineDirtyError("engine 2 is dirty")]}
+    assert ask(tokens, [7, 7]).token_ids == [0, 9]
+    assert [each[0] for each in engines.asked[-3:]] == [1, 2, 0]
+
+
+def test_lengths_that_no_sequence_has_any_more_are_not_looked_for() -> None:
+    homes = Homes(most=2)
+    for length in (3, 5, 5, 7):
+        homes.remember(range(length), length)
+    assert dict(homes._lengths) == {5: 1, 7: 1} and len(homes._engines) == 2
+    assert homes.find(range(7), (5, 7)) == 7 and homes.find(range(6), (5, 7)) == 5 and homes.find(range(4), (3, 5)) is None
+    homes.remember([1] * 7, 0)
+    assert dict(homes._lengths) == {7: 2}, "the one that was not asked for longest has gone"

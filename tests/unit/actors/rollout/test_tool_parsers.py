@@ -1,7 +1,11 @@
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+from vllm.tool_parsers import ToolParserManager
+
+from actors.rollout import tool_parsers
 from actors.rollout.tool_parsers import vllm_parser
 from rl_backend.contracts import ConfigError
 from tests.support.chat_templates import CHATML, marker_tokenizer
@@ -24,3 +28,44 @@ def test_vllms_parsers_read_calls_and_hide_no_broken_one() -> None:
         vllm_parser("nobody", tokenizer)
     with pytest.raises(ConfigError, match=r"tool_format='deepseek_v3': does not take this model's tokenizer"):
         vllm_parser("deepseek_v3", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "found", "problem"),
+    [
+        ('{"x": [1, 2]}', "ok", {"x": [1, 2]}, ""),
+        ("{}", "ok", {}, ""),
+        ("[1]", "invalid_json", {}, "its arguments are not an object"),
+        ("null", "invalid_json", {}, "its arguments are not an object"),
+        ("{oh", "invalid_json", {}, "its arguments are not JSON: Expecting property name"),
+    ],
+)
+def test_arguments_of_a_call_are_an_object(arguments: str, status: str, found: dict[str, object], problem: str) -> None:
+    attempt = tool_parsers._attempt("add", arguments)
+    assert (attempt.name, attempt.status, attempt.arguments, attempt.raw) == ("add", status, found, f"add({arguments})")
+    assert attempt.problem.startswith(problem) and bool(attempt.problem) == bool(problem)
+
+
+def test_what_a_parser_hides_is_kept_by_the_text_that_begins_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[object, object]] = []
+
+    class Hiding:
+        tool_call_start_token = ""
+        tool_calls_start_token = 7
+        bot_token = "[CALLS]"
+
+        def __init__(self, tokenizer: object, tools: object) -> None:
+            made.append((tokenizer, tools))
+
+        def extract_tool_calls(self, text: str, request: object) -> SimpleNamespace:
+            return SimpleNamespace(tools_called=False, content=text.upper(), tool_calls=[])
+
+    monkeypatch.setattr(ToolParserManager, "get_tool_parser", lambda name: Hiding)
+    parse = vllm_parser("hiding", "tokenizer", [{"type": "function", "function": {"name": "add", "parameters": {}}}])
+    assert parse("plain").content == "plain" and not parse("plain").attempts
+    (attempt,) = parse("I do [CALLS]{").attempts
+    assert (attempt.name, attempt.status, attempt.raw) == ("", "invalid_json", "I do [CALLS]{")
+    assert attempt.problem == "no call could be read, in the format hiding" and not parse("[CALLS]").content
+    assert len(made) == 5 and {tokenizer for tokenizer, _ in made} == {"tokenizer"}, "one for each turn"
+    ((tool,),) = {tuple(each.function.name for each in tools) for _, tools in made}  # type: ignore[attr-defined]
+    assert tool == "add"

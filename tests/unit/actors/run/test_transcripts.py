@@ -1,3 +1,5 @@
+"""Episodes as lines of the logs, and as text for people."""
+
 from __future__ import annotations
 
 import json
@@ -51,3 +53,61 @@ def test_a_transcript_has_whatever_a_parser_made_of_a_call() -> None:
     (found,) = json.loads(json_text(line))["turns"][0]["calls"]
     deep = found["arguments"].pop("d")
     assert found["arguments"] == {"a": "Ellipsis", "b": "{1, 2}", "('c',)": [1, None, 0.5]} and "..." in str(deep)
+
+
+def test_a_line_has_all_segments_turns_calls_and_spans_of_an_episode() -> None:
+    calls = [
+        ToolCall("add", {"a": 1}, "ok", "raw text", "2"),
+        ToolCall("", {}, "invalid_call", "add(", "no such call"),  # type: ignore[arg-type]
+    ]
+    first = Turn(
+        None,
+        [2, 3],
+        [0.0] * 2,
+        "stop",
+        calls=calls,
+        versions=[5, 5],
+        given=[{"role": "system", "content": None}, {"role": "user", "content": "hi"}, {"content": [1]}],
+        reward=0.5,
+    )
+    second = Turn(None, [4], [0.0], "length", versions=[6], reward=-1.0)
+    third = Turn(None, [5, 6], [0.0] * 2, "stop", versions=[6, 5])
+    segments = segment([("given", [1]), ("sampled", [2, 3])]), segment([("given", [9, 9]), ("sampled", [4]), ("given", [1]),
+                                                                     ("sampled", [5, 6])])  # fmt: skip
+    played = replace(
+        episode(*segments, reward=1.25, stop="timeout"), turns=[first, second, third], error="too slow", metrics={"won": 1.0}
+    )
+    line, again = describe_episodes([played, played], Words())
+    assert line == again and "dropped" not in line
+    assert (line["prompt"], line["response"]) == ("w1 ", "w9 w9 w4 w1 w5 w6 "), "what follows is in another segment"
+    assert line["segments"] == [
+        [["w1 ", False], ["w2 w3 ", True]],
+        [["w9 w9 ", False], ["w4 ", True], ["w1 ", False], ["w5 w6 ", True]],
+    ]
+    assert line["version_spans"] == [[5, 2], [6, 2], [5, 1]]
+    assert (line["reward"], line["stop"], line["error"], line["metrics"]) == (1.25, "timeout", "too slow", {"won": 1.0})
+    told, *others = line["turns"]
+    assert told["given"] == [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "hi"},
+        {"role": "", "content": "[1]"},
+    ]
+    assert told["calls"] == [
+        {"name": "add", "arguments": {"a": 1}, "status": "ok", "answer": "2"},
+        {"name": "", "arguments": {}, "status": "invalid_call", "answer": "no such call", "raw": "add("},
+    ]
+    assert [(each["reward"], each["finish"]) for each in line["turns"]] == [(0.5, "stop"), (-1.0, "length"), (0.0, "stop")]
+    assert [each["text"] for each in others] == ["w4 ", "w5 w6 "]
+    assert transcript(played, Words()) == (
+        "system: \nuser: hi\n: [1]\nmodel, turn 1 (stop, reward 0.5): w2 w3 \n  add({'a': 1}) -> ok: 2\n"
+        "  ?({}) -> invalid_call: no such call\nmodel, turn 2 (length, reward -1): w4 \n"
+        "model, turn 3 (stop, reward 0): w5 w6 \nended: timeout: too slow; reward 1.25 in 3 turns\n"
+        "trained tokens in brackets: w1 [w2 w3 ]w9 w9 [w4 ]w1 [w5 w6 ]"
+    )
+
+
+def test_an_episode_that_ended_before_its_first_turn_has_a_line_too() -> None:
+    (line,) = describe_episodes([replace(episode(stop="error"), error="no door")], Words(), dropped=True)
+    assert (line["prompt"], line["response"], line["turns"], line["segments"]) == ("", "", [], [])
+    assert (line["dropped"], line["error"], line["version_spans"]) == (True, "no door", [])
+    assert transcript(episode(), Words()) == "ended: done; reward 0 in 0 turns\ntrained tokens in brackets: "

@@ -158,3 +158,35 @@ def test_what_engines_refuse_before_anything_is_loaded_stops_the_push(streams: b
     with pytest.raises(WeightCheckError, match="weights are damaged"):
         pushed.push()
     assert pushed.methods == [BEFORE[streams]] and not pushed.changed
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("lost", [(), (0, 1)])
+def test_turns_go_on_where_no_update_has_begun(
+    monkeypatch: pytest.MonkeyPatch, streams: bool, lost: tuple[int, ...]
+) -> None:
+    pushed = Pushed(streams=streams, turns=True)
+    call, fails = pushed.engines.call, "begin_update" if streams else "load"
+
+    def interrupted(method: str, *args: Any, **options: Any) -> dict[int, Any]:
+        if method == fails:
+            pushed.engines.lost |= dict.fromkeys(lost)
+            raise KeyboardInterrupt
+        return call(method, *args, **options)
+
+    monkeypatch.setattr(pushed.engines, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pushed.push()
+    released = [] if lost else ["release_turns"]
+    assert pushed.methods == [BEFORE[streams], "hold_turns", *released] and not pushed.changed
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_engine_that_cannot_serve_again_is_told(streams: bool) -> None:
+    pushed = Pushed(streams=streams, turns=False)
+    pushed.engines.answers["resume"] = {1: EngineDeadError("engine 1 died at the end")}
+    with pytest.raises(EngineDeadError, match="engine 1 died at the end"):
+        pushed.push()
+    assert pushed.changed == [""] and pushed.engines.lost.keys() == {1}
+    phases = ["stream", "resume"] if streams else ["stage", "verify", "load", "resume"]
+    assert [name for name in pushed.clock.seconds() if name != "total"] == phases

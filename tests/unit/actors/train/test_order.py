@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import pickle
+import threading
 
 import pytest
 
-from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
+from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence, this_thread
 from actors.train.outcome import RemoteTraceback, failed, with_origin
 from rl_backend.contracts import BatchError, OperationOrderError, RLBackendError
+from rl_backend.contracts.atoms import Operation
 
 FIRST, SECOND = Driver("1", "the first driver"), Driver("2", "the second driver")
 
@@ -83,3 +85,50 @@ def test_an_error_that_cannot_be_pickled_travels_as_its_text() -> None:
     outcome = failed(KeywordOnlyError(name="broken"))
     assert type(outcome.error) is RLBackendError
     assert str(outcome.error) == "KeywordOnlyError: broken"
+
+
+def test_a_journal_loses_what_was_removed_and_is_handed_on_as_a_copy() -> None:
+    ledger = OperationLedger(FIRST)
+    built = [Operation("build_model", {}, number) for number in (2, 5, 7)]
+    ledger.journal.extend(built)
+    ledger.forget(5)
+    ledger.forget(4)
+    _, _, _, handed = ledger.transfer(SECOND)
+    assert handed == [built[0], built[2]] == ledger.journal
+    handed.clear()
+    assert len(ledger.journal) == 2
+
+
+def test_a_failure_is_the_first_of_its_thread_and_is_told_to_the_driver() -> None:
+    sequence = OperationSequence()
+    for number, reason in ((1, "first"), (2, None)):
+        sequence.start(OperationHeader(number, "a", submitter=number))
+        sequence.finish(reason)
+    with pytest.raises(OperationOrderError) as caught:
+        sequence.start(OperationHeader(3, "b", submitter=1))
+    assert caught.value.details == {"number": 3, "failed": 1} and str(caught.value).endswith("not been read: first")
+    assert (sequence.started, sequence.finished) == (3, 2)
+    sequence.finish("refused")
+    with pytest.raises(OperationOrderError) as caught:
+        sequence.start(OperationHeader(4, "c", submitter=1, acknowledged=frozenset({3}), taken_over=0))
+    assert caught.value.details == {"number": 4, "failed": 1}
+    sequence.finish("refused")
+    with pytest.raises(OperationOrderError) as caught:
+        sequence.start(OperationHeader(6, "d", submitter=2))
+    assert caught.value.details == {"number": 6}
+    # A new driver knows what happened up to its first operation, and no later failure.
+    sequence.start(OperationHeader(5, "e", submitter=1, taken_over=1))
+    sequence.finish("second")
+    with pytest.raises(OperationOrderError, match="operation 5 before it failed"):
+        sequence.start(OperationHeader(6, "f", submitter=1, taken_over=4))
+
+
+def test_every_thread_has_a_number_of_its_own() -> None:
+    here, found = this_thread.number, []
+    threads = [threading.Thread(target=lambda: found.append((this_thread.number, this_thread.number))) for _ in range(2)]
+    for thread in threads:
+        # One after the other: Python may give the second the identity of the first.
+        thread.start()
+        thread.join()
+    assert all(first == second for first, second in found)
+    assert len({here, *(first for first, _ in found)}) == 3 and this_thread.number == here > 0

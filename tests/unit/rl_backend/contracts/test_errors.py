@@ -3,11 +3,13 @@ from __future__ import annotations
 import copy
 import pickle
 import traceback
+from pathlib import Path
 
 import pytest
 
 import rl_backend.contracts
-from rl_backend.contracts import ConfigError, RLBackendError
+from rl_backend.contracts import CheckpointError, ConfigError, RLBackendError
+from rl_backend.contracts.errors import listed
 from tests.support.errors import error_classes
 
 
@@ -40,3 +42,17 @@ def test_a_configuration_error_names_field_value_and_what_was_expected() -> None
 
 class _OutsideError(RLBackendError):
     """An error of a plugin."""
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(0, ""), (1, "0"), (4, "0, 1, 2, 3"), (5, "0, 1, 2, 3 and 1 more"), (9, "0, 1, 2, 3 and 5 more")]
+)
+def test_a_long_list_is_cut_with_the_number_of_the_others(count: int, shown: str) -> None:
+    assert listed(range(count)) == shown
+    assert listed(["a", "b", "c"], 2) == "a, b and 1 more"
+
+
+def test_a_checkpoint_that_is_wrong_is_named_by_its_path(tmp_path: Path) -> None:
+    error = CheckpointError.at(tmp_path / "model", "has no manifest", step=3)
+    assert str(error) == f"{tmp_path}/model has no manifest"
+    assert error.details == {"path": f"{tmp_path}/model", "step": 3}

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import EpisodeFailedError
-from rl_backend.environment import Limits
+from rl_backend.environment import Limits, play_episode
 from rl_backend.environment.calling import Caller, close_late
-from tests.unit.rl_backend.environment.test_stepping import Guess, play, written
+from rl_backend.environment.stepping import SteppedPlayer
+from tests.unit.rl_backend.environment.test_stepping import TOKENIZER, Guess, play, written
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,26 @@ def test_errors_that_futures_and_tasks_take_for_something_else(where: str, raise
         assert told in episode.error
         if raised is StopIteration:
             assert "test_calling.py" in episode.error, "the place is that of the user's code"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("where", ["start", "step", "close"])
+def test_an_exit_of_an_asynchronous_method_ends_its_episode_alone(where: str, waits: bool) -> None:
+    async def leaves(self: Any, *given: Any) -> Any:
+        raise SystemExit(3)
+
+    method = leaves if waits else lambda self, *given: leaves(self)
+    kind: Any = type("Leaves", (Guess,), {where: method})
+    player = SteppedPlayer(kind, TOKENIZER)
+    others = SteppedPlayer(Guess, TOKENIZER)
+
+    async def both() -> list[Any]:
+        played = [play_episode(each, {}, written("4"), sampling_seed=1, seed=1) for each in (player, others)]
+        return list(await asyncio.gather(*played))
+
+    left, other = asyncio.run(both())
+    assert left.stop == ("done" if where == "close" else "error") and (other.stop, other.reward) == ("done", 1.0)
+    assert "it ended its task by SystemExit: 3" in left.error and "test_calling.py" in left.error
 
 
 @pytest.mark.shows("environments: one that is made after its episode was ended is closed all the same")

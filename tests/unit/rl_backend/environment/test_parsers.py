@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rl_backend.contracts import ConfigError
-from rl_backend.environment.parsers import PARSERS, call_parser
+from rl_backend.environment.parsers import PARSERS, call_parser, no_calls
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 2}}\n</tool_call>'
 
@@ -68,3 +68,85 @@ def test_text_around_calls_stays_and_raw_text_is_kept() -> None:
 def test_an_unknown_format_is_refused_with_those_that_are_there() -> None:
     with pytest.raises(ConfigError, match=r"tool_format='qwen': expected hermes, json, pythonic; for a parser of vLLM"):
         call_parser("qwen")
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "expected"),
+    [
+        (
+            "hermes",
+            '<think>a</think>b<tool_call>{"name": "f"</tool_call> c',
+            "<think>a</think>b c",
+            [("f", '<tool_call>{"name": "f"</tool_call>', "it is not JSON: ")],
+        ),
+        (
+            "hermes",
+            'b <tool_call>[1]</tool_call><tool_call>{"name": "g", "x"',
+            "b",
+            [
+                ("", "<tool_call>[1]</tool_call>", 'expected {"name": ..., "arguments": {...}}'),
+                ("g", '<tool_call>{"name": "g", "x"', "the call has no </tool_call>"),
+            ],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+            "",
+            [("", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', 'expected {"name"')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": "{x"}</tool_call>',
+            "",
+            [("f", '<tool_call>{"name": "f", "arguments": "{x"}</tool_call>', "its arguments are not JSON: ")],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": null}</tool_call>',
+            "",
+            [("f", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "its arguments are not an object")],
+        ),
+        (
+            "json",
+            '<think>a</think>\n [{"name": "f"}, {"name": "g", "arguments": [1]}]',
+            "<think>a</think>",
+            [("f", '{"name": "f"}', ""), ("g", '{"name": "g", "arguments": [1]}', "its arguments are not an object")],
+        ),
+        ("json", '<think>a</think>{"name": "f"', "<think>a</think>", [("f", '{"name": "f"', "it is not JSON: ")]),
+        ("json", '<think>{"name": "f"}', '<think>{"name": "f"}', []),
+        ("json", ' [{"name": "f"}, {"x": 1}] ', '[{"name": "f"}, {"x": 1}]', []),
+        ("json", " [] ", "[]", []),
+        ("json", '{"answer" 4}', '{"answer" 4}', []),
+        (
+            "pythonic",
+            "<think>a</think>[m.f(x=1), g(1)]",
+            "<think>a</think>",
+            [("m.f", "m.f(x=1)", ""), ("g", "g(1)", "give every argument by its name")],
+        ),
+        ("pythonic", "[f(**{'x': 1})]", "", [("f", "f(**{'x': 1})", "give every argument by its name")]),
+        ("pythonic", "[f(x=b'1')]", "", [("f", "f(x=b'1')", "a value is none that JSON has")]),
+        ("pythonic", "[f(x=y)]", "", [("f", "f(x=y)", "a value is no constant")]),
+        ("pythonic", "[f(x=1), h()()]", "", [("f", "f(x=1)", ""), ("", "h()()", "expected name(argument=value, ...)")]),
+        ("pythonic", "[ f(x=1]", "", [("f", "[ f(x=1]", "it is not a list of calls: ")]),
+        ("pythonic", "[f()] and [g()]", "", [("f", "[f()] and [g()]", "it is not one list of calls: write nothing around")]),
+        ("pythonic", " It is [4]. ", "It is [4].", []),
+    ],
+)
+def test_what_is_told_of_each_attempt_and_what_is_left_of_the_text(
+    form: str, text: str, content: str, expected: list[tuple[str, str, str]]
+) -> None:
+    parsed = PARSERS[form](text)
+    assert parsed.content == content
+    assert [(each.name, each.raw) for each in parsed.attempts] == [each[:2] for each in expected]
+    for attempt, (_, _, problem) in zip(parsed.attempts, expected, strict=True):
+        assert attempt.problem.startswith(problem) and bool(attempt.problem) == bool(problem)
+        assert (attempt.status == "ok") == (problem == "")
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+def test_arguments_come_before_parameters_and_a_long_name_is_cut(key: str) -> None:
+    assert found("json", f'{{"name": "f", "{key}": {{"x": 1}}}}') == [("f", {"x": 1}, "ok")]
+    both = '{"name": "f", "parameters": {"x": 1}, "arguments": {"y": 2}}'
+    assert found("json", both) == [("f", {"y": 2}, "ok")]
+    assert found("hermes", f'<tool_call>{{"name": "{"n" * 99}", </tool_call>') == [("n" * 80, {}, "invalid_json")]
+    assert no_calls(" <tool_call>{} ").content == " <tool_call>{} " and not no_calls("<tool_call>").attempts

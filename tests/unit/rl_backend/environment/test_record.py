@@ -107,3 +107,57 @@ def test_routes_of_some_turns_alone_are_refused() -> None:
 def test_a_reward_needs_a_turn() -> None:
     with pytest.raises(BatchError, match="no turn yet"):
         EpisodeRecord().reward(1.0)
+
+
+def test_rewards_and_turns_left_out_are_of_the_turn_that_is_named_in_its_own_segment() -> None:
+    record = EpisodeRecord()
+    record.add([1], generation([2, 3], version=4))
+    record.add([7, 8], generation([9], version=5))
+    record.add([1, 2, 3], generation([4, 5], version=6))
+    record.reward(0.5, 0)
+    record.reward(2.0, 1)
+    record.reward(-1.0, -1)
+    record.reward(0.25, -3)
+    record.leave_out(0)
+    first, second = record.segments()
+    assert first.rewards == (0.0, 0.0, 0.75, 0.0, -1.0) and second.rewards == (0.0, 0.0, 2.0)
+    assert first.sampled == (False, False, False, True, True) and second.sampled == (False, False, True)
+    assert first.versions == (-1, -1, -1, 6, 6) and second.versions == (-1, -1, 5)
+    assert first.log_probs == (0.0, 0.0, 0.0, -0.05, -0.06)
+    record.leave_out(1)
+    assert record.segments()[1].sampled == (False, False, False)
+    with pytest.raises(BatchError, match="inf: rewards must be finite"):
+        record.reward(float("inf"), 0)
+    with pytest.raises(BatchError, match="no turn yet"):
+        EpisodeRecord().leave_out()
+
+
+def test_a_prompt_that_continues_several_segments_extends_the_last_and_changes_nothing_that_is_given() -> None:
+    record = EpisodeRecord()
+    prompt, turn = [1], generation([2])
+    record.add(prompt, turn)
+    record.add([1, 2, 3], generation([4]))
+    record.add([1], generation([2]))
+    record.add([1, 2, 5], generation([6]))
+    assert [each.token_ids for each in record.segments()] == [(1, 2, 3, 4), (1, 2, 5, 6)]
+    assert prompt == [1] and turn.token_ids == [2] and turn.log_probs == [-0.03] and turn.versions == [0]
+
+
+def test_routes_are_copied_and_asked_for_in_all_turns_of_a_segment() -> None:
+    rows = np.arange(6, dtype=np.int16).reshape(3, 2, 1)
+    record = EpisodeRecord()
+    record.add([1, 2], generation([3, 4], routes=rows))
+    before = rows.copy()
+    rows[:] = 0
+    (segment,) = record.segments()
+    assert segment.routes is not None and (segment.routes == before).all() and segment.routes.dtype == np.int16
+    mixed = EpisodeRecord()
+    mixed.add([1], generation([2]))
+    with pytest.raises(BatchError, match="some turns of an episode have expert routes and others have none"):
+        mixed.add([1, 2], generation([3], routes=np.zeros((2, 1, 1), dtype=np.uint8)))
+    mixed.add([9], generation([3], routes=np.zeros((1, 1, 1), dtype=np.uint8)))
+    assert [each.routes is None for each in mixed.segments()] == [True, False]
+    with pytest.raises(BatchError, match="a turn of 1 tokens after a prompt of 0; both need at least one"):
+        mixed.add([], generation([3]))
+    with pytest.raises(BatchError, match="routes of 3 tokens; expected 2: prompt and generation but for the last token"):
+        mixed.add([5], generation([3, 4], routes=np.zeros((3, 1, 1), dtype=np.uint8)))

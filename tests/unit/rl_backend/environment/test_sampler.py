@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from rl_backend.contracts import BatchError, EpisodeEndError
-from rl_backend.environment import Limits
+from rl_backend.contracts import BatchError, EpisodeEndError, RolloutError
+from rl_backend.environment import Limits, ToolCall
 from rl_backend.environment.sampler import RecordingSampler, turn_seed
 from tests.support.token_sources import RandomSource, generation
 
@@ -36,7 +37,7 @@ def test_turns_are_recorded_as_they_were_sampled() -> None:
     assert segment.routes is not None and segment.routes[:, 0, 1].tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert [turn.reward for turn in mine.turns] == [0.0, 0.5] and mine.seed == 3
     assert mine.turns[1].routes is None and second.routes is not None
-    assert mine.metrics() | {"engine_seconds": 0} == {
+    assert dict(mine.metrics()) | {"engine_seconds": 0} == {
         "turns": 2, "segments": 1, "sampled_tokens": 5, "prompt_tokens": 8, "cached_tokens": 0,
         "tool_calls": 0, "failed_tool_calls": 0, "engine_seconds": 0,
     }  # fmt: skip
@@ -98,3 +99,111 @@ def test_a_generation_that_the_engine_gave_up_ends_the_episode() -> None:
     mine = sampler(Aborting())
     assert stop_of(mine, [1]) == "cancelled"
     assert mine.segments == ()
+
+
+class Recorded(RandomSource):
+    """Keeps what it is asked for, and says that half of the prompt was known."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.asked: list[dict[str, Any]] = []
+
+    async def generate(self, token_ids: Sequence[int], **asked: Any) -> Any:
+        self.asked.append(asked)
+        found = await super().generate(token_ids, **asked)
+        return replace(found, cached_tokens=len(token_ids) // 2)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"turns": 1}, "limits.turns=1"),
+        ({"sampled_tokens": 3}, "limits.sampled_tokens=3"),
+        ({"episode_tokens": 20}, "a prompt of 30 tokens leaves no room in limits.episode_tokens=20"),
+        ({}, "a prompt of 30 tokens leaves no room in the context of 30 tokens"),
+        ({"episode_tokens": 40}, "a prompt of 30 tokens leaves no room in the context of 30 tokens"),
+    ],
+)
+def test_a_limit_says_which_it_is_and_stays_met(limits: dict[str, int], message: str) -> None:
+    mine = sampler(RandomSource(context_tokens=30), **limits)
+    asyncio.run(mine.sample([1, 2], max_tokens=3))
+    for prompt in ([1] * (9 if "sampled_tokens" in limits else 30), [1]):
+        with pytest.raises(EpisodeEndError) as ended:
+            asyncio.run(mine.sample(prompt))
+        assert ended.value.message == message
+    assert len(mine.turns) == 1
+
+
+def test_a_turn_may_have_the_last_token_of_each_limit() -> None:
+    mine = sampler(RandomSource(context_tokens=20), episode_tokens=10, sampled_tokens=5, turns=3, turn_tokens=4)
+    lengths = [len(asyncio.run(mine.sample([1] * prompt)).token_ids) for prompt in (9, 2)]
+    assert lengths == [1, 4]
+    with pytest.raises(EpisodeEndError, match=r"limits\.sampled_tokens=5"):
+        asyncio.run(mine.sample([1]))
+    with pytest.raises(BatchError, match="max_tokens=0: a turn has at least 1 token"):
+        asyncio.run(sampler(RandomSource()).sample([1], max_tokens=0))
+    tight = sampler(RandomSource(context_tokens=8), episode_tokens=9)
+    assert len(asyncio.run(tight.sample([1] * 7)).token_ids) == 1
+
+
+def test_what_engines_are_asked_and_what_is_kept_of_their_answers() -> None:
+    source = Recorded()
+    mine = sampler(source)
+    first = asyncio.run(mine.sample([1, 2, 3, 4], stop_token_ids=[7], max_tokens=2))
+    second = asyncio.run(mine.sample([9] * 7, max_tokens=3))
+    assert [(each["seed"], each["max_tokens"]) for each in source.asked] == [(11, 2), (turn_seed(11, 1), 3)]
+    assert [list(each["stop_token_ids"]) for each in source.asked] == [[7], []]
+    assert (first.prompt_tokens, first.cached_tokens, second.prompt_tokens, second.cached_tokens) == (4, 2, 7, 3)
+    calls = [ToolCall("f", {}, status, "") for status in ("ok", "timeout", "unclosed")]
+    mine.describe({"role": "assistant", "content": "x"}, calls, [{"role": "user", "content": "y"}])
+    mine.reward(0.5)
+    mine.reward(2)
+    assert mine.turns[0].message is None and mine.turns[1].message == {"role": "assistant", "content": "x"}
+    assert mine.turns[1].calls == tuple(calls) and mine.turns[1].given == ({"role": "user", "content": "y"},)
+    assert [each.reward for each in mine.turns] == [0.0, 2.5] and mine.calls == 3
+    assert [each.rewards[-1] for each in mine.segments] == [0.0, 2.5]
+    found = mine.metrics()
+    assert found["engine_seconds"] == mine.engine_seconds > 0
+    assert {name: value for name, value in found.items() if "seconds" not in name} == {
+        "turns": 2, "segments": 2, "sampled_tokens": 5, "prompt_tokens": 11, "cached_tokens": 5, "tool_calls": 3,
+        "failed_tool_calls": 2,
+    }  # fmt: skip
+    assert (mine.seed, mine.sampling_seed) == (3, 11)
+
+
+def test_an_engine_that_samples_too_much_or_raises_ends_no_episode_by_itself() -> None:
+    class Long(RandomSource):
+        async def generate(self, token_ids: Sequence[int], **asked: Any) -> Any:
+            if len(self.prompts) == 1:
+                await asyncio.sleep(0.01)
+                raise OSError("gone")
+            found = await super().generate(token_ids, **asked)
+            return generation([*found.token_ids, 1])
+
+    mine = sampler(Long())
+    with pytest.raises(RolloutError, match="the engine sampled 3 tokens; at most 2 were asked for"):
+        asyncio.run(mine.sample([1], max_tokens=2))
+    before = mine.engine_seconds
+    with pytest.raises(OSError, match="gone"):
+        asyncio.run(mine.sample([1], max_tokens=2))
+    assert mine.engine_seconds > before + 0.005, "time of a call that raised counts too"
+    assert mine.turns == () and mine.segments == ()
+    assert mine.end("parse", "why").details["stop"] == "parse"
+    with pytest.raises(EpisodeEndError, match=r"^why$"):
+        asyncio.run(mine.sample([1]))
+
+
+def test_ids_at_the_border_of_the_vocabulary() -> None:
+    source = RandomSource(vocab_size=50)
+    asyncio.run(sampler(source).sample([0, 49], stop_token_ids=[49, 0], max_tokens=1))
+    with pytest.raises(BatchError, match="stop_token_ids has ids from -1 to 3; expected 0 to 49: the environment or its"):
+        asyncio.run(sampler(source).sample([1], stop_token_ids=[3, -1]))
+
+
+def test_the_seed_of_a_later_turn_is_the_hash_of_seed_and_turn() -> None:
+    import struct
+
+    import xxhash
+
+    for seed, turn in ((11, 1), (2**63 - 1, 300)):
+        assert turn_seed(seed, turn) == xxhash.xxh3_64(struct.pack("<Qq", seed, turn)).intdigest() // 2

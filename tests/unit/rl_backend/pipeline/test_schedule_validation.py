@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 
 from rl_backend.contracts import ScheduleError
 from rl_backend.pipeline import SCHEDULES, Action, Costs, Kind, Schedule, make_schedule, validate
-from tests.support.pipeline import NotRunnableError, run_with_tokens
+from tests.support.pipeline import NotRunnableError, action, actions, run_with_tokens
 
 SIZES = {1: (1, 3), 2: (1, 2, 4, 5), 3: (2, 3, 6, 7), 4: (1, 4, 8, 9)}
 
@@ -49,8 +50,8 @@ def mutants(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
     """The schedule with one action dropped, doubled, exchanged with the one before it or put somewhere else."""
     choose = random.Random(0)
 
-    def changed(rank: int, actions: list[Action]) -> Schedule:
-        lists = [tuple(actions) if other == rank else own for other, own in enumerate(schedule.actions)]
+    def changed(rank: int, own_actions: list[Action]) -> Schedule:
+        lists = [tuple(own_actions) if other == rank else own for other, own in enumerate(schedule.actions)]
         return replace(schedule, actions=tuple(lists))
 
     for rank, own in enumerate(schedule.actions):
@@ -138,8 +139,48 @@ def test_an_order_that_only_two_queues_could_carry_is_a_deadlock() -> None:
 
 
 def parsed(lists: dict[int, str]) -> tuple[tuple[Action, ...], ...]:
-    """Actions of micro-batches and stages below 10 from their names."""
-    return tuple(
-        tuple(Action(Kind(name[1:-1]), int(name[0]), int(name[-1])) for name in lists[rank].split())
-        for rank in sorted(lists)
-    )
+    return tuple(actions(lists[rank]) for rank in sorted(lists))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"placement": (0, 2)}, r"stages are placed on the ranks \[0, 2\], and there are lists for \[0, 1\]$"),
+        ({"placement": (1, 0)}, r"rank 0 has 0F0, and only the stages 1$"),
+        ({"activation_bound": (2, 1, 1)}, r"3 activation bounds for 2 ranks$"),
+        ({"activation_bound": (2,)}, r"1 activation bounds for 2 ranks$"),
+        ({"activation_bound": (2, 0)}, r"rank 1 holds 1 activations, more than its bound of 0$"),
+        ({"activation_bound": (1, 1)}, r"rank 0 holds 2 activations, more than its bound of 1$"),
+        ({"num_micro_batches": 1}, r"rank 0 has 0F1, and there are 1 micro-batches$"),
+        # Of each stage and micro-batch, in the order of the micro-batches.
+        ({"num_micro_batches": 3}, r"missing: 0B2, 0F2, 0RECV_B2, 0SEND_F2 and 6 more$"),
+        ({"forward_only": True}, r"not needed: 0BW0, 0RECV_B0, 1BW0, 1SEND_B0 and 4 more$"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_schedule_says_of_itself_must_be_true_of_its_lists(changes: dict[str, Any], message: str) -> None:
+    schedule = make_schedule("1f1b", 2, 2)
+    validate(replace(schedule, activation_bound=(2, 1)))
+    with pytest.raises(ScheduleError, match=rf"^schedule 1f1b: {message}") as failure:
+        validate(replace(schedule, **changes))
+    assert failure.value.details["schedule"] == "1f1b"
+
+
+def test_a_negative_micro_batch_is_none() -> None:
+    schedule = make_schedule("1f1b", 2, 2)
+    with pytest.raises(ScheduleError, match=r"rank 1 has 1F-1, and there are 2 micro-batches$"):
+        validate(edited(schedule, 1, [*schedule.actions[1], Action(Kind.FORWARD, 1, -1)]))
+
+
+def test_transfers_are_counted_from_nought_for_each_direction_between_two_ranks() -> None:
+    schedule = make_schedule("1f1b", 3, 2)
+    own = list(schedule.actions[1])
+    sends = [place for place, action in enumerate(own) if action.kind is Kind.SEND_GRADIENT]
+    own[sends[0]], own[sends[1]] = own[sends[1]], own[sends[0]]
+    with pytest.raises(
+        ScheduleError, match=r"transfer 0 from rank 1 to rank 0 is sent as 1SEND_B1 and received as 0RECV_B0$"
+    ):
+        validate(edited(schedule, 1, own))
+    # Split and whole backward passes may be mixed within a schedule, one kind for each micro-batch of a stage.
+    split = make_schedule("zb-h1", 1, 2)
+    validate(edited(split, 0, [action("0F0"), action("0BW0"), action("0F1"), action("0B1"), action("0W1")]))

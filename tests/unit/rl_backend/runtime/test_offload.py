@@ -165,3 +165,36 @@ def test_a_cleared_part_is_back_with_zeros() -> None:
     offload.clear("grad")
     assert offload.on_device("grad")
     assert torch.equal(tensor, torch.zeros(4))
+
+
+def test_what_is_away_is_named_with_the_call_that_brings_it_back() -> None:
+    offload, tensor = Offload("policy", torch.device("cpu")), torch.ones(3)
+    offload.offload("optimizer", [tensor])
+    offload.offload("grad", [])
+    offload.require("forward_backward", "model")
+    with pytest.raises(HandleError) as caught:
+        offload.require("optimizer_step", "grad", "model", "optimizer")
+    assert str(caught.value) == (
+        "optimizer_step on 'policy' while its grad and optimizer is in host memory; call "
+        'to(handle, "device", model=False, optimizer=True, grad=True) first'
+    )
+    assert caught.value.details == {"handle": "policy", "operation": "optimizer_step", "parts": ["grad", "optimizer"]}
+    assert (offload.host_bytes("optimizer"), offload.host_bytes("grad"), offload.host_bytes("model")) == (12, 0, 0)
+
+
+def test_a_part_that_is_away_is_moved_once_and_one_that_is_forgotten_counts_as_there() -> None:
+    offload, first, second = Offload("policy", torch.device("cpu")), torch.ones(3), torch.ones(5)
+    offload.offload("model", [first])
+    offload.offload("model", [second])
+    assert offload.host_bytes("model") == 12 and second.tolist() == [1.0] * 5
+    offload.reload("grad")
+    offload.forget("model")
+    assert offload.on_device("model") and offload.host_bytes("model") == 0
+    assert first.untyped_storage().nbytes() == 0, "its contents are given up"
+    offload.reload("model")
+    assert first.untyped_storage().nbytes() == 0
+    for _ in range(2):
+        second.fill_(4.0)
+        offload.offload("model", [second, second[1:]])
+        offload.reload("model")
+        assert second.tolist() == [4.0] * 5

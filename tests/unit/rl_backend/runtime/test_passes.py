@@ -1,59 +1,145 @@
-"""What the micro-batches of one pass give together."""
+"""What a pass is asked and what it answers: by micro-batch, in whatever order these were computed."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import ModelOutput, PackedBatch
+from rl_backend.contracts import BatchError, Metric, ModelOutput, PackedBatch, UnsupportedError
 from rl_backend.runtime.passes import PassRequest, PassResults
-from tests.support.native import LENGTHS, micro_batches
+from rl_backend.runtime.router_replay import MODES
 
-SPLIT = [[0, 1], [5], [2, 3, 4]]
-GROUP: Any = None
-
-
-def index_loss(model_output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
-    """The micro-batch's sum of its outputs; metrics with and without a weight."""
-    assert model_output.log_probs is not None
-    total = model_output.log_probs.sum()
-    return total, {"weighted": (total, torch.tensor(2.0)), "plain": data.num_sequences}
+LENGTHS = ([2, 1], [3], [1, 4, 2])
+DATA = [PackedBatch(torch.arange(sum(lengths)), torch.tensor(lengths)) for lengths in LENGTHS]
+GROUP: Any = "the data-parallel group"
 
 
-def output_of(index: int, length: int) -> ModelOutput:
-    values = torch.arange(length, dtype=torch.float32) + 1000 * index
-    return ModelOutput(log_probs=values.requires_grad_(), values=-values)
+def output(index: int, **others: Tensor | None) -> ModelOutput:
+    """Each token has a number of its own."""
+    tokens = torch.arange(DATA[index].num_tokens, dtype=torch.float32, requires_grad=True)
+    return ModelOutput(**{"log_probs": 100.0 * index + tokens, **others})
 
 
-def test_outputs_come_in_the_order_of_the_request_whatever_the_schedule() -> None:
-    data = micro_batches(SPLIT)
-    results = PassResults(PassRequest(data, index_loss, forward_only=False), GROUP, keeps_outputs=True)
-    outputs = [output_of(index, len(batch.input_ids)) for index, batch in enumerate(data)]
-    for index in (2, 0, 1):
-        loss = results.add(index, data[index], outputs[index])
-        assert loss is not None and loss.requires_grad
-    found = results.result({"routes": [torch.tensor(7)]})
-    sums = [output.log_probs.sum().item() for output in outputs if output.log_probs is not None]
-    assert list(found.losses) == sums
-    assert found.outputs.keys() == {"log_probs", "values", "routes"} and found.outputs["routes"] == [torch.tensor(7)]
-    assert [len(each) for each in found.outputs["log_probs"]] == [LENGTHS[index] for of in SPLIT for index in of]
-    joined = torch.cat([output.log_probs.detach() for output in outputs if output.log_probs is not None])
-    assert torch.equal(torch.cat(list(found.outputs["log_probs"])), joined)
-    assert torch.equal(torch.cat(list(found.outputs["values"])), -joined)
-    assert not any(each.requires_grad for each in found.outputs["log_probs"])
-    assert found.metrics["weighted"] == (sum(sums), 6.0)
-    assert found.metrics["plain"] == (6.0, 3.0)
+def adapters(fingerprint: int = 0) -> Any:
+    begun: list[Any] = []
+    return SimpleNamespace(
+        fingerprint=lambda data: fingerprint + len(data),
+        heads=("log_probs", "values"),
+        runs=lambda index, batch, sequence_rows: (index, batch, tuple(sequence_rows)),
+        begin=begun.append,
+        begun=begun,
+    )
 
 
-def test_a_rank_that_keeps_no_outputs_gives_losses_alone() -> None:
-    data = micro_batches(SPLIT)
-    results = PassResults(PassRequest(data, index_loss, forward_only=False), GROUP, keeps_outputs=False)
-    for index, batch in enumerate(data):
-        results.add(index, batch, output_of(index, len(batch.input_ids)))
-    found = results.result({})
-    assert len(found.losses) == 3 and not found.outputs
-    nothing = PassResults(PassRequest(data, None, forward_only=True), GROUP, keeps_outputs=True)
-    assert nothing.add(0, data[0], output_of(0, len(data[0].input_ids))) is None
-    assert nothing.result({}).losses == () and nothing.result({}).metrics == {}
+def test_every_kind_of_pass_has_another_number() -> None:
+    found = [
+        PassRequest(DATA, None, forward_only, mode, given).kind
+        for forward_only in (False, True)
+        for mode in MODES
+        for given in (None, adapters(), adapters(1), adapters(2**32 - 4))
+    ]
+    assert len(set(found)) == len(found) == 24
+    assert all(0 <= kind < 2**63 for kind in found), "ranks compare them as int64, and their negatives"
+    assert PassRequest(DATA, None, True, "replay").kind == 5
+
+
+def test_a_pass_asks_its_adapters_of_all_its_data_and_has_none_without() -> None:
+    mine = adapters()
+    asked = PassRequest(DATA, None, False, adapters=mine)
+    runs: Any = asked.runs(2, DATA[2], [1, 4, 2])
+    assert runs == (2, DATA[2], (1, 4, 2))
+    assert asked.heads == ("log_probs", "values")
+    asked.begin()
+    assert mine.begun == [DATA]
+    without = PassRequest(DATA, None, False)
+    without.begin()
+    assert without.runs(0, DATA[0], [1]) == () and without.heads == ()
+
+
+def results(loss_fn: Any, *, forward_only: bool = False, keeps_outputs: bool = True) -> PassResults:
+    return PassResults(PassRequest(DATA, loss_fn, forward_only), GROUP, keeps_outputs)
+
+
+def test_answers_are_in_the_order_of_the_request_whatever_was_computed_first() -> None:
+    def loss(model_output: ModelOutput, data: PackedBatch, dp_group: Any) -> Any:
+        assert dp_group == GROUP and model_output.log_probs is not None
+        total = model_output.log_probs.sum()
+        kl = torch.tensor(float(data.num_tokens), requires_grad=True)
+        return total, {"kl": (kl, data.num_sequences), "one": 1, "plain": Metric(2.0, 4.0)}
+
+    found = results(loss)
+    for index in (1, 2, 0):
+        returned = found.add(index, DATA[index], output(index, entropy=torch.zeros(DATA[index].num_tokens)))
+        assert returned is not None and returned.requires_grad
+    routes = [torch.zeros(1)]
+    answer = found.result({"routed_experts": routes})
+    # Sums of 0 to n - 1, and of 100 times the micro-batch for each token.
+    assert answer.losses == (3.0, 3 + 300.0, 21 + 1400.0)
+    assert answer.metrics == {"kl": Metric(13.0, 6.0), "one": Metric(3.0, 3.0), "plain": Metric(6.0, 12.0)}
+    expected = [[0, 1], [2], [100, 101, 102], [200], [201, 202, 203, 204], [205, 206]]
+    assert [value.tolist() for value in answer.outputs["log_probs"]] == expected
+    assert [value.shape[0] for value in answer.outputs["entropy"]] == list(map(len, expected))
+    assert sorted(answer.outputs) == ["entropy", "log_probs", "routed_experts"]
+    assert answer.outputs["routed_experts"] is routes
+    storages = {value.untyped_storage().data_ptr() for value in answer.outputs["log_probs"]}
+    assert len(storages) == 6 and not any(value.requires_grad for value in answer.outputs["log_probs"])
+
+
+def test_a_rank_without_outputs_has_losses_and_metrics_alone_and_a_pass_without_a_loss_outputs_alone() -> None:
+    losing = results(lambda *_: (torch.tensor(2.5, dtype=torch.bfloat16), {}), forward_only=True, keeps_outputs=False)
+    assert losing.add(0, DATA[0], output(0)) is not None
+    answer = losing.result({})
+    assert (answer.losses, dict(answer.outputs), answer.metrics) == ((2.5,), {}, {})
+    looking = results(None, forward_only=True)
+    assert looking.add(1, DATA[1], output(1)) is None
+    answer = looking.result({})
+    assert (answer.losses, answer.metrics) == ((), {}) and len(answer.output("log_probs")) == 1
+    unsaid = results(lambda *_: (None, {"n": 2}), forward_only=True)
+    assert unsaid.add(1, DATA[1], output(1)) is None
+    assert unsaid.result({}).losses == () and unsaid.result({}).metrics == {"n": Metric(2.0, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "forward_only", "message"),
+    [
+        (None, False, r"returned a NoneType for micro-batch 2; expected a 0-d tensor"),
+        (0.5, True, r"returned a float for micro-batch 2; expected a 0-d tensor"),
+        (torch.ones(1, requires_grad=True), False, r"returned shape \(1,\) for micro-batch 2; expected a 0-d tensor"),
+        (torch.ones(2, 3), True, r"returned shape \(2, 3\) for micro-batch 2"),
+        (torch.ones(()), False, r"a loss without a gradient for micro-batch 2; compute it from model_output, or pass forw"),
+        (torch.ones(()), True, None),
+        (torch.ones((), requires_grad=True), False, None),
+    ],
+    ids=str,
+)
+def test_a_loss_is_a_number_with_a_gradient_where_one_is_needed(loss: Any, forward_only: bool, message: str | None) -> None:
+    found = results(lambda *_: (loss, {}), forward_only=forward_only)
+    if message is None:
+        assert found.add(2, DATA[2], output(2)) is loss
+        return
+    with pytest.raises(BatchError, match=message):
+        found.add(2, DATA[2], output(2))
+
+
+@pytest.mark.parametrize(
+    "value", ["many", torch.ones(2), (torch.ones(3), 1.0), (1.0, None), [1.0]], ids=["text", "rows", "sum", "weight", "list"]
+)
+def test_a_metric_that_is_no_number_is_refused_by_its_name_wherever_it_stands(value: Any) -> None:
+    for metrics in ({"bad": value, "good": 1.0}, {"good": 1.0, "bad": value}):
+        found = results(lambda *_, metrics=metrics: (torch.ones((), requires_grad=True), metrics))
+        found.add(0, DATA[0], output(0))
+        with pytest.raises(BatchError, match=r"^metric 'bad' is not a number or a \(sum, weight\) pair: ") as caught:
+            found.result({})
+        assert caught.value.details["name"] == "bad"
+
+
+def test_an_output_that_is_not_one_number_for_each_token_is_refused() -> None:
+    found = results(lambda *_: (torch.ones((), requires_grad=True), {}))
+    for name, shape in (("values", (7, 1)), ("entropy", (1,)), ("values", ())):
+        with pytest.raises(UnsupportedError) as caught:
+            found.add(2, DATA[2], output(2, **{name: torch.zeros(shape)}))
+        assert str(caught.value) == f"the model returned {name} of shape {shape} for micro-batch 2; expected (7,)"

@@ -1,0 +1,147 @@
+"""A guarded runtime whose engine is a stand-in: what atoms check, restore and count by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_backend.contracts import RoutedLayers, RuntimeConfig, StepResult, TensorInfo
+from rl_backend.runtime.engine import GuardedHandle
+from rl_backend.runtime.guarded import GuardedRuntime
+
+CPU = torch.device("cpu")
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.num_steps, self.learning_rate = 3, 0.5
+
+    def schedule_step(self) -> float:
+        self.learning_rate /= 2
+        return self.learning_rate
+
+
+class StandingHandle(GuardedHandle[Any]):
+    """A model of two modules."""
+
+    events: list[str]
+    routed: RoutedLayers | None = None
+    answer: StepResult = StepResult(True, 1.0, None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.events = []
+        self.parts = (nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.Linear(2, 2)))
+        self.held = {"model": [torch.ones(2)], "grad": [torch.full((3,), 2.0)], "optimizer": [torch.zeros(4)]}
+
+    @property
+    def routed_layers(self) -> RoutedLayers | None:
+        return self.routed
+
+    def roots(self) -> tuple[nn.Module, ...]:
+        return self.parts
+
+    @property
+    def weights(self) -> tuple[TensorInfo, ...]:
+        return tuple(TensorInfo.of(name, (2,), torch.float32) for name in ("plain", "exact"))
+
+    @property
+    def in_float32(self) -> frozenset[str]:
+        return frozenset(["exact"])
+
+    def part_tensors(self) -> Any:
+        parts = ("model",) if self.optimizer is None else ("model", "grad", "optimizer")
+        return {part: self.held[part] for part in parts}
+
+    def require_schedulable(self, num_micro_batches: int, *, forward_only: bool) -> None: ...
+
+    def drop_gradients(self) -> None:
+        self.events.append("drop")
+
+    def settle(self) -> None:
+        self.events.append("settle")
+
+    def settle_everywhere(self) -> bool:
+        self.events.append("settle everywhere")
+        return True
+
+    def step(self) -> StepResult:
+        return self.answer
+
+    def release(self) -> None:
+        self.events.append("release")
+        super().release()
+
+
+class StandingRuntime(GuardedRuntime[StandingHandle, Any]):
+    """Builds handles and keeps what it was asked."""
+
+    def __init__(self, config: RuntimeConfig, closed: list[Any]) -> None:
+        group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+        groups: Any = SimpleNamespace(
+            device=CPU, dp_rank=1, dp_size=3, dp_group="dp", world_group=group, host_group=group, world_size=1
+        )
+        super().__init__(config, groups, closed.append)
+        self.built: list[tuple[Any, ...]] = []
+        self.passes: list[Any] = []
+        self.inside = 0
+        self.kept: dict[str, tuple[int, ...]] = {}
+
+    @contextmanager
+    def _engine(self) -> Iterator[None]:
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    def _is_source(self) -> bool:
+        return True
+
+    def _build(self, config: RuntimeConfig, name: str, head: Any, *, forward_only: bool, adaptable: bool) -> StandingHandle:
+        assert self.inside == 1
+        self.built.append((config, name, head, forward_only, adaptable))
+        return StandingHandle(
+            name=name,
+            forward_only=forward_only,
+            weight_version=7,
+            data_parallel_rank=1,
+            data_parallel_size=3,
+            head=head,
+            owner=self,
+            config=config,
+            hf_config={"model_type": "standing"},
+            vocab_size=10,
+            max_length=None,
+            optimizer=None if forward_only else Trainer(),
+            groups=self.groups,
+            kept=self.kept,
+        )
+
+    def _run_passes(self, handle: StandingHandle, request: Any) -> Any:
+        assert self.inside == 1
+        self.passes.append(request)
+        return "passed"
+
+    def _record_activations(self, handle: StandingHandle, request: Any) -> list[Mapping[str, Tensor]]:
+        assert not any(module.training for root in handle.roots() for module in root.modules())
+        self.passes.append(request)
+        return [{}]
+
+    def _gather_weights(self, *arguments: Any) -> Any:
+        return iter(())
+
+    def _gather_gradients(self, *arguments: Any) -> Any:
+        return iter(())
+
+    def _training_state(self, handle: StandingHandle) -> Any:
+        return {}, None
+
+    def _load_training_state(self, handle: StandingHandle, path: Path) -> Any:
+        raise NotImplementedError

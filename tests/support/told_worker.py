@@ -1,0 +1,82 @@
+"""One training rank in this process, on a runtime that is a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray import cloudpickle
+
+from actors.train import worker
+from actors.train.context import HandleRef, RankContext
+from actors.train.order import Driver, OperationHeader
+from rl_backend.contracts import ModelHandle
+from rl_backend.contracts.atoms import Operation
+
+
+class ToldHandle(ModelHandle):
+    """A model whose last step may still be taken back."""
+
+    settled = True
+
+    @property
+    def is_settled(self) -> bool:
+        return self.settled
+
+
+class ToldRuntime:
+    """Keeps what it is asked for, and answers what it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.answers: dict[str, Any] = {}
+
+    @contextmanager
+    def _mode(self, name: str, handle: ToldHandle) -> Iterator[None]:
+        self.calls.append((name, handle.name))
+        yield
+        self.calls.append((f"{name} ends", handle.name))
+
+    def train_mode(self, handle: ToldHandle) -> Any:
+        return self._mode("train", handle)
+
+    def eval_mode(self, handle: ToldHandle) -> Any:
+        return self._mode("eval", handle)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.calls.append((name, arguments, named))
+            answer = self.answers.get(name)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+
+def ref(key: int, name: str = "policy") -> HandleRef:
+    """Names a model of the rank."""
+    return HandleRef("group-of-long-id", key, name, False, (0,), (0,))
+
+
+class ToldRank:
+    """A worker of a group of five, with two models: 1 is trained, 2 is forward-only."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.runtime = ToldRuntime()
+        runtime: Any = self.runtime
+        self.worker = worker.TrainWorker("group-of-long-id", rank, 5, 1, Driver("1", "a driver"))
+        self.context = self.worker._context = RankContext(runtime, "group-of-long-id", rank, 5)
+        self.trained, self.frozen = ToldHandle("policy", False, 3, 0, 1), ToldHandle("reference", True, 5, 0, 1)
+        self.context._handles = {1: self.trained, 2: self.frozen}
+        self.number = 0
+
+    def run(self, name: str, loss: Any = None, **arguments: Any) -> Any:
+        return worker.run(self.context, Operation(name, arguments), loss)
+
+    def execute(self, operation: Operation, **header: Any) -> tuple[Any, Any]:
+        self.number += 1
+        given = OperationHeader(self.number, operation.name, **header)
+        found: tuple[Any, Any] = self.worker.execute(given, cloudpickle.dumps(operation), None)
+        return found

@@ -1,0 +1,412 @@
+"""Transports with stand-ins for ranks and engines: who is asked for what, in which order, and what a failure leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.sync.source import WeightSource
+from actors.sync.transport import gloo, shared_memory
+from actors.sync.transport.base import PushPlan, describe_export, from_source, make_plan, raise_failures
+from actors.sync.transport.gloo import GlooTransport
+from actors.sync.transport.shared_memory import SharedMemoryTransport
+from actors.wire.gloo_group import Address
+from actors.wire.segment import Segment, SharedSegment, host_identity
+from rl_backend.contracts import (
+    ConfigError,
+    EngineDeadError,
+    TensorInfo,
+    UnsupportedError,
+    WeightCheckError,
+    WeightManifest,
+    WeightSyncError,
+)
+from rl_backend.weights.inspection import tensor_digest
+from rl_backend.weights.staging import plan_layout, read_tensor
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5), "c": torch.full((7, 3), -2.0)}
+INFOS = tuple(TensorInfo.of(name, tuple(tensor.shape), torch.float32) for name, tensor in WEIGHTS.items())
+PLAN = PushPlan("key", None, "float32", None, 4, INFOS, "node", "host")
+
+
+class Rank:
+    """A rank of a training group: its state, and how often it took part in an export."""
+
+    def __init__(self, rank: int, weights: dict[str, Tensor] | None = None) -> None:
+        self.rank, self.world_size = rank, 3
+        self.state: dict[str, Any] = {}
+        self.exports: list[tuple[Any, Any, Any, int]] = []
+        self.weights = weights or WEIGHTS
+        self.taken = 0
+        self.runtime = self
+
+    def handle(self, ref: Any) -> Any:
+        return SimpleNamespace(weight_version=9, kept={"kept.b": (1,), "kept.a": (2,)}, ref=ref)
+
+    def weight_infos(self, handle: Any, *, dtype: torch.dtype) -> tuple[TensorInfo, ...]:
+        return tuple(TensorInfo.of(name, tuple(tensor.shape), dtype) for name, tensor in self.weights.items())
+
+    def export_weights(self, handle: Any, *, dtype: torch.dtype, byte_budget: int | None) -> Any:
+        self.exports.append((handle.ref, dtype, byte_budget, self.rank))
+        for each in self.weights.items():
+            self.taken += 1
+            yield each
+
+
+class Ranks:
+    """A training group of three ranks."""
+
+    def __init__(self) -> None:
+        self.ranks = [Rank(rank) for rank in range(3)]
+        self.ran: list[str] = []
+        self.errors: dict[str, BaseException] = {}
+
+    def run_on_ranks(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        self.ran.append(function.__name__)
+        if function.__name__ in self.errors:
+            raise self.errors[function.__name__]
+        return [function(rank, *args, **kwargs) for rank in self.ranks]
+
+
+class Engines:
+    """Engines 1 and 4, which answer as they are told to."""
+
+    def __init__(self) -> None:
+        self.engines: tuple[int, ...] = (1, 4)
+        self.infos = {
+            engine: SimpleNamespace(pid=engine, node_ip=f"ip {engine}", name=f"engine {engine}", host="host")
+            for engine in (1, 2, 4)
+        }
+        self.answers: dict[str, dict[int, Any]] = {}
+        self.asked: list[tuple[Any, ...]] = []
+        self.gathered: list[str] = []
+
+    def call(self, method: str, *args: Any) -> dict[int, Any]:
+        return self.gather(self.start_call(method, *args))
+
+    def start_call(self, method: str, *args: Any, each: Any = None) -> dict[int, Any]:
+        self.asked.append((method, *args, *([{engine: each(engine) for engine in self.engines}] if each else [])))
+        return {engine: (method, self.answers.get(method, {}).get(engine)) for engine in self.engines}
+
+    def gather(self, calls: dict[int, Any], timeout: float = 600.0) -> dict[int, Any]:
+        self.gathered += {method for method, _ in calls.values()}
+        return {engine: answer for engine, (_, answer) in calls.items()}
+
+    def actors(self) -> list[Any]:
+        return [SimpleNamespace(verify_part=SimpleNamespace(remote=lambda *of: self.asked.append(("part", *of))))]
+
+    @property
+    def methods(self) -> list[str]:
+        return [each[0] for each in self.asked]
+
+
+class Member:
+    """Rank 0's place in the gloo group."""
+
+    failures = 0
+
+    def __init__(self, address: Any = None, rank: int = 0) -> None:
+        self.address, self.rank = address, rank
+        self.sent: list[Tensor] = []
+        self.closed = 0
+
+    def broadcast(self, tensor: Tensor) -> None:
+        if Member.failures and len(self.sent) == 1:
+            raise RuntimeError("engine 4 left")
+        self.sent.append(tensor.clone())
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Point:
+    """Where members meet."""
+
+    def __init__(self, address: str, timeout: Any) -> None:
+        self.meeting = f"meeting at {address}"
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def _members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "GlooGroup", Member)
+    monkeypatch.setattr(gloo, "MeetingPoint", Point)
+    monkeypatch.setattr(gloo, "node_address", lambda: "ip 0")
+    monkeypatch.setattr(Member, "failures", 0)
+
+
+def segments() -> dict[int, Segment]:
+    return {1: Segment("of 1", 400), 4: Segment("of 4", 400)}
+
+
+@pytest.mark.usefixtures("_members")
+def test_gloo_sends_what_all_ranks_export_to_a_segment_of_each_engine_over_one_group() -> None:
+    transport, train, rollout = GlooTransport(), Ranks(), Engines()
+    engines: Any = rollout
+    rollout.answers = {"make_segment": dict(segments())}
+    layout, nbytes = plan_layout(INFOS)
+    for push in range(2):
+        staged = transport.stage(PLAN, train, engines)
+        assert staged.segments == segments() and staged.key == ""
+        assert staged.manifest.version == 4
+        assert [info.offset for info in staged.manifest.tensors] == [info.offset for info in layout]
+        assert [info.digest for info in staged.manifest.tensors] == [tensor_digest(each) for each in WEIGHTS.values()]
+        join = [("join_gloo", "key", Address("meeting at ip 0", 3), {1: (1,), 4: (2,)})] if push == 0 else []  # type: ignore[arg-type]
+        receive = ("receive", "key", WeightManifest(version=4, tensors=layout))
+        assert rollout.asked == [("make_segment", nbytes), *join, receive]
+        rollout.asked.clear()
+    _, member = train.ranks[0].state["key"]
+    assert member.rank == 0 and [tensor.shape for tensor in member.sent] == [each.shape for each in WEIGHTS.values()] * 2
+    assert [rank.taken for rank in train.ranks] == [6, 6, 6] and not train.ranks[1].state
+    assert train.ranks[0].exports[0] == (None, torch.float32, None, 0)
+    rollout.engines = (4,)
+    transport.stage(PLAN, train, engines)
+    assert ("join_gloo", "key", Address("meeting at ip 0", 2), {4: (1,)}) in rollout.asked, "the engines have changed"  # type: ignore[arg-type]
+    assert member.closed == 1
+    rollout.asked.clear()
+    transport.close(train, engines)
+    assert rollout.asked == [("leave_gloo", "key")] and "leave_gloo" not in rollout.gathered
+    assert train.ran[-1] == "disconnect" and not train.ranks[0].state
+    transport.stage(PLAN, train, engines)
+    assert "join_gloo" in rollout.methods, "they have left"
+    rollout.engines, before = (), len(rollout.asked)
+    transport.close(train, engines)
+    assert len(rollout.asked) == before and not train.ranks[0].state
+
+
+def test_a_transport_that_staged_nothing_closes_nothing() -> None:
+    train, rollout = Ranks(), Engines()
+    for transport in (GlooTransport(), SharedMemoryTransport()):
+        transport.close(train, rollout)  # type: ignore[arg-type]
+    assert not train.ran and not rollout.asked
+
+
+@pytest.mark.usefixtures("_members")
+@pytest.mark.parametrize("method", ["make_segment", "join_gloo", "receive"])
+def test_an_engine_that_refuses_ends_a_push_over_gloo(method: str) -> None:
+    transport, train, rollout = GlooTransport(), Ranks(), Engines()
+    rollout.answers = {"make_segment": dict(segments())}
+    rollout.answers[method] = {**rollout.answers.get(method, {}), 4: WeightSyncError(f"engine 4: {method} failed")}
+    with pytest.raises(WeightSyncError, match=f"engine 4: {method} failed"):
+        transport.stage(PLAN, train, rollout)  # type: ignore[arg-type]
+    rollout.answers[method] = dict(segments()) if method == "make_segment" else {}
+    rollout.asked.clear()
+    transport.stage(PLAN, train, rollout)  # type: ignore[arg-type]
+    assert "join_gloo" in rollout.methods, "the group is made anew"
+
+
+@pytest.mark.usefixtures("_members")
+def test_a_broadcast_that_fails_is_told_after_the_export_has_come_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, train, rollout = GlooTransport(), Ranks(), Engines()
+    rollout.answers = {"make_segment": dict(segments())}
+    monkeypatch.setattr(Member, "failures", 1)
+    with pytest.raises(WeightSyncError, match="transport='gloo': the broadcast to the engines failed: engine 4 left"):
+        transport.stage(PLAN, train, rollout)  # type: ignore[arg-type]
+    assert [rank.taken for rank in train.ranks] == [3, 3, 3] and not train.ranks[0].state
+    monkeypatch.setattr(Member, "failures", 0)
+    transport.stage(PLAN, train, rollout)  # type: ignore[arg-type]
+    assert rollout.methods.count("join_gloo") == 2
+
+
+@pytest.mark.usefixtures("_members")
+def test_a_trainer_that_fails_leaves_no_engine_waiting_for_weights() -> None:
+    transport, train, rollout = GlooTransport(), Ranks(), Engines()
+    rollout.answers = {"make_segment": dict(segments())}
+    train.errors = {"broadcast_weights": KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        transport.stage(PLAN, train, rollout)  # type: ignore[arg-type]
+    assert train.ran[-1] == "disconnect" and rollout.gathered[-1] == "receive" and not train.ranks[0].state
+    train.errors["disconnect"] = WeightSyncError("the rank is dead")
+    with pytest.raises(KeyboardInterrupt):
+        transport.stage(PLAN, train, rollout)  # type: ignore[arg-type]
+    train.errors.clear()
+    transport.stage(PLAN, train, rollout)  # type: ignore[arg-type]
+    assert rollout.methods.count("join_gloo") == 3
+
+
+def test_an_engine_that_does_not_join_is_an_error_of_the_source_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(address: Any, rank: int) -> None:
+        raise RuntimeError("1 of 3 came")
+
+    monkeypatch.setattr(gloo, "GlooGroup", late)
+    rank: Any = Rank(0)
+    rank.state["key"] = Point("x", None), Address("meeting", 3)  # type: ignore[arg-type]
+    error = gloo.connect(rank, "key")
+    assert isinstance(error, WeightSyncError) and "did not join within 120 s: 1 of 3 came" in str(error)
+    other: Any = Rank(1)
+    assert gloo.connect(other, "key") is None and gloo.listen(other, "key", "x", 3) is None and not other.state
+    assert gloo.source_node(other) is None
+
+
+@pytest.fixture
+def ranks() -> Any:
+    made = Ranks()
+    yield made
+    for segment in made.ranks[0].state.values():
+        segment.close()
+
+
+def test_shared_memory_holds_what_all_ranks_export_and_is_kept_for_the_next_push(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "PART_BYTES", 1)
+    transport, rollout = SharedMemoryTransport(), Engines()
+    engines: Any = rollout
+    first = transport.stage(PLAN, ranks, engines)
+    again = transport.stage(PLAN, ranks, engines)
+    kept: SharedSegment = ranks.ranks[0].state["key"]
+    assert first.segments == again.segments == dict.fromkeys((1, 4), Segment(str(kept.path), kept.nbytes))
+    assert first.key != again.key and first.key and "forget_segment" not in rollout.methods
+    for info in again.manifest.tensors:
+        assert torch.equal(read_tensor(kept.buffer, info), WEIGHTS[info.name]) and info.digest
+    assert again.manifest.version == 4 and [rank.taken for rank in ranks.ranks] == [6, 6, 6]
+    told = [(key, [info.name for info in part.tensors], place) for _, key, part, place in rollout.asked]
+    place = Segment(str(kept.path), kept.nbytes)
+    # Of 128 bytes a fourth is more than those of "a"; nobody is told of the last part.
+    assert told == [(staged.key, ["a", "b"], place) for staged in (first, again)]
+    larger = replace(PLAN, infos=(*INFOS, TensorInfo.of("d", (100,), torch.float32)))
+    for rank in ranks.ranks:
+        rank.weights = {**WEIGHTS, "d": torch.zeros(100)}
+    rollout.asked.clear()
+    staged = transport.stage(larger, ranks, engines)
+    assert not kept.path.exists() and rollout.asked[0] == ("forget_segment", str(kept.path))
+    assert staged.segments[1].path != str(kept.path) and "forget_segment" in rollout.gathered
+    newest = ranks.ranks[0].state["key"]
+    rollout.asked.clear()
+    rollout.gathered.clear()
+    transport.close(ranks, engines)
+    transport.close(ranks, engines)
+    assert (
+        rollout.asked == [("forget_segment", str(newest.path))] and not rollout.gathered and ranks.ran[-1] == "drop_segment"
+    )
+    assert not newest.path.exists() and not ranks.ranks[0].state
+    transport.stage(larger, ranks, engines)
+    rollout.engines = ()
+    rollout.asked.clear()
+    transport.close(ranks, engines)
+    assert not rollout.asked and not ranks.ranks[0].state
+
+
+def test_parts_are_told_when_they_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "PART_BYTES", 100)
+    rollout: Any = Engines()
+    infos = [TensorInfo.of(f"t{number}", (size,), torch.uint8) for number, size in enumerate((60, 50, 300, 99, 1, 80, 10))]
+    plan = replace(PLAN, infos=tuple(infos), version=6)
+    parts = shared_memory._StagedParts(plan, "push", Segment("x", 1), [*rollout.actors(), *rollout.actors()])
+    for info in infos:
+        parts.add(info)
+    told = [(key, part.version, [info.name for info in part.tensors]) for _, key, part, _ in rollout.asked]
+    # Of 600 bytes a fourth, 150, is more than the least; of the 190 left after the first part it is not.
+    assert told[::2] == told[1::2] == [("push", 6, ["t0", "t1", "t2"]), ("push", 6, ["t3", "t4"])]
+
+
+def test_a_segment_that_fits_exactly_is_kept_and_one_that_cannot_be_made_is_an_error(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source: Any = ranks.ranks[0]
+    first = shared_memory.reserve_segment(source, PLAN)
+    assert isinstance(first, Segment) and first.nbytes == plan_layout(INFOS)[1]
+    assert shared_memory.reserve_segment(source, PLAN) == first
+    other: Any = ranks.ranks[1]
+    assert shared_memory.reserve_segment(other, PLAN) is None and not other.state
+
+    def full(nbytes: int) -> None:
+        raise WeightSyncError("/dev/shm is full")
+
+    monkeypatch.setattr(shared_memory, "SharedSegment", full)
+    larger = replace(PLAN, infos=(*INFOS, TensorInfo.of("d", (1,), torch.float32)))
+    rollout: Any = Engines()
+    with pytest.raises(WeightSyncError, match="/dev/shm is full"):
+        SharedMemoryTransport().stage(larger, ranks, rollout)
+    assert not source.state and not rollout.asked
+    shared_memory.drop_segment(source, "key")
+
+
+def test_engines_that_do_not_share_memory_with_the_trainer_are_named() -> None:
+    rollout: Any = Engines()
+    transport = SharedMemoryTransport()
+    rollout.infos[2].host = "elsewhere"  # it is lost
+    transport.check(PLAN, rollout)
+    rollout.infos[1].host = rollout.infos[4].host = "elsewhere"
+    with pytest.raises(UnsupportedError, match="engine 1, engine 4 and the trainer's source rank do not share /dev/shm"):
+        transport.check(PLAN, rollout)
+
+
+def test_a_push_is_described_by_the_source_rank_and_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    context_of_ray = SimpleNamespace(get_node_id=lambda: "node 3")
+    monkeypatch.setattr("actors.sync.transport.base.ray.get_runtime_context", lambda: context_of_ray)
+    train = Ranks()
+    results = train.run_on_ranks(describe_export, "key", "ref", "bfloat16", 42)
+    assert [plan is None for _, plan in results] == [False, True, True]
+    infos = tuple(TensorInfo.of(name, tuple(tensor.shape), torch.bfloat16) for name, tensor in WEIGHTS.items())
+    expected = PushPlan("key", "ref", "bfloat16", 42, 9, infos, "node 3", host_identity(), kept=("kept.b", "kept.a"))
+    assert make_plan(results) == expected and expected.nbytes == 2 * (6 + 5 + 21)
+    assert expected.manifest == WeightManifest(version=9, tensors=infos, kept=("kept.b", "kept.a"))
+    devices: Any = [(f"GPU-{rank}", plan) for rank, (_, plan) in enumerate(results)]
+    assert make_plan(devices).device_ids == ("GPU-0", "GPU-1", "GPU-2")
+    devices[2] = "", None
+    assert make_plan(devices).device_ids == ()
+    with pytest.raises(WeightSyncError, match="rank 0 of the training group did not describe its weights"):
+        make_plan([("", None), ("", expected)])
+    for rank in range(3):
+        context: Any = train.ranks[rank]
+        with pytest.raises(ConfigError, match=r"byte_budget=41: must hold the largest tensor, c with 42 bytes"):
+            describe_export(context, "key", "ref", "bfloat16", 41)
+        context.weights = {}
+        context.weight_infos = lambda handle, *, dtype: ()
+        _, plan = describe_export(context, "key", "ref", "bfloat16", 1)
+        assert (plan is None) == (rank > 0)
+
+
+def test_results_of_the_source_rank_and_of_engines_raise_what_they_are() -> None:
+    assert from_source(["mine", WeightSyncError("of another rank")]) == "mine"
+    with pytest.raises(WeightSyncError, match="mine"):
+        from_source([WeightSyncError("mine"), None])
+    raise_failures({})
+    raise_failures({0: None, 1: "fine"})
+    only = EngineDeadError("engine 1 died", engine="engine 1")
+    with pytest.raises(EngineDeadError) as raised:
+        raise_failures({0: None, 1: only})
+    assert raised.value is only
+    with pytest.raises(WeightCheckError, match="damaged; engine 1 died") as both:
+        raise_failures({0: WeightCheckError("damaged", names=["a"]), 2: None, 1: only})
+    assert both.value.details == {"names": ["a"]}
+
+
+def test_plain_tensors_are_a_source_of_one_rank() -> None:
+    for version in (-1, -7):
+        with pytest.raises(ConfigError, match=f"version={version}: a weight version is a whole number from 0"):
+            WeightSource({}, version)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    source = WeightSource({"a": parameter, "step": torch.tensor([7])}, 3)
+    for dtype, of_a in ((torch.bfloat16, torch.bfloat16), (None, torch.float32)):
+        found = dict(source.tensors(dtype))
+        assert (found["a"].dtype, found["step"].dtype) == (of_a, torch.int64) and not found["a"].requires_grad
+    ((infos, version, exported, kept),) = source.run_on_ranks(
+        lambda context, dtype: (
+            context.runtime.weight_infos(context.handle(None), dtype=dtype),
+            context.handle(None).weight_version,
+            list(context.runtime.export_weights(context.handle(None), dtype=dtype)),
+            context.handle(None).kept,
+        ),
+        torch.float16,
+    )
+    assert [(info.name, info.dtype, info.shape) for info in infos] == [("a", "float16", (2,)), ("step", "int64", (1,))]
+    assert version == 3 and [name for name, _ in exported] == ["a", "step"] and not kept
+    assert exported[0][1].dtype == torch.float16
+    source.version = 8
+    assert source.run_on_ranks(lambda context: context.handle(None).weight_version) == [8]
+    with pytest.raises(ConfigError, match="handle='policy': a WeightSource is one model; leave the handle out"):
+        source.run_on_ranks(lambda context: context.handle("policy"))
+    one, other = WeightSource({}), WeightSource({})
+    one.run_on_ranks(lambda context: context.state.update(key=1))
+    assert other.run_on_ranks(lambda context: context.state) == [{}]

@@ -1,0 +1,151 @@
+"""What a rank keeps between operations, and the results that a driver waits for."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+
+from actors.train.context import KEPT_STEPS, HandleRef, RankContext
+from actors.train.future import BoundOperation, GroupFuture, operation
+from rl_backend.contracts import BatchError, HandleError, PendingStepResult, StepResult
+
+
+def context(group_id: str = "group") -> Any:
+    runtime: Any = None
+    return RankContext(runtime, group_id, 0, 1)
+
+
+def ref(key: int, group_id: str = "group") -> HandleRef:
+    return HandleRef(group_id, key, f"model {key}", False, (0,), (0,))
+
+
+def test_handles_are_found_by_the_operation_that_made_them() -> None:
+    rank, other = context(), context()
+    handles: list[Any] = ["first", "second"]
+    for number, handle in zip((3, 7), handles, strict=True):
+        rank.operation = number
+        assert rank.keep(handle) == number
+    assert (rank.handle(ref(3)), rank.handles(ref(7)), rank.handles([ref(7), ref(3)])) == (
+        "first",
+        "second",
+        ["second", "first"],
+    )
+    for missing in (ref(4), ref(3, "another group")):
+        with pytest.raises(HandleError) as caught:
+            rank.handles([ref(7), missing])
+        assert str(caught.value) == f"model 'model {missing.key}' was not built by this training group"
+    rank.forget(ref(3))
+    with pytest.raises(HandleError):
+        rank.handle(ref(3))
+    assert rank.handle(ref(7)) == "second"
+    with pytest.raises(HandleError):
+        other.handle(ref(7))
+
+
+def test_pending_results_are_taken_once_and_the_oldest_are_given_up() -> None:
+    rank = context()
+    for number in range(1, KEPT_STEPS + 2):
+        rank.operation = number
+        rank.keep_pending(PendingStepResult(partial(StepResult, number % 2 == 0, float(number), 2 * number)))
+    found = rank.take_pending(2)
+    assert type(found) is StepResult and tuple(found) == (True, 2.0, 4)
+    assert tuple(rank.take_pending(KEPT_STEPS + 1)) == (False, KEPT_STEPS + 1.0, 2 * KEPT_STEPS + 2)
+    for number in (1, 2):
+        with pytest.raises(HandleError, match=f"the result of step {number} is gone: 64 later ones have not been read"):
+            rank.take_pending(number)
+    assert rank.take_pending(3).grad_norm == 3.0
+
+
+class Counted:
+    """Waits as it is told to, and counts."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.timeouts: list[float | None] = []
+
+    def __call__(self, timeout: float | None) -> Any:
+        self.timeouts.append(timeout)
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def test_a_result_is_waited_for_once_also_when_it_is_none() -> None:
+    wait = Counted(TimeoutError("late"), None)
+    future = GroupFuture("step", wait, lambda: False)
+    with pytest.raises(TimeoutError):
+        future.result(0.5)
+    assert not future.done()
+    assert [future.result(2.0), future.result()] == [None, None]
+    assert wait.timeouts == [0.5, 2.0] and future.done() and future.name == "step"
+
+
+def test_an_error_is_raised_at_every_look() -> None:
+    error = BatchError("odd")
+    wait = Counted(error)
+    future: GroupFuture[Any] = GroupFuture("step", wait, lambda: False)
+    for _ in range(2):
+        with pytest.raises(BatchError) as caught:
+            future.result()
+        assert caught.value is error
+    assert wait.timeouts == [None] and future.done()
+
+
+def test_an_interrupted_wait_can_be_taken_up_again() -> None:
+    future = GroupFuture("step", Counted(KeyboardInterrupt(), 3), lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        future.result()
+    assert not future.done() and future.result() == 3
+
+
+def test_a_future_is_done_when_the_ranks_have_answered() -> None:
+    wait = Counted()
+    assert GroupFuture("a", wait, lambda: True).done() and not GroupFuture("a", wait, lambda: False).done()
+    assert not wait.timeouts
+
+
+def test_threads_that_ask_at_once_wait_once() -> None:
+    begun, go = threading.Event(), threading.Event()
+    waits: list[int] = []
+
+    def wait(timeout: float | None) -> int:
+        waits.append(1)
+        begun.set()
+        assert go.wait(5)
+        return 4
+
+    future = GroupFuture("a", wait, lambda: False)
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(future.result())) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(5)
+    threads[1].start()
+    go.set()
+    for thread in threads:
+        thread.join(5)
+    assert found == [4, 4] and len(waits) == 1
+
+
+class Doubler:
+    """A group of one operation."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    @operation
+    def scale(self, number: int, *, plus: int = 0) -> GroupFuture[int]:
+        """Says so."""
+        return GroupFuture("scale", lambda timeout: self.factor * number + plus, lambda: True)
+
+
+def test_an_operation_is_called_or_submitted_on_the_group_it_belongs_to() -> None:
+    three, five = Doubler(3), Doubler(5)
+    assert (three.scale(2), five.scale(2, plus=1), three.scale.submit(4, plus=2).result()) == (6, 11, 14)
+    assert isinstance(three.scale, BoundOperation) and isinstance(Doubler.scale, operation)
+    every: list[Any] = [three.scale, three.scale.submit, Doubler.scale]
+    for named in every:
+        assert (named.__name__, named.__doc__) == ("scale", "Says so.")

@@ -1,0 +1,256 @@
+"""What a group object says of its ranks, how copies of it come about, and its operations on ranks that are stand-ins."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+
+from actors.train import group as module
+from actors.train.context import HandleRef, RankContext
+from actors.train.group import TrainGroup
+from actors.train.order import Driver, OperationHeader
+from actors.train.outcome import Apart, RankInfo
+from actors.train.ranks import GroupMembers, TrainRanks
+from rl_backend.contracts import BatchError, HandleError, PendingStepResult, RLBackendError, RuntimeConfig, StepResult
+from rl_backend.contracts.atoms import Operation
+from tests.support.told_ranks import FIRST, SECOND
+
+CONFIG = RuntimeConfig(hf_path="model", max_tokens_per_micro_batch=7)
+KILLED: list[str] = []
+
+
+class Members(GroupMembers):
+    """Tells when its ranks are stopped."""
+
+    def kill(self) -> None:
+        KILLED.append(self.name)
+
+
+class Ranks(TrainRanks):
+    """Answers what it is told to. Keeps what it is sent."""
+
+    def __init__(self, count: int = 2) -> None:
+        workers: Any = tuple(f"worker {rank}" for rank in range(count))
+        placement: Any = None
+        super().__init__(Members("group", "ours", workers, placement, 1.0), FIRST, owned=True)
+        self.infos = (RankInfo(0, "a", "10.0.0.1", 7), RankInfo(1, "b", "10.0.0.2", 8))
+        self.sent: list[tuple[str, list[Operation], Any]] = []
+        self.answers: list[Any] = []
+        self.collected: list[tuple[Any, ...]] = []
+        self.forgotten: list[int] = []
+        self.come = False
+
+    def dispatch(self, name: str, pickled_calls: Any, loss: Any = None) -> Any:
+        self.check_usable()
+        self.sent.append((name, [cloudpickle.loads(call) for call in pickled_calls], loss))
+        number = len(self.sent)
+        return OperationHeader(number, name), [(f"outcome {rank}", f"stored {rank}") for rank in range(len(pickled_calls))]
+
+    def collect(self, title: str, number: int, refs: Any, timeout: float | None) -> list[Any]:
+        self.collected.append((title, number, list(refs), timeout))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return list(answer)
+
+    def ready(self, refs: Any) -> bool:
+        return self.come and list(refs) == ["outcome 0", "outcome 1"]
+
+    def keep(self, operation: Operation) -> None:
+        self.journal.append(operation)
+
+    def forget(self, key: int) -> None:
+        self.forgotten.append(key)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    KILLED.clear()
+    made = Ranks()
+    monkeypatch.setattr(Driver, "here", lambda: SECOND)
+    return made
+
+
+@pytest.fixture
+def group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> TrainGroup:
+    monkeypatch.setattr(module, "start_ranks", lambda config, **asked: ranks)
+    return TrainGroup(CONFIG, 2)
+
+
+def ref(key: int, group_id: str = "group") -> HandleRef:
+    return HandleRef(group_id, key, f"model {key}", False, (0, 1), (0, 1))
+
+
+def test_all_that_a_group_is_given_goes_to_its_start(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, dict[str, Any]]] = []
+
+    def start(config: RuntimeConfig, **given: Any) -> Ranks:
+        asked.append((config, given))
+        return ranks
+
+    monkeypatch.setattr(module, "start_ranks", start)
+    TrainGroup(CONFIG)
+    own: dict[str, Any] = {"placement": "spread", "failure_grace": 1.5, "placement_timeout": 2.5, "start_timeout": 3.5}
+    TrainGroup(CONFIG, 3, 4, 0.5, name="mine", **own)
+    (_, first), (config, second) = asked
+    assert first.pop("name") == f"train-{first['group_id'][:8]}" and first.pop("group_id") != second.pop("group_id")
+    assert first == {
+        "num_ranks": 1,
+        "cores_per_rank": 1,
+        "gpus_per_rank": 0,
+        "placement": "pack",
+        "failure_grace": 5.0,
+        "placement_timeout": 10.0,
+        "start_timeout": 300.0,
+    }
+    assert second == {"name": "mine", "num_ranks": 3, "cores_per_rank": 4, "gpus_per_rank": 0.5, **own} and config is CONFIG
+
+
+def test_a_group_says_what_its_ranks_are(group: TrainGroup, ranks: Ranks) -> None:
+    ranks.peak_memory = 99
+    assert (group.name, group.num_ranks, group.ranks, group.peak_memory) == ("ours", 2, ranks.infos, 99)
+    assert group.trace_actors() == {"rank 0": "worker 0", "rank 1": "worker 1"} and not group.ended
+    group._ranks.end()
+    assert group.ended and group.trace_actors() == {}
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_group_that_nobody_holds_stops_its_ranks_unless_it_was_copied(
+    copied: bool, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "start_ranks", lambda config, **asked: ranks)
+    made = TrainGroup(CONFIG)
+    if copied:
+        ranks.operator = "whoever has it"
+        ranks.keep(Operation("build_model", {}, 4))
+        copy = pickle.loads(pickle.dumps(made))
+        assert copy.config == CONFIG and copy.name == "ours" and copy.ranks == ranks.infos
+        assert copy.journal == made.journal == (Operation("build_model", {}, 4),)
+        with pytest.raises(RLBackendError, match="is operated by whoever has it, and this is the second"):
+            copy.submit("zero_grad", handle=ref(1))
+        del copy
+    assert KILLED == []
+    del made
+    gc.collect()
+    expected = [] if copied else ["ours"]
+    assert expected == KILLED
+
+
+def test_the_end_of_a_block_ends_the_group(group: TrainGroup, ranks: Ranks) -> None:
+    ranks.answers = [[None, None]]
+    with group as entered:
+        assert entered is group
+    assert ranks.collected == [("operation 1 (shutdown)", 1, ["outcome 0", "outcome 1"], 30.0)] and KILLED == ["ours"]
+    with group:
+        pass
+    assert len(ranks.sent) == 1
+
+
+def test_an_error_of_closing_is_noted_beside_the_one_that_ended_the_block(ranks: Ranks, group: TrainGroup) -> None:
+    ranks.answers = [BatchError("cannot close")]
+    with pytest.raises(KeyError) as caught, group:
+        raise KeyError("the cause")
+    assert caught.value.__notes__ == ["TrainGroup.shutdown() failed as well: cannot close"] and KILLED == ["ours"]
+
+
+def test_an_error_of_closing_is_raised_where_it_is_the_only_one(ranks: Ranks, group: TrainGroup) -> None:
+    ranks.answers = [BatchError("cannot close")]
+    with pytest.raises(BatchError, match="cannot close"), group:
+        pass
+    assert KILLED == ["ours"]
+
+
+def test_an_operation_is_sent_titled_and_waited_for(group: TrainGroup, ranks: Ranks) -> None:
+    ranks.answers = [["first", "second"]]
+    future = group.submit("list_lora_adapters", handle=ref(3))
+    assert ranks.sent == [("list_lora_adapters", [Operation("list_lora_adapters", {"handle": ref(3)})] * 2, None)]
+    assert not future.done() and not ranks.collected
+    ranks.come = True
+    assert future.done()
+    assert future.result(4.0) == "first" and future.name == "operation 1 (list_lora_adapters)"
+    assert ranks.collected == [("operation 1 (list_lora_adapters)", 1, ["outcome 0", "outcome 1"], 4.0)]
+
+
+def test_a_model_of_another_group_is_refused_before_anything_is_sent(group: TrainGroup, ranks: Ranks) -> None:
+    for handle in (ref(1, "other"), [ref(2), ref(1, "other")]):
+        with pytest.raises(HandleError) as caught:
+            group.submit("zero_grad", handle=handle)
+        assert str(caught.value) == "model 'model 1' belongs to another training group"
+        assert caught.value.details == {"name": "model 1"}
+    assert not ranks.sent
+
+
+def test_several_models_are_sent_as_a_list_whatever_holds_them(group: TrainGroup, ranks: Ranks) -> None:
+    ranks.answers = [[None, None]] * 2
+    group.zero_grad((ref(1), ref(2)))
+    group.zero_grad(ref(1))
+    assert [calls[0].arguments["handle"] for _, calls, _ in ranks.sent] == [[ref(1), ref(2)], ref(1)]
+
+
+def collect(context: RankContext, number: int, *, plus: int) -> int:
+    return number + plus
+
+
+class Called:
+    """A callable without a name of its own."""
+
+    def __call__(self, context: RankContext) -> None:
+        pass
+
+
+def test_a_function_is_titled_by_its_name_and_large_results_stay_apart(group: TrainGroup, ranks: Ranks) -> None:
+    ranks.answers = [[5, Apart("small", None)], [None, None]]
+    assert group.run_on_ranks(collect, 4, plus=1) == [5, Apart("small", "stored 1")]
+    group.run_on_ranks(Called())
+    (first, (call, _), _), (second, _, _) = ranks.sent
+    assert call == Operation("run_on_ranks", {"function": collect, "args": (4,), "kwargs": {"plus": 1}})
+    assert (first, second) == ("run_on_ranks(collect)", "run_on_ranks(Called)")
+    assert ranks.collected[0][0] == "operation 1 (run_on_ranks(collect))"
+
+
+def test_a_step_that_may_be_taken_back_is_asked_for_when_it_is_looked_at(group: TrainGroup, ranks: Ranks) -> None:
+    ranks.answers = [[None, None], [StepResult(False, 3.0, 2), None], [[None], [None]]]
+    found = group.optimizer_step(ref(1))
+    assert isinstance(found, PendingStepResult) and len(ranks.sent) == 1
+    assert (found.grad_norm, found.ok, found.num_zeros) == (3.0, False, 2) and len(ranks.sent) == 2
+    assert ranks.sent[1][:2] == ("step_result", [Operation("step_result", {"handle": ref(1), "number": 1})] * 2)
+    ranks.answers = [[None, None]]
+    assert group.zero_grad(ref(1)) is None, "which is no step"
+
+
+def test_a_tenant_that_is_removed_leaves_the_journal(group: TrainGroup, ranks: Ranks) -> None:
+    ranks.answers = [[None, None], BatchError("odd")]
+    group.remove_lora_adapter(ref(5))
+    with pytest.raises(BatchError):
+        group.remove_lora_adapter(ref(6))
+    assert ranks.forgotten == [5]
+
+
+def test_a_loss_is_sent_beside_its_operation(group: TrainGroup, ranks: Ranks) -> None:
+    sent: list[Any] = []
+
+    def send(loss: Any) -> str:
+        sent.append(loss)
+        return "sent loss"
+
+    sender: Any = SimpleNamespace(send=send)
+    group._losses = sender
+    given: Any = "a loss"
+    group.submit("zero_grad", given, handle=ref(1))
+    group.submit("zero_grad", handle=ref(1))
+    assert [loss for *_, loss in ranks.sent] == ["sent loss", None] and sent == ["a loss"]
+
+
+def test_a_group_is_taken_over_with_the_given_patience(
+    group: TrainGroup, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(ranks, "take_over", given.append)
+    group.take_over()
+    group.take_over(3.0)
+    assert given == [60.0, 3.0]

@@ -1,0 +1,117 @@
+"""What a rank reports of its operations, and what it answers beside them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from actors.train import worker
+from actors.train.context import RankContext
+from actors.train.order import Driver
+from actors.train.outcome import Completed, Failed
+from rl_backend.contracts import (
+    ForwardResult,
+    PackedBatch,
+)
+from rl_backend.contracts.atoms import Operation
+from rl_backend.trace.recorder import TraceRecorder
+from tests.support.told_worker import ToldRank, ref
+
+
+@pytest.fixture(autouse=True)
+def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What Prometheus is told."""
+    told: list[tuple[Any, ...]] = []
+    stand_in = SimpleNamespace(
+        set_gauge=lambda name, value, **tags: told.append((name, value, tags)),
+        count=lambda name, value, **tags: told.append((name, value, tags)),
+    )
+    monkeypatch.setattr(worker, "prometheus", stand_in)
+    return told
+
+
+def packed(*lengths: int) -> PackedBatch:
+    return PackedBatch(torch.ones(sum(lengths), dtype=torch.int64), torch.tensor(lengths))
+
+
+def test_an_operation_reports_its_work_and_the_versions_of_its_models(
+    exported: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = TraceRecorder()
+    recorder.start()
+    monkeypatch.setattr(worker, "span", recorder.span)
+    rank = ToldRank(2)
+    rank.runtime.answers["forward_backward"] = ForwardResult()
+    outcome, _ = rank.execute(Operation("forward_backward", {"handle": ref(1), "data": [packed(2, 3), packed(4)]}))
+    assert isinstance(outcome, Completed)
+    (event,) = recorder.take()
+    assert (event.name, event.category) == ("forward_backward", "operation")
+    work = {"micro_batches": 2, "tokens": 9, "sequences": 3}
+    assert event.arguments == {"operation": 1, **work, "model": "policy", "weight_version": 3}
+    tags = {"group": "group-of", "rank": "2"}
+    seconds = [value for name, value, _ in exported if name == "rl_backend_operation_seconds_total"]
+    assert len(seconds) == 1 and 0 < seconds[0] < 5
+    assert [entry for entry in exported if entry[0] != "rl_backend_operation_seconds_total"] == [
+        ("rl_backend_rank_weight_version", 3, {"model": "policy", **tags}),
+        ("rl_backend_operations_total", 1, {"operation": "forward_backward", **tags}),
+        ("rl_backend_trained_tokens_total", 9.0, tags),
+    ]
+
+
+def nothing(context: RankContext, *given: Any) -> None:
+    pass
+
+
+def test_versions_are_of_every_settled_model_that_an_operation_was_given(exported: list[tuple[Any, ...]]) -> None:
+    rank = ToldRank()
+
+    def versions(operation: Operation) -> dict[str, int]:
+        exported.clear()
+        rank.execute(operation)
+        return {tags["model"]: value for name, value, tags in exported if name == "rl_backend_rank_weight_version"}
+
+    both = {"policy": 3, "reference": 5}
+    assert versions(Operation("zero_grad", {"handle": [ref(1), ref(2, "reference")]})) == both
+    given = (ref(4, "another group's"), 7, ref(1), ref(2, "reference"))
+    assert versions(Operation("run_on_ranks", {"function": nothing, "args": given, "kwargs": {}})) == both
+    rank.trained.settled = False
+    assert versions(Operation("zero_grad", {"handle": [ref(1), ref(2, "reference")]})) == {"reference": 5}
+    assert versions(Operation("build_model", {})) == {}
+
+
+def test_calls_beside_operations_are_the_ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, other = worker.TrainWorker("group", 0, 1, 1, Driver("1", "a driver")), Driver("2", "another")
+    first, second = Operation("build_model", {}, 1), Operation("build_model", {}, 2)
+    assert (made.begin(Driver("1", ""), "a"), made.begin(other, "b")) == (1, Driver("1", "a driver"))
+    made.keep(first)
+    made.keep(second)
+    made.forget(1)
+    assert made.transfer(other) == (1, "a", Driver("1", "a driver"), [second])
+    assert made.progress() == (0, 0)
+    recorder = TraceRecorder()
+    monkeypatch.setattr(worker, "recorder", recorder)
+    made.take_trace()
+    assert recorder.recording
+    made.take_trace(stop=True)
+    assert not recorder.recording
+
+
+def test_rank_0_opens_the_meeting_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = worker.TrainWorker("group", 0, 1, 1, Driver("1", "a driver"))
+    monkeypatch.setattr(
+        worker, "MeetingPoint", lambda address, timeout: SimpleNamespace(meeting=f"at {address}", to=timeout)
+    )
+    assert made.open_meeting("10.0.0.1") == Completed("at 10.0.0.1")
+    assert made._meeting_point is not None, "it lives as long as its rank"
+
+    def refuse(address: str, timeout: Any) -> None:
+        raise OSError("address in use")
+
+    monkeypatch.setattr(worker, "MeetingPoint", refuse)
+    outcome = made.open_meeting("10.0.0.1")
+    assert isinstance(outcome, Failed) and isinstance(outcome.error, OSError)
+    monkeypatch.setattr(worker, "node_address", lambda: "10.0.0.9")
+    assert made.node_address() == Completed("10.0.0.9")

@@ -1,0 +1,249 @@
+"""What is refused of a whole run, told from plain configurations; and which roles are ours."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adapters.verl.checkpoint_contents import require_contents
+from adapters.verl.model_facts import model_facts
+from adapters.verl.run_config import is_ours, require_run
+from adapters.verl.trainer_saves import _change
+from rl_backend.contracts import ConfigError
+
+OURS = "adapters.verl.engine_config.RLBackendEngineConfig"
+
+
+class Node(dict[str, Any]):
+    """A part of a configuration, read by keys or by attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+def role(target: str | None = OURS, strategy: str = "megatron", **checkpoint: Any) -> Node:
+    return Node(strategy=strategy, megatron=Node(_target_=target), checkpoint=Node(**checkpoint))
+
+
+def run(**changes: Any) -> Node:
+    lora = Node(changes.pop("lora", {}))
+    model = Node(lora=lora, lora_rank=changes.pop("lora_rank", 0))
+    rollout = Node(checkpoint_engine=Node(backend=changes.pop("engine", "naive")))
+    mode = changes.pop("trainer_mode", "sync")
+    config = Node(
+        actor_rollout_ref=Node(actor=changes.pop("actor", role()), model=model, rollout=rollout),
+        algorithm=Node(rollout_correction=changes.pop("correction", None)),
+        trainer=Node(use_v1=changes.pop("use_v1", True), v1=Node(trainer_mode=mode)),
+        distillation=changes.pop("distillation", None),
+    )
+    assert not changes
+    return config
+
+
+def top_k(mode: str, *, enabled: bool = True) -> Node:
+    return Node(enabled=enabled, distillation_loss=Node(loss_mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"trainer_mode": "separate_async"}, r"^trainer\.v1\.trainer_mode='separate_async': has log-probs computed with"),
+        ({"trainer_mode": "separate_async", "correction": Node(bypass_mode=False)}, "trainer_mode='separate_async'"),
+        ({"trainer_mode": "separate_async", "correction": Node(bypass_mode=True)}, None),
+        ({"trainer_mode": "separate_async", "use_v1": False}, None),
+        ({"lora_rank": 4, "engine": "delta_sharded"}, r"backend='delta_sharded': sends changes of weights that are trained"),
+        ({"lora": {"rank": 4, "merge": True}, "engine": "delta_sharded"}, "backend='delta_sharded': sends changes"),
+        ({"engine": "delta_sharded"}, None),
+        ({"lora": {"rank": 0, "merge": False}, "engine": "nccl"}, None),
+        (
+            {"lora": {"rank": 4}, "engine": "nccl"},
+            r"backend='nccl': sends whole weights only, and .*lora\.merge=False keeps",
+        ),
+        ({"lora_rank": 4, "engine": "nccl"}, "backend='nccl': sends whole weights only"),
+        ({"lora_rank": 4, "lora": {"merge": True}, "engine": "nccl"}, None),
+        ({"lora": {"rank": 4, "type": "dora"}}, r"model\.lora\.merge=False: rollouts serve no DoRA adapters"),
+        ({"lora": {"rank": 4, "type": "dora", "merge": True}}, None),
+        ({"lora": {"rank": 4, "type": "lora"}}, None),
+        ({"lora": {"rank": 0, "type": "dora"}, "lora_rank": 4}, None),
+        ({"distillation": top_k("forward_kl_topk")}, r"loss_mode='forward_kl_topk': reads a batch's logits"),
+        ({"distillation": top_k("forward_kl_topk", enabled=False)}, None),
+        ({"distillation": top_k("k3")}, None),
+    ],
+)
+def test_a_run_is_refused_by_the_field_that_our_engine_cannot_honour(changes: dict[str, Any], problem: str | None) -> None:
+    if problem is None:
+        require_run(run(**changes))
+        return
+    with pytest.raises(ConfigError, match=problem):
+        require_run(run(**changes))
+    require_run(run(**changes, actor=role("verl.workers.config.McoreEngineConfig")))
+
+
+@pytest.mark.parametrize(
+    ("target", "strategy", "vendor", "ours"),
+    [
+        (OURS, "megatron", None, True),
+        ("adapters.verl.engine_config.Subclass", "megatron", None, True),
+        (OURS, "fsdp2", None, False),
+        ("verl.McoreEngineConfig", "megatron", None, False),
+        (None, "megatron", None, False),
+        ("verl.McoreEngineConfig", "megatron", "rl_backend_bridge", True),
+        ("verl.McoreEngineConfig", "megatron", "somebody", False),
+        ("verl.McoreEngineConfig", "fsdp", "rl_backend", False),
+        (f"other.{OURS}", "megatron", None, False),
+    ],
+)
+def test_a_role_is_ours_by_its_class_or_by_the_vendor(
+    monkeypatch: pytest.MonkeyPatch, target: str | None, strategy: str, vendor: str | None, ours: bool
+) -> None:
+    monkeypatch.delenv("VERL_ENGINE_VENDOR", raising=False)
+    if vendor:
+        monkeypatch.setenv("VERL_ENGINE_VENDOR", vendor)
+    assert is_ours(role(target, strategy)) is ours
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "use_critic", "finished"),
+    [
+        (role(async_save=True), role(async_save=True), True, ["actor", "critic"]),
+        (role(async_save=True), role(async_save=True), False, ["actor"]),
+        (role(async_save=False), role(async_save=True), True, ["critic"]),
+        (role(), role("verl.Other", async_save=True), True, []),
+    ],
+)
+def test_saves_of_roles_that_write_in_the_background_are_finished_once_training_has_ended(
+    actor: Node, critic: Node, use_critic: bool, finished: list[str]
+) -> None:
+    calls: list[Any] = []
+
+    class Trainer:
+        config = Node(actor_rollout_ref=Node(actor=actor), critic=critic)
+        actor_rollout_wg = SimpleNamespace(load_checkpoint=lambda path: calls.append(("actor", path)))
+        critic_wg = SimpleNamespace(load_checkpoint=lambda path: calls.append(("critic", path)))
+
+        def __init__(self) -> None:
+            self.use_critic = use_critic
+
+        def fit(self, *given: Any, **options: Any) -> Any:
+            calls.append("fit")
+            if given == ("fail",):
+                raise ValueError("mine")
+            return given, options
+
+        def _save_checkpoint(self) -> None:
+            calls.append("save")
+
+    module = ModuleType("trainers")
+    module.Trainer = Trainer  # type: ignore[attr-defined]
+    _change("Trainer", module)
+    changed = Trainer.fit
+    _change("Trainer", module)
+    assert Trainer.fit is changed
+    assert Trainer().fit(1, a=2) == ((1,), {"a": 2})
+    assert calls == ["fit", *((name, None) for name in finished)]
+    calls.clear()
+    with pytest.raises(ValueError, match="mine"):
+        Trainer().fit("fail")
+    assert calls == ["fit"]
+    if not actor.checkpoint.get("async_save"):
+        Trainer()._save_checkpoint()
+        assert calls == ["fit", "save"]
+
+
+@pytest.mark.parametrize(
+    ("contents", "sharded", "problem"),
+    [
+        ({"model"}, False, None),
+        ({"hf_model"}, True, None),
+        ({"model", "optimizer", "extra", "hf_model"}, True, None),
+        (set(), False, None),
+        ({"model", "other"}, False, r"checkpoint\.save_contents=\['model', 'other'\]: expected \['extra', 'model', 'opt"),
+        ({"model"}, True, "name all three, or 'hf_model' alone for weights"),
+        ({"extra"}, False, "name all three, or 'model' or 'hf_model' alone for weights"),
+        ({"model", "extra", "hf_model"}, False, r"=\['extra', 'hf_model', 'model'\]: .* are one training state"),
+    ],
+)
+def test_contents_are_weights_alone_or_a_whole_state(contents: set[str], sharded: bool, problem: str | None) -> None:
+    if problem is None:
+        require_contents("save_contents", frozenset(contents), sharded=sharded)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        require_contents("save_contents", frozenset(contents), sharded=sharded)
+
+
+def decided(has_experts: bool = False, dtype: str = "bfloat16", **config: Any) -> dict[str, Any]:
+    return dict(model_facts(SimpleNamespace(**config), has_experts=has_experts, dtype=dtype).decided)
+
+
+def test_sizes_of_a_model_are_those_of_its_configuration_and_unknown_ones_are_left_out() -> None:
+    found = decided(num_attention_heads=6, hidden_size=48, num_hidden_layers=3, rms_norm_eps=1e-6, intermediate_size=99)
+    assert found == {
+        "bf16": True,
+        "fp16": False,
+        "params_dtype": "torch.bfloat16",
+        "num_layers": 3,
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_query_groups": 6,
+        "ffn_hidden_size": 99,
+        "kv_channels": 8,
+        "layernorm_epsilon": 1e-6,
+    }
+    nested = decided(text_config=SimpleNamespace(num_key_value_heads=2, num_attention_heads=6, head_dim=32), dtype="float32")
+    assert nested == {
+        "bf16": False,
+        "fp16": False,
+        "params_dtype": "torch.float32",
+        "num_attention_heads": 6,
+        "num_query_groups": 2,
+        "kv_channels": 32,
+    }
+    facts = model_facts(
+        SimpleNamespace(model_type="x", text_config=None, num_hidden_layers=4), has_experts=True, dtype="float32"
+    )
+    assert (facts.model_type, facts.num_layers, facts.has_experts) == ("x", 4, True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names", "expected"),
+    [
+        ("other", {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 5}, (8, 2, 5)),
+        (
+            "gpt_oss",
+            {"num_experts": 0, "n_routed_experts": 4, "moe_intermediate_size": 5, "intermediate_size": 7},
+            (4, None, 7),
+        ),
+        ("minimax_m2", {"num_experts": 3, "intermediate_size": 7}, (3, None, 7)),
+    ],
+)
+def test_sizes_of_experts(model_type: str, names: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    needed: dict[str, Any] = {"layer_types": ["full_attention"], "sliding_window": 8} if model_type == "gpt_oss" else {}
+    found = decided(True, model_type=model_type, **names, **needed)
+    assert tuple(found.get(name) for name in ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size")) == expected
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        (["linear_attention"] * 3 + ["full_attention"], 4),
+        ((["linear_attention"] * 2 + ["full_attention"]) * 2, 3),
+        (["linear_attention", "full_attention", "full_attention", "linear_attention"], [1, 0, 0, 1]),
+        (["full_attention"] * 3, 1),
+        (["linear_attention"] * 2, 3),
+        (None, 1),
+    ],
+)
+def test_the_period_of_a_hybrids_layers_is_a_number_or_their_list(types: Any, expected: Any) -> None:
+    found = decided(model_type="qwen3_next", layer_types=types, shared_expert_intermediate_size=None)
+    assert found["linear_attention_freq"] == expected and found["attention_output_gate"] is True
+    assert (found["moe_shared_expert_gate"], found["moe_shared_expert_intermediate_size"]) == (False, None)
+    shared = decided(
+        True, model_type="qwen3_5_moe_text", layer_types=types, shared_expert_intermediate_size=6, num_experts=2
+    )
+    assert (shared["moe_shared_expert_gate"], shared["moe_shared_expert_intermediate_size"]) == (True, 6)
+    assert shared["moe_router_pre_softmax"] is False and shared["qk_layernorm"] is True

@@ -1,0 +1,233 @@
+"""Parts of a run's report: charts, samples and what is read of the files."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_backend.lab.report import page as page_module
+from rl_backend.lab.report.charts import Chart, charts_for, draw_chart, draw_phases, points, running_mean
+from rl_backend.lab.report.page import write_report
+from rl_backend.lab.report.run_data import RunData, Series, read_run
+from rl_backend.lab.report.samples import draw_samples
+from tests.support.page import Element, read_page
+from tests.support.runs import write_run
+
+
+def series(*values: float, name: str = "m", first: int = 1) -> Series:
+    return Series(name, tuple(range(first, first + len(values))), values)
+
+
+def element(markup: str, folder: Path) -> Element:
+    """A part of a page."""
+    (folder / "part.html").write_text(f"<!DOCTYPE html><html><body>{markup}</body></html>")
+    return read_page(folder / "part.html")
+
+
+def test_points_keep_the_extremes_of_the_steps_that_they_stand_for() -> None:
+    assert [point.first for point in points(series(1.0, math.nan, 5.0), 9)] == [1, 2, 3]
+    found = points(series(1.0, 3.0, math.inf, -2.0, math.nan, math.nan, 4.0, first=10), 4)
+    steps = [(point.first, point.last, point.step) for point in found]
+    assert steps == [(10, 11, 10.5), (12, 13, 12.5), (14, 15, 14.5), (16, 16, 16.0)]
+    assert [(point.mean, point.low, point.high) for point in (found[0], found[1], found[3])] == [
+        (2.0, 1.0, 3.0),
+        (-2.0, -2.0, -2.0),
+        (4.0, 4.0, 4.0),
+    ]
+    assert all(math.isnan(value) for value in (found[2].mean, found[2].low, found[2].high))
+    assert [len(points(series(*map(float, range(count))), 300)) for count in (300, 301)] == [300, 151]
+
+
+def test_a_running_mean_is_centred_and_leaves_out_what_is_not_finite() -> None:
+    assert running_mean([1.0, 2.0, 6.0, 4.0], 3) == [1.5, 3.0, 4.0, 5.0]
+    found = running_mean([1.0, math.inf, math.nan, math.nan, 7.0, 0.0], 3)
+    assert found[:2] == [1.0, 1.0] and math.isnan(found[2]) and found[3:] == [7.0, 3.5, 3.5]
+
+
+def test_charts_are_of_what_there_is_and_a_few_curves_each() -> None:
+    tenants = [f"tenant/{name}/reward" for name in "abcdef"]
+    sets = ["eval/math/mean", "eval/math/mean_stderr", "eval/a/b/mean", "eval/a/b/best"]
+    found = charts_for(["grad_norm", "seconds/train", *tenants, *sets, "my/own", "tenant/a/my/own", "other"])
+    names = {group: [tuple(chart.names) for chart in charts] for group, charts in found.items()}
+    first = next(iter(names))
+    assert names[first][:2] == [tuple(tenants[:4]), tuple(tenants[4:])]
+    held_out = [chart for chart in found[first] if chart.title.startswith("Held-out set")]
+    assert [(chart.title, tuple(chart.names), chart.full_range) for chart in held_out] == [
+        ("Held-out set math", ("eval/math/mean",), True),
+        ("Held-out set a/b", ("eval/a/b/mean", "eval/a/b/best"), True),
+    ]
+    assert names["Other metrics"] == [("my/own", "tenant/a/my/own"), ("other",)]
+    assert [chart.title for chart in found["Other metrics"]] == ["my/own", "other"]
+    assert not any("seconds" in name for charts in names.values() for chart in charts for name in chart)
+    assert [group for group, charts in found.items() if not charts] == []
+    assert charts_for(["my"]).keys() == {"Other metrics"}
+
+
+def test_a_chart_says_its_latest_values_and_where_they_were_not_finite(tmp_path: Path) -> None:
+    chart = Chart("title", "unit", ["a", "b"])
+    given = [series(0.25, math.nan, 0.5, name="a"), series(3.0, 2.0, math.inf, name="b")]
+    figure = element(draw_chart(chart, given, (1, 9), 40), tmp_path)
+    hover = json.loads(figure.one("svg").attributes["data-hover"])
+    assert hover["x"][:2] == [1, 9] and (hover["y"][0], hover["y"][1]) == (0.0, 3.0) and hover["log"] is False
+    assert hover["y"][2] > hover["y"][3], "up is up"
+    assert hover["series"] == [
+        {"name": "a", "points": [[1, 0, 0.25], [2, 0, "NaN"], [3, 0, 0.5]]},
+        {"name": "b", "points": [[1, 0, 3.0], [2, 0, 2.0], [3, 0, "+inf"]]},
+    ]
+    assert len(figure.all("path", class_="not-finite")) == 2 and "0.5 / +inf" in figure.text
+    alone = element(draw_chart(chart, [series(*[1.0, 2.0] * 3, name="a")], (1, 6), 3), tmp_path)
+    hover = json.loads(alone.one("svg").attributes["data-hover"])
+    assert hover["series"] == [{"name": "title", "points": [[step, 1, 1.5, 1.0, 2.0] for step in (1, 3, 5)]}]
+
+
+@pytest.mark.parametrize(
+    ("chart", "values", "ends", "log"),
+    [
+        ({"full_range": True}, (0.4, 0.6), (0.0, 1.0), False),
+        ({"full_range": True}, (0.4, 1.2), (0.4, 1.2), False),
+        ({"full_range": True}, (-0.2, 0.6), (-0.2, 0.6), False),
+        ({"log": True}, (0.0, 1.0, 30.0), (1.0, 100.0), True),
+        ({"log": True}, (1.0, 29.0), (0.0, 30.0), False),
+        ({"log": True}, (-1.0, -300.0), (-300.0, 0.0), False),
+        ({}, (math.nan, math.inf), (0.0, 1.0), False),
+    ],
+)
+def test_an_axis_fits_the_values(
+    chart: dict[str, Any], values: tuple[float, ...], ends: tuple[float, float], log: bool, tmp_path: Path
+) -> None:
+    figure = element(draw_chart(Chart("title", "", ["m"], **chart), [series(*values)], (1, len(values)), 40), tmp_path)
+    hover = json.loads(figure.one("svg").attributes["data-hover"])
+    assert hover["y"][:2] == pytest.approx(list(ends)) and hover["log"] is log
+
+
+def test_bars_of_many_steps_are_means_and_a_phase_may_be_missing_in_some(tmp_path: Path) -> None:
+    steps = tuple(range(1, 322))
+    train = Series("seconds/train", steps, (3.0,) * 321)
+    push = Series("seconds/push", (2, 4, 5), (6.0, math.inf, -1.0))
+    figure = element(draw_phases([train, push]), tmp_path)
+    hover = json.loads(figure.one("svg").attributes["data-hover"])
+    assert len(hover["steps"]) == 107 and hover["names"] == ["train", "push"]
+    assert (hover["steps"][0], hover["steps"][-1]) == ([1, 3], [319, 321])
+    assert hover["values"][:2] == [[3.0, 2.0], [3.0, 0.0]]
+    legend = figure.one("p", class_="legend").text
+    assert "train 3 s, 99%" in legend and "push 0.0156 s, 1%" in legend
+
+
+def cells(first: list[dict[str, Any]], last: list[dict[str, Any]], folder: Path) -> Element:
+    return element(draw_samples("Samples", first, last), folder)
+
+
+def sample(step: int, prompt: str, reward: Any, response: str = "r", **more: Any) -> dict[str, Any]:
+    return {"step": step, "prompt": prompt, "reward": reward, "response": response, **more}
+
+
+def test_of_many_responses_the_best_the_middle_and_the_worst_are_shown(tmp_path: Path) -> None:
+    rewards = (0.1, 0.9, None, 0.7, 0.3)
+    found = cells([sample(3, "p", reward, f"r{reward}") for reward in rewards], [], tmp_path)
+    assert [response.one("pre").text for response in found.all("div", class_="response")] == ["r0.9", "r0.3", "rNone"]
+    text = found.text
+    assert "All samples are of one step." in text and "mean of 4: 0.5" in text and "5 samples, mean reward 0.5" in text
+    assert "its best, its middle and its worst of up to 3 responses" in text
+    sides = [
+        response.one("span", class_="reward").attributes["class"] for response in found.all("div", class_="response")[:2]
+    ]
+    assert ["good" in side for side in sides] == [True, False] and "bad" in sides[1]
+
+
+def test_notes_say_what_two_steps_have_in_common(tmp_path: Path) -> None:
+    some = [sample(1, "a", 0.0), sample(1, "b", 1.0)]
+    assert "The two steps had no prompt in common." in cells(some, [sample(2, "c", 1.0)], tmp_path).text
+    text = cells(some, [sample(2, "b", 0.0), sample(2, "a", 0.0)], tmp_path).text
+    assert "Of 2 prompts that both steps had, those whose rewards changed most." in text and "up to 3" not in text
+
+
+def test_a_response_says_all_that_is_known_of_it(tmp_path: Path) -> None:
+    given = sample(
+        1,
+        "p",
+        0.5,
+        finish_reason="stop",
+        version_spans=[[3, 10], [4, 2]],
+        many=list(range(9)),
+        few=list(range(8)),
+        reward_info={"format": 0.25, "judge": {"score": 2, "why": "good"}},
+        turns=[
+            {"calls": [{"name": "add", "arguments": {"a": 1}, "status": "ok", "answer": 3}, "no call"], "reward": 0.0},
+            "no turn",
+            {"calls": None, "reward": -0.5},
+        ],
+        segments=[[["read", False], ["written", True], ["odd"]], "no segment", [["later", True]]],
+    )
+    text = cells([given], [sample(2, "p", 0.5, version_spans="odd", segments=3, turns={"a": 1})], tmp_path).text
+    few = "few [0, 1, 2, 3, 4, 5, 6, 7]"
+    assert f"finish reason stop, weight version 3, then 4, {few}, format 0.25, judge score 2, judge why good" in text
+    assert 'turn 1: add({"a": 1}) → ok: 3' in text and "turn 2: reward -0.5" in text and "turn 1: reward" not in text
+    assert all(word in text for word in ("read", "written", "later")) and "many" not in text and "odd" in text
+
+
+def test_a_run_that_nobody_holds_was_killed_when_it_wrote_last(tmp_path: Path) -> None:
+    state = {"state": "running", "started": "2026-01-01T10:00:00+00:00"}
+    folder = write_run(tmp_path, 2, lambda step: {"reward": 0.5}, run=state)
+    lock = folder / ".lock"
+    assert read_run(folder).run["state"] == "running", "without a lock nothing is known"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert read_run(folder).run["state"] == "running"
+    written = {"metrics.jsonl": 90, "config.json": 1000}
+    for file in folder.iterdir():
+        moment = datetime(2026, 1, 1, 11, tzinfo=UTC).timestamp() + written.get(file.name, 0)
+        os.utime(file, (moment, moment))
+    run = read_run(folder).run
+    assert (run["state"], run["ended"]) == ("killed", "2026-01-01T11:01:30+00:00")
+    tiles = {
+        tile.one("small").text: tile.one("b").text for tile in read_page(write_report(folder)).all("div", class_="tile")
+    }
+    assert tiles["time"] == "1 h 01 min" and tiles["state"] == "killed"
+
+
+def test_metrics_are_in_the_order_of_steps_and_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
+    lines = [{"step": 3, "a": 3.0}, {"step": 0, "a": 9.0, "b": "NaN"}, {"step": 1, "a": "x"}, {"step": 3, "a": 4.0}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    data = read_run(tmp_path)
+    assert data.metrics["a"] == Series("a", (0, 3), (9.0, 4.0)) and data.metrics["b"].not_finite[0][0] == 0
+    assert (data.steps, data.span) == (2, (0, 3))
+    assert data.problems == ["metrics.jsonl: a is not a number in every step"]
+
+
+def test_problems_are_named_up_to_twelve() -> None:
+    some = {f"m{index}": series(1.0, math.nan, math.inf) for index in range(12)}
+    data = RunData(Path("run"), metrics=dict(some))
+    found = page_module._problems(data)
+    assert len(found) == 12 and found[3] == "m3: 2 of 3 values not finite, first at 2"
+    data.problems = ["damaged"]
+    assert page_module._problems(data)[:1] == ["damaged"] and page_module._problems(data)[-1] == "and 1 more"
+    assert data.problems == ["damaged"]
+    assert page_module._problems(RunData(Path("run"))) == ["metrics.jsonl: no step has been logged"]
+
+
+def test_the_time_of_a_run_goes_on_until_it_ends() -> None:
+    started = (datetime.now(UTC) - timedelta(seconds=30)).isoformat()
+    elapsed = page_module._elapsed({"started": started})
+    assert elapsed is not None and 29 < elapsed < 60
+    assert page_module._elapsed({"started": "2026-01-01T10:00:00+00:00", "ended": "2026-01-01T10:00:05+00:00"}) == 5.0
+    assert page_module._elapsed({}) is page_module._elapsed({"started": "soon"}) is None
+
+
+def test_the_headline_has_no_more_than_two_results_and_the_planned_steps_if_known() -> None:
+    metrics = {"answer_probability": series(0.1, 0.1), "nll": series(2.0, 1.0), "reward": series(0.0, 1.0)}
+    data = RunData(Path("run"), metrics=metrics, steps=2, summary={"seconds": 61, "accuracy_before": 0, "accuracy_after": 1})
+    assert page_module._facts(data) == [
+        ("steps", "2"),
+        ("held-out reward", "0.000 → 1.000"),
+        ("answer probability", "0.1"),
+        ("time", "1 min 01 s"),
+    ]
+    data = RunData(Path("run"), metrics=metrics, config={"steps": 0}, summary={"seconds": math.nan})
+    assert page_module._facts(data) == [("steps", "0 of 0"), ("answer probability", "0.1"), ("nll", "2 → 1")]

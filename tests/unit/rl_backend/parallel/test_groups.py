@@ -1,0 +1,224 @@
+"""Who is in which group, from the numbers of the ranks alone; and who makes and destroys the default group."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_backend.contracts import ConfigError, ParallelConfig, UnsupportedError
+from rl_backend.parallel import groups as module
+from rl_backend.parallel.groups import (
+    COLLECTIVE_TIMEOUT,
+    close_groups,
+    join_default_group,
+    leave_default_group,
+    open_groups,
+    training_device,
+)
+from rl_backend.parallel.imagined import imagined_rank
+
+CPU = torch.device("cpu")
+
+
+def members(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+# pp first, then dp, cp, and tp fastest: rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp.
+@pytest.mark.parametrize(
+    ("sizes", "rank", "world", "expected"),
+    [
+        (
+            {"pp": 2, "cp": 2, "tp": 3, "ep": 2, "etp": 3},
+            # pp 1, dp 1, cp 0, tp 2 of 2 * 2 * 2 * 3.
+            20,
+            24,
+            {
+                "pp": [8, 20],
+                "dp": [14, 20],
+                "cp": [20, 23],
+                "tp": [18, 19, 20],
+                "token": [18, 19, 20, 21, 22, 23],
+                "replica": [6, 7, 8, 9, 10, 11, 18, 19, 20, 21, 22, 23],
+                "expert": [18, 19, 20, 21, 22, 23],
+                "mesh": [[12, 13, 14], [15, 16, 17], [18, 19, 20], [21, 22, 23]],
+                "fsdp": [14, 17, 20, 23],
+                "edp": [14, 20],
+                "ep": [[18, 19, 20], [21, 22, 23]],
+                "pipeline": 8,
+            },
+        ),
+        (
+            {"pp": 1, "cp": 1, "tp": 2, "ep": 4, "etp": 1},
+            5,
+            8,
+            {
+                "pp": [5],
+                "dp": [1, 3, 5, 7],
+                "cp": [5],
+                "tp": [4, 5],
+                "token": [4, 5],
+                "replica": [4, 5],
+                "expert": [4, 5, 6, 7],
+                "mesh": [[0, 1], [2, 3], [4, 5], [6, 7]],
+                "fsdp": [1, 3, 5, 7],
+                "edp": [1, 5],
+                "ep": [4, 5, 6, 7],
+                "pipeline": 5,
+            },
+        ),
+    ],
+    ids=["all sizes", "experts over data ranks"],
+)
+def test_a_rank_is_in_the_groups_of_its_place(
+    sizes: dict[str, int], rank: int, world: int, expected: dict[str, Any]
+) -> None:
+    parallel = ParallelConfig(**sizes)
+    with imagined_rank(parallel, rank, world) as groups:
+        found = {
+            name: members(getattr(groups, f"{name}_group"))
+            for name in ("pp", "dp", "cp", "tp", "token", "replica", "expert")
+        }
+        found |= {name: members(getattr(groups, f"{name}_mesh").get_group()) for name in ("fsdp", "edp")}
+        found |= {"mesh": groups.mesh.mesh.tolist(), "ep": groups.ep_mesh.mesh.tolist(), "pipeline": groups.pipeline}
+        assert found == expected
+        assert members(groups.tp_mesh.get_group()) == expected["tp"]
+        assert members(groups.world_group) == members(groups.host_group) == list(range(world))
+        assert (groups.dp_rank, groups.dp_size) == (expected["dp"].index(rank), len(expected["dp"]))
+        assert groups.world_size == world and groups.parallel is parallel and groups.validation is None
+        assert groups.expert_mesh.mesh.flatten().tolist() == groups.mesh.mesh.flatten().tolist()
+        assert groups.device.type == "meta"
+
+
+def test_groups_that_check_each_other_are_a_second_one_of_all_ranks_and_one_of_each_stage() -> None:
+    with imagined_rank(ParallelConfig(pp=2, tp=2), 5, 8):
+        groups = open_groups(ParallelConfig(pp=2, tp=2), CPU, post_validation=True)
+        assert groups.validation is not None
+        assert members(groups.validation.world) == list(range(8)) and members(groups.validation.stage) == [4, 5, 6, 7]
+        assert groups.validation.world is not groups.host_group
+        # Each partition of the ranks is made once; what was made is destroyed.
+        assert groups.token_group is groups.tp_group and groups.validation.stage in groups.made
+        assert groups.host_group in groups.made and groups.validation.world in groups.made
+        assert groups.world_group not in groups.made
+        close_groups(groups)
+        assert dist.is_initialized(), "made by another"
+        for group in groups.made:
+            with pytest.raises(KeyError):
+                members(group)
+
+
+def test_an_imagined_rank_leaves_the_process_as_it_was() -> None:
+    hook = sys.excepthook
+    with imagined_rank(ParallelConfig(tp=2), 1, 4) as groups:
+        assert (dist.get_rank(), dist.get_world_size(), groups.dp_rank) == (1, 4, 0)
+        with pytest.raises(UnsupportedError, match=r"^this process has a process group already; imagine ranks"):
+            imagined_rank(ParallelConfig(), 0, 1).__enter__()
+    assert not dist.is_initialized() and sys.excepthook is hook
+    with pytest.raises(ConfigError, match="world size 3"), imagined_rank(ParallelConfig(tp=2), 1, 3):
+        pass
+    assert not dist.is_initialized() and module._default_group.users == 0
+    with pytest.raises(KeyError), imagined_rank(ParallelConfig(), 0, 1):
+        raise KeyError
+    assert not dist.is_initialized() and sys.excepthook is hook
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that no environment makes a rank of a job."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert not dist.is_initialized()
+    yield
+    assert not dist.is_initialized()
+
+
+def test_the_default_group_goes_with_its_last_user(alone: None) -> None:
+    first = open_groups(ParallelConfig(), CPU)
+    assert (dist.get_backend(), dist.get_rank(), dist.get_world_size()) == ("gloo", 0, 1)
+    world = module.world_group()
+    second = open_groups(ParallelConfig(), CPU)
+    assert first.world_group is second.world_group is world and first.host_group is not second.host_group
+    close_groups(first)
+    assert dist.is_initialized()
+    # A layout that does not fit leaves its users as they were.
+    with pytest.raises(ConfigError, match="world size 1"):
+        open_groups(ParallelConfig(tp=2), CPU)
+    assert dist.is_initialized()
+    close_groups(second)
+    assert not dist.is_initialized()
+    close_groups(second)
+    with pytest.raises(ConfigError, match="world size 1"):
+        open_groups(ParallelConfig(pp=2), CPU)
+    assert not dist.is_initialized()
+
+
+def test_a_default_group_of_others_stays(alone: None) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    groups = open_groups(ParallelConfig(), CPU)
+    close_groups(groups)
+    assert dist.is_initialized()
+    join_default_group(CPU)
+    leave_default_group()
+    assert dist.is_initialized()
+    with pytest.raises(ConfigError) as failure:
+        join_default_group(torch.device("cuda", 0))
+    message = str(failure.value)
+    assert message.startswith("the default process group has the backends cpu:gloo")
+    assert "training on cuda:0 needs cuda:nccl; initialise it with 'cpu:gloo,cuda:nccl', or let the runtime do it" in message
+    assert failure.value.details["device"] == "cuda:0"
+    dist.destroy_process_group()
+
+
+def test_a_job_is_met_at_the_store_of_its_environment(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def meet(timeout: Any) -> tuple[Any, int, int]:
+        asked.append(timeout)
+        return dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(module, "job_store", meet)
+    join_default_group(CPU)
+    leave_default_group()
+    assert asked == []
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    join_default_group(CPU)
+    leave_default_group()
+    assert asked == [COLLECTIVE_TIMEOUT] and COLLECTIVE_TIMEOUT.total_seconds() == 1800
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "local_rank", "expected"),
+    [
+        ("cpu", 4, "2", "cpu"),
+        ("cpu", 0, None, "cpu"),
+        ("auto", 0, "3", "cpu"),
+        ("auto", 4, "3", "cuda:3"),
+        ("auto", 4, None, "cuda:0"),
+        ("cuda", 4, "1", "cuda:1"),
+        ("cuda", 0, None, r"^device='cuda': PyTorch sees no CUDA device; use 'auto' or 'cpu'$"),
+        ("cuda", 2, "2", r"^LOCAL_RANK=2: this process sees 2 CUDA devices, so it must be below 2$"),
+        ("auto", 1, "1", r"^LOCAL_RANK=1: this process sees 1 CUDA devices"),
+    ],
+)
+def test_a_rank_trains_on_the_device_of_its_number(
+    monkeypatch: pytest.MonkeyPatch, name: str, devices: int, local_rank: str | None, expected: str
+) -> None:
+    chosen: list[Any] = []
+    cuda = SimpleNamespace(is_available=lambda: devices > 0, device_count=lambda: devices, set_device=chosen.append)
+    monkeypatch.setattr(module.torch, "cuda", cuda)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    if expected.startswith("^"):
+        with pytest.raises(ConfigError, match=expected):
+            training_device(name)
+        assert chosen == []
+        return
+    found = training_device(name)
+    assert str(found) == expected
+    assert chosen == ([found] if found.type == "cuda" else [])

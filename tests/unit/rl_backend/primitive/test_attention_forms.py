@@ -1,0 +1,143 @@
+"""Attention on other devices: what the flash kernel is given, what a plan keeps, and values of another width than keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_backend.primitive import attention
+from rl_backend.primitive.attention import Segments, packed_attention
+from rl_backend.primitive.blocked_attention import blocked_attention
+from tests.unit.rl_backend.primitive.test_attention import Lengths, masked_softmax, segments_of
+
+LENGTHS = Lengths((3, 1, 5, 70), (3, 6, 5, 90))
+
+
+def draw(
+    heads: int, kv_heads: int, key_dim: int, value_dim: int, lengths: Lengths = LENGTHS
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = sum(lengths.queries), sum(lengths.keys)
+    shapes = (queries, heads, key_dim), (keys, kv_heads, key_dim), (keys, kv_heads, value_dim)
+    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes)
+    return query, key, value
+
+
+@pytest.mark.parametrize("value_dim", [4, 8, 11])
+@pytest.mark.parametrize("window", [None, 2, 30])
+def test_values_of_another_width_are_attended_to(value_dim: int, window: int | None) -> None:
+    qkv = draw(6, 2, 8, value_dim)
+    mix = torch.randn(sum(LENGTHS.queries), 6, value_dim, dtype=torch.float64)
+    forms: list[Any] = [lambda q, k, v: packed_attention(q, k, v, segments_of(LENGTHS), window)]
+    if window is None:
+        forms += [
+            lambda q, k, v: blocked_attention(q, k, v, *LENGTHS),
+            lambda q, k, v: attention._by_runs(q, k, v, *LENGTHS),
+        ]
+    expected = masked_softmax(*qkv, *LENGTHS, window)
+    right = torch.autograd.grad((expected * mix).sum(), qkv)
+    for form in forms:
+        found = form(*qkv)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad((found * mix).sum(), qkv), right)
+
+
+@pytest.mark.parametrize("has_groups", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (3, 3)])
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 8), (8, 5), (5, 8)])
+def test_the_flash_kernel_is_given_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+    has_groups: bool,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    key_dim: int,
+    value_dim: int,
+) -> None:
+    """A stand-in of the kernel, which aligns masks to the last query and key."""
+    given: list[dict[str, Any]] = []
+
+    def kernel(
+        query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any
+    ) -> Tensor:
+        given.append(options)
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+        assert options.get("enable_gqa", False) or key.shape[1] == value.shape[1] == query.shape[1]
+        query_lens, key_lens = cu_q.diff().tolist(), cu_k.diff().tolist()
+        assert (max_q, max_k) == (max(query_lens), max(key_lens))
+        scale = options.get("scale", query.shape[-1] ** -0.5)
+        left, right = options["window_size"]
+        assert right == 0
+        query = query * (scale * query.shape[-1] ** 0.5)
+        return masked_softmax(query, key, value, query_lens, key_lens, None if left == -1 else left + 1)
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_VARLEN_HAS_GQA", has_groups)
+    qkv = draw(heads, kv_heads, key_dim, value_dim)
+    found = attention._varlen(*qkv, segments_of(LENGTHS), window)
+    torch.testing.assert_close(found, masked_softmax(*qkv, *LENGTHS, window))
+    assert found.shape[-1] == value_dim
+    assert ("enable_gqa" in given[0]) is (has_groups and heads != kv_heads) and ("scale" in given[0]) is (
+        key_dim != value_dim
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_on_a_cpu_takes_no_blocked_form(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    taken: list[str] = []
+    for name in ("blocked_attention", "_by_runs", "windowed_attention"):
+        plain = getattr(attention, name)
+
+        def noted(*arguments: Any, name: str = name, plain: Any = plain, **options: Any) -> Tensor:
+            taken.append(name)
+            return plain(*arguments, **options)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(attention, name, noted)
+    lengths = Lengths((3, 4), (3, 4))
+    q, k, v = (each.detach().to(dtype) for each in draw(2, 1, 4, 4, lengths))
+    for sinks, expected in ((None, "_by_runs"), (torch.zeros(2, dtype=dtype), "windowed_attention")):
+        taken.clear()
+        packed_attention(q, k, v, segments_of(lengths), None, sinks)
+        assert taken[0] == expected
+    taken.clear()
+    packed_attention(q.float(), k.float(), v.float(), segments_of(lengths), None, torch.zeros(2))
+    assert taken == ["blocked_attention"]
+
+
+@pytest.mark.parametrize("value_dim", [4, 7])
+def test_a_plan_has_the_shapes_of_outputs_and_gradients(value_dim: int) -> None:
+    query, key, value = (each.detach().to("meta").requires_grad_() for each in draw(6, 2, 4, value_dim))
+    out = packed_attention(query, key, value, segments_of(LENGTHS), 3)
+    out.sum().backward()
+    assert out.shape == (sum(LENGTHS.queries), 6, value_dim)
+    for each in (query, key, value):
+        assert each.grad is not None and each.grad.shape == each.shape
+
+
+def test_a_window_that_covers_every_segment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    plain = attention._windowed_and_whole
+
+    def noted(*arguments: Any) -> Tensor:
+        seen.append(arguments[5])
+        return plain(*arguments)
+
+    monkeypatch.setattr(attention, "_windowed_and_whole", noted)
+    qkv = draw(2, 1, 4, 4)
+    for window in (89, 90, 91):
+        packed_attention(*qkv, segments_of(LENGTHS), window)
+    assert seen == [89]
+
+
+def test_inputs_and_sinks_stay_as_they_are() -> None:
+    lengths = Lengths((5, 2, 5, 2), (5, 2, 5, 2))
+    q, k, v = (each.detach() for each in draw(2, 1, 4, 4, lengths))
+    before, sinks = [each.clone() for each in (q, k, v)], torch.tensor([0.5, -1.0], dtype=torch.float64)
+    packed_attention(q, k, v, segments_of(lengths), None, sinks)
+    packed_attention(q, k, v, segments_of(lengths), 2, sinks)
+    assert all(torch.equal(*pair) for pair in zip((q, k, v), before, strict=True)) and sinks.tolist() == [0.5, -1.0]
+    assert Segments.of_sequences(torch.tensor([0, 5]), [5]).query_lens == (5,)

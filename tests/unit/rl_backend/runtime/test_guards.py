@@ -1,0 +1,235 @@
+"""What atoms refuse, restore and count, on a runtime whose engine is a stand-in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rl_backend.contracts import (
+    BatchError,
+    ConfigError,
+    HandleError,
+    NativeConfig,
+    OptimizerConfig,
+    PackedBatch,
+    RoutedLayers,
+    RuntimeConfig,
+    StepResult,
+    UnsupportedError,
+)
+from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.runtime import guarded
+from rl_backend.runtime.interface import Runtime
+from rl_backend.runtime.tenant_interface import TenantAtoms
+from tests.support.standing_runtime import CPU, StandingHandle, StandingRuntime
+
+
+@pytest.fixture
+def closed() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch, closed: list[Any]) -> Iterator[StandingRuntime]:
+    monkeypatch.setattr(guarded, "require_float_weights", lambda hf_path: None)
+    optimizer = OptimizerConfig(lr=0.1)
+    made = StandingRuntime(
+        RuntimeConfig(hf_path="there", backend_cfg=NativeConfig(device="cpu", optimizer=optimizer)), closed
+    )
+    yield made
+    made.close()
+
+
+def test_a_model_is_built_with_what_was_asked_and_the_rest_of_the_configuration(runtime: StandingRuntime) -> None:
+    other = OptimizerConfig(lr=0.7)
+    runtime.build_model()
+    runtime.build_model(name="policy", optimizer=other, hf_path=Path("elsewhere"), head="values")
+    runtime.build_model(forward_only=True)
+    runtime.build_model(trainable=False, hf_path="third")
+    runtime.build_model(forward_only=True, trainable=False)
+    found = [(config.hf_path, config.backend_cfg.optimizer.lr, *rest) for config, *rest in runtime.built]
+    assert found == [
+        ("there", 0.1, "model-1", "log_probs", False, False),
+        ("elsewhere", 0.7, "policy", "values", False, False),
+        ("there", 0.1, "model-3", "log_probs", True, False),
+        ("third", 0.1, "model-4", "log_probs", True, True),
+        ("there", 0.1, "model-5", "log_probs", True, False),
+    ]
+    assert runtime.config.hf_path == "there" and runtime.config.backend_cfg.optimizer.lr == 0.1
+    with pytest.raises(ConfigError, match=r"head='logits': expected one of 'log_probs', 'values'"):
+        runtime.build_model(head="logits")  # type: ignore[arg-type]
+    for options in ({"forward_only": True}, {"trainable": False}):
+        with pytest.raises(ConfigError, match=r"optimizer=.*a model that is not trained has none; leave it out"):
+            runtime.build_model(optimizer=other, **options)  # type: ignore[arg-type]
+    assert len(runtime.built) == 5
+
+
+def test_what_is_kept_is_said_once_where_a_model_is_trained(
+    runtime: StandingRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime.kept = {"tower.weight": (2,)}
+    with caplog.at_level(logging.WARNING):
+        runtime.build_model(forward_only=True)
+        assert not caplog.records
+        runtime.build_model(hf_path="towered")
+        assert len(caplog.records) == 1 and "tower" in caplog.text and "of towered are kept" in caplog.text
+        runtime.groups.world_group = SimpleNamespace(rank=lambda: 1)
+        runtime.build_model()
+    assert len(caplog.records) == 1
+
+
+def test_a_place_is_that_of_the_groups(runtime: StandingRuntime) -> None:
+    place = runtime.place
+    assert (place.device, place.data_parallel_rank, place.data_parallel_size) == (CPU, 1, 3)
+    assert place.data_parallel_group is runtime.groups.dp_group and place.is_source is True
+    assert runtime.is_mp_src_rank_with_outputs(runtime.build_model()) is True
+
+
+def test_lists_of_handles_are_checked_before_any_is_changed(runtime: StandingRuntime) -> None:
+    first, second, reference = runtime.build_model(), runtime.build_model(), runtime.build_model(forward_only=True)
+    assert runtime.lr_scheduler_step(first) == 0.25 and runtime.lr_scheduler_step([first, second]) == [0.125, 0.25]
+    assert runtime.lr_scheduler_step((second,)) == [0.125]
+    first.broken = second.broken = "a pass failed"
+    with pytest.raises(HandleError, match="zero_grad on 'model-3', which is forward-only"):
+        runtime.zero_grad([first, second, reference])
+    with pytest.raises(HandleError, match=r"lr_scheduler_step on 'model-3'.*build_model\(forward_only=False\)"):
+        runtime.lr_scheduler_step([first, reference])
+    assert first.optimizer is not None and first.events == [] and first.optimizer.learning_rate == 0.125
+    runtime.zero_grad([first, second])
+    assert first.events == second.events == ["drop"] and first.broken == second.broken == ""
+    runtime.zero_grad(first)
+    assert first.events == ["drop", "drop"] and runtime.inside == 0
+
+
+def test_versions_count_steps_that_were_taken(runtime: StandingRuntime) -> None:
+    handle = runtime.build_model()
+    assert runtime.optimizer_step(handle) is handle.answer and handle.weight_version == 8
+    handle.answer = StepResult(False, float("nan"), None)
+    runtime.optimizer_step(handle)
+    assert handle.weight_version == 8
+    with pytest.raises(HandleError, match="optimizer_step of no tenants; give at least one"):
+        runtime.optimizer_step([])
+    with pytest.raises(HandleError, match="optimizer_step on 'model-1', which is no LoRA tenant; take a handle of create"):
+        runtime.optimizer_step([handle])
+
+
+def test_parts_are_moved_by_themselves_and_those_that_a_model_lacks_are_nothing_to_move(runtime: StandingRuntime) -> None:
+    handle, reference = runtime.build_model(), runtime.build_model(forward_only=True)
+
+    def away(each: StandingHandle) -> list[str]:
+        return [part for part in ("model", "optimizer", "grad") if not each.offload.on_device(part)]
+
+    runtime.to(handle, "cpu", model=False, grad=False)
+    assert away(handle) == ["optimizer"] and handle.events == ["settle"]
+    runtime.to(handle, "cpu", optimizer=False)
+    assert away(handle) == ["model", "optimizer", "grad"]
+    runtime.to(handle, "device", optimizer=False, model=False)
+    assert away(handle) == ["model", "optimizer"] and handle.held["grad"][0].tolist() == [2.0] * 3
+    runtime.to(handle, "device")
+    assert away(handle) == [] and handle.held["model"][0].tolist() == [1.0, 1.0]
+    runtime.to(reference, "cpu")
+    assert away(reference) == ["model"]
+    for place in ("cuda", ""):
+        with pytest.raises(HandleError, match=rf"to\(device='{place}'\): expected 'cpu' or 'device'"):
+            runtime.to(handle, place)  # type: ignore[arg-type]
+
+
+BATCHES = [PackedBatch(torch.arange(3), torch.tensor([3]))]
+
+
+def test_a_pass_is_asked_for_as_it_was_given(runtime: StandingRuntime) -> None:
+    handle = runtime.build_model()
+
+    def loss(model_output: Any, data: Any, dp_group: Any = None) -> Any: ...
+
+    answer: Any = runtime.forward_backward(handle, BATCHES, loss)
+    assert answer == "passed"
+    handle.routed = RoutedLayers(4, 1, (True,))
+    runtime.forward_backward(handle, BATCHES, None, forward_only=True, router_replay="record")
+    found = [(each.data is BATCHES, each.loss_fn, each.forward_only, each.router_replay) for each in runtime.passes]
+    assert found == [(True, loss, False, "off"), (True, None, True, "record")]
+    refused: Sequence[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (None, {}, BatchError, "forward_backward without loss_fn; pass one, or forward_only=True"),
+        ({"a": loss}, {}, BatchError, "several losses for 'model-1' without sequences of LoRA tenants; pass one"),
+        (loss, {"router_replay": "again"}, BatchError, "router_replay='again'; expected one of off, record, replay"),
+    ]
+    for given, options, kind, message in refused:
+        with pytest.raises(kind, match=message):
+            runtime.forward_backward(handle, BATCHES, given, **options)
+    for routed in (None, RoutedLayers(4, 1, (False,))):
+        handle.routed = routed
+        with pytest.raises(UnsupportedError, match="router_replay='replay': model-1 has no routers to record or replay"):
+            runtime.forward_backward(handle, BATCHES, loss, router_replay="replay")
+    assert len(runtime.passes) == 2 and runtime.inside == 0
+
+
+def test_modes_of_all_roots_come_back_as_each_module_had_them(runtime: StandingRuntime) -> None:
+    handle = runtime.build_model()
+    first, second = handle.parts
+    assert isinstance(second, nn.Sequential)
+    second[0].eval()
+    with runtime.eval_mode(handle):
+        assert [module.training for module in (first, second, *second)] == [False] * 4
+        with runtime.train_mode(handle):
+            assert [module.training for module in (first, second, *second)] == [True] * 4
+        assert [module.training for module in (first, second, *second)] == [False] * 4
+    assert [module.training for module in (first, second, *second)] == [True, True, False, True]
+
+
+def test_weights_are_announced_in_the_dtype_asked_for_and_no_less_where_float32_is_computed_with(
+    runtime: StandingRuntime,
+) -> None:
+    handle = runtime.build_model()
+    assert runtime.weight_infos(handle) == handle.weights
+    half = [(info.name, info.shape, info.dtype) for info in runtime.weight_infos(handle, dtype=torch.bfloat16)]
+    assert half == [("plain", (2,), "bfloat16"), ("exact", (2,), "float32")]
+    double = [info.dtype for info in runtime.weight_infos(handle, dtype=torch.float64)]
+    assert double == ["float64", "float64"]
+
+
+def test_a_close_settles_releases_and_goes_on_after_an_error(runtime: StandingRuntime, closed: list[Any]) -> None:
+    handles = [runtime.build_model() for _ in range(3)]
+    handles[1].settle = lambda: (_ for _ in ()).throw(ValueError("a step was lost"))  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="a step was lost"):
+        runtime.close()
+    assert handles[0].events == ["settle", "release"] and handles[1].events == ["release"]
+    assert all(each.owner is None and each.optimizer is None for each in handles)
+    assert closed == [runtime.groups]
+    runtime.close()
+    assert closed == [runtime.groups]
+    with pytest.raises(HandleError, match="this runtime is closed; create another one"):
+        runtime.zero_grad(handles[0])
+
+
+def test_what_no_runtime_of_ones_own_offers_names_the_operation_and_its_class(runtime: StandingRuntime) -> None:
+    class Bare:
+        config = runtime.config
+        _not_offered = Runtime._not_offered
+
+    bare: Any = Bare()
+    calls: dict[str, Any] = {
+        "place": lambda: Runtime.place.__get__(bare),
+        "export_gradients": lambda: Runtime.export_gradients(bare, None),
+        "activations": lambda: Runtime.activations(bare, None, []),
+    }
+    for operation, call in calls.items():
+        with pytest.raises(UnsupportedError) as caught:
+            call()
+        assert str(caught.value) == f"the runtime 'native' does not offer {operation}; implement it in Bare"
+        assert caught.value.details == {"backend": "native", "operation": operation}
+    tenants: Any = TenantAtoms()
+    atoms = {name: getattr(tenants, name) for name in vars(TenantAtoms) if not name.startswith("_")}
+    for name, atom in atoms.items():
+        with pytest.raises(
+            UnsupportedError, match=rf"^TenantAtoms does not offer {name}: it has no LoRA tenants"
+        ) as refused:
+            atom(*{"create_lora_adapter": (None, LoRAConfig()), "import_lora_adapter": (None, {})}.get(name, (None,)))
+        assert refused.value.details == {"operation": name}
+    assert len(atoms) == 8

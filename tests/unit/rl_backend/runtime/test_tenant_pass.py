@@ -1,0 +1,290 @@
+"""One pass for several tenants: whose sequences are whose, what is refused, and what each is told of its own part."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import BatchError, ForwardResult, Metric, ModelOutput, PackedBatch
+from rl_backend.contracts.lora import LORA_FIELD
+from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.runtime.tenant_pass import (
+    LossOfTenants,
+    PassTenants,
+    agree_on_failures,
+    metrics_by_name,
+    own_outputs,
+    results_of_tenants,
+    runs_of_equal,
+    sequences_of,
+)
+
+
+class Optimizer:
+    """Of a tenant on rank 1 of 3 with other data."""
+
+    def __init__(self) -> None:
+        self.expected = 0
+        self.groups = SimpleNamespace(dense=SimpleNamespace(data=SimpleNamespace(size=lambda: 3, rank=lambda: 1)))
+
+    def expect_gradients(self) -> None:
+        self.expected += 1
+
+
+def tenant(lora_id: int, name: str, *, dropout: float = 0.0, training: bool = True, draws: int = 0, **changes: Any) -> Any:
+    optimizer = Optimizer()
+    rows = SimpleNamespace(training=training, num_draws=draws, modules={f"module of {name}": lora_id})
+    rows.run = lambda start, stop, draw, key: AdapterRun(start, stop, rows.modules, draw, None, key)
+    facts: dict[str, Any] = {"head": "log_probs", "kinds": {"q_proj": "attention"}, **changes}
+    return SimpleNamespace(
+        lora_id=lora_id,
+        name=name,
+        rows=rows,
+        lora=SimpleNamespace(dropout=dropout),
+        optimizer=optimizer,
+        trainer=lambda operation: optimizer,
+        groups=SimpleNamespace(device=torch.device("cpu"), world_size=1, world_group=None),
+        **facts,
+    )
+
+
+def batch(owners: Sequence[int] | None, lengths: Sequence[int], first: int = 0, **meta: Any) -> PackedBatch:
+    """Tokens are numbered from ``first``, and so is what each has beside it."""
+    ids = torch.arange(first, first + sum(lengths))
+    fields = {} if owners is None else {LORA_FIELD: torch.tensor(owners)}
+    of_sequences = {**fields, "advantages": torch.arange(len(lengths)) + 0.5}
+    return PackedBatch(ids, torch.tensor(lengths), {"weights": ids / 10}, of_sequences, meta, payload="the caller's")
+
+
+def passing(*tenants: Any, **options: Any) -> PassTenants:
+    losses = [each.name for each in tenants]
+    given: dict[str, Any] = {"trains": True, "heads": ("log_probs",), "losses": losses, **options}
+    return PassTenants({each.lora_id: each for each in tenants}, **given)
+
+
+PAIR = [batch([4, -1, 4], [2, 3, 1]), batch([9, 4], [5, 2])]
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (PAIR, {}, None),
+        ([PAIR[0], batch(None, [2])], {}, r"^micro-batch 1, sequence field 'lora': missing; it says whose .*, or -1 for"),
+        ([batch([4, 9], [1, 1]), batch([9, 5], [1, 2])], {}, r"^micro-batch 1, .*: 5 is no tenant .* are 4 \(a\), 9 \(b\)$"),
+        ([batch([-2], [1])], {}, r"^micro-batch 0, .*: -2 is no tenant of this model"),
+        (PAIR, {"losses": ["a"]}, r"^loss_fn has no loss for 'b', whose sequences are in the data$"),
+        (PAIR[:1], {"losses": ["a"]}, None),
+        (PAIR, {"losses": (), "trains": False}, None),
+    ],
+)
+def test_sequences_that_are_nobodys_or_have_no_loss_are_refused(
+    data: list[PackedBatch], options: Mapping[str, Any], message: str | None
+) -> None:
+    problem = passing(tenant(4, "a"), tenant(9, "b"), **options).problem(data)
+    assert (problem is None) is (message is None)
+    if problem is not None and message is not None:
+        with pytest.raises(BatchError, match=message):
+            raise problem
+    if problem is not None and "micro-batch" in str(problem):
+        assert problem.details["micro_batch"] == int(str(problem).split()[1][0])
+
+
+def test_a_pass_of_one_tenant_takes_sequences_without_a_field_and_refuses_those_of_others() -> None:
+    alone = tenant(4, "a")
+    sole = passing(alone, sole=alone, losses=())
+    assert sole.problem([batch(None, [2]), batch([4, 4], [1, 2])]) is None
+    assert sole.ids(batch(None, [2, 1, 5])) == [4, 4, 4]
+    for owner in (-1, 9):
+        problem = sole.problem([batch(None, [1]), batch([4, owner], [2, 2])])
+        assert str(problem) == f"micro-batch 1, sequence field 'lora': {owner} in a pass of 4 (a)"
+    none = PassTenants({}, trains=True, heads=())
+    assert str(none.problem([batch([0], [1])])).endswith("0 is no tenant of this model; there are none")
+
+
+def test_tenants_with_sequences_come_by_number_and_are_trained_in_a_backward_pass_alone() -> None:
+    late, early, absent = tenant(9, "b"), tenant(4, "a"), tenant(6, "c")
+    tenants = passing(late, early, absent)
+    assert tenants.present(PAIR) == [early, late] == tenants.trained(PAIR)
+    assert tenants.present(PAIR[:1]) == [early]
+    assert passing(late, early, trains=False).trained(PAIR) == []
+    assert passing(late, early, trains=False).present(PAIR) == [early, late]
+
+
+def test_ranks_compare_the_tenants_that_have_a_loss() -> None:
+    first, second = tenant(4, "a"), tenant(9, "b")
+
+    def crc(text: str) -> int:
+        return zlib.crc32(text.encode())
+
+    assert passing(first, second).fingerprint(PAIR) == crc("4,9")
+    assert passing(first, second, losses=["b"]).fingerprint(PAIR) == crc("9")
+    assert passing(first, second).fingerprint(PAIR[:1]) == crc("4")
+    assert passing(first, sole=first, losses=()).fingerprint([batch(None, [3])]) == crc("4")
+
+
+def test_dropout_is_drawn_once_for_each_micro_batch_of_a_tenant_that_has_it_and_trains() -> None:
+    wet, dry, still = tenant(4, "a", dropout=0.1, draws=7), tenant(9, "b"), tenant(5, "c", dropout=0.1, training=False)
+    data = [batch([4, -1, 4, 9], [1, 1, 1, 1]), batch([9, 5], [1, 1]), batch([4], [1])]
+    for trains in (True, False):
+        tenants = passing(wet, dry, still, trains=trains)
+        assert not tenants.begun
+        tenants.begin(data)
+        assert tenants.begun
+        draws = [
+            [run.draw for run in tenants.runs(index, each, [1] * each.num_sequences)] for index, each in enumerate(data)
+        ]
+        # Draw d of rank 1 of 3 is 3 * d + 1, so that no two ranks draw the same.
+        assert draws == ([[22, 22, None], [None, None], [25]] if trains else [[None] * 3, [None] * 2, [None]])
+        assert [each.rows.num_draws for each in (wet, dry, still)] == [9, 0, 0]
+        assert [each.optimizer.expected for each in (wet, dry, still)] == [1, 1, 1]
+
+
+def test_runs_are_the_rows_of_neighbours_of_one_tenant_without_those_of_the_base() -> None:
+    dense, mixed = tenant(4, "a"), tenant(9, "b", kinds={"q_proj": "attention", "up_proj": "experts"})
+    tenants = passing(dense, mixed)
+    data = batch([4, 4, -1, 9, 4], [2, 1, 5, 3, 7])
+    runs = tenants.runs(0, data, [2, 0, 3, 4, 1])
+    assert [(run.key, run.start, run.stop) for run in runs] == [(4, 0, 2), (9, 5, 9), (4, 9, 10)]
+    assert [run.modules for run in runs] == [dense.rows.modules, mixed.rows.modules, dense.rows.modules]
+    assert all(run.of_experts == {9: mixed.rows.modules} for run in runs)
+    # Sequences of which this rank has no rows, and those of the base alone, still leave one to go back to.
+    for owners, rows in (([4, 9], [0, 0]), ([-1, -1], [2, 3])):
+        (only,) = tenants.runs(0, batch(owners, [2, 3]), rows)
+        assert (only.start, only.stop, dict(only.modules), only.key) == (0, 0, {}, -1)
+        assert only.of_experts == {9: mixed.rows.modules}
+
+
+def test_neighbours_of_one_number_become_one_and_others_stay_apart() -> None:
+    assert runs_of_equal([3, 3, -1, 3, 0, 0, 0], [1, 2, 4, 8, 16, 0, 32]) == [(3, 3), (-1, 4), (3, 8), (0, 48)]
+    assert runs_of_equal([], []) == []
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        runs_of_equal([1, 1], [2])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "tokens"), [([0], [0, 1]), ([2], [5]), ([1, 2], [2, 3, 4, 5]), ([0, 2, 3], [0, 1, 5, 6, 7, 8, 9])], ids=str
+)
+def test_chosen_sequences_keep_their_tokens_their_fields_and_facts_of_their_own(
+    chosen: list[int], tokens: list[int]
+) -> None:
+    facts = {"batch_num_tokens": 99.0, "dp_size": 2, "tenants": {7: {"batch_num_tokens": 6.0}, 8: {"dp_size": 0}}}
+    data = batch([7, 8, 7, 7], [2, 3, 1, 4], first=20, **facts)
+    own, rows = sequences_of(data, chosen, 7)
+    assert own.input_ids.tolist() == [20 + token for token in tokens] == data.input_ids[rows].tolist()
+    assert own.seq_lens.tolist() == [[2, 3, 1, 4][index] for index in chosen]
+    torch.testing.assert_close(own.token_fields["weights"], own.input_ids / 10)
+    assert own.sequence_fields["advantages"].tolist() == [index + 0.5 for index in chosen]
+    assert own.meta == {**facts, "batch_num_tokens": 6.0} and own.payload == "the caller's"
+    assert data.meta == facts and data.num_sequences == 4
+    assert sequences_of(data, chosen, 9)[0].meta == facts
+
+
+def loss_of(weight: float, **metrics: Any) -> Any:
+    def loss(output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+        assert output.log_probs is not None and output.log_probs.shape == data.input_ids.shape
+        return weight * (output.log_probs * data.input_ids).sum(), {"group": dp_group, **metrics}
+
+    return loss
+
+
+def test_losses_are_added_up_kept_apart_by_tenant_and_one_that_failed_is_not_asked_again() -> None:
+    asked: list[str] = []
+
+    def failing(model_output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> Any:
+        asked.append("failing")
+        if len(asked) == 2:
+            raise ValueError("no such column")
+        return model_output.log_probs.sum(), {"n": 1}  # type: ignore[union-attr]
+
+    first, second, third = tenant(4, "a"), tenant(9, "b"), tenant(5, "c")
+    tenants = passing(first, second, third, losses=["a", "b"])
+    loss = LossOfTenants(tenants, {"a": loss_of(2.0, kl=3), "b": failing})
+    totals = []
+    for data in (batch([4, 9, -1, 5, 4], [1, 2, 1, 1, 2]), batch([9, 4], [2, 1]), batch([9], [3])):
+        log_probs = torch.full(data.input_ids.shape, 0.5, requires_grad=True)
+        total, metrics = loss(ModelOutput(log_probs=log_probs), data, "the group")
+        assert total is not None and total.requires_grad
+        totals.append((float(total.detach()), dict(metrics)))
+    # Of tokens 0, 5 and 6, each 2 * 0.5, and of two others 0.5 each.
+    assert totals == [
+        (12.0, {"4/group": "the group", "4/kl": 3, "9/n": 1}),
+        (2.0, {"4/group": "the group", "4/kl": 3}),
+        (0.0, {}),
+    ]
+    assert [value for value, _ in loss.results[4]] == [11.0, 2.0]
+    assert [value for value, _ in loss.results[9]] == [1.0] and 5 not in loss.results
+    assert loss.failures == {9: "ValueError: no such column"} and len(asked) == 2
+
+
+@pytest.mark.parametrize("returned", [1.0, torch.ones(2, requires_grad=True), torch.ones(())], ids=str)
+def test_a_tenants_loss_that_cannot_be_trained_on_is_its_failure_in_a_backward_pass_alone(returned: Any) -> None:
+    data, output = batch([4], [2]), ModelOutput(log_probs=torch.zeros(2))
+    loss = LossOfTenants(passing(tenant(4, "a")), {"a": lambda *_: (returned, {})})
+    assert float(loss(output, data)[0]) == 0.0  # type: ignore[arg-type]
+    assert loss.failures[4].startswith(f"BatchError: the loss of 'a' returned {returned!r}; expected a 0-d tensor with a")
+    without = LossOfTenants(passing(tenant(4, "a"), trains=False), {"a": lambda *_: (None, {"n": 2})})
+    assert float(without(output, data)[0]) == 0.0  # type: ignore[arg-type]
+    assert without.results == {4: [(0.0, {"n": 2})]} and not without.failures
+
+
+def test_failures_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants = [tenant(4, "a"), tenant(9, "b"), tenant(5, "c")]
+    assert agree_on_failures({}, []) == {}
+    assert agree_on_failures({9: "mine"}, tenants) == {9: "mine"}
+    for each in tenants:
+        each.groups.world_size = 2
+        each.groups.world_group = "all ranks"
+
+    def with_another_rank(flags: Tensor, operation: Any, group: Any) -> None:
+        assert group == "all ranks" and operation == torch.distributed.ReduceOp.MAX
+        flags.copy_(torch.maximum(flags, torch.tensor([1.0, 1.0, 0.0])))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", with_another_rank)
+    assert agree_on_failures({9: "mine"}, tenants) == {4: "its loss failed on another rank", 9: "mine"}
+
+
+def test_each_tenant_is_told_its_own_losses_metrics_and_outputs() -> None:
+    actor, critic = tenant(4, "a"), tenant(44, "v", head="values")
+    tenants = passing(actor, critic, tenant(6, "absent"))
+    data = [batch([4, -1, 44], [1, 1, 1]), batch([44, 4], [1, 1])]
+    outputs = {name: [torch.tensor([float(n)]) for n in range(5)] for name in ("log_probs", "entropy", "values", "routes")}
+    metrics = {"4/kl": Metric(1.0, 2.0), "44/kl": Metric(3.0, 4.0), "44/a/b": Metric(5.0, 6.0)}
+    result = ForwardResult((9.0, 8.0), metrics, outputs)
+    loss = LossOfTenants(tenants, {}, {4: [(1.5, {}), (2.5, {})], 44: [(0.5, {})]})
+    found = results_of_tenants(loss, tenants, data, result)
+    assert list(found) == ["a", "v"]
+    assert {name: [value.item() for value in values] for name, values in found["a"].outputs.items()} == {
+        "log_probs": [0.0, 4.0],
+        "entropy": [0.0, 4.0],
+        "routes": [0.0, 4.0],
+    }
+    assert {name: [value.item() for value in values] for name, values in found["v"].outputs.items()} == {
+        "values": [2.0, 3.0],
+        "routes": [2.0, 3.0],
+    }
+    assert (found["a"].losses, found["v"].losses) == ((1.5, 2.5), (0.5,))
+    assert found["a"].metrics == {"kl": Metric(1.0, 2.0)}
+    assert found["v"].metrics == {"kl": Metric(3.0, 4.0), "a/b": Metric(5.0, 6.0)}
+    assert [(each.error, each.lora_id) for each in found.values()] == [("", 4), ("", 44)]
+    loss.failures[44] = "it broke"
+    failed = results_of_tenants(loss, tenants, data, result)
+    assert (failed["v"].error, failed["v"].losses, failed["v"].metrics) == ("it broke", (), {})
+    assert failed["v"].outputs["values"] == found["v"].outputs["values"] and failed["a"].error == ""
+    assert results_of_tenants(None, tenants, data, result)["a"].losses == ()
+    assert metrics_by_name(metrics, tenants) == {
+        "a/kl": metrics["4/kl"],
+        "v/kl": metrics["44/kl"],
+        "v/a/b": metrics["44/a/b"],
+    }
+
+
+def test_outputs_are_those_of_a_model_with_the_head() -> None:
+    outputs = {"log_probs": 1, "entropy": 2, "values": 3, "routed_experts": 4}
+    assert own_outputs(outputs, "log_probs") == {"log_probs": 1, "entropy": 2, "routed_experts": 4}
+    assert own_outputs(outputs, "values") == {"values": 3, "routed_experts": 4}
