@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from benchmarks.family_models import Family, write_small
 from benchmarks.report import machine
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import NativeConfig, OptimizerConfig, PackedBatch, RuntimeConfig, TokenSequence
 from rl_backend.data.packing import pack
-from rl_backend.model import find_model
-from rl_backend.model.options import EXPERT_BIAS_OPTIONS
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
 
 RATE, STEPS, LAST = 0.02, 100, 10
@@ -34,11 +31,8 @@ SKEW = 0.5
 BIAS = "e_score_correction_bias"
 
 
-def has_biases(family: Family) -> bool:
-    """Whether the family's routers choose with biases that balancing can move."""
-    hf_config = AutoConfig.for_model(family.model_type, **family.settings("small")).to_dict()
-    decoder = find_model("auto", hf_config).parse_config(hf_config)
-    return any(layer.feed_forward.options >= EXPERT_BIAS_OPTIONS for layer in decoder.layers)
+WITH_BIASES = frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "minimax_m2"})
+"""Families whose routers choose with biases that balancing can move."""
 
 
 def measure_loads(family: Family, folder: Path) -> dict[str, Any]:

@@ -99,7 +99,8 @@ class DecoderSpec:
             ConfigError: an option of a part that the model does not have.
         """
         chosen = DecoderOptions.of(options)
-        taken = frozenset[str]().union(*(block.options for layer in self.layers for block in layer))
+        layers = self.layers if self.mtp is None else (*self.layers, self.mtp.layer)
+        taken = frozenset[str]().union(*(block.options for layer in layers for block in layer))
         taken |= frozenset() if self.mtp is None else MTP_OPTIONS
         for name, value in chosen.changed().items():
             if name not in taken:

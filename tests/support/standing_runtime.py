@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import RoutedLayers, RuntimeConfig, StepResult, TensorInfo
-from rl_backend.runtime.engine import GuardedHandle
+from rl_backend.runtime.engine import Engine, GuardedHandle
 from rl_backend.runtime.guarded import GuardedRuntime
 
 CPU = torch.device("cpu")
@@ -64,13 +64,6 @@ class StandingHandle(GuardedHandle[Any]):
     def drop_gradients(self) -> None:
         self.events.append("drop")
 
-    def settle(self) -> None:
-        self.events.append("settle")
-
-    def settle_everywhere(self) -> bool:
-        self.events.append("settle everywhere")
-        return True
-
     def step(self) -> StepResult:
         return self.answer
 
@@ -79,32 +72,33 @@ class StandingHandle(GuardedHandle[Any]):
         super().release()
 
 
-class StandingRuntime(GuardedRuntime[StandingHandle, Any]):
+class StandingEngine(Engine[StandingHandle]):
     """Builds handles and keeps what it was asked."""
 
-    def __init__(self, config: RuntimeConfig, closed: list[Any]) -> None:
+    def __init__(self, closed: list[Any]) -> None:
         group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-        groups: Any = SimpleNamespace(
+        self.groups: Any = SimpleNamespace(
             device=CPU, dp_rank=1, dp_size=3, dp_group="dp", world_group=group, host_group=group, world_size=1
         )
-        super().__init__(config, groups, closed.append)
+        self.closed = closed
         self.built: list[tuple[Any, ...]] = []
         self.passes: list[Any] = []
         self.inside = 0
         self.kept: dict[str, tuple[int, ...]] = {}
 
     @contextmanager
-    def _engine(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         self.inside += 1
         try:
             yield
         finally:
             self.inside -= 1
 
-    def _is_source(self) -> bool:
+    @property
+    def is_source(self) -> bool:
         return True
 
-    def _build(self, config: RuntimeConfig, name: str, head: Any, *, forward_only: bool, adaptable: bool) -> StandingHandle:
+    def build(self, config: RuntimeConfig, name: str, head: Any, *, forward_only: bool, adaptable: bool) -> StandingHandle:
         assert self.inside == 1
         self.built.append((config, name, head, forward_only, adaptable))
         return StandingHandle(
@@ -114,7 +108,6 @@ class StandingRuntime(GuardedRuntime[StandingHandle, Any]):
             data_parallel_rank=1,
             data_parallel_size=3,
             head=head,
-            owner=self,
             config=config,
             hf_config={"model_type": "standing"},
             vocab_size=10,
@@ -124,24 +117,36 @@ class StandingRuntime(GuardedRuntime[StandingHandle, Any]):
             kept=self.kept,
         )
 
-    def _run_passes(self, handle: StandingHandle, request: Any) -> Any:
+    def run_passes(self, handle: StandingHandle, request: Any) -> Any:
         assert self.inside == 1
         self.passes.append(request)
         return "passed"
 
-    def _record_activations(self, handle: StandingHandle, request: Any) -> list[Mapping[str, Tensor]]:
+    def record_activations(self, handle: StandingHandle, request: Any) -> list[Mapping[str, Tensor]]:
         assert not any(module.training for root in handle.roots() for module in root.modules())
         self.passes.append(request)
         return [{}]
 
-    def _gather_weights(self, *arguments: Any) -> Any:
+    def gather_weights(self, *arguments: Any) -> Any:
         return iter(())
 
-    def _gather_gradients(self, *arguments: Any) -> Any:
+    def gather_gradients(self, *arguments: Any) -> Any:
         return iter(())
 
-    def _training_state(self, handle: StandingHandle) -> Any:
+    def training_state(self, handle: StandingHandle) -> Any:
         return {}, None
 
-    def _load_training_state(self, handle: StandingHandle, path: Path) -> Any:
+    def load_training_state(self, handle: StandingHandle, path: Path) -> Any:
         raise NotImplementedError
+
+    def close(self) -> None:
+        self.closed.append(self.groups)
+
+
+class StandingRuntime(GuardedRuntime[StandingHandle]):
+    """On a :class:`StandingEngine`."""
+
+    engine: StandingEngine
+
+    def __init__(self, config: RuntimeConfig, closed: list[Any]) -> None:
+        super().__init__(config, StandingEngine(closed))

@@ -15,16 +15,6 @@ from rl_backend.contracts import ModelHandle
 from rl_backend.contracts.atoms import Operation
 
 
-class ToldHandle(ModelHandle):
-    """A model whose last step may still be taken back."""
-
-    settled = True
-
-    @property
-    def is_settled(self) -> bool:
-        return self.settled
-
-
 class ToldRuntime:
     """Keeps what it is asked for, and answers what it is told to."""
 
@@ -33,15 +23,15 @@ class ToldRuntime:
         self.answers: dict[str, Any] = {}
 
     @contextmanager
-    def _mode(self, name: str, handle: ToldHandle) -> Iterator[None]:
+    def _mode(self, name: str, handle: ModelHandle) -> Iterator[None]:
         self.calls.append((name, handle.name))
         yield
         self.calls.append((f"{name} ends", handle.name))
 
-    def train_mode(self, handle: ToldHandle) -> Any:
+    def train_mode(self, handle: ModelHandle) -> Any:
         return self._mode("train", handle)
 
-    def eval_mode(self, handle: ToldHandle) -> Any:
+    def eval_mode(self, handle: ModelHandle) -> Any:
         return self._mode("eval", handle)
 
     def __getattr__(self, name: str) -> Any:
@@ -68,7 +58,7 @@ class ToldRank:
         runtime: Any = self.runtime
         self.worker = worker.TrainWorker("group-of-long-id", rank, 5, 1, Driver("1", "a driver"))
         self.context = self.worker._context = RankContext(runtime, "group-of-long-id", rank, 5)
-        self.trained, self.frozen = ToldHandle("policy", False, 3, 0, 1), ToldHandle("reference", True, 5, 0, 1)
+        self.trained, self.frozen = ModelHandle("policy", False, 3, 0, 1), ModelHandle("reference", True, 5, 0, 1)
         self.context._handles = {1: self.trained, 2: self.frozen}
         self.number = 0
 

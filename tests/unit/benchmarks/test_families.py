@@ -14,13 +14,14 @@ from transformers import AutoConfig
 from actors.rollout.vllm.capabilities import REFUSALS
 from benchmarks import families, family_loads, report
 from benchmarks.capabilities import PAGE, page
-from benchmarks.family_loads import has_biases
+from benchmarks.family_loads import WITH_BIASES
 from benchmarks.family_models import FAMILIES, SAME_CODE, WITHOUT_SPEED, write_small
 from benchmarks.family_parity import LENGTHS, layouts
 from benchmarks.family_push import draw_tokens, is_good
 from benchmarks.train_speed import LONGEST
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.model import find_model
+from rl_backend.model.options import EXPERT_BIAS_OPTIONS
 
 EXACT: dict[str, Any] = {
     "max_log_prob_diff": 2e-7,
@@ -219,15 +220,12 @@ def test_a_shape_that_failed_stands_beside_the_rounding_of_transformers() -> Non
     assert "2e-05 and 9e-06 in the gradient norm" in text
 
 
-def test_loads_of_experts_are_measured_where_routers_have_biases() -> None:
-    assert {name for name, family in FAMILIES.items() if has_biases(family)} == {
-        "deepseek_v3",
-        "deepseek_v32",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "glm_moe_dsa",
-        "minimax_m2",
-    }
+def test_loads_of_experts_are_measured_where_routers_have_biases(tmp_path: Path) -> None:
+    for name in (name for name, family in FAMILIES.items() if family.is_mixture):
+        hf_config = read_hf_config(write_small(FAMILIES[name], tmp_path / name))
+        decoder = find_model("auto", hf_config).parse_config(hf_config)
+        takes = any(layer.feed_forward.options >= EXPERT_BIAS_OPTIONS for layer in decoder.layers)
+        assert takes is (name in WITH_BIASES), name
     even, uneven = ({"max_over_mean": {"before": 3.0, "after": after}} for after in (1.5, 2.5))
     assert not families.failures("loads", even)
     assert families.failures("loads", uneven)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 from typing import Any
 
 import pytest
 
-from actors.train.context import KEPT_STEPS, HandleRef, RankContext
+from actors.train.context import HandleRef, RankContext
 from actors.train.future import BoundOperation, GroupFuture, operation
-from rl_backend.contracts import BatchError, HandleError, PendingStepResult, StepResult
+from rl_backend.contracts import BatchError, HandleError
 
 
 def context(group_id: str = "group") -> Any:
@@ -43,20 +42,6 @@ def test_handles_are_found_by_the_operation_that_made_them() -> None:
     assert rank.handle(ref(7)) == "second"
     with pytest.raises(HandleError):
         other.handle(ref(7))
-
-
-def test_pending_results_are_taken_once_and_the_oldest_are_given_up() -> None:
-    rank = context()
-    for number in range(1, KEPT_STEPS + 2):
-        rank.operation = number
-        rank.keep_pending(PendingStepResult(partial(StepResult, number % 2 == 0, float(number), 2 * number)))
-    found = rank.take_pending(2)
-    assert type(found) is StepResult and tuple(found) == (True, 2.0, 4)
-    assert tuple(rank.take_pending(KEPT_STEPS + 1)) == (False, KEPT_STEPS + 1.0, 2 * KEPT_STEPS + 2)
-    for number in (1, 2):
-        with pytest.raises(HandleError, match=f"the result of step {number} is gone: 64 later ones have not been read"):
-            rank.take_pending(number)
-    assert rank.take_pending(3).grad_norm == 3.0
 
 
 class Counted:

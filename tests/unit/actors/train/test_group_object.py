@@ -16,7 +16,7 @@ from actors.train.group import TrainGroup
 from actors.train.order import Driver, OperationHeader
 from actors.train.outcome import Apart, RankInfo
 from actors.train.ranks import GroupMembers, TrainRanks
-from rl_backend.contracts import BatchError, HandleError, PendingStepResult, RLBackendError, RuntimeConfig, StepResult
+from rl_backend.contracts import BatchError, HandleError, RLBackendError, RuntimeConfig
 from rl_backend.contracts.atoms import Operation
 from tests.support.told_ranks import FIRST, SECOND
 
@@ -211,16 +211,6 @@ def test_a_function_is_titled_by_its_name_and_large_results_stay_apart(group: Tr
     assert call == Operation("run_on_ranks", {"function": collect, "args": (4,), "kwargs": {"plus": 1}})
     assert (first, second) == ("run_on_ranks(collect)", "run_on_ranks(Called)")
     assert ranks.collected[0][0] == "operation 1 (run_on_ranks(collect))"
-
-
-def test_a_step_that_may_be_taken_back_is_asked_for_when_it_is_looked_at(group: TrainGroup, ranks: Ranks) -> None:
-    ranks.answers = [[None, None], [StepResult(False, 3.0, 2), None], [[None], [None]]]
-    found = group.optimizer_step(ref(1))
-    assert isinstance(found, PendingStepResult) and len(ranks.sent) == 1
-    assert (found.grad_norm, found.ok, found.num_zeros) == (3.0, False, 2) and len(ranks.sent) == 2
-    assert ranks.sent[1][:2] == ("step_result", [Operation("step_result", {"handle": ref(1), "number": 1})] * 2)
-    ranks.answers = [[None, None]]
-    assert group.zero_grad(ref(1)) is None, "which is no step"
 
 
 def test_a_tenant_that_is_removed_leaves_the_journal(group: TrainGroup, ranks: Ranks) -> None:

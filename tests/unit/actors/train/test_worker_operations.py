@@ -16,13 +16,13 @@ from rl_backend.contracts import (
     ForwardResult,
     HandleError,
     Metric,
+    ModelHandle,
     OperationOrderError,
-    PendingStepResult,
     RLBackendError,
     StepResult,
 )
 from rl_backend.contracts.atoms import Operation
-from tests.support.told_worker import ToldHandle, ToldRank, ref
+from tests.support.told_worker import ToldRank, ref
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_a_pass_without_a_loss_has_none() -> None:
 
 def test_a_built_model_is_kept_under_its_operation() -> None:
     rank = ToldRank()
-    made = ToldHandle("critic", True, 0, 2, 4, "values", 3, lora_id=6)
+    made = ModelHandle("critic", True, 0, 2, 4, "values", 3, lora_id=6)
     rank.context.operation = 9
     for name, given in (("build_model", {"head": "values"}), ("create_lora_adapter", {"handle": ref(2), "lora": "lora"})):
         for is_source in (True, False):
@@ -111,17 +111,13 @@ def test_what_only_the_driver_reads_comes_from_rank_0(rank: int) -> None:
     assert one.run("get_optimizer_state", handle=ref(1)) == ("s" if rank == 0 else None)
 
 
-def test_a_step_that_may_be_taken_back_is_answered_later() -> None:
+def test_a_step_is_answered_with_its_result_or_a_list_of_them() -> None:
     rank = ToldRank()
     known = StepResult(True, 1.0, None)
     rank.runtime.answers["optimizer_step"] = known
     assert rank.run("optimizer_step", handle=ref(1)) is known
     rank.runtime.answers["optimizer_step"] = [known]
     assert rank.run("optimizer_step", handle=[ref(1)]) == [known]
-    rank.runtime.answers["optimizer_step"] = PendingStepResult(lambda: StepResult(False, 4.0, 2))
-    rank.context.operation = 8
-    assert rank.run("optimizer_step", handle=ref(1)) is None
-    assert tuple(rank.run("step_result", handle=ref(1), number=8)) == (False, 4.0, 2)
 
 
 def test_the_end_closes_what_callers_kept_and_then_the_runtime() -> None:

@@ -131,7 +131,6 @@ def test_a_plugin_that_fails_says_how(
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"post_validation": True}, "post_validation"),
         ({"head_in_float32": True}, "head_in_float32"),
         ({"log_prob_chunk_tokens": 0}, "log_prob_chunk_tokens"),
     ],
@@ -139,7 +138,6 @@ def test_a_plugin_that_fails_says_how(
 def test_native_options_without_effect_are_refused(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=f"NativeConfig.{field}"):
         NativeConfig(**fields)
-    NativeConfig(post_validation=True, parallel=ParallelConfig(pp=2))
     NativeConfig(head_in_float32=True, param_dtype="bfloat16")
 
 

@@ -10,15 +10,13 @@ from torch import nn
 
 from rl_backend.contracts import ConfigError, ModelOptions, PackedWeight, ParallelConfig
 from rl_backend.model.blocks import CacheBytes, FeedForwardSpec, MixerSpec, divisors, linear_names, nearest, require_divided
-from rl_backend.model.feedforward.clamped_moe import ClampedMoESpec
 from rl_backend.model.feedforward.mlp import MLPNames, MLPSpec
 from rl_backend.model.feedforward.moe import ExpertNames, MoESpec
 from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.mixers.deltanet import DeltaNetSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.mixers.indexer import IndexerSpec
-from rl_backend.model.mixers.mla import MLASpec
-from rl_backend.model.mixers.sparse_mla import SparseMLASpec
+from rl_backend.model.mixers.mla import ChosenKeysSpec, MLASpec
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary
 from rl_backend.primitive.router import RouterSettings
@@ -69,13 +67,13 @@ MIXERS: dict[str, tuple[MixerSpec, str]] = {
         "q_proj.weight kv_a_proj_with_mqa.weight kv_a_layernorm.weight kv_b_proj.weight o_proj.weight",
     ),
     "sparse": (
-        SparseMLASpec(query_rank=11, indexer=INDEXER, top_k=3, **LATENT),
+        MLASpec(query_rank=11, keys=ChosenKeysSpec(indexer=INDEXER, top_k=3), **LATENT),
         "q_a_proj.weight q_a_layernorm.weight q_b_proj.weight kv_a_proj_with_mqa.weight kv_a_layernorm.weight "
         "kv_b_proj.weight o_proj.weight indexer.wq_b.weight indexer.wk.weight indexer.k_norm.weight indexer.k_norm.bias "
         "indexer.weights_proj.weight",
     ),
     "sparse, follows": (
-        SparseMLASpec(query_rank=11, indexer=None, top_k=3, **LATENT),
+        MLASpec(query_rank=11, keys=ChosenKeysSpec(indexer=None, top_k=3), **LATENT),
         "q_a_proj.weight q_a_layernorm.weight q_b_proj.weight kv_a_proj_with_mqa.weight kv_a_layernorm.weight "
         "kv_b_proj.weight o_proj.weight",
     ),
@@ -108,7 +106,7 @@ BLOCKS: dict[str, tuple[FeedForwardSpec, str]] = {
         "experts.1.up_proj.weight experts.down_proj=experts.0.down_proj.weight,experts.1.down_proj.weight",
     ),
     "clamped": (
-        ClampedMoESpec(RouterSettings(2, 1, bias=True), 8, ExpertNames(router="router")),
+        MoESpec(RouterSettings(2, 1, bias=True), 8, ExpertNames(router="router"), clamped=True),
         "gate.weight=router.weight gate.bias=router.bias experts.gate_up_proj experts.gate_up_proj_bias experts.down_proj "
         "experts.down_proj_bias",
     ),
@@ -240,15 +238,17 @@ def test_a_layout_that_divides_a_block_passes(spec: Any, sizes: dict[str, int]) 
 @pytest.mark.parametrize("training", ["warm_up", "sparse"])
 @pytest.mark.parametrize("dimension", ["tp", "cp"])
 def test_an_indexer_learns_on_ranks_with_all_heads_and_keys_alone(training: Any, dimension: str) -> None:
-    spec = SparseMLASpec(query_rank=11, indexer=INDEXER, top_k=3, training=training, **LATENT)
+    spec = MLASpec(query_rank=11, keys=ChosenKeysSpec(indexer=INDEXER, top_k=3, training=training), **LATENT)
     spec.check_layout(ParallelConfig(ep=2, pp=2))
     with pytest.raises(ConfigError, match=rf"ParallelConfig\.{dimension}=3: model_cfg.indexer='{training}' .*1 / 3 of them"):
         spec.check_layout(ParallelConfig(**{dimension: 3}))
 
 
 def test_what_chooses_keys_says_so() -> None:
-    sparse, follows = (SparseMLASpec(query_rank=11, indexer=each, top_k=3, **LATENT) for each in (INDEXER, None))
-    warm = SparseMLASpec(query_rank=11, indexer=INDEXER, top_k=3, training="warm_up", **LATENT)
+    sparse, follows = (
+        MLASpec(query_rank=11, keys=ChosenKeysSpec(indexer=each, top_k=3), **LATENT) for each in (INDEXER, None)
+    )
+    warm = MLASpec(query_rank=11, keys=ChosenKeysSpec(indexer=INDEXER, top_k=3, training="warm_up"), **LATENT)
     assert [(each.chooses, each.follows, each.chosen_keys) for each in (sparse, follows, warm, GQA)] == [
         (True, False, 3),
         (True, True, None),

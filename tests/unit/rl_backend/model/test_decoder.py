@@ -15,11 +15,12 @@ from rl_backend.model.activation_checkpointing import checkpoint_layers
 from rl_backend.model.blocks import LayerSpec, RouterInput
 from rl_backend.model.decoder import Decoder
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.feedforward.moe import MoEOptions, MoESpec
+from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.input import SecondTokens, second_labels
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.multi_token import MTPNames, MTPSpec
+from rl_backend.model.options import DecoderOptions
 from rl_backend.primitive.adapter_runs import AdapterRun, OwnHead
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.norm import NormSpec
@@ -43,7 +44,7 @@ def spec_of(**changes: Any) -> DecoderSpec:
 def model_of(
     spec: DecoderSpec, head: Head = "log_probs", stage: ModelStage | None = None, layer_dtype: torch.dtype | None = None
 ) -> Decoder:
-    model = Decoder(spec, BuildSettings(MoEOptions(), head, 4, stage, layer_dtype)).double()
+    model = Decoder(spec, BuildSettings(DecoderOptions(), head, 4, stage, layer_dtype)).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

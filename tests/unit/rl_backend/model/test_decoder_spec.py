@@ -24,8 +24,9 @@ from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.mixers.deltanet import DeltaNetSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.mixers.indexer import IndexerSpec
-from rl_backend.model.mixers.sparse_mla import SparseMLASpec
-from rl_backend.model.multi_token import MTPNames, MTPOptions, MTPSpec
+from rl_backend.model.mixers.mla import ChosenKeysSpec, MLASpec
+from rl_backend.model.multi_token import MTPNames, MTPSpec
+from rl_backend.model.options import DecoderOptions
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary
 from rl_backend.primitive.router import RouterSettings
@@ -33,7 +34,8 @@ from rl_backend.primitive.router import RouterSettings
 ATTENTION = GQASpec(num_heads=2, num_kv_heads=1, head_dim=4, rotary=Rotary(4, 10.0))
 LINEAR = DeltaNetSpec(num_key_heads=2, num_value_heads=2, key_dim=4, value_dim=4)
 DENSE, MIXTURE = SwiGLUSpec(8), MoESpec(RouterSettings(4, 2), 8)
-CHOOSES = SparseMLASpec(
+KEYS = ChosenKeysSpec(indexer=IndexerSpec(num_heads=2, head_dim=6, rotated=4, interleaved=True), top_k=3)
+CHOOSES = MLASpec(
     num_heads=2,
     query_rank=6,
     kv_rank=5,
@@ -43,10 +45,9 @@ CHOOSES = SparseMLASpec(
     interleaved=True,
     scale=0.3,
     latent_eps=1e-6,
-    indexer=IndexerSpec(num_heads=2, head_dim=6, rotated=4, interleaved=True),
-    top_k=3,
+    keys=KEYS,
 )
-FOLLOWS = replace(CHOOSES, indexer=None)
+FOLLOWS = replace(CHOOSES, keys=replace(KEYS, indexer=None))
 
 
 def spec_of(*layers: LayerSpec, **changes: Any) -> DecoderSpec:
@@ -146,8 +147,8 @@ def test_what_layers_say_together() -> None:
     assert spec_of(*spec.layers, alike).routed_layers == RoutedLayers(4, 2, (False, True, True))
     full, shared = LayerSpec(CHOOSES, DENSE), LayerSpec(FOLLOWS, DENSE)
     assert spec_of(full, shared, full).indexed_layers == IndexedLayers(3, (0, 2))
-    assert spec_of(full, LayerSpec(replace(CHOOSES, top_k=4), DENSE)).indexed_layers is None
-    warm = LayerSpec(replace(CHOOSES, training="warm_up"), DENSE)
+    assert spec_of(full, LayerSpec(replace(CHOOSES, keys=replace(KEYS, top_k=4)), DENSE)).indexed_layers is None
+    warm = LayerSpec(replace(CHOOSES, keys=replace(KEYS, training="warm_up")), DENSE)
     assert spec_of(warm, warm).indexed_layers is None
     model = Decoder(spec_of(full, shared, full), BuildSettings(ModelOptions(), "log_probs", 4))
     assert [(layer.key_place, layer.place, layer.chooses) for layer in model.each_layer()] == [
@@ -186,15 +187,18 @@ def test_a_stage_begins_with_a_layer_that_follows_no_other() -> None:
 
 def test_options_of_multi_token_prediction_change_what_is_trained() -> None:
     spec = spec_of(mtp=MTP)
-    assert spec.configured(ModelOptions()) is spec and spec.configured(MTPOptions()) is spec
-    joint = spec.configured(MTPOptions(mtp="joint", mtp_loss_weight=0.7))
+    assert spec.configured(ModelOptions()) is spec and spec.configured(DecoderOptions()) is spec
+    joint = spec.configured(DecoderOptions(mtp="joint", mtp_loss_weight=0.7))
     assert joint.mtp == replace(MTP, training="joint", loss_weight=0.7) and joint.mtp.is_trained
     assert not MTP.is_trained and replace(joint, mtp=MTP) == spec
-    detached = spec.configured(MTPOptions(mtp="detached"))
+    detached = spec.configured(DecoderOptions(mtp="detached"))
     assert detached.mtp is not None and (detached.mtp.training, detached.mtp.loss_weight) == ("detached", 0.1)
-    assert spec_of().configured(MTPOptions()) == spec_of()
-    with pytest.raises(ConfigError, match=r"model_cfg\.mtp='detached': config.json describes no such layer"):
-        spec_of().configured(MTPOptions(mtp="detached"))
+    assert spec_of().configured(DecoderOptions()) == spec_of()
+    with pytest.raises(
+        ConfigError,
+        match=r"model_cfg\.mtp='detached': config.json describes no part that takes it; it takes delta_kernel, freeze",
+    ):
+        spec_of().configured(DecoderOptions(mtp="detached"))
     assert spec.kept_prefixes() == joint.kept_prefixes() == ("model.layers.2.",) and spec_of().kept_prefixes() == ()
 
 

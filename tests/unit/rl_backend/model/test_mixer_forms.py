@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError, ModelOptions, NativeConfig
-from rl_backend.model.feedforward.moe import BiasedMoEOptions, MoE, MoEOptions, MoESpec
+from rl_backend.model.feedforward.moe import MoE, MoESpec
 from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.mixers import deltanet
-from rl_backend.model.mixers.deltanet import DeltaNetOptions, DeltaNetSpec, GatedDeltaNet
+from rl_backend.model.mixers.deltanet import DeltaNetSpec, GatedDeltaNet
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.mixers.mla import MLASpec
+from rl_backend.model.options import DecoderOptions
 from rl_backend.primitive.activation import ACTIVATIONS, Activation
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.clamped_experts import LIMIT, ClampedExperts
@@ -172,10 +173,12 @@ def test_the_gate_alone_is_activated(activation: Activation) -> None:
 
 def test_options_of_a_mixture_are_told_to_its_router() -> None:
     spec = MoESpec(RouterSettings(3, 2, bias=True), 4, shared_intermediate_size=5, shared_gate=True)
-    options = MoEOptions(router_aux_loss_coef=0.1, router_z_loss_coef=0.2, router_sequence_loss_coef=0.3, freeze_router=True)
+    options = DecoderOptions(
+        router_aux_loss_coef=0.1, router_z_loss_coef=0.2, router_sequence_loss_coef=0.3, freeze_router=True
+    )
     for each, coefficients, frozen in (
         (options, RouterLossCoefficients(0.1, 0.2, 0.3), True),
-        (BiasedMoEOptions(expert_bias_rate=0.5), RouterLossCoefficients(), False),
+        (DecoderOptions(expert_bias_rate=0.5), RouterLossCoefficients(), False),
         (ModelOptions(), RouterLossCoefficients(), False),
     ):
         moe = spec.build(HIDDEN, each)
@@ -218,13 +221,13 @@ def test_a_kernel_is_taken_where_it_can_run(
     mixer = DeltaNetSpec(num_key_heads=1, num_value_heads=1, key_dim=2, value_dim=2).build(4, NormSpec(1e-6))
     assert isinstance(mixer, GatedDeltaNet) and not mixer.takes_fla
     groups: Any = SimpleNamespace(device=torch.device(device), parallel=SimpleNamespace(cp=cp))
-    config = NativeConfig(device="cpu", param_dtype=dtype, model="qwen3_5", model_cfg=DeltaNetOptions(delta_kernel="fla"))
+    config = NativeConfig(device="cpu", param_dtype=dtype, model="qwen3_5", model_cfg=DecoderOptions(delta_kernel="fla"))
     if message is None:
         mixer.choose_kernels(groups, config)
         assert mixer.takes_fla
     else:
-        with pytest.raises(ConfigError, match=rf"DeltaNetOptions\.delta_kernel='fla': {message}"):
+        with pytest.raises(ConfigError, match=rf"NativeConfig\.model_cfg\.delta_kernel='fla': {message}"):
             mixer.choose_kernels(groups, config)
-    plain = NativeConfig(device="cpu", param_dtype=dtype, model="qwen3_5", model_cfg=DeltaNetOptions())
+    plain = NativeConfig(device="cpu", param_dtype=dtype, model="qwen3_5", model_cfg=DecoderOptions())
     mixer.choose_kernels(groups, plain)
     assert not mixer.takes_fla

@@ -15,8 +15,7 @@ from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.mixers.mla import MLASpec
-from rl_backend.model.mixers.sparse_mla import SparseMLASpec
-from rl_backend.model.sparse_families import SparseLatentOptions
+from rl_backend.model.options import DecoderOptions
 from rl_backend.primitive.rope import YarnScaling
 from tests.unit.rl_backend.model.test_left_out_fields import LIKE, written
 
@@ -126,14 +125,14 @@ def test_latent_attention_is_read_field_by_field() -> None:
 def test_layers_that_follow_have_no_indexer_and_a_draft_layer_has_one() -> None:
     decoder = parse("glm_moe_dsa", indexer_types=["full", "shared", "full"], num_nextn_predict_layers=1, index_topk=5)
     mixers = [layer.mixer for layer in decoder.layers]
-    assert all(isinstance(mixer, SparseMLASpec) and mixer.top_k == 5 for mixer in mixers)
+    assert all(isinstance(mixer, MLASpec) and mixer.keys is not None and mixer.keys.top_k == 5 for mixer in mixers)
     assert [mixer.follows for mixer in mixers] == [False, True, False]
     assert decoder.mtp is not None and decoder.mtp.layer.mixer == mixers[0]
     first = mixers[0]
-    assert isinstance(first, SparseMLASpec) and first.indexer is not None
+    assert isinstance(first, MLASpec) and first.indexer is not None
     assert (first.indexer.interleaved, first.indexer.rotated) == (True, first.rotary.head_dim)
     other = parse("deepseek_v32").layers[1].mixer
-    assert isinstance(other, SparseMLASpec) and other.indexer is not None and not other.indexer.interleaved
+    assert isinstance(other, MLASpec) and other.indexer is not None and not other.indexer.interleaved
     for changes in ({"index_topk_freq": 2}, {"index_topk_pattern": "FS"}):
         with pytest.raises(
             UnsupportedError, match="indexer_types=None: index_topk_freq alone is read in two ways; list 3 kinds"
@@ -145,18 +144,18 @@ def test_options_of_indexers_change_every_layer() -> None:
     fields = fields_of("glm_moe_dsa", indexer_types=["full", "shared", "full"], num_nextn_predict_layers=1)
     family = find_model("auto", fields)
     plain = family.parse_config(fields)
-    assert family.architecture(fields, SparseLatentOptions()) == plain
+    assert family.architecture(fields, DecoderOptions()) == plain
     for training, part in (("sparse", None), ("warm_up", "indexer")):
-        changed = family.architecture(fields, SparseLatentOptions(indexer=training, indexer_loss_weight=0.25))
+        changed = family.architecture(fields, DecoderOptions(indexer=training, indexer_loss_weight=0.25))
         mixers = [*(layer.mixer for layer in changed.layers), changed.mtp.layer.mixer]
-        assert {(mixer.training, mixer.loss_weight) for mixer in mixers} == {(training, 0.25)}
+        assert {(mixer.keys.training, mixer.keys.loss_weight) for mixer in mixers} == {(training, 0.25)}
         assert changed.trained_part == part and [mixer.follows for mixer in mixers] == [False, True, False, False]
-    joint = family.architecture(fields, SparseLatentOptions(indexer="sparse", mtp="joint"))
-    assert joint.mtp.is_trained and joint.mtp.layer.mixer.training == "sparse"
+    joint = family.architecture(fields, DecoderOptions(indexer="sparse", mtp="joint"))
+    assert joint.mtp.is_trained and joint.mtp.layer.mixer.keys.training == "sparse"
     for options, field in (({"expert_bias_rate": 0.1}, "expert_bias_rate=0.1"), ({"mtp": "joint"}, "mtp='joint'")):
         with pytest.raises(ConfigError, match=rf"model_cfg\.{field}: indexer='warm_up' trains indexers alone"):
-            family.architecture(fields, SparseLatentOptions(indexer="warm_up", **options))
-        family.architecture(fields, SparseLatentOptions(indexer="sparse", **options))
+            family.architecture(fields, DecoderOptions(indexer="warm_up", **options))
+        family.architecture(fields, DecoderOptions(indexer="sparse", **options))
 
 
 def gqa(decoder: DecoderSpec, layer: int = 0) -> GQASpec:

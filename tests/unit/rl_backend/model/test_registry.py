@@ -80,8 +80,12 @@ def test_a_model_type_that_nobody_claims_is_refused_with_those_that_are(plain: M
     with pytest.raises(UnsupportedError) as refused:
         find_model("auto", {} if model_type is None else {"model_type": model_type})
     message = str(refused.value)
-    assert message.startswith(f"model_type={model_type!r}: no registered model family; the native runtime has deepseek_v3, ")
-    assert "plain_a, plain_b, qwen2" in message and refused.value.details == {"model_type": model_type}
+    assert message.startswith(f"model_type={model_type!r}: no registered model family; the native runtime has ")
+    assert (
+        "deepseek_v3, " in message
+        and "plain_a, plain_b, qwen2" in message
+        and refused.value.details == {"model_type": model_type}
+    )
 
 
 def test_options_change_an_architecture_and_their_defaults_stand_for_none() -> None:

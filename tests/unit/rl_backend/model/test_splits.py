@@ -19,7 +19,7 @@ from rl_backend.model.feedforward import mlp, moe, swiglu
 from rl_backend.model.feedforward.mlp import MLPSpec
 from rl_backend.model.feedforward.moe import MoE, MoESpec
 from rl_backend.model.feedforward.swiglu import SwiGLUSpec
-from rl_backend.model.mixers import deltanet, gqa, mla, sparse_mla
+from rl_backend.model.mixers import deltanet, gqa, mla
 from rl_backend.model.mixers.deltanet import DeltaNetSpec, GatedDeltaNet
 from rl_backend.model.mixers.gqa import GroupedQueryAttention
 from rl_backend.model.mixers.mla import MLASpec
@@ -49,7 +49,7 @@ class Told:
 
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (mlp, moe, swiglu, deltanet, gqa, mla, sparse_mla, decoder):
+    for module in (mlp, moe, swiglu, deltanet, gqa, mla, decoder):
         monkeypatch.setattr(module, "TensorParallel", Told)
     CALLS.clear()
     yield

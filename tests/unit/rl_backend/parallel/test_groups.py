@@ -91,20 +91,16 @@ def test_a_rank_is_in_the_groups_of_its_place(
         assert members(groups.tp_mesh.get_group()) == expected["tp"]
         assert members(groups.world_group) == members(groups.host_group) == list(range(world))
         assert (groups.dp_rank, groups.dp_size) == (expected["dp"].index(rank), len(expected["dp"]))
-        assert groups.world_size == world and groups.parallel is parallel and groups.validation is None
+        assert groups.world_size == world and groups.parallel is parallel
         assert groups.expert_mesh.mesh.flatten().tolist() == groups.mesh.mesh.flatten().tolist()
         assert groups.device.type == "meta"
 
 
-def test_groups_that_check_each_other_are_a_second_one_of_all_ranks_and_one_of_each_stage() -> None:
+def test_what_was_made_is_destroyed_and_the_default_group_of_another_stays() -> None:
     with imagined_rank(ParallelConfig(pp=2, tp=2), 5, 8):
-        groups = open_groups(ParallelConfig(pp=2, tp=2), CPU, post_validation=True)
-        assert groups.validation is not None
-        assert members(groups.validation.world) == list(range(8)) and members(groups.validation.stage) == [4, 5, 6, 7]
-        assert groups.validation.world is not groups.host_group
-        # Each partition of the ranks is made once; what was made is destroyed.
-        assert groups.token_group is groups.tp_group and groups.validation.stage in groups.made
-        assert groups.host_group in groups.made and groups.validation.world in groups.made
+        groups = open_groups(ParallelConfig(pp=2, tp=2), CPU)
+        # Each partition of the ranks is made once.
+        assert groups.token_group is groups.tp_group and groups.host_group in groups.made
         assert groups.world_group not in groups.made
         close_groups(groups)
         assert dist.is_initialized(), "made by another"

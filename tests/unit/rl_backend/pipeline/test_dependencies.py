@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from rl_backend.contracts import ScheduleError
-from rl_backend.pipeline.dependencies import Arrival, Event, arrival_of, event_graph, in_order, inputs_of, plan_warm_up
-from rl_backend.pipeline.schedule import Action, Kind, Schedule
+from rl_backend.pipeline.dependencies import Arrival, Event, arrival_of, event_graph, in_order, inputs_of
+from rl_backend.pipeline.schedule import Action, Kind
 from tests.support.pipeline import action, actions
 
 
@@ -133,30 +131,3 @@ def test_ranks_that_wait_in_a_circle_are_named_up_to_eight(length: int) -> None:
     start = int(named[0][1:-3])
     expected = [f"<{(start + step) % length}F0>" for step in range(length + 1)]
     assert named == (expected if length < 8 else [*expected[:6], "...", expected[-1]])
-
-
-@pytest.mark.parametrize(
-    ("lists", "lengths", "left_over"),
-    [
-        # Each rank has posted a receive of what the other sends only after the first loss.
-        (
-            ("0F0 0SEND_F0 0RECV_B0 0F1 0BW0 0SEND_F1", "1RECV_F0 1RECV_F1 1F0 1BW0 1SEND_B0"),
-            (4, 2),
-            ("0SEND_F1", "1SEND_B0"),
-        ),
-        # A rank that has sent more than the other receives before its first loss.
-        (("0F0 0SEND_F0 0F1 0SEND_F1 0BW0", "1RECV_F0 1F0 1RECV_F1 1F1"), (4, 1), ("", "1RECV_F1")),
-        (
-            ("0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2", "1RECV_F2 1F2 1RECV_F0 1RECV_F1"),
-            (6, 1),
-            ("", "1RECV_F0 1RECV_F1"),
-        ),
-    ],
-)
-def test_a_warm_up_completes_exactly_the_transfers_that_someone_has_posted(
-    lists: Sequence[str], lengths: tuple[int, ...], left_over: Sequence[str]
-) -> None:
-    own = tuple(map(actions, lists))
-    found = plan_warm_up(Schedule("begun", 3, (0, 1), own, (9, 9)))
-    assert found.lengths == lengths
-    assert found.left_over == tuple(map(actions, left_over))

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_backend.checkpoint.training_state import TensorPieces
 from rl_backend.contracts import ExportInterruptedError, PackedBatch, PackedWeight, RoutedLayers, UnsupportedError
 from rl_backend.parallel.shards import ShardLayout
-from rl_backend.runtime.backend_info import _optimizer_state
+from rl_backend.runtime.backend_info import optimizer_state
 from rl_backend.runtime.export_stream import start_stream
 from rl_backend.runtime.module_outputs import gather_outputs_of_stages
 from rl_backend.runtime.native import export
@@ -143,7 +143,7 @@ def optimizer_of(pieces: Mapping[str, Any], group: dist.ProcessGroup) -> Any:
     handle: Any = SimpleNamespace(
         trainer=lambda operation: trained, groups=SimpleNamespace(host_group=group), saved_shapes=shapes
     )
-    return _optimizer_state(handle, pieces)
+    return optimizer_state(handle, pieces)
 
 
 def test_moments_are_put_together_once_from_the_pieces_that_ranks_write() -> None:

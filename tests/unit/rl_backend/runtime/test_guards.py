@@ -27,7 +27,6 @@ from rl_backend.contracts import (
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime import guarded
 from rl_backend.runtime.interface import Runtime
-from rl_backend.runtime.tenant_interface import TenantAtoms
 from tests.support.standing_runtime import CPU, StandingHandle, StandingRuntime
 
 
@@ -54,7 +53,7 @@ def test_a_model_is_built_with_what_was_asked_and_the_rest_of_the_configuration(
     runtime.build_model(forward_only=True)
     runtime.build_model(trainable=False, hf_path="third")
     runtime.build_model(forward_only=True, trainable=False)
-    found = [(config.hf_path, config.backend_cfg.optimizer.lr, *rest) for config, *rest in runtime.built]
+    found = [(config.hf_path, config.backend_cfg.optimizer.lr, *rest) for config, *rest in runtime.engine.built]
     assert found == [
         ("there", 0.1, "model-1", "log_probs", False, False),
         ("elsewhere", 0.7, "policy", "values", False, False),
@@ -68,19 +67,19 @@ def test_a_model_is_built_with_what_was_asked_and_the_rest_of_the_configuration(
     for options in ({"forward_only": True}, {"trainable": False}):
         with pytest.raises(ConfigError, match=r"optimizer=.*a model that is not trained has none; leave it out"):
             runtime.build_model(optimizer=other, **options)  # type: ignore[arg-type]
-    assert len(runtime.built) == 5
+    assert len(runtime.engine.built) == 5
 
 
 def test_what_is_kept_is_said_once_where_a_model_is_trained(
     runtime: StandingRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime.kept = {"tower.weight": (2,)}
+    runtime.engine.kept = {"tower.weight": (2,)}
     with caplog.at_level(logging.WARNING):
         runtime.build_model(forward_only=True)
         assert not caplog.records
         runtime.build_model(hf_path="towered")
         assert len(caplog.records) == 1 and "tower" in caplog.text and "of towered are kept" in caplog.text
-        runtime.groups.world_group = SimpleNamespace(rank=lambda: 1)
+        runtime.engine.groups.world_group = SimpleNamespace(rank=lambda: 1)
         runtime.build_model()
     assert len(caplog.records) == 1
 
@@ -88,7 +87,7 @@ def test_what_is_kept_is_said_once_where_a_model_is_trained(
 def test_a_place_is_that_of_the_groups(runtime: StandingRuntime) -> None:
     place = runtime.place
     assert (place.device, place.data_parallel_rank, place.data_parallel_size) == (CPU, 1, 3)
-    assert place.data_parallel_group is runtime.groups.dp_group and place.is_source is True
+    assert place.data_parallel_group is runtime.engine.groups.dp_group and place.is_source is True
     assert runtime.is_mp_src_rank_with_outputs(runtime.build_model()) is True
 
 
@@ -105,7 +104,7 @@ def test_lists_of_handles_are_checked_before_any_is_changed(runtime: StandingRun
     runtime.zero_grad([first, second])
     assert first.events == second.events == ["drop"] and first.broken == second.broken == ""
     runtime.zero_grad(first)
-    assert first.events == ["drop", "drop"] and runtime.inside == 0
+    assert first.events == ["drop", "drop"] and runtime.engine.inside == 0
 
 
 def test_versions_count_steps_that_were_taken(runtime: StandingRuntime) -> None:
@@ -127,7 +126,7 @@ def test_parts_are_moved_by_themselves_and_those_that_a_model_lacks_are_nothing_
         return [part for part in ("model", "optimizer", "grad") if not each.offload.on_device(part)]
 
     runtime.to(handle, "cpu", model=False, grad=False)
-    assert away(handle) == ["optimizer"] and handle.events == ["settle"]
+    assert away(handle) == ["optimizer"]
     runtime.to(handle, "cpu", optimizer=False)
     assert away(handle) == ["model", "optimizer", "grad"]
     runtime.to(handle, "device", optimizer=False, model=False)
@@ -153,7 +152,7 @@ def test_a_pass_is_asked_for_as_it_was_given(runtime: StandingRuntime) -> None:
     assert answer == "passed"
     handle.routed = RoutedLayers(4, 1, (True,))
     runtime.forward_backward(handle, BATCHES, None, forward_only=True, router_replay="record")
-    found = [(each.data is BATCHES, each.loss_fn, each.forward_only, each.router_replay) for each in runtime.passes]
+    found = [(each.data is BATCHES, each.loss_fn, each.forward_only, each.router_replay) for each in runtime.engine.passes]
     assert found == [(True, loss, False, "off"), (True, None, True, "record")]
     refused: Sequence[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (None, {}, BatchError, "forward_backward without loss_fn; pass one, or forward_only=True"),
@@ -167,7 +166,7 @@ def test_a_pass_is_asked_for_as_it_was_given(runtime: StandingRuntime) -> None:
         handle.routed = routed
         with pytest.raises(UnsupportedError, match="router_replay='replay': model-1 has no routers to record or replay"):
             runtime.forward_backward(handle, BATCHES, loss, router_replay="replay")
-    assert len(runtime.passes) == 2 and runtime.inside == 0
+    assert len(runtime.engine.passes) == 2 and runtime.engine.inside == 0
 
 
 def test_modes_of_all_roots_come_back_as_each_module_had_them(runtime: StandingRuntime) -> None:
@@ -194,16 +193,22 @@ def test_weights_are_announced_in_the_dtype_asked_for_and_no_less_where_float32_
     assert double == ["float64", "float64"]
 
 
-def test_a_close_settles_releases_and_goes_on_after_an_error(runtime: StandingRuntime, closed: list[Any]) -> None:
+def test_a_close_releases_and_goes_on_after_an_error(runtime: StandingRuntime, closed: list[Any]) -> None:
     handles = [runtime.build_model() for _ in range(3)]
-    handles[1].settle = lambda: (_ for _ in ()).throw(ValueError("a step was lost"))  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="a step was lost"):
+    released = handles[1].release
+
+    def fails() -> None:
+        released()
+        raise ValueError("a stream was lost")
+
+    handles[1].release = fails  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="a stream was lost"):
         runtime.close()
-    assert handles[0].events == ["settle", "release"] and handles[1].events == ["release"]
+    assert [each.events for each in handles] == [["release"]] * 3
     assert all(each.owner is None and each.optimizer is None for each in handles)
-    assert closed == [runtime.groups]
+    assert closed == [runtime.engine.groups]
     runtime.close()
-    assert closed == [runtime.groups]
+    assert closed == [runtime.engine.groups]
     with pytest.raises(HandleError, match="this runtime is closed; create another one"):
         runtime.zero_grad(handles[0])
 
@@ -224,12 +229,13 @@ def test_what_no_runtime_of_ones_own_offers_names_the_operation_and_its_class(ru
             call()
         assert str(caught.value) == f"the runtime 'native' does not offer {operation}; implement it in Bare"
         assert caught.value.details == {"backend": "native", "operation": operation}
-    tenants: Any = TenantAtoms()
-    atoms = {name: getattr(tenants, name) for name in vars(TenantAtoms) if not name.startswith("_")}
-    for name, atom in atoms.items():
-        with pytest.raises(
-            UnsupportedError, match=rf"^TenantAtoms does not offer {name}: it has no LoRA tenants"
-        ) as refused:
-            atom(*{"create_lora_adapter": (None, LoRAConfig()), "import_lora_adapter": (None, {})}.get(name, (None,)))
-        assert refused.value.details == {"operation": name}
-    assert len(atoms) == 8
+    given = {"create_lora_adapter": (None, LoRAConfig()), "import_lora_adapter": (None, {})}
+    tenants = [
+        name
+        for name in vars(Runtime)
+        if "lora" in name or name in ("get_backend_info", "get_optimizer_state", "list_optimizer_states")
+    ]
+    assert len(tenants) == 8
+    for name in tenants:
+        with pytest.raises(UnsupportedError, match=rf"^the runtime 'native' does not offer {name}; implement it in Bare"):
+            getattr(Runtime, name)(bare, *given.get(name, (None,)))

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from rl_backend.contracts import PackedWeight, RoutedLayers, TensorInfo, UnsupportedError
 from rl_backend.parallel.shards import ShardLayout
 from rl_backend.runtime.gradient_statistics import judge, rank_statistics
+from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.native.activations import record_activations
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import TensorLayout
 from rl_backend.runtime.saved_state import random_state, restore_random_state, training_manifest
-from rl_backend.runtime.tensor_atoms import TensorAtoms
 from tests.support.rank_threads import run_ranks
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_an_adapter_that_brings_along_other_weights_than_the_bases_is_refused_by
 
     def check(**weights: Tensor) -> str:
         try:
-            TensorAtoms._require_same_weights(atoms, model, weights, "there")
+            GuardedRuntime._require_same_weights(atoms, model, weights, "there")
         except UnsupportedError as error:
             return str(error.details["name"]) if "there: " in str(error) and "that of 'base'" in str(error) else str(error)
         return ""

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_backend.contracts import BatchError, ForwardResult, Metric, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.primitive.adapter_runs import AdapterRun
-from rl_backend.runtime.tenant_pass import (
+from rl_backend.runtime.tenants.passes import (
     LossOfTenants,
     PassTenants,
     agree_on_failures,
@@ -63,7 +63,7 @@ def batch(owners: Sequence[int] | None, lengths: Sequence[int], first: int = 0, 
 
 
 def passing(*tenants: Any, **options: Any) -> PassTenants:
-    losses = [each.name for each in tenants]
+    losses: Any = {each.name: loss_of(1.0) for each in tenants}
     given: dict[str, Any] = {"trains": True, "heads": ("log_probs",), "losses": losses, **options}
     return PassTenants({each.lora_id: each for each in tenants}, **given)
 
@@ -97,7 +97,7 @@ def test_sequences_that_are_nobodys_or_have_no_loss_are_refused(
 
 def test_a_pass_of_one_tenant_takes_sequences_without_a_field_and_refuses_those_of_others() -> None:
     alone = tenant(4, "a")
-    sole = passing(alone, sole=alone, losses=())
+    sole = passing(alone, sole=alone, losses=None)
     assert sole.problem([batch(None, [2]), batch([4, 4], [1, 2])]) is None
     assert sole.ids(batch(None, [2, 1, 5])) == [4, 4, 4]
     for owner in (-1, 9):
@@ -123,9 +123,9 @@ def test_ranks_compare_the_tenants_that_have_a_loss() -> None:
         return zlib.crc32(text.encode())
 
     assert passing(first, second).fingerprint(PAIR) == crc("4,9")
-    assert passing(first, second, losses=["b"]).fingerprint(PAIR) == crc("9")
+    assert passing(first, second, losses={"b": loss_of(1.0)}).fingerprint(PAIR) == crc("9")
     assert passing(first, second).fingerprint(PAIR[:1]) == crc("4")
-    assert passing(first, sole=first, losses=()).fingerprint([batch(None, [3])]) == crc("4")
+    assert passing(first, sole=first, losses=None).fingerprint([batch(None, [3])]) == crc("4")
 
 
 def test_dropout_is_drawn_once_for_each_micro_batch_of_a_tenant_that_has_it_and_trains() -> None:
@@ -203,8 +203,7 @@ def test_losses_are_added_up_kept_apart_by_tenant_and_one_that_failed_is_not_ask
         return model_output.log_probs.sum(), {"n": 1}  # type: ignore[union-attr]
 
     first, second, third = tenant(4, "a"), tenant(9, "b"), tenant(5, "c")
-    tenants = passing(first, second, third, losses=["a", "b"])
-    loss = LossOfTenants(tenants, {"a": loss_of(2.0, kl=3), "b": failing})
+    loss = LossOfTenants(passing(first, second, third, losses={"a": loss_of(2.0, kl=3), "b": failing}))
     totals = []
     for data in (batch([4, 9, -1, 5, 4], [1, 2, 1, 1, 2]), batch([9, 4], [2, 1]), batch([9], [3])):
         log_probs = torch.full(data.input_ids.shape, 0.5, requires_grad=True)
@@ -225,10 +224,10 @@ def test_losses_are_added_up_kept_apart_by_tenant_and_one_that_failed_is_not_ask
 @pytest.mark.parametrize("returned", [1.0, torch.ones(2, requires_grad=True), torch.ones(())], ids=str)
 def test_a_tenants_loss_that_cannot_be_trained_on_is_its_failure_in_a_backward_pass_alone(returned: Any) -> None:
     data, output = batch([4], [2]), ModelOutput(log_probs=torch.zeros(2))
-    loss = LossOfTenants(passing(tenant(4, "a")), {"a": lambda *_: (returned, {})})
+    loss = LossOfTenants(passing(tenant(4, "a"), losses={"a": lambda *_: (returned, {})}))
     assert float(loss(output, data)[0]) == 0.0  # type: ignore[arg-type]
     assert loss.failures[4].startswith(f"BatchError: the loss of 'a' returned {returned!r}; expected a 0-d tensor with a")
-    without = LossOfTenants(passing(tenant(4, "a"), trains=False), {"a": lambda *_: (None, {"n": 2})})
+    without = LossOfTenants(passing(tenant(4, "a"), trains=False, losses={"a": lambda *_: (None, {"n": 2})}))
     assert float(without(output, data)[0]) == 0.0  # type: ignore[arg-type]
     assert without.results == {4: [(0.0, {"n": 2})]} and not without.failures
 
@@ -256,7 +255,7 @@ def test_each_tenant_is_told_its_own_losses_metrics_and_outputs() -> None:
     outputs = {name: [torch.tensor([float(n)]) for n in range(5)] for name in ("log_probs", "entropy", "values", "routes")}
     metrics = {"4/kl": Metric(1.0, 2.0), "44/kl": Metric(3.0, 4.0), "44/a/b": Metric(5.0, 6.0)}
     result = ForwardResult((9.0, 8.0), metrics, outputs)
-    loss = LossOfTenants(tenants, {}, {4: [(1.5, {}), (2.5, {})], 44: [(0.5, {})]})
+    loss = LossOfTenants(tenants, {4: [(1.5, {}), (2.5, {})], 44: [(0.5, {})]})
     found = results_of_tenants(loss, tenants, data, result)
     assert list(found) == ["a", "v"]
     assert {name: [value.item() for value in values] for name, values in found["a"].outputs.items()} == {
