@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import rl_backend.runtime.bridge  # noqa: F401 - imports Megatron in the order that it needs
+
+# isort: split
+
 from types import SimpleNamespace
 from typing import Any
 
