@@ -267,3 +267,24 @@ def test_processes_of_one_machine_meet_on_its_loopback_address(nodes: list[str],
 
 def test_a_meeting_does_not_show_its_secret() -> None:
     assert "hidden" not in repr(Meeting("10.0.0.1", 1, b"hidden"))
+
+
+def test_a_connection_may_be_silent_for_longer_than_a_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.cluster.gate, "HANDSHAKE_SECONDS", 0.2)
+    with socket.create_server((LOOPBACK, 0)) as behind:
+        gate = Gate(ELSEWHERE, behind.getsockname()[:2], b"secret")
+        doorway = Doorway(LOOPBACK, (ELSEWHERE, gate.port), b"secret")
+        behind.settimeout(5)
+        behind.accept()[0].close()  # the doorway has tried the gate
+        with socket.create_connection((LOOPBACK, doorway.port), timeout=5) as inside:
+            outside, _ = behind.accept()
+            with outside:
+                outside.settimeout(5)
+                time.sleep(0.4)
+                inside.sendall(b"asked late")
+                assert outside.recv(64) == b"asked late"
+                time.sleep(0.4)
+                outside.sendall(b"answered late")
+                assert inside.recv(64) == b"answered late"
+        doorway.close()
+        gate.close()

@@ -306,3 +306,14 @@ def test_the_share_of_a_sequence_is_that_of_the_sampled_tokens_of_its_episode() 
     sequences = episode_sequences(played)
     shares = [(int(each.sequence_fields["episode"]), each.sequence_fields[EPISODE_SHARE].item()) for each in sequences]
     assert shares == [(0, 2 / 6), (0, 4 / 6), (1, 1.0), (3, 4 / 6), (3, 2 / 6)]
+
+
+def test_an_episode_without_sequences_leaves_the_others_their_advantages() -> None:
+    played = [
+        episode(reward=9.0, stop="error"),
+        episode(segment([("given", [5]), ("sampled", [6])]), reward=1.0),
+        episode(segment([("given", [5]), ("sampled", [7, 8])]), reward=2.0),
+        episode(segment([("given", [5]), ("sampled", [9])]), reward=4.0),
+    ]
+    found = with_advantages(episode_sequences(played), [9.0, 1.0, 2.0, 4.0], "dr_grpo", 4)
+    assert [float(each.sequence_fields["advantages"]) for each in found] == [-3.0, -2.0, 0.0]

@@ -94,3 +94,9 @@ def test_each_user_of_one_model_is_checked(task: Path, capsys: pytest.CaptureFix
     assert status == 2
     assert "REFUSED" not in ann
     assert "--dataset='nowhere.jsonl': no such file" in bob
+
+
+def test_an_evaluation_is_no_run_to_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "eval", "--model", "m"]) == 2
+    message = capsys.readouterr().err
+    assert "eval" in message and "grpo" in message and "sft" in message

@@ -52,6 +52,8 @@ def test_costs_and_transfers_are_those_given(capsys: pytest.CaptureFixture[str])
     assert stages["stages_per_rank"] == 4
     # A rank's stages share its time.
     assert stages["makespan"] == pytest.approx(6 + 3 / 4)
+    two = as_json(capsys, "schedule", "--schedule", "interleaved-1f1b", "--pp", "2", "--microbatches", "2")
+    assert two["stages_per_rank"] == 2 and two["makespan"] == pytest.approx(6 + 3 / 2)
 
 
 def test_the_text_says_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,13 @@ def test_what_a_template_does_with_the_past_is_found_out() -> None:
         check_history(renderer(CHATML.replace("{{ message.content }}", "x")))
 
 
+def test_only_turns_with_calls_count_where_a_template_writes_calls() -> None:
+    followed = "not loop.last and messages[loop.index].role == 'tool'"
+    changed = "{% if message.role == 'assistant' and not message.tool_calls and " + followed + " %}!{% endif %}"
+    check = check_history(renderer(CALLS.replace("{{ message.content }}", "{{ message.content }}" + changed), TOOL))
+    assert check.changes == () and check.results_behind_text and check.results_behind_calls
+
+
 def test_a_template_that_drops_calls_before_questions_says_so() -> None:
     later = "{% if loop.last or messages[loop.index].role == 'tool' and messages[-1].role == 'tool' %}"
     template = CALLS.replace("{% for call", later + "{% for call").replace(

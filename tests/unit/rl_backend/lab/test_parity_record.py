@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from rl_backend.contracts import HandleError, RLBackendError
 from rl_backend.data import MicroBatchPlan
-from rl_backend.lab.parity import rank
+from rl_backend.lab.parity import rank, record
 from rl_backend.lab.parity.config import ParityConfig, ParitySide
 from rl_backend.lab.parity.record import RankRecord, SideRecord, merge_ranks
+from rl_backend.lab.parity.run import start_rank
 
 
 def merge(*norms: Sequence[float]) -> SideRecord:
@@ -53,3 +57,20 @@ def test_an_error_is_told_before_the_runtime_is_closed(
     assert rank.main(str(config), "candidate", str(tmp_path / "out")) == 1
     error = json.loads((tmp_path / "out.error").read_text())
     assert (error["message"], error["expected"]) == ("this runtime refuses to work", True)
+
+
+def test_versions_are_of_packages_that_are_imported_under_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"1.0 of {name}")
+    for name in ("megatron.core", "megatron.bridge", "megatron_core"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert "megatron-core" not in record.package_versions()
+    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+    found = record.package_versions()
+    assert found["megatron-core"] == "1.0 of megatron-core" and "megatron-bridge" not in found
+    assert found["torch"] == "1.0 of torch" and found["python"]
+
+
+def test_what_a_rank_says_as_it_fails_is_in_its_log(tmp_path: Path) -> None:
+    process = start_rank(["no such folder"], os.environ, tmp_path / "log")
+    assert process.wait(120) != 0
+    assert "Traceback" in (tmp_path / "log").read_text() or "usage" in (tmp_path / "log").read_text()

@@ -149,3 +149,11 @@ def test_the_median_pass_is_one_of_them() -> None:
     assert median_pass([one(0, 9.0), one(1, 2.0), one(2, 5.0)]).number == 2
     assert median_pass([one(0, 9.0), one(1, 2.0), one(2, 5.0), one(3, 4.0)]).number == 3
     assert median_pass([one(7, 3.0)]).number == 7
+
+
+@pytest.mark.parametrize("stages_per_rank", [2, 4])
+def test_a_pass_has_as_many_stages_on_a_rank_as_it_says(tmp_path: Path, stages_per_rank: int) -> None:
+    schedule = make_schedule("interleaved-1f1b", 2, 4, stages_per_rank=stages_per_rank)
+    lengths = {(kind, stage): 2.0 for kind in (F, B, W) for stage in range(schedule.num_stages)}
+    (found,) = read_passes(write(tmp_path / "trace.json", events_of(schedule, 0.0, lengths)))
+    assert found.schedule.num_stages == 2 * stages_per_rank and found.schedule.actions == schedule.actions
