@@ -61,12 +61,12 @@ def test_equal_sums_of_sizes_do_not_make_a_cover() -> None:
     assert not covers_once((4, 2), [((0, 0), (2, 2)), ((0, 0), (2, 2))])
     assert not covers_once((4, 4), [((0, 0), (2, 4)), ((1, 0), (2, 4))])
     assert covers_once((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 4))])
+    assert not covers_once((4,), [((2,), (4,))]), "as large as the whole, and beside it"
+    assert not covers_once((4, 2), [((0, 0), (4, 2)), ((0, 1), (4, 2))])
 
 
 def test_pieces_without_elements_count_for_nothing() -> None:
     assert covers_once((3, 2), [((0, 0), (3, 2)), ((3, 0), (0, 2))])
-    assert not covers_once((4,), [((2,), (4,))]), "as large as the whole, and beside it"
-    assert not covers_once((4, 2), [((0, 0), (4, 2)), ((0, 1), (4, 2))])
     assert covers_once((0, 2), [])
     assert covers_once((0, 2), [((0, 0), (0, 2))])
     assert not covers_once((3, 2), [((3, 0), (0, 2))])
