@@ -141,7 +141,6 @@ OTHER_CHECKS: Sequence[tuple[str, str, Callable[[CodeBlock], None] | None, str]]
     ("docs/parity.md", "tiny-qwen3:", None, "output"),
     ("docs/plan.md", "native on 8 ranks", None, "output; tests/unit/rl_backend/cli/test_plan_command.py"),
     ("docs/rewards.md", "model: ", are_options_of("examples.grpo"), ""),
-    ("docs/schedules.md", "step = group", parses, "not run: a part; tests/e2e/test_train_group_order.py has the whole"),
     ("docs/testing.md", "Fault(", is_fault_of_this_tree, ""),
     ("docs/testing.md", "python -m tests", are_commands_of_waves, ""),
     ("docs/verl.md", "", None, "verl's overrides, environment and log; tests/unit/adapters/verl/test_verl_page.py"),

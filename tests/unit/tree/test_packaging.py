@@ -180,11 +180,6 @@ def first_circle(imports: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_source_file_has_more_than_400_lines() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
-    assert not {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > 400}
-
-
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert first_circle(imports_of_each_file(ROOT)) == []
 
