@@ -23,7 +23,6 @@ def rank(**changes: Any) -> RankMemory:
         "gradients": 20 * MIB,
         "optimizer": 40 * MIB,
         "adapters": 0,
-        "undo": 3 * MIB,
         "unreduced_gradients": 5 * MIB,
         "gathered_parameters": 7 * MIB,
         "activations": 100 * MIB,
@@ -51,13 +50,12 @@ def test_a_phase_takes_what_it_works_with_and_what_is_not_offloaded() -> None:
     expected: dict[str, dict[str, int]] = {
         "training": {
             **held,
-            "undo": 3,
             "unreduced_gradients": 5,
             "gathered_parameters": 7,
             "activations": 100,
             "workspace": 9,
         },
-        "optimizer_step": {**held, "undo": 3},
+        "optimizer_step": held,
         "log_probs": {**held, "gathered_parameters": 7, "workspace": 6},
         "weight_sync": {**held, "sync_bucket": 8},
         "rollout": held,
@@ -66,7 +64,7 @@ def test_a_phase_takes_what_it_works_with_and_what_is_not_offloaded() -> None:
         assert {name: size // MIB for name, size in one.phase(phase, ()).items()} == expected[phase]
         assert one.total(phase, ()) == sum(expected[phase].values()) * MIB
     offloaded = {phase: one.total(phase, ("model", "optimizer", "grad")) // MIB for phase in PHASES}
-    assert offloaded == {"training": 154, "optimizer_step": 73, "log_probs": 23, "weight_sync": 18, "rollout": 0}
+    assert offloaded == {"training": 151, "optimizer_step": 70, "log_probs": 23, "weight_sync": 18, "rollout": 0}
     gradients: tuple[Part, ...] = ("grad",)
     assert one.total("rollout", gradients) == 50 * MIB
     assert rank(adapters=MIB).total("rollout", ("model", *gradients)) == 41 * MIB
@@ -75,7 +73,7 @@ def test_a_phase_takes_what_it_works_with_and_what_is_not_offloaded() -> None:
 def test_the_largest_rank_is_another_in_another_phase() -> None:
     made = plan()
     assert made.largest("training") is made.ranks[0] and made.largest("rollout") is made.ranks[1]
-    assert [made.peak(phase) // MIB for phase in PHASES] == [194, 123, 133, 128, 120]
+    assert [made.peak(phase) // MIB for phase in PHASES] == [191, 120, 133, 128, 120]
     assert made.phases_over(128 * MIB) == ["training", "log_probs"] and made.phases_over(204 * MIB) == []
     assert made.num_parameters == 15 * MIB and plan(workload={"sync_dtype": "float32"}).num_parameters == 30 * MIB // 4
     assert made.layout == {"dp": 2, **made.config.backend_cfg.parallel.model_dump()} and made.layout["pp"] == 2
@@ -93,9 +91,9 @@ def test_the_text_has_a_table_and_what_follows_from_it() -> None:
     assert cells(text, "optimizer  ") == ["40.00", "90.00", "90.00", "90.00", "90.00"]
     assert cells(text, "workspace") == ["9.00", "6.00"]
     assert cells(text, "sync bucket") == ["8.00"] and "adapters  " not in text
-    assert cells(text, "total") == ["194.00", "123.00", "133.00", "128.00", "120.00"]
-    assert cells(text, "0 ") == ["194.00", "73.00", "83.00", "78.00", "70.00"]
-    assert cells(text, "1 ") == ["184.00", "123.00", "133.00", "128.00", "120.00"]
+    assert cells(text, "total") == ["191.00", "120.00", "133.00", "128.00", "120.00"]
+    assert cells(text, "0 ") == ["191.00", "70.00", "83.00", "78.00", "70.00"]
+    assert cells(text, "1 ") == ["181.00", "120.00", "133.00", "128.00", "120.00"]
     for line in (
         "the busiest rank computes 2.50 GFLOP in a step, recomputed layers included",
         "logits: 4.00 MiB at one time, in the workspace",
@@ -121,7 +119,7 @@ def test_what_does_not_fit_is_said_with_what_would() -> None:
     made = plan()
     text = as_text(made, 128 * MIB, plan(rank(activations=0), layout={"tp": 2}))
     assert text.endswith(
-        "\n\ndoes not fit 128.00 MiB: training needs 194.00, log probs needs 133.00\nfits with 94.00 MiB: dp=2 tp=2"
+        "\n\ndoes not fit 128.00 MiB: training needs 191.00, log probs needs 133.00\nfits with 91.00 MiB: dp=2 tp=2"
     )
     assert as_text(made, 128 * MIB, None).splitlines()[-1].startswith("no layout of 4 ranks fits: take more ranks")
 
@@ -138,7 +136,7 @@ def test_json_has_every_rank_and_phase() -> None:
     assert (facts["sequence_cache"], facts["engine_slots"], facts["sync_bytes"]) == ({"tokens": 5, "state": 7}, 9, 30 * MIB)
     assert facts["peak"] == {phase: made.peak(phase) for phase in PHASES} and facts["parallel"]["dp"] == 2
     assert (facts["fits"], facts["phases_over"], facts["device_bytes"]) == (False, ["training"], 128 * MIB)
-    assert facts["suggestion"]["peak"]["training"] == 94 * MIB and facts["suggestion"]["suggestion"] is None
+    assert facts["suggestion"]["peak"]["training"] == 91 * MIB and facts["suggestion"]["suggestion"] is None
     plain = as_json(plan(), None, None)
     assert plain["sequence_cache"] is None and not {"fits", "suggestion", "device_bytes"} & plain.keys()
 
