@@ -230,7 +230,7 @@ def test_balancing_evens_out_the_load(model: Path) -> None:
 
 
 def test_a_family_without_a_bias_has_no_rate(tmp_path: Path) -> None:
-    path = write_tiny("qwen3_moe", tmp_path / "model", num_experts=4, moe_intermediate_size=16)
+    path = write_tiny("qwen3_moe", tmp_path / "model", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     config = make_config(path, model="qwen3_moe", model_cfg={"expert_bias_rate": 0.1})
     with pytest.raises(ConfigError, match=r"model_cfg\.expert_bias_rate=0\.1: config\.json describes no part that takes it"):
         check_config(config, 1)
