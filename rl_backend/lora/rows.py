@@ -144,7 +144,8 @@ class TenantRows:
         sections: of a row, in their order.
         weights, gradients, exp_avg, exp_avg_sq: the rows, float32.
         num_steps: () float32, optimizer steps taken.
-        num_draws: micro-batches in training so far, from which dropout is drawn.
+        num_draws: micro-batches in training so far, from which dropout is drawn; of one whose sequences are not all
+            neighbours, each run of neighbours.
         sum_over_inputs: for a module whose inputs are cut, what adds a tensor up over its ranks, in place.
     """
 

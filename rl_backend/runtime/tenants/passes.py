@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class PassTenants:
     sole: TenantHandle | None = None
     begun: bool = False
     _draws: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By micro-batch and place of the run among its runs, so that no two runs of a tenant drop the same."""
 
     def ids(self, batch: PackedBatch) -> list[int]:
         """For each sequence its tenant's ``lora_id``, -1 for the base alone."""
@@ -81,16 +83,16 @@ class PassTenants:
         return zlib.crc32(",".join(counted).encode())
 
     def begin(self, data: Sequence[PackedBatch]) -> None:
-        """Draws dropout for every micro-batch of every tenant, from its own count alone."""
+        """Draws dropout for every run of every tenant, from its own count alone."""
         self.begun = True
         for handle in self.trained(data):
             handle.trainer("forward_backward").expect_gradients()
         for index, batch in enumerate(data if self.trains else ()):
-            for key in dict.fromkeys(self.ids(batch)):
+            for place, (key, _) in enumerate(groupby(self.ids(batch))):
                 tenant = self.by_id.get(key)
                 if tenant is not None and tenant.lora.dropout and tenant.rows.training:
                     ranks = tenant.trainer("forward_backward").groups.dense.data
-                    self._draws[index, key] = tenant.rows.num_draws * ranks.size() + ranks.rank()
+                    self._draws[index, place] = tenant.rows.num_draws * ranks.size() + ranks.rank()
                     tenant.rows.num_draws += 1
 
     def runs(self, index: int, batch: PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
@@ -100,10 +102,10 @@ class PassTenants:
             sequence_rows: of each sequence, on this rank.
         """
         found, start = list[AdapterRun](), 0
-        for key, rows in runs_of_equal(self.ids(batch), sequence_rows):
+        for place, (key, rows) in enumerate(runs_of_equal(self.ids(batch), sequence_rows)):
             handle = self.by_id.get(key)
             if handle is not None and rows:
-                found.append(handle.rows.run(start, start + rows, self._draws.get((index, key)), key))
+                found.append(handle.rows.run(start, start + rows, self._draws.get((index, place)), key))
             start += rows
         # Without any, as where all sequences are the base's, a backward pass still needs something to go back to.
         of_experts = {key: each.rows.modules for key, each in self.by_id.items() if "experts" in each.kinds.values()}

@@ -128,7 +128,7 @@ def test_ranks_compare_the_tenants_that_have_a_loss() -> None:
     assert passing(first, sole=first, losses=None).fingerprint([batch(None, [3])]) == crc("4")
 
 
-def test_dropout_is_drawn_once_for_each_micro_batch_of_a_tenant_that_has_it_and_trains() -> None:
+def test_dropout_is_drawn_once_for_each_run_of_a_tenant_that_has_it_and_trains() -> None:
     wet, dry, still = tenant(4, "a", dropout=0.1, draws=7), tenant(9, "b"), tenant(5, "c", dropout=0.1, training=False)
     data = [batch([4, -1, 4, 9], [1, 1, 1, 1]), batch([9, 5], [1, 1]), batch([4], [1])]
     for trains in (True, False):
@@ -139,9 +139,9 @@ def test_dropout_is_drawn_once_for_each_micro_batch_of_a_tenant_that_has_it_and_
         draws = [
             [run.draw for run in tenants.runs(index, each, [1] * each.num_sequences)] for index, each in enumerate(data)
         ]
-        # Draw d of rank 1 of 3 is 3 * d + 1, so that no two ranks draw the same.
-        assert draws == ([[22, 22, None], [None, None], [25]] if trains else [[None] * 3, [None] * 2, [None]])
-        assert [each.rows.num_draws for each in (wet, dry, still)] == [9, 0, 0]
+        # Draw d of rank 1 of 3 is 3 * d + 1, so that no two ranks draw the same, and no two runs of one micro-batch.
+        assert draws == ([[22, 25, None], [None, None], [28]] if trains else [[None] * 3, [None] * 2, [None]])
+        assert [each.rows.num_draws for each in (wet, dry, still)] == [10, 0, 0]
         assert [each.optimizer.expected for each in (wet, dry, still)] == [1, 1, 1]
 
 

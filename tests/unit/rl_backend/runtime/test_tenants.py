@@ -74,3 +74,18 @@ def test_training_alone_draws_dropout_once_for_each_micro_batch(tmp_path: Path) 
         assert tenant.rows.num_draws == 2
         assert losses() != losses()
         assert tenant.rows.num_draws == 6
+
+
+def test_sequences_with_another_tenants_between_them_drop_inputs_of_their_own(tmp_path: Path) -> None:
+    row, other = random_token_sequences((16, 21), VOCAB_SIZE, 0)
+    with open_runtime(write_tiny("qwen3", tmp_path / "qwen3")) as runtime:
+        base = runtime.build_model(trainable=False)
+        tenants = create(runtime, base, ("narrow", "middle"), dropout=0.5)
+        mine, theirs = (torch.tensor(tenant.lora_id) for tenant in tenants.values())
+        factors = runtime.export_lora_adapter(tenants["narrow"])
+        runtime.import_lora_adapter(tenants["narrow"], {name: torch.full_like(value, 0.1) for name, value in factors})
+        owned = [each.with_fields(sequence_fields={LORA_FIELD: whose}) for each, whose in ((row, mine), (other, theirs))]
+        facts = {tenant.lora_id: {"batch_num_tokens": 1.0} for tenant in tenants.values()}
+        data = [pack([*owned, owned[0]], {"tenants": facts, "dp_size": 1})]
+        first, _, second = runtime.forward_backward(base, data, dict.fromkeys(tenants, nll)).output("log_probs")
+    assert not torch.allclose(first, second, atol=1e-3)
