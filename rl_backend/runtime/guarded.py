@@ -34,7 +34,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.atoms import ATOMS, Part
 from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
-from rl_backend.contracts.lora import LoRAConfig, LoRAInfo
+from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig, LoRAInfo
 from rl_backend.lora.factors import each_weight, load_tensors
 from rl_backend.runtime.backend_info import backend_info, is_bit_exact, optimizer_info, optimizer_state
 from rl_backend.runtime.batch_checks import check_micro_batches
@@ -47,7 +47,7 @@ from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.runtime.tenants.exports import gradient_stream, merged_stream
 from rl_backend.runtime.tenants.handle import TenantHandle
 from rl_backend.runtime.tenants.state import load_tenant_state, problem_of_import, tenant_state
-from rl_backend.runtime.tenants.tenants import Tenants, is_mixed, pass_of_model
+from rl_backend.runtime.tenants.tenants import Tenants, pass_of_model
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[H]):
         steps are refused until ``zero_grad``, because its gradients are incomplete. An error of one rank alone leaves the
         others in a collective until that times out; a ``TrainGroup`` stops them at once.
         """
-        mixed = is_mixed(handle, data, loss_fn)
+        mixed = _is_mixed(handle, data, loss_fn)
         with self._atom(handle, "forward_backward", forward_only=forward_only or mixed):
             handle.require_replayable(router_replay)
             if loss_fn is None and not forward_only:
@@ -461,3 +461,9 @@ class GuardedRuntime[H: GuardedHandle](Runtime[H]):
     def _require_open(self) -> None:
         if self._closed:
             raise HandleError("this runtime is closed; create another one")
+
+
+def _is_mixed(handle: GuardedHandle, data: Sequence[PackedBatch], losses: Losses | None) -> bool:
+    """Whether each sequence says, or has to say, which tenant it belongs to."""
+    has_field = any(LORA_FIELD in batch.sequence_fields for batch in data)
+    return handle.adaptable is not None and (has_field or isinstance(losses, Mapping))

@@ -19,7 +19,7 @@ from rl_backend.contracts import (
     PackedBatch,
     StepResult,
 )
-from rl_backend.contracts.lora import LORA_FIELD, PEFT_PREFIX, LoRAConfig, part_name
+from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, part_name
 from rl_backend.lora.modules import modules_of_rank, require_trainable, select_modules
 from rl_backend.lora.rows import RowTensor, TenantRows, factors_of, head_parameters
 from rl_backend.runtime.adaptable import RowGroups
@@ -181,12 +181,6 @@ class Tenants[H: GuardedHandle]:
                 tenants.by_id[key].broken = f"its loss raised {failure}, so its gradients are incomplete"
         metrics = metrics_by_name(result.metrics, tenants)
         return ForwardResult(result.losses, metrics, result.outputs, results_of_tenants(loss, tenants, data, result))
-
-
-def is_mixed(handle: GuardedHandle, data: Sequence[PackedBatch], losses: Losses | None) -> bool:
-    """Whether each sequence says, or has to say, whose it is."""
-    has_field = any(LORA_FIELD in batch.sequence_fields for batch in data)
-    return handle.adaptable is not None and (has_field or isinstance(losses, Mapping))
 
 
 def pass_of_model(handle: Any, request: PassRequest) -> tuple[Any, PassRequest]:
