@@ -41,7 +41,7 @@ def two_runtimes_job(model: str, port: int | None) -> tuple[list[bool], int]:
         train(second, second.build_model(), 1)
         second.close()
         alive.append(dist.is_initialized())
-        return alive, first.groups.dp_size
+        return alive, first.engine.groups.dp_size
     finally:
         os.environ["WORLD_SIZE"] = "1"
 
@@ -63,7 +63,7 @@ def test_without_an_environment_a_process_is_a_job_of_its_own(ranks: RankPool, t
 def timeouts_job(model: str) -> list[timedelta]:
     """Of the collectives on the device and on the host."""
     runtime = NativeRuntime(make_config(model))
-    groups = (runtime.engine.groups.dp_group, runtime.groups.host_group)
+    groups = (runtime.engine.groups.dp_group, runtime.engine.groups.host_group)
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     runtime.close()
     return timeouts

@@ -58,7 +58,8 @@ async def in_the_middle(group: RolloutGroup, turns: Sequence[Awaitable[Generatio
     """Calls something in a thread when engines sample some turns and none has ended; the turns, and its result."""
     running = [asyncio.ensure_future(turn) for turn in turns]
     await until_in_flight(group, len(turns))
-    await asyncio.sleep(0.1)
+    # A few tokens: on a machine that does much else the first takes longest.
+    await asyncio.sleep(0.2)
     assert not any(turn.done() for turn in running)
     result = await asyncio.to_thread(then)
     return await asyncio.gather(*running), result
