@@ -186,7 +186,7 @@ FAULTS = [
         "actors.rollout.engine:RolloutEngine._sample",
         "return [found[index] for index in range(len(requests))]",
         "return list(found.values())",
-        ("test_tenants_in_one_batch_are_the_trainers_after_every_push",),
+        ("test_answers_come_in_the_order_of_the_requests_and_requests_of_one_adapter_begin_together",),
         "a prompt would be answered with the samples of another",
     ),
     Fault(

@@ -109,7 +109,7 @@ def test_what_a_template_does_with_the_past_is_found_out() -> None:
 def test_only_turns_with_calls_count_where_a_template_writes_calls() -> None:
     followed = "not loop.last and messages[loop.index].role == 'tool'"
     changed = "{% if message.role == 'assistant' and not message.tool_calls and " + followed + " %}!{% endif %}"
-    check = check_history(renderer(CALLS.replace("{{ message.content }}", "{{ message.content }}" + changed), TOOL))
+    check = check_history(renderer(CALLS.replace("{{ message.content }}", changed + "{{ message.content }}"), TOOL))
     assert check.changes == () and check.results_behind_text and check.results_behind_calls
 
 
