@@ -13,9 +13,10 @@ import argparse
 import tempfile
 import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,40 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.report import machine, write_result
-from benchmarks.timed_model import HIDDEN, TimedPass
 from rl_backend.child_process import open_lifeline, tie
 from rl_backend.pipeline import SCHEDULES, Action, Costs, Schedule, Span, Timeline, make_schedule, simulate
 from rl_backend.pipeline.executor import PipelineExecutor
+from rl_backend.primitive.deferred import weight_gradient
 
 PP = 4
 MICRO_BATCHES = (8, 16)
 SECONDS = 0.2
+HIDDEN = 1024
+
+
+class TimedPass(torch.autograd.Function):
+    """Waits for ``seconds`` in the forward pass, in the backward pass for the input and in the one for the weight.
+
+    ``keep`` gives what is kept alive from the forward pass to the end of the last.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, seconds: float, keep: Callable[[], object]) -> Tensor:
+        time.sleep(seconds)
+        ctx.weight, ctx.seconds, ctx.kept = weight, seconds, keep()
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        time.sleep(ctx.seconds)
+        compute = partial(_wait_for_weight, ctx.seconds, ctx.kept, torch.ones_like(ctx.weight))
+        return grad.clone(), weight_gradient(ctx.weight, compute), None, None
+
+
+def _wait_for_weight(seconds: float, kept: object, gradient: Tensor) -> Tensor:
+    """The backward pass for the weight; what waits to call it keeps ``kept`` alive."""
+    time.sleep(seconds)
+    return gradient
 
 
 class _Kept:

@@ -29,7 +29,7 @@ from actors.train.outcome import (
     failed,
     peak_memory,
 )
-from rl_backend.contracts import HandleError, LossFn, ModelHandle, PackedBatch, RLBackendError, StepResult
+from rl_backend.contracts import HandleError, LossFn, ModelHandle, PackedBatch, RLBackendError
 from rl_backend.contracts.atoms import ATOMS, Operation
 from rl_backend.contracts.backend_info import OptimizerState
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
@@ -205,11 +205,6 @@ def _forward_backward(
     return RankForward(result.losses, dict(result.metrics), outputs, tenants)
 
 
-def _optimizer_step(context: RankContext, handle: HandleRef | list[HandleRef]) -> StepResult | list[StepResult]:
-    result: StepResult | list[StepResult] = context.runtime.optimizer_step(context.handles(handle))
-    return result
-
-
 def _run_on_ranks[**P, R](
     context: RankContext,
     function: Callable[Concatenate[RankContext, P], R],
@@ -234,7 +229,6 @@ _OWN: Mapping[str, Callable[..., Any]] = {
     "export_lora_adapter": _export_lora_adapter,
     "get_optimizer_state": _get_optimizer_state,
     "forward_backward": _forward_backward,
-    "optimizer_step": _optimizer_step,
     "weight_version": lambda context, handle: context.handle(handle).weight_version,
     "run_on_ranks": _run_on_ranks,
     "shutdown": _shutdown,

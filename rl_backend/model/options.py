@@ -62,9 +62,12 @@ class DecoderOptions(ModelOptions):
     @classmethod
     def of(cls, options: ModelOptions | None) -> "DecoderOptions":
         """``options``, or the defaults for a family outside that has a type of its own for its decoders."""
-        return options if isinstance(options, cls) else cls()
+        return options if isinstance(options, cls) else _DEFAULTS
 
     def changed(self) -> dict[str, Any]:
         """Names and values of those that are not as by default."""
         fields = type(self).model_fields
         return {name: value for name in fields if (value := getattr(self, name)) != fields[name].default}
+
+
+_DEFAULTS = DecoderOptions()

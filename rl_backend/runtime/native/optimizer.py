@@ -1,4 +1,4 @@
-"""AdamW over this rank's shards: clipping, the non-finite check, weight-decay groups, and steps that wait for no other."""
+"""AdamW over this rank's shards: clipping, the non-finite check, and weight-decay groups."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -20,10 +20,6 @@ from rl_backend.runtime.native.balance import BiasMove, ExpertBalance
 logger = logging.getLogger(__name__)
 
 _CLIP_EPSILON = 1.0e-6
-
-type Gradients = dict[nn.Parameter, Tensor | None]
-type Rates = list[tuple[float, float]]
-"""Learning rate and weight decay of each parameter group."""
 
 
 def is_decayed(name: WeightName, parameter: Tensor) -> bool:
@@ -75,47 +71,25 @@ class NativeOptimizer:
         """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite; without any
         gradients it raises :class:`HandleError`.
         """
-        self.require_gradients(handle_name)
-        moves = self.take_moves()
-        result = self.judge(all_gather(self.statistics(), self._groups.world_group, sum_gradients=False))
-        self.apply(result, handle_name, moves)
-        return result
-
-    def take_moves(self) -> Sequence[BiasMove]:
-        """As :meth:`ExpertBalance.take`."""
-        return () if self.balance is None else self.balance.take()
-
-    def require_gradients(self, handle_name: str) -> None:
-        """Raises :class:`HandleError` when no parameter has one."""
         if all(parameter.grad is None for parameter in self.parameters.values()):
             raise HandleError(
                 f"optimizer_step on {handle_name!r} without gradients; call forward_backward first", handle=handle_name
             )
+        # Counts of a step that is skipped are used up too.
+        moves = () if self.balance is None else self.balance.take()
+        rows = all_gather(self._statistics(), self._groups.world_group, sum_gradients=False)
+        result = judge(rows, count_zeros=self._config.log_num_zeros_in_grad)
+        self._apply(result, handle_name, moves)
+        return result
 
-    def statistics(self) -> Tensor:
+    def _statistics(self) -> Tensor:
         """As :func:`rank_statistics`. Copies that another rank counts are left out."""
         counted = (self.parameters[name].grad for name in self.parameters if name in self._counted)
         local = (local_tensor(gradient) for gradient in counted if gradient is not None)
         return rank_statistics(local, self._groups.device, count_zeros=self._config.log_num_zeros_in_grad)
 
-    def judge(self, rows: Tensor) -> StepResult:
-        """The result of a step.
-
-        Args:
-            rows: (ranks, 2), each rank's :meth:`statistics`.
-        """
-        return judge(rows, count_zeros=self._config.log_num_zeros_in_grad)
-
-    def clips(self, result: StepResult) -> bool:
-        """Whether gradients are scaled down before the step."""
-        return result.ok and self._clip_coefficient(result) < 1.0
-
-    def apply(self, result: StepResult, handle_name: str, moves: Sequence[BiasMove]) -> None:
-        """Clips and steps, or logs why there is no step.
-
-        Args:
-            moves: of :meth:`take_moves`.
-        """
+    def _apply(self, result: StepResult, handle_name: str, moves: Sequence[BiasMove]) -> None:
+        """Clips and steps, or logs why there is no step."""
         gradients = {name: local_tensor(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         if not result.ok:
             bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
@@ -126,7 +100,7 @@ class NativeOptimizer:
                 ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "") if bad else "none",
             )
             return
-        if self.clips(result):
+        if self._clip_coefficient(result) < 1.0:
             torch._foreach_mul_(list(gradients.values()), self._clip_coefficient(result))
         self.adamw.step()
         for move in moves:

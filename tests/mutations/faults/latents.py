@@ -51,7 +51,7 @@ FAULTS = [
     ),
     Fault(
         "refused-step-moves-biases",
-        "rl_backend.runtime.native.optimizer:NativeOptimizer.apply",
+        "rl_backend.runtime.native.optimizer:NativeOptimizer._apply",
         "bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]",
         """
         for move in moves:

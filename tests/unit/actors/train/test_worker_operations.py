@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from actors.train import worker
 from actors.train.context import RankContext
 from actors.train.outcome import Apart, BuiltModel, Completed, Failed, RankForward, TenantForward
 from rl_backend.contracts import (
@@ -24,17 +23,7 @@ from rl_backend.contracts import (
 from rl_backend.contracts.atoms import Operation
 from tests.support.told_worker import ToldRank, ref
 
-
-@pytest.fixture(autouse=True)
-def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What Prometheus is told."""
-    told: list[tuple[Any, ...]] = []
-    stand_in = SimpleNamespace(
-        set_gauge=lambda name, value, **tags: told.append((name, value, tags)),
-        count=lambda name, value, **tags: told.append((name, value, tags)),
-    )
-    monkeypatch.setattr(worker, "prometheus", stand_in)
-    return told
+pytestmark = pytest.mark.usefixtures("exported")
 
 
 def test_an_operation_is_the_runtimes_call_of_that_name_on_its_handles() -> None:

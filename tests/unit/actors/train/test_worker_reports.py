@@ -20,17 +20,7 @@ from rl_backend.contracts.atoms import Operation
 from rl_backend.trace.recorder import TraceRecorder
 from tests.support.told_worker import ToldRank, ref
 
-
-@pytest.fixture(autouse=True)
-def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What Prometheus is told."""
-    told: list[tuple[Any, ...]] = []
-    stand_in = SimpleNamespace(
-        set_gauge=lambda name, value, **tags: told.append((name, value, tags)),
-        count=lambda name, value, **tags: told.append((name, value, tags)),
-    )
-    monkeypatch.setattr(worker, "prometheus", stand_in)
-    return told
+pytestmark = pytest.mark.usefixtures("exported")
 
 
 def packed(*lengths: int) -> PackedBatch:

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from adapters.verifiers import VerifiersSettings, child
+from adapters.verifiers import child
 from adapters.verifiers.endpoint import TokenEndpoint, _answer
 from adapters.verifiers.player import STOPS, _result
 from rl_backend.contracts import BatchError, ConfigError, EpisodeEndError
-
-SETTINGS = VerifiersSettings(
-    python=sys.executable,
-    environment={"taskset": {"id": "mine"}, "judge": {"harness": {"id": "own"}}},
-    roles=("player", "judge"),
-    tokenizer="some/tokenizer",
-    path=("/one", "/two"),
-    most_tasks=3,
-    start_seconds=30.0,
-)
+from tests.support.verifiers_settings import SETTINGS
 
 
 def turn(*token_ids: int, finish: str = "stop") -> Any:

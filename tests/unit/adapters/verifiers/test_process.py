@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,7 @@ import pytest
 from adapters.verifiers import VerifiersPlayer, VerifiersSettings
 from adapters.verifiers.process import VerifiersProcess, received
 from rl_backend.contracts import ConfigError, EpisodeFailedError
-
-SETTINGS = VerifiersSettings(
-    python=sys.executable,
-    environment={"taskset": {"id": "mine"}, "judge": {"harness": {"id": "own"}}},
-    roles=("player", "judge"),
-    tokenizer="some/tokenizer",
-    path=("/one", "/two"),
-    most_tasks=3,
-    start_seconds=30.0,
-)
-
+from tests.support.verifiers_settings import SETTINGS
 
 CHILD = """
 import json, sys
