@@ -63,20 +63,6 @@ def test_figures_are_those_of_the_benchmark_results(page: Path) -> None:
             assert float(shown) == float(figure), f"{name} {key}"
 
 
-def test_the_forty_questions_have_their_answers_where_they_say() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text().split("## Forty questions")[1]
-    questions = re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE)
-    assert [int(number) for number, _ in questions] == list(range(1, 41))
-    wrong = []
-    for number, question in questions:
-        answer = question.partition("? ")[2]
-        sources = [(ROOT / path).read_text() for path in re.findall(r"`([\w/]+\.py)`", answer)]
-        names = re.findall(r"`(\w+)`", answer)
-        wrong += [f"{number}: {name}" for name in names if not any(re.search(rf"\b{name}\b", each) for each in sources)]
-        wrong += [] if sources else [f"{number}: no place"]
-    assert wrong == []
-
-
 def test_the_runtime_page_runs_as_it_stands(tied_model: Path, tmp_path: Path) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "runtime_api.md").read_text(), re.DOTALL))
     names: dict[str, Any] = {"model_dir": str(tied_model), "checkpoint_dir": str(tmp_path / "checkpoint")}
