@@ -164,7 +164,7 @@ def test_every_refusal_says_what_was_measured_and_what_to_do() -> None:
 
 
 def test_the_page_of_capabilities_has_every_refusal() -> None:
-    text = (ROOT / "docs" / "capabilities.md").read_text()
+    text = (ROOT / "docs" / "reference" / "capabilities.md").read_text()
     for each in REFUSALS:
         models = ", ".join(sorted(each.model_types)) or "all"
         assert f"| {models} | {each.device} | {each.what} | {each.measured} | {each.instead} |" in text

@@ -1,4 +1,4 @@
-"""docs/verl.md is true: its lines are what verl takes, its tables are the decisions."""
+"""docs/verl.md and docs/reference/verl_fields.md are true: verl takes the lines, and the tables are the decisions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import pytest
 from adapters.verl.megatron_decisions import TRANSFORMER
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.model import find_model
+from tests.support.claims import ROOT
 from tests.support.small_models import FAMILIES, WRITERS
 from tests.support.verl_configs import TARGET, write_config
 from tests.support.verl_fields import PAGE, page_with_tables
 
 SWITCHES = re.findall(
-    r"^    (.*(?:megatron|engine).*)$", PAGE.read_text().split("**Without an override.**")[0], re.MULTILINE
+    r"^    (.*(?:megatron|engine).*)$",
+    (ROOT / "docs" / "verl.md").read_text().split("**Without an override.**")[0],
+    re.MULTILINE,
 )
 
 
