@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from actors.rollout.tokens import RolloutTokens
 from actors.run import parse_config
 from benchmarks.environment_tasks import Task, write_task
 from benchmarks.report import machine, read_result, update_result
-from benchmarks.warm_start import imitate
 from examples import episodes
-from rl_backend.algorithm import episode_sequences
-from rl_backend.contracts import TokenSequence
-from rl_backend.data.prompts import load_tokenizer
+from rl_backend.algorithm import episode_sequences, sft_loss
+from rl_backend.contracts import OptimizerConfig, RuntimeConfig, TokenSequence
+from rl_backend.data import prepare_micro_batches
+from rl_backend.data.prompts import endless_batches, load_tokenizer
+from rl_backend.data.sft import load_sft_examples
 from rl_backend.environment import Generation
+from rl_backend.runtime import create_runtime
 
 RESULT, PART = "environments", "examples"
 SECONDS = 3600.0
@@ -123,6 +126,27 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     command = (sys.executable, "-m", "benchmarks.environments", "--child", *options(task, folder, name, given))
     subprocess.run(command, check=True, timeout=SECONDS, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return {**described(folder / "runs" / name), "options": list(given), "machine": machine()}
+
+
+def imitate(model: Path, demonstrations: Path, out: Path, steps: int, *, batch_size: int = 64, lr: float = 2e-3) -> Path:
+    """A supervised warm start on rows of messages, in this process; writes the model with its tokenizer to ``out``."""
+    tokenizer = load_tokenizer(str(model))
+    # Rendered once, because that takes longer than a step.
+    sequences = [each for example in load_sft_examples(demonstrations, tokenizer, 128, 128) for each in example]
+    optimizer = OptimizerConfig(lr=lr, lr_warmup_steps=20, lr_decay_style="linear", total_training_steps=steps)
+    config = RuntimeConfig(hf_path=str(model), backend_cfg={"param_dtype": "float32", "optimizer": optimizer})
+    batches = endless_batches(sequences, batch_size, 0)
+    with closing(create_runtime(config)) as runtime:
+        handle = runtime.build_model()
+        for _ in range(steps):
+            (data,) = prepare_micro_batches(next(batches), 1, 4096)
+            runtime.zero_grad(handle)
+            with runtime.train_mode(handle):
+                runtime.forward_backward(handle, data, sft_loss)
+            runtime.optimizer_step(handle)
+            runtime.lr_scheduler_step(handle)
+        runtime.save_checkpoint(handle, out, hf=True)
+    return out
 
 
 def described(folder: Path) -> dict[str, Any]:
