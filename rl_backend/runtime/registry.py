@@ -8,7 +8,7 @@ from typing import Any
 from rl_backend.checkpoint.hf_reader import require_float_weights
 from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.contracts import BACKEND_CONFIGS, BackendConfig, Head, Registry, RuntimeConfig
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.interface import Runtime
 
 type RuntimeFactory = Callable[[RuntimeConfig], Runtime[Any]]
@@ -88,6 +88,6 @@ def _imported(module: str, name: str) -> Callable[[RuntimeConfig], Any]:
 
 _FACTORIES.add("native", _imported("native", "NativeRuntime"))
 _CHECKS["native"] = _imported("native.layout", "check_config")
-_FACTORIES.add("bridge", _imported("bridge", "BridgeRuntime"))
-_CHECKS["bridge"] = _imported("bridge_checks", "check_config")
+_FACTORIES.add("bridge", _imported("bridge.engine.engine", "BridgeRuntime"))
+_CHECKS["bridge"] = _imported("bridge.checks", "check_config")
 BACKEND_CONFIGS.add("bridge", BridgeConfig)

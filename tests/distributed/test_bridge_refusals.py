@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.runtime.bridge import BridgeRuntime
+from rl_backend.runtime.bridge.engine.engine import BridgeRuntime
 from tests.support.bridge_runs import bridge_config, open_bridge
 from tests.support.models import write_tiny
 from tests.support.native import micro_batches, token_loss

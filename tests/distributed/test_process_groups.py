@@ -78,7 +78,7 @@ def failing_group_job() -> list[bool]:
     """Whether Megatron's groups and the default group are there after a failure to make the last group."""
     from megatron.core import parallel_state
 
-    from rl_backend.runtime.bridge import groups
+    from rl_backend.runtime.bridge.megatron import groups
 
     os.environ.pop("WORLD_SIZE")
     new_group = dist.new_group

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import ModelOutput, OptimizerConfig, PackedBatch, RuntimeConfig
-from rl_backend.runtime.bridge import BridgeRuntime
-from rl_backend.runtime.bridge.handle import BridgeHandle
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
+from rl_backend.runtime.bridge.engine.engine import BridgeRuntime
+from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from tests.support.native import LENGTHS, assert_near, micro_batches, token_loss
 
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch
 from rl_backend.primitive.adapter_runs import AdapterRun, Factors, runs_at_work
-from rl_backend.runtime.bridge import adapters, expert_adapters
-from rl_backend.runtime.bridge.adapters import (
+from rl_backend.runtime.bridge.model import adapters, expert_adapters
+from rl_backend.runtime.bridge.model.adapters import (
     _embed,
     _expert_linear,
     _linear,
     _look_up,
 )
-from rl_backend.runtime.bridge.batch import lay_out_padded
-from rl_backend.runtime.bridge.expert_adapters import ChunkAdapters, _gate, attach_to_experts
+from rl_backend.runtime.bridge.model.expert_adapters import ChunkAdapters, _gate, attach_to_experts
+from rl_backend.runtime.bridge.passes.batch import lay_out_padded
 
 
 def group(rank: int = 0, size: int = 1) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import rl_backend.runtime.bridge  # noqa: F401 - imports Megatron in the order that it needs
+import rl_backend.runtime.bridge.engine  # noqa: F401 - imports Megatron in the order that it needs
 
 # isort: split
 
@@ -19,12 +19,12 @@ from rl_backend.contracts import ConfigError
 from rl_backend.lora.modules import AdaptedModule
 from rl_backend.primitive.adapter_runs import Columns
 from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE
-from rl_backend.runtime.bridge.adapters import (
+from rl_backend.runtime.bridge.model.adapters import (
     _layer_of,
     _refused_by,
     attach_adapters,
 )
-from rl_backend.runtime.bridge.conversion import Conversion
+from rl_backend.runtime.bridge.model.conversion import Conversion
 
 
 def group(rank: int = 0, size: int = 1) -> Any:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rl_backend.primitive.adapter_runs import AdapterRun, runs_at_work
 from rl_backend.primitive.attention import Segments
-from rl_backend.runtime.bridge import expert_adapters
-from rl_backend.runtime.bridge.adapters import _attend
-from rl_backend.runtime.bridge.batch import lay_out_padded
-from rl_backend.runtime.bridge.expert_adapters import ChunkAdapters
+from rl_backend.runtime.bridge.model import expert_adapters
+from rl_backend.runtime.bridge.model.adapters import _attend
+from rl_backend.runtime.bridge.model.expert_adapters import ChunkAdapters
+from rl_backend.runtime.bridge.passes.batch import lay_out_padded
 from tests.support.native import micro_batches
 
 

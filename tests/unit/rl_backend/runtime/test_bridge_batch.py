@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch
 from rl_backend.primitive.adapter_runs import AdapterRun, OwnHead
-from rl_backend.runtime.bridge import batch as module
-from rl_backend.runtime.bridge.batch import (
+from rl_backend.runtime.bridge.passes import batch as module
+from rl_backend.runtime.bridge.passes.batch import (
     CriticOutputLayer,
     LaidOut,
     OutputProcessor,

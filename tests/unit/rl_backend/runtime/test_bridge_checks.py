@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import ConfigError, RuntimeConfig
-from rl_backend.runtime import bridge_checks
-from rl_backend.runtime.bridge_checks import LayerSizes, _names_in_bridges, check_config, require_layout
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge import checks as bridge_checks
+from rl_backend.runtime.bridge.checks import LayerSizes, _names_in_bridges, check_config, require_layout
+from rl_backend.runtime.bridge.config import BridgeConfig
 
 SIZES = LayerSizes(
     num_layers=6,

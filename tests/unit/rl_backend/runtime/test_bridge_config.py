@@ -12,8 +12,8 @@ import pytest
 
 from rl_backend.contracts import ConfigError, ParallelConfig, RuntimeConfig, UnsupportedError
 from rl_backend.runtime.bridge import installed
-from rl_backend.runtime.bridge_checks import _require_bridge
-from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER, BridgeConfig
+from rl_backend.runtime.bridge.checks import _require_bridge
+from rl_backend.runtime.bridge.config import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER, BridgeConfig
 from tests.support.bridge_runs import open_bridge
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
@@ -166,7 +166,7 @@ def test_decay_of_norms_that_a_model_does_not_have_is_refused(tmp_path: Path) ->
 
 def test_overrides_of_megatrons_own_attention_are_refused_where_it_is_not_used() -> None:
     installed.import_megatron()
-    from rl_backend.runtime.bridge.provider import check_overrides_of_model
+    from rl_backend.runtime.bridge.model.provider import check_overrides_of_model
 
     provider = SimpleNamespace(
         masked_softmax_fusion=True, attention_softmax_in_fp32=True, num_moe_experts=None, qk_layernorm=True
@@ -183,7 +183,7 @@ def test_overrides_of_megatrons_own_attention_are_refused_where_it_is_not_used()
 
 def test_a_capacity_of_experts_is_refused_where_padding_would_take_a_part_of_it() -> None:
     installed.import_megatron()
-    from rl_backend.runtime.bridge.provider import check_overrides_of_model
+    from rl_backend.runtime.bridge.model.provider import check_overrides_of_model
 
     provider = SimpleNamespace(num_moe_experts=4)
     limit = {"override_transformer_config": {"moe_expert_capacity_factor": 1.0}}
@@ -199,7 +199,7 @@ def test_a_capacity_of_experts_is_refused_where_padding_would_take_a_part_of_it(
 
 def test_kernels_of_transformer_engine_are_those_that_local_layers_do_without() -> None:
     installed.import_megatron()
-    from rl_backend.runtime.bridge.local_layers import LOCAL_LAYERS
+    from rl_backend.runtime.bridge.megatron.local_layers import LOCAL_LAYERS
 
     without = {name for name in TRANSFORMER.allowed if name in LOCAL_LAYERS} - {"tp_comm_overlap"}
     assert {*NEEDS_TRANSFORMER_ENGINE} == without | {"attention_backend"}
@@ -270,7 +270,7 @@ def test_an_attention_backend_is_given_to_megatron_as_a_member_of_its_enumeratio
     installed.import_megatron()
     from megatron.core.transformer.enums import AttnBackend
 
-    from rl_backend.runtime.bridge.provider import attention_backend
+    from rl_backend.runtime.bridge.model.provider import attention_backend
 
     assert attention_backend("unfused") is AttnBackend.unfused
     with pytest.raises(ConfigError, match=r"\['attention_backend'\]='sdpa': expected one of 'flash'"):

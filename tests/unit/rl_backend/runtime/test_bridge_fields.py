@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import UnsupportedError
-from rl_backend.runtime.bridge.families import complete_provider, require_same_latents, require_same_routing
-from rl_backend.runtime.bridge.loading import _require_same_model
+from rl_backend.runtime.bridge.model.families import complete_provider, require_same_latents, require_same_routing
+from rl_backend.runtime.bridge.model.loading import _require_same_model
 
 GPT_OSS: dict[str, Any] = {
     "model_type": "gpt_oss",

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch
 from rl_backend.primitive.adapter_runs import AdapterRun
-from rl_backend.runtime.bridge import forward_backward
-from rl_backend.runtime.bridge.batch import (
+from rl_backend.runtime.bridge.engine import forward_backward
+from rl_backend.runtime.bridge.passes.batch import (
     LaidOut,
     lay_out_padded,
 )

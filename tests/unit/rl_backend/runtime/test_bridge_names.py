@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import rl_backend.runtime.bridge  # noqa: F401 - imports Megatron in the order that it needs
+import rl_backend.runtime.bridge.engine  # noqa: F401 - imports Megatron in the order that it needs
 
 # isort: split
 
@@ -22,7 +22,7 @@ from megatron.bridge.models.conversion.param_mapping import (
 from torch import Tensor, nn
 
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, UnsupportedError
-from rl_backend.runtime.bridge.conversion import (
+from rl_backend.runtime.bridge.model.conversion import (
     Conversion,
     WeightConverter,
     _in_shape,
@@ -32,8 +32,8 @@ from rl_backend.runtime.bridge.conversion import (
     parameter_key,
     unconverted,
 )
-from rl_backend.runtime.bridge.loading import _may_be_unread
-from rl_backend.runtime.bridge.text_models import set_mappings, text_model_config
+from rl_backend.runtime.bridge.model.loading import _may_be_unread
+from rl_backend.runtime.bridge.model.text_models import set_mappings, text_model_config
 
 QKV, AUTO = QKVMapping("qkv.weight", "q", "k", "v"), AutoMapping("fc2.weight", "down")
 

@@ -10,9 +10,9 @@ import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor, nn
 
-from rl_backend.runtime.bridge import all_heads
-from rl_backend.runtime.bridge.all_heads import NormMapping, NormOfAllHeads
-from rl_backend.runtime.bridge.deltanet import has_deltanet, keep_decay_in_float32
+from rl_backend.runtime.bridge.megatron import all_heads
+from rl_backend.runtime.bridge.megatron.all_heads import NormMapping, NormOfAllHeads
+from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet, keep_decay_in_float32
 
 
 @pytest.mark.parametrize(("ranks", "copies"), [(1, 1), (2, 1), (4, 2)])

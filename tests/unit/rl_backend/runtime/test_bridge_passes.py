@@ -18,7 +18,7 @@ SPLIT = [[0, 1], [5], [2, 3, 4]]
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 def test_every_chunk_of_a_rank_sees_every_micro_batch(monkeypatch: pytest.MonkeyPatch, num_chunks: int) -> None:
     installed.import_megatron()
-    from rl_backend.runtime.bridge import forward_backward
+    from rl_backend.runtime.bridge.engine import forward_backward
 
     given: dict[str, Any] = {}
     asked: dict[str, Any] = {}

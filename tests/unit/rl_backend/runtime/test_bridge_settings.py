@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from rl_backend.contracts import ConfigError, ParallelConfig
-from rl_backend.runtime.bridge import provider as module
-from rl_backend.runtime.bridge.provider import (
+from rl_backend.runtime.bridge.config import BridgeConfig, megatron_sizes
+from rl_backend.runtime.bridge.model import provider as module
+from rl_backend.runtime.bridge.model.provider import (
     _settings,
     check_overrides_of_model,
     override,
@@ -20,7 +21,6 @@ from rl_backend.runtime.bridge.provider import (
     require_deterministic_kernels,
     uses_transformer_engine,
 )
-from rl_backend.runtime.bridge_config import BridgeConfig, megatron_sizes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from rl_backend.contracts import CheckpointError
-from rl_backend.runtime.bridge import checkpoints, installed, megatron_cpu
-from rl_backend.runtime.bridge.megatron_cpu import PATCHES, iterate_on_cpu, on_cpu
+from rl_backend.runtime.bridge import installed
+from rl_backend.runtime.bridge.engine import checkpoints
+from rl_backend.runtime.bridge.megatron import cpu as megatron_cpu
+from rl_backend.runtime.bridge.megatron.cpu import PATCHES, iterate_on_cpu, on_cpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import rl_backend.runtime.bridge  # noqa: F401 - imports Megatron in the order that it needs
+import rl_backend.runtime.bridge.engine  # noqa: F401 - imports Megatron in the order that it needs
 
 # isort: split
 
@@ -27,9 +27,9 @@ from megatron.bridge.models.conversion.param_mapping import (
 from torch import Tensor
 
 from rl_backend.contracts import UnsupportedError
-from rl_backend.runtime.bridge.conversion import Conversion
-from rl_backend.runtime.bridge.sharding import StoredNames
-from rl_backend.runtime.bridge.stored_rows import StoredRows, keeps_rows, stored_rows
+from rl_backend.runtime.bridge.model.conversion import Conversion
+from rl_backend.runtime.bridge.state.sharding import StoredNames
+from rl_backend.runtime.bridge.state.stored_rows import StoredRows, keeps_rows, stored_rows
 
 QKV, MLP = QKVMapping("qkv.weight", "q", "k", "v"), GatedMLPMapping("fc1.weight", "gate", "up")
 AUTO = AutoMapping("fc2.weight", "down")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_backend.runtime.bridge import deltanet_cpu
+from rl_backend.runtime.bridge.megatron import deltanet_cpu
 
 LENGTHS = (5, 1, 70, 64)
 HEADS, KEY, VALUE = 2, 16, 24

@@ -9,8 +9,8 @@ import pytest
 
 from rl_backend.contracts import ConfigError, RuntimeConfig
 from rl_backend.runtime import check_config
-from rl_backend.runtime.bridge_checks import COUNTED_AS_LAYERS, LayerSizes, require_layout
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.checks import COUNTED_AS_LAYERS, LayerSizes, require_layout
+from rl_backend.runtime.bridge.config import BridgeConfig
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.sparse_models import write_sparse

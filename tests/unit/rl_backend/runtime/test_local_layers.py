@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from rl_backend.runtime.bridge.local_layers import RMSNormFromOne, _replace
+from rl_backend.runtime.bridge.megatron.local_layers import RMSNormFromOne, _replace
 
 NORM = {
     "layernorm_zero_centered_gamma": False,

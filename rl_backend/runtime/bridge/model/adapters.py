@@ -22,10 +22,10 @@ from rl_backend.primitive.adapted_linear import adapted_linear
 from rl_backend.primitive.adapter_runs import Columns, adapters_at_work
 from rl_backend.primitive.attention import packed_attention
 from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE, Adaptable, SumGroups
-from rl_backend.runtime.bridge.conversion import Conversion, is_stacked
-from rl_backend.runtime.bridge.expert_adapters import ChunkAdapters, attach_to_experts
-from rl_backend.runtime.bridge.groups import BridgeGroups
-from rl_backend.runtime.bridge.latent_attention import LatentCoreAttention
+from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
+from rl_backend.runtime.bridge.megatron.latent_attention import LatentCoreAttention
+from rl_backend.runtime.bridge.model.conversion import Conversion, is_stacked
+from rl_backend.runtime.bridge.model.expert_adapters import ChunkAdapters, attach_to_experts
 
 
 class _Layer(NamedTuple):

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import HandleError, OptimizerConfig, StepResult
 from rl_backend.parallel.collectives import all_gather
-from rl_backend.runtime.bridge.balance import ExpertBalance
-from rl_backend.runtime.bridge.groups import BridgeGroups
-from rl_backend.runtime.bridge.provider import override
-from rl_backend.runtime.bridge_config import SAME_IN_MEGATRON, BridgeConfig
+from rl_backend.runtime.bridge.config import SAME_IN_MEGATRON, BridgeConfig
+from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
+from rl_backend.runtime.bridge.model.provider import override
+from rl_backend.runtime.bridge.passes.balance import ExpertBalance
 from rl_backend.runtime.gradient_statistics import judge, rank_statistics
 
 logger = logging.getLogger(__name__)

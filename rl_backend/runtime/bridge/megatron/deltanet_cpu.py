@@ -1,6 +1,6 @@
 """Functions of flash-linear-attention that Megatron's gated DeltaNet calls, in plain torch: that package runs on CUDA only.
 
-:data:`rl_backend.runtime.bridge.megatron_cpu.PATCHES` puts these functions in the kernels' places, on a CPU alone. They take
+:data:`rl_backend.runtime.bridge.megatron.cpu.PATCHES` puts these functions in the kernels' places, on a CPU alone. They take
 the keyword arguments with which Megatron calls those. Megatron has a torch form too, which takes no packed sequences; this
 one is the native runtime's.
 """

@@ -30,10 +30,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from rl_backend.contracts import UnsupportedError
-from rl_backend.runtime.bridge.all_heads import of_keys, of_queries
-from rl_backend.runtime.bridge.deltanet import has_deltanet
-from rl_backend.runtime.bridge.latent_attention import LATENT_EPS, LatentCoreAttention
-from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE
+from rl_backend.runtime.bridge.config import NEEDS_TRANSFORMER_ENGINE
+from rl_backend.runtime.bridge.megatron.all_heads import of_keys, of_queries
+from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet
+from rl_backend.runtime.bridge.megatron.latent_attention import LATENT_EPS, LatentCoreAttention
 
 LOCAL_LAYERS: Mapping[str, Any] = {
     **{name: False for name in NEEDS_TRANSFORMER_ENGINE if name != "attention_backend"},

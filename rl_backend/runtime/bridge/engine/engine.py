@@ -13,13 +13,13 @@ from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import ForwardResult, HandleError, Head, RuntimeConfig, export_dtype
 from rl_backend.parallel.groups import training_device
 from rl_backend.runtime.batch_checks import check_micro_batches
-from rl_backend.runtime.bridge import checkpoints, forward_backward
-from rl_backend.runtime.bridge.conversion import Conversion
-from rl_backend.runtime.bridge.groups import BridgeGroups, close_groups, open_groups
-from rl_backend.runtime.bridge.handle import BridgeHandle, build_handle
+from rl_backend.runtime.bridge.config import BridgeConfig
+from rl_backend.runtime.bridge.engine import checkpoints, forward_backward
+from rl_backend.runtime.bridge.engine.handle import BridgeHandle, build_handle
 from rl_backend.runtime.bridge.installed import quiet
-from rl_backend.runtime.bridge.megatron_cpu import iterate_on_cpu, on_cpu
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.megatron.cpu import iterate_on_cpu, on_cpu
+from rl_backend.runtime.bridge.megatron.groups import BridgeGroups, close_groups, open_groups
+from rl_backend.runtime.bridge.model.conversion import Conversion
 from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, start_stream
 from rl_backend.runtime.guarded import GuardedRuntime

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, Head, UnsupportedError
-from rl_backend.runtime.bridge.deltanet import FLOAT32_PARAMETERS
+from rl_backend.runtime.bridge.megatron.deltanet import FLOAT32_PARAMETERS
 from rl_backend.runtime.export_stream import require_known_names
 
 _EXPERT = re.compile(r"experts\.(\d+)")

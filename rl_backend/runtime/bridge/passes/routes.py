@@ -13,8 +13,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplay as Megatron
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
-from rl_backend.runtime.bridge.batch import LaidOut
-from rl_backend.runtime.bridge.groups import BridgeGroups
+from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
+from rl_backend.runtime.bridge.passes.batch import LaidOut
 from rl_backend.runtime.router_replay import RouterReplay, gather_rows, gather_stages, routes_to_replay
 
 

@@ -12,8 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rl_backend.contracts import ConfigError, ParallelConfig
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT, RankGroups, join_default_group, leave_default_group, world_group
-from rl_backend.runtime.bridge.megatron_cpu import on_cpu
-from rl_backend.runtime.bridge_config import megatron_sizes
+from rl_backend.runtime.bridge.config import megatron_sizes
+from rl_backend.runtime.bridge.megatron.cpu import on_cpu
 
 
 @dataclass(frozen=True, kw_only=True)

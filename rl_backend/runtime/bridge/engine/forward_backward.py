@@ -14,11 +14,11 @@ from torch import Tensor
 from rl_backend.contracts import ForwardResult
 from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.primitive.attention import Segments
-from rl_backend.runtime.bridge.balance import PassLoads
-from rl_backend.runtime.bridge.batch import LaidOut, as_model_output, lay_out_packed, lay_out_padded
-from rl_backend.runtime.bridge.conversion import hf_names
-from rl_backend.runtime.bridge.handle import BridgeHandle
-from rl_backend.runtime.bridge.routes import PassRoutes
+from rl_backend.runtime.bridge.engine.handle import BridgeHandle
+from rl_backend.runtime.bridge.model.conversion import hf_names
+from rl_backend.runtime.bridge.passes.balance import PassLoads
+from rl_backend.runtime.bridge.passes.batch import LaidOut, as_model_output, lay_out_packed, lay_out_padded
+from rl_backend.runtime.bridge.passes.routes import PassRoutes
 from rl_backend.runtime.module_outputs import gather_outputs_of_stages, record_outputs
 from rl_backend.runtime.passes import PassRequest, PassResults
 from rl_backend.runtime.router_replay import gather_rows
@@ -158,7 +158,7 @@ def accumulated_gradients(chunks: Sequence[Any], *, has_gradients: bool) -> Gene
 
 
 def gather_gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
-    """Whole gradients by :func:`~rl_backend.runtime.bridge.conversion.parameter_key`, on every rank.
+    """Whole gradients by :func:`~rl_backend.runtime.bridge.model.conversion.parameter_key`, on every rank.
 
     The reduced shards are gathered into the gradient buffers, whose other parts are of no use after a backward pass.
     """

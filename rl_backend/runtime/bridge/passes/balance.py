@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from rl_backend.parallel.collectives import sum_over
 from rl_backend.primitive.expert_use import expert_bias_step, expert_use
-from rl_backend.runtime.bridge.batch import LaidOut
-from rl_backend.runtime.bridge.groups import BridgeGroups
+from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
+from rl_backend.runtime.bridge.passes.batch import LaidOut
 
 
 class ExpertBalance:

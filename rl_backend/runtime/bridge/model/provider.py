@@ -11,14 +11,14 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.transformer.enums import AttnBackend
 
 from rl_backend.contracts import ConfigError, Head, RuntimeConfig, UnsupportedError
-from rl_backend.runtime.bridge.deltanet import has_deltanet, require_deltanet_kernels
-from rl_backend.runtime.bridge.groups import BridgeGroups
+from rl_backend.runtime.bridge.checks import LayerSizes, require_layout
+from rl_backend.runtime.bridge.config import BridgeConfig, megatron_sizes
 from rl_backend.runtime.bridge.installed import has_transformer_engine
-from rl_backend.runtime.bridge.latent_attention import LATENT_EPS
-from rl_backend.runtime.bridge.loading import read_provider
-from rl_backend.runtime.bridge.local_layers import LOCAL_LAYERS, use_local_layers
-from rl_backend.runtime.bridge_checks import LayerSizes, require_layout
-from rl_backend.runtime.bridge_config import BridgeConfig, megatron_sizes
+from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet, require_deltanet_kernels
+from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
+from rl_backend.runtime.bridge.megatron.latent_attention import LATENT_EPS
+from rl_backend.runtime.bridge.megatron.local_layers import LOCAL_LAYERS, use_local_layers
+from rl_backend.runtime.bridge.model.loading import read_provider
 
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 

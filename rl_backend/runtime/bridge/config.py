@@ -232,7 +232,7 @@ class BridgeConfig(BackendConfig):
     """Options of the ``bridge`` runtime.
 
     The three ``override_`` dictionaries set fields of Megatron's own dataclasses: those of
-    :mod:`rl_backend.runtime.bridge_config`. Others are refused, because an option here, ``config.json`` or the runtime
+    :mod:`rl_backend.runtime.bridge.config`. Others are refused, because an option here, ``config.json`` or the runtime
     decides them, or Megatron would ignore them here.
 
     Attributes:

@@ -13,7 +13,7 @@ from packaging.version import Version
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, RuntimeConfig, UnsupportedError, text_config
 from rl_backend.model.blocks import divisors, nearest
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 
 UNEVEN_STAGES = (
     "num_layers_in_first_pipeline_stage",

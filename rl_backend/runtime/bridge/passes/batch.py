@@ -16,7 +16,7 @@ from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.log_prob import next_token_log_probs
 from rl_backend.primitive.value_head import ValueHead, labels_without_values, values_of_tenants
-from rl_backend.runtime.bridge.groups import BridgeGroups
+from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 
 
 @dataclass(frozen=True)

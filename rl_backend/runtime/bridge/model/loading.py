@@ -17,11 +17,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, UnsupportedError
-from rl_backend.runtime.bridge.batch import CriticOutputLayer
-from rl_backend.runtime.bridge.conversion import hf_names, unconverted
-from rl_backend.runtime.bridge.families import complete_provider, require_same_latents, require_same_routing
-from rl_backend.runtime.bridge.groups import BridgeGroups
-from rl_backend.runtime.bridge.text_models import text_model_config
+from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
+from rl_backend.runtime.bridge.model.conversion import hf_names, unconverted
+from rl_backend.runtime.bridge.model.families import complete_provider, require_same_latents, require_same_routing
+from rl_backend.runtime.bridge.model.text_models import text_model_config
+from rl_backend.runtime.bridge.passes.batch import CriticOutputLayer
 
 _YARN_DEFAULTS: Mapping[str, Any] = {
     "yarn_beta_fast": 32.0,

@@ -9,7 +9,7 @@ from torch import nn
 
 from rl_backend.contracts import ConfigError, UnsupportedError
 from rl_backend.primitive.fla_rule import has_fla
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 
 FLOAT32_PARAMETERS = ("A_log",)
 """What a state is multiplied by at each token: it carries their rounding on. The native runtime and vLLM have the same."""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rl_backend.runtime.bridge import deltanet_cpu
-from rl_backend.runtime.bridge.all_heads import NormMapping
+from rl_backend.runtime.bridge.megatron import deltanet_cpu
+from rl_backend.runtime.bridge.megatron.all_heads import NormMapping
 
 
 class Patch(NamedTuple):

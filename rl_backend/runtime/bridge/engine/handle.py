@@ -22,21 +22,21 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.atoms import Part
 from rl_backend.model import model_kept_prefixes
-from rl_backend.runtime.bridge.adapters import attach_adapters
-from rl_backend.runtime.bridge.all_heads import NormOfAllHeads
-from rl_backend.runtime.bridge.balance import ExpertBalance, PassLoads
-from rl_backend.runtime.bridge.batch import OutputProcessor
-from rl_backend.runtime.bridge.conversion import WeightConverter
-from rl_backend.runtime.bridge.deltanet import has_deltanet, keep_decay_in_float32
-from rl_backend.runtime.bridge.expert_adapters import ChunkAdapters
-from rl_backend.runtime.bridge.groups import BridgeGroups
-from rl_backend.runtime.bridge.loading import load_model, open_bridge
-from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
-from rl_backend.runtime.bridge.overlap import drop_reductions, gather_again, overlaps_gathers, wait_for_gathers
-from rl_backend.runtime.bridge.provider import make_provider, override, packs_sequences, uses_transformer_engine
-from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers, require_routing_by_scores
-from rl_backend.runtime.bridge.text_models import set_mappings
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
+from rl_backend.runtime.bridge.megatron.all_heads import NormOfAllHeads
+from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet, keep_decay_in_float32
+from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
+from rl_backend.runtime.bridge.model.adapters import attach_adapters
+from rl_backend.runtime.bridge.model.conversion import WeightConverter
+from rl_backend.runtime.bridge.model.expert_adapters import ChunkAdapters
+from rl_backend.runtime.bridge.model.loading import load_model, open_bridge
+from rl_backend.runtime.bridge.model.provider import make_provider, override, packs_sequences, uses_transformer_engine
+from rl_backend.runtime.bridge.model.text_models import set_mappings
+from rl_backend.runtime.bridge.passes.balance import ExpertBalance, PassLoads
+from rl_backend.runtime.bridge.passes.batch import OutputProcessor
+from rl_backend.runtime.bridge.passes.overlap import drop_reductions, gather_again, overlaps_gathers, wait_for_gathers
+from rl_backend.runtime.bridge.passes.routes import ModelRouters, connect_routers, require_routing_by_scores
+from rl_backend.runtime.bridge.state.optimizer import BridgeOptimizer
 from rl_backend.runtime.engine import GuardedHandle
 from rl_backend.runtime.router_replay import RouterReplay
 
