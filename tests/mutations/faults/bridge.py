@@ -17,7 +17,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-earlier-gradients-dropped",
-        "rl_backend.runtime.bridge.engine.forward_backward:accumulated_gradients",
+        "rl_backend.runtime.bridge.passes.gradients:accumulated_gradients",
         "part.add_(earlier)",
         "pass",
         ("test_gradients_of_several_passes_add_up[1-{}-{}]",),
@@ -25,7 +25,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-earlier-gradients-reduced-again",
-        "rl_backend.runtime.bridge.engine.forward_backward:accumulated_gradients",
+        "rl_backend.runtime.bridge.passes.gradients:accumulated_gradients",
         """
         for chunk in chunks:
             chunk.zero_grad_buffer()
@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-vocabulary-with-its-padding",
-        "rl_backend.runtime.bridge.passes.batch:OutputProcessor._log_probs",
+        "rl_backend.runtime.bridge.model.output_heads:OutputProcessor._log_probs",
         "weight if rows == weight.shape[0] else weight[:rows],",
         "weight,",
         ("test_padding_of_a_vocabulary_has_no_probability",),
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-hidden-gradient-of-one-rank",
-        "rl_backend.runtime.bridge.passes.batch:OutputProcessor._gather",
+        "rl_backend.runtime.bridge.model.output_heads:OutputProcessor._gather",
         "return all_gather(hidden, group, sum_gradients=not every_rank_the_same)",
         "return all_gather(hidden, group, sum_gradients=every_rank_the_same)",
         ("test_bridge_layouts.py::test_a_dense_model_trains_the_same_in_every_layout[2-ranks-tp2]",),
@@ -210,7 +210,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-rotates-all-features",
-        "rl_backend.runtime.bridge.model.loading:_require_same_model",
+        "rl_backend.runtime.bridge.model.hf_config:complete_rope",
         'provider.rotary_percent = float(rope["partial_rotary_factor"])',
         "pass",
         (f"{_QWEN_EQUAL}[qwen3_next, half of the features rotated]",),
@@ -288,9 +288,9 @@ FAULTS = [
     ),
     Fault(
         "bridge-does-not-compare-the-provider",
-        "rl_backend.runtime.bridge.model.loading:read_provider",
+        "rl_backend.runtime.bridge.model.hf_config:read_provider",
         """
-        _require_same_model(bridge.hf_pretrained.config, provider)
+        require_same_model(hf_config, provider)
         return provider
         """,
         "return provider",

@@ -137,7 +137,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-adapters-of-another-micro-batch-in-recomputation",
-        "rl_backend.runtime.bridge.model.expert_adapters:ChunkAdapters.before_backward",
+        "rl_backend.runtime.bridge.model.adapters:ChunkAdapters.before_backward",
         'output.register_hook(lambda _: setattr(self, "laid_out", laid_out))',
         "pass",
         (f"{_LAYOUTS}[bridge-recomputed]",),

@@ -284,7 +284,7 @@ FAULTS = [
     ),
     Fault(
         "expert-rows-go-back-in-the-wrong-order",
-        "rl_backend.runtime.bridge.model.expert_adapters:_forward",
+        "rl_backend.runtime.bridge.model.adapters:_forward",
         "output.index_select(0, order.argsort())",
         "output.index_select(0, order)",
         ("test_rows_of_experts_come_back_as_they_were_sent",),

@@ -14,12 +14,15 @@ from rl_backend.contracts import ForwardResult, HandleError, Head, RuntimeConfig
 from rl_backend.parallel.groups import training_device
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.bridge.config import BridgeConfig
-from rl_backend.runtime.bridge.engine import checkpoints, forward_backward
-from rl_backend.runtime.bridge.engine.handle import BridgeHandle, build_handle
+from rl_backend.runtime.bridge.engine.build import build_handle
+from rl_backend.runtime.bridge.engine.checkpoints import all_tensors, load_training_checkpoint, training_manifest
+from rl_backend.runtime.bridge.engine.forward_backward import record_activations, run_micro_batches
+from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron.cpu import iterate_on_cpu, on_cpu
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups, close_groups, open_groups
 from rl_backend.runtime.bridge.model.conversion import Conversion
+from rl_backend.runtime.bridge.passes.gradients import accumulated_gradients, gather_gradients
 from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, start_stream
 from rl_backend.runtime.guarded import GuardedRuntime
@@ -65,12 +68,12 @@ class BridgeEngine(Engine[BridgeHandle]):
         request.begin()
         if request.forward_only:
             with torch.no_grad():
-                return forward_backward.run_micro_batches(handle, request)
+                return run_micro_batches(handle, request)
         if handle.forward_only:
-            return forward_backward.run_micro_batches(handle, request)
+            return run_micro_batches(handle, request)
         try:
-            with forward_backward.accumulated_gradients(handle.chunks, has_gradients=handle.has_gradients):
-                result = forward_backward.run_micro_batches(handle, request)
+            with accumulated_gradients(handle.chunks, has_gradients=handle.has_gradients):
+                result = run_micro_batches(handle, request)
         except BaseException:
             handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
             raise
@@ -80,7 +83,7 @@ class BridgeEngine(Engine[BridgeHandle]):
     def record_activations(self, handle: BridgeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
         """See the base class. With Transformer Engine some norms are a part of the projection behind them, and missing."""
         with torch.no_grad():
-            return forward_backward.record_activations(handle, request)
+            return record_activations(handle, request)
 
     def gather_weights(
         self, handle: BridgeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
@@ -103,7 +106,7 @@ class BridgeEngine(Engine[BridgeHandle]):
         if not handle.has_gradients:
             raise HandleError("export_gradients without gradients; call forward_backward first", handle=handle.name)
         conversions = [each for each in handle.converter.select("export_gradients", names) if each.trained]
-        gradients = forward_backward.gather_gradients(handle.chunks)
+        gradients = gather_gradients(handle.chunks)
         return self._start_stream(handle, [[each] for each in conversions], names, torch.float32, replacements=gradients)
 
     def _start_stream(
@@ -125,10 +128,10 @@ class BridgeEngine(Engine[BridgeHandle]):
         return start_stream(buckets, gather, self.groups.world_group, self.groups.device)
 
     def training_state(self, handle: BridgeHandle) -> tuple[StateTensors, TrainingManifest]:
-        return checkpoints.all_tensors(handle), checkpoints.training_manifest(handle)
+        return all_tensors(handle), training_manifest(handle)
 
     def load_training_state(self, handle: BridgeHandle, path: Path) -> TrainingManifest:
-        return checkpoints.load_training_checkpoint(handle, path)
+        return load_training_checkpoint(handle, path)
 
     def close(self) -> None:
         close_groups(self.groups)

@@ -1,6 +1,6 @@
 """Micro-batches through Megatron's pipeline schedules: losses, the gradients of several passes, hidden states."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,12 +12,12 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from rl_backend.contracts import ForwardResult
-from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.primitive.attention import Segments
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from rl_backend.runtime.bridge.model.conversion import hf_names
+from rl_backend.runtime.bridge.model.output_heads import as_model_output
 from rl_backend.runtime.bridge.passes.balance import PassLoads
-from rl_backend.runtime.bridge.passes.batch import LaidOut, as_model_output, lay_out_packed, lay_out_padded
+from rl_backend.runtime.bridge.passes.batch import LaidOut, lay_out_packed, lay_out_padded
 from rl_backend.runtime.bridge.passes.routes import PassRoutes
 from rl_backend.runtime.module_outputs import gather_outputs_of_stages, record_outputs
 from rl_backend.runtime.passes import PassRequest, PassResults
@@ -134,52 +134,6 @@ def _forward_step(
         return output, compute_loss
 
     return step
-
-
-@contextmanager
-def accumulated_gradients(chunks: Sequence[Any], *, has_gradients: bool) -> Generator[None]:
-    """Around a backward pass: adds its gradients to those of earlier passes.
-
-    Megatron reduces the whole buffer over the ranks at the end of every pass; what is there already would be reduced once
-    more. So the reduced shards are set aside, and added when the pass is over. After an error they are lost.
-
-    Args:
-        has_gradients: a backward pass has run since the last ``zero_grad``. Without one this does nothing.
-    """
-    if not has_gradients:
-        yield
-        return
-    held = [part.clone() for _, part, _ in _shards(chunks)]
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    yield
-    for (_, part, _), earlier in zip(_shards(chunks), held, strict=True):
-        part.add_(earlier)
-
-
-def gather_gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
-    """Whole gradients by :func:`~rl_backend.runtime.bridge.model.conversion.parameter_key`, on every rank.
-
-    The reduced shards are gathered into the gradient buffers, whose other parts are of no use after a backward pass.
-    """
-    for whole, part, group in _shards(chunks):
-        if group.size() > 1:
-            all_gather_into(whole, part.clone(), group=group)
-    return {
-        f"{stage}.{name}": parameter.main_grad
-        for stage, model in enumerate(unwrap_model(list(chunks)))
-        for name, parameter in model.named_parameters()
-    }
-
-
-def _shards(chunks: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor, dist.ProcessGroup]]:
-    """Buckets of gradients, the part of each that this rank has reduced and its optimizer reads, the ranks with a part."""
-    for chunk in chunks:
-        # Experts are reduced over other ranks than the rest.
-        for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-            group = bucket_group.intra_distributed_optimizer_instance_group
-            for bucket in bucket_group.buckets:
-                yield bucket.grad_data, bucket.grad_data.chunk(group.size())[group.rank()], group
 
 
 def record_activations(handle: BridgeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:

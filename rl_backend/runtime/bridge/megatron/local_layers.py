@@ -1,4 +1,4 @@
-"""Megatron's own layers in place of Transformer Engine's: what they do without, their norms, stacks with gated DeltaNet."""
+"""Megatron's own layers in place of Transformer Engine's: their norms, attention of latents, stacks with gated DeltaNet."""
 
 import copy
 import dataclasses
@@ -33,7 +33,6 @@ from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.config import NEEDS_TRANSFORMER_ENGINE
 from rl_backend.runtime.bridge.megatron.all_heads import of_keys, of_queries
 from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet
-from rl_backend.runtime.bridge.megatron.latent_attention import LATENT_EPS, LatentCoreAttention
 
 LOCAL_LAYERS: Mapping[str, Any] = {
     **{name: False for name in NEEDS_TRANSFORMER_ENGINE if name != "attention_backend"},
@@ -45,6 +44,9 @@ LOCAL_LAYERS: Mapping[str, Any] = {
     "cuda_graph_impl": "none",
 }
 """What Megatron's own layers do without: kernels of Transformer Engine, Apex or CUDA."""
+
+LATENT_EPS = 1e-6
+"""Of the norms of latents, in DeepSeek's code, in transformers and in the native runtime."""
 
 
 class SequenceParallelRMSNorm(nn.RMSNorm):
@@ -99,6 +101,23 @@ class AttentionWithSinks(DotProductAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+
+class LatentCoreAttention(nn.Module):
+    """Causal attention whose keys and values have different sizes, which Megatron's own ``DotProductAttention`` refuses.
+
+    Sequences are padded on the right, so the causal mask is the only one that real tokens need.
+    """
+
+    def __init__(self, config: Any, layer_number: int, *, softmax_scale: float, **_: object) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+        """From (tokens, rows, heads, features) to (tokens, rows, heads * features of a value)."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def use_local_layers(provider: Any) -> None:

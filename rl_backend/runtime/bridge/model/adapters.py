@@ -1,31 +1,64 @@
-"""Adapters beside the linear layers of a Megatron model."""
+"""LoRA adapters in a Megatron model: beside its linear layers, on its experts, at embedding and head."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.bridge.models.conversion.param_mapping import GatedMLPMapping, QKVMapping
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs
 from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError
 from rl_backend.contracts.lora import LoRAKind
 from rl_backend.lora.modules import AdaptedModule, Part, value_head
-from rl_backend.parallel.collectives import all_gather, reduce_scatter
+from rl_backend.parallel.collectives import all_gather, all_gather_into, reduce_scatter
 from rl_backend.primitive.adapted_ends import adapted_embedding
-from rl_backend.primitive.adapted_linear import adapted_linear
-from rl_backend.primitive.adapter_runs import Columns, adapters_at_work
+from rl_backend.primitive.adapted_experts import RowOwners, TokenShare, row_owners
+from rl_backend.primitive.adapted_linear import ENOUGH_ROWS, adapted_linear
+from rl_backend.primitive.adapter_runs import AdapterRun, Columns, adapters_at_work
 from rl_backend.primitive.attention import packed_attention
 from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE, Adaptable, SumGroups
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
-from rl_backend.runtime.bridge.megatron.latent_attention import LatentCoreAttention
+from rl_backend.runtime.bridge.megatron.local_layers import LatentCoreAttention
 from rl_backend.runtime.bridge.model.conversion import Conversion, is_stacked
-from rl_backend.runtime.bridge.model.expert_adapters import ChunkAdapters, attach_to_experts
+from rl_backend.runtime.bridge.passes.batch import LaidOut
+
+
+class ChunkAdapters:
+    """The adapters of one chunk of a model.
+
+    Attributes:
+        laid_out: the micro-batch that the chunk works on; None where no adapter does.
+    """
+
+    def __init__(self) -> None:
+        self.laid_out: LaidOut | None = None
+
+    @contextmanager
+    def forward(self, laid_out: LaidOut) -> Generator[None]:
+        """Around the forward pass of the chunk."""
+        self.laid_out = laid_out if laid_out.adapters else None
+        try:
+            yield
+        finally:
+            self.laid_out = None
+
+    def before_backward(self, laid_out: LaidOut, output: Tensor) -> None:
+        """Has the backward pass from ``output`` find its adapters: layers may be computed again, and other micro-batches
+        come through the chunk before that.
+        """
+        if laid_out.adapters and output.requires_grad:
+            output.register_hook(lambda _: setattr(self, "laid_out", laid_out))
 
 
 class _Layer(NamedTuple):
@@ -270,3 +303,95 @@ def _embed(embedding: nn.Module, chunk: ChunkAdapters, *arguments: Any, **option
     hidden: Tensor = type(embedding).forward(embedding, *arguments, **options)
     needs_gradients = chunk.laid_out is not None and torch.is_grad_enabled() and not hidden.requires_grad
     return hidden.requires_grad_() if needs_gradients else hidden
+
+
+def attach_to_experts(layer: Any, chunk: ChunkAdapters, tp: dist.ProcessGroup) -> None:
+    """Lets each expert of a ``MoELayer`` know whose its rows are. Replaces ``forward`` of its experts and ``gating``."""
+    expert_ranks = layer.token_dispatcher.tp_size * layer.token_dispatcher.ep_size
+    share = TokenShare(0, tp.rank() // expert_ranks, -(-tp.size() // expert_ranks))
+    layer.experts.forward = partial(_forward, layer.experts, layer.token_dispatcher, chunk, tp, share)
+    layer.router.gating = partial(_gate, layer.router, chunk)
+
+
+def _gate(router: Any, chunk: ChunkAdapters, hidden: Tensor) -> Tensor:
+    """As Megatron's own, (columns, rows, H) -> (columns, rows, experts), but of enough rows for scores that do not depend on
+    how many there are.
+    """
+    columns, rows, _ = hidden.shape
+    missing = ENOUGH_ROWS - columns * rows
+    if chunk.laid_out is None or missing <= 0:
+        return type(router).gating(router, hidden)  # type: ignore[no-any-return]
+    padded = F.pad(hidden.flatten(0, 1), (0, 0, 0, missing))[:, None]
+    scores: Tensor = type(router).gating(router, padded)
+    return scores[: columns * rows].view(columns, rows, -1)
+
+
+def _forward(
+    experts: Any,
+    dispatcher: Any,
+    chunk: ChunkAdapters,
+    tp: dist.ProcessGroup,
+    share: TokenShare,
+    rows: Tensor,
+    counts: Tensor,
+    probs: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As Megatron's ``SequentialMLP``: (N, hidden_size) and their weights, those of this rank's first expert first."""
+    laid_out = chunk.laid_out
+    if laid_out is None:
+        return type(experts).forward(experts, rows, counts, probs, **options)  # type: ignore[no-any-return]
+    with adapters_at_work(laid_out.adapters):
+        owners = row_owners(laid_out.batch.num_tokens, share, rows.device)
+    sizes = counts.tolist()
+    runs: Sequence[Sequence[AdapterRun]] = [()] * len(sizes)
+    order: Tensor | None = None
+    if owners is not None:
+        order, runs = _sorted(owners, laid_out, dispatcher, tp, counts)
+        rows, probs = rows.index_select(0, order), probs.index_select(0, order)
+    found = []
+    for expert, own, weights, work in zip(experts.local_experts, rows.split(sizes), probs.split(sizes), runs, strict=True):
+        with adapters_at_work(work):
+            found.append(expert(own, weights)[0])
+    output = torch.cat(found)
+    return output if order is None else output.index_select(0, order.argsort()), None
+
+
+@torch.no_grad()
+def _sorted(
+    owners: RowOwners, laid_out: LaidOut, dispatcher: Any, tp: dist.ProcessGroup, counts: Tensor
+) -> tuple[Tensor, list[list[AdapterRun]]]:
+    """(N,) the order of rows by expert, owner and sender, and the runs of each expert, from its first row on."""
+    senders = dispatcher.tp_size * dispatcher.ep_size
+    rows, columns = laid_out.shape
+    all_owners = owners.of_rows.new_full((rows * columns,), len(owners.keys))
+    all_owners[laid_out.places] = owners.of_rows
+    mine = all_owners.chunk(tp.size())[tp.rank()]
+    drawn = torch.tensor(owners.draws, device=mine.device)
+    draws = drawn.new_empty(senders * len(drawn))
+    all_gather_into(draws, drawn, group=dispatcher.tp_ep_group)
+    arrived = _dispatched(dispatcher, mine * senders + dispatcher.tp_ep_group.rank())
+    expert = torch.arange(len(counts), device=arrived.device).repeat_interleave(counts.to(arrived.device))
+    order = torch.argsort(expert * (owners.kinds * senders) + arrived, stable=True)
+    owner, sender = arrived // senders, arrived % senders
+    places = (sender * len(counts) + expert) * owners.kinds + owner
+    sent = places.bincount(minlength=senders * len(counts) * owners.kinds).view(senders, -1).tolist()
+    first = [0, *counts.cumsum(0).tolist()]
+    runs: list[list[AdapterRun]] = [[] for _ in range(len(counts))]
+    for number, run in owners.runs(sent, draws.view(senders, -1).tolist()):
+        runs[number].append(replace(run, start=run.start - first[number], stop=run.stop - first[number]))
+    return order, runs
+
+
+def _dispatched(dispatcher: Any, numbers: Tensor) -> Tensor:
+    """(rows of this rank,) numbers, brought to where the dispatcher has just brought the rows: (N,)."""
+    found = permute(numbers[:, None], dispatcher.routing_map, num_out_tokens=dispatcher.num_out_tokens)[0]
+    found = all_to_all(dispatcher.ep_group, found, dispatcher.output_splits, dispatcher.input_splits)
+    if dispatcher.tp_size > 1:
+        splits = None if dispatcher.output_splits_tp is None else dispatcher.output_splits_tp.tolist()
+        found = gather_from_sequence_parallel_region(found, group=dispatcher.tp_group, output_split_sizes=splits)
+    if dispatcher.num_local_experts > 1:
+        sizes = dispatcher.num_global_tokens_per_local_expert.ravel()
+        found, _ = sort_chunks_by_idxs(found, sizes, dispatcher.sort_input_by_local_experts)
+    arrived: Tensor = found.flatten()
+    return arrived

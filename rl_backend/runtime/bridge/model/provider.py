@@ -16,9 +16,8 @@ from rl_backend.runtime.bridge.config import BridgeConfig, megatron_sizes
 from rl_backend.runtime.bridge.installed import has_transformer_engine
 from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet, require_deltanet_kernels
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
-from rl_backend.runtime.bridge.megatron.latent_attention import LATENT_EPS
-from rl_backend.runtime.bridge.megatron.local_layers import LOCAL_LAYERS, use_local_layers
-from rl_backend.runtime.bridge.model.loading import read_provider
+from rl_backend.runtime.bridge.megatron.local_layers import LATENT_EPS, LOCAL_LAYERS, use_local_layers
+from rl_backend.runtime.bridge.model.hf_config import read_provider
 
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
@@ -50,13 +49,16 @@ def make_provider(
         linear_num_key_heads=provider.linear_num_key_heads if has_deltanet(provider) else None,
         model_type=bridge.hf_pretrained.config.model_type,
     )
+    # Before anything is set: both compare with what the model has by itself.
     require_layout(options, sizes, transformer_engine=transformer_engine)
+    check_overrides_of_model(options, provider, transformer_engine=transformer_engine)
     settings = _settings(options, provider, groups.device, head)
     if not transformer_engine:
         settings |= LOCAL_LAYERS
-    check_overrides_of_model(options, provider, transformer_engine=transformer_engine)
+    # The user's values last: they win where a check has let them through.
     for name, value in {**settings, **options.override_transformer_config}.items():
         setattr(provider, name, attention_backend(value) if name == "attention_backend" else value)
+    # After the settings: layers and kernels are chosen by the dtype and the parallelism that they give.
     require_deltanet_kernels(options, provider, groups.device)
     if not transformer_engine:
         use_local_layers(provider)
@@ -68,6 +70,7 @@ def make_provider(
         )
     elif provider.deterministic_mode:
         require_deterministic_kernels()
+    # Last: it derives fields from all others.
     try:
         provider.finalize()
     except (AssertionError, ValueError) as error:

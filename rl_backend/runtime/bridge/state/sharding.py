@@ -14,7 +14,7 @@ from rl_backend.checkpoint.boxes import Box, boxes
 from rl_backend.checkpoint.training_state import TensorPieces
 from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.model.conversion import Conversion
-from rl_backend.runtime.bridge.passes.batch import CriticOutputLayer
+from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer
 from rl_backend.runtime.bridge.state.stored_rows import StoredRows, keeps_rows, stored_rows
 
 _EXPERT = re.compile(r"experts\.\d+")

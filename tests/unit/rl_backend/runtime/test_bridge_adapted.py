@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch
 from rl_backend.primitive.adapter_runs import AdapterRun, Factors, runs_at_work
-from rl_backend.runtime.bridge.model import adapters, expert_adapters
+from rl_backend.runtime.bridge.model import adapters
 from rl_backend.runtime.bridge.model.adapters import (
+    ChunkAdapters,
     _embed,
     _expert_linear,
+    _gate,
     _linear,
     _look_up,
+    attach_to_experts,
 )
-from rl_backend.runtime.bridge.model.expert_adapters import ChunkAdapters, _gate, attach_to_experts
 from rl_backend.runtime.bridge.passes.batch import lay_out_padded
 
 
@@ -188,4 +190,4 @@ def test_experts_know_which_share_of_the_tokens_their_ranks_have(
     chunk = ChunkAdapters()
     attach_to_experts(made, chunk, group(*tp))
     assert tuple(experts.forward.args[4]) == expected and experts.forward.args[2] is chunk
-    assert experts.forward.func is expert_adapters._forward and router.gating.args == (router, chunk)
+    assert experts.forward.func is adapters._forward and router.gating.args == (router, chunk)

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from rl_backend.primitive.adapter_runs import AdapterRun, runs_at_work
 from rl_backend.primitive.attention import Segments
-from rl_backend.runtime.bridge.model import expert_adapters
-from rl_backend.runtime.bridge.model.adapters import _attend
-from rl_backend.runtime.bridge.model.expert_adapters import ChunkAdapters
+from rl_backend.runtime.bridge.model import adapters
+from rl_backend.runtime.bridge.model.adapters import ChunkAdapters, _attend
 from rl_backend.runtime.bridge.passes.batch import lay_out_padded
 from tests.support.native import micro_batches
 
@@ -66,8 +65,8 @@ def test_rows_of_experts_come_back_as_they_were_sent(
     def sort(*_: object) -> tuple[Tensor, Sequence[Sequence[AdapterRun]]]:
         return torch.tensor(order), runs
 
-    monkeypatch.setattr(expert_adapters, "row_owners", lambda *_: None if order is None else "owners")
-    monkeypatch.setattr(expert_adapters, "_sorted", sort)
+    monkeypatch.setattr(adapters, "row_owners", lambda *_: None if order is None else "owners")
+    monkeypatch.setattr(adapters, "_sorted", sort)
     experts = SimpleNamespace(
         local_experts=[lambda own, weights, number=number: expert(number, own, weights) for number in range(len(counts))]
     )
@@ -77,7 +76,7 @@ def test_rows_of_experts_come_back_as_they_were_sent(
     rows = torch.arange(2.0 * sum(counts)).view(-1, 2)
     probs = torch.linspace(0.5, 1.0, sum(counts))
     nothing: Any = None
-    found, bias = expert_adapters._forward(experts, nothing, chunk, nothing, nothing, rows, torch.tensor(counts), probs)
+    found, bias = adapters._forward(experts, nothing, chunk, nothing, nothing, rows, torch.tensor(counts), probs)
     factors = torch.arange(1.0, len(counts) + 1).repeat_interleave(torch.tensor(counts))
     torch.testing.assert_close(found, rows * (factors * probs)[:, None])
     assert bias is None

@@ -11,15 +11,9 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch
 from rl_backend.primitive.adapter_runs import AdapterRun, OwnHead
-from rl_backend.runtime.bridge.passes import batch as module
-from rl_backend.runtime.bridge.passes.batch import (
-    CriticOutputLayer,
-    LaidOut,
-    OutputProcessor,
-    as_model_output,
-    lay_out_packed,
-    lay_out_padded,
-)
+from rl_backend.runtime.bridge.model import output_heads
+from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer, OutputProcessor, as_model_output
+from rl_backend.runtime.bridge.passes.batch import LaidOut, lay_out_packed, lay_out_padded
 
 LENGTHS = (3, 1, 4)
 
@@ -131,7 +125,7 @@ def test_values_are_those_of_the_critic_or_of_each_tenants_own_head(monkeypatch:
         asked.append(sum_gradients)
         return torch.cat((x, x + 1))
 
-    monkeypatch.setattr(module, "all_gather", gather)
+    monkeypatch.setattr(output_heads, "all_gather", gather)
     head = OwnHead(torch.full((1, 2), 2.0), torch.tensor([0.5]), torch.zeros(1, 2), torch.zeros(1))
     batch = packed()
     laid_out = lay_out_padded(batch, 1, mark_padding=False)

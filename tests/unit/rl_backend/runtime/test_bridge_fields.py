@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import UnsupportedError
-from rl_backend.runtime.bridge.model.families import complete_provider, require_same_latents, require_same_routing
-from rl_backend.runtime.bridge.model.loading import _require_same_model
+from rl_backend.runtime.bridge.model.hf_config import (
+    complete_provider,
+    complete_rope,
+    require_same_latents,
+    require_same_model,
+    require_same_routing,
+)
 
 GPT_OSS: dict[str, Any] = {
     "model_type": "gpt_oss",
@@ -228,7 +233,9 @@ MIXTURE = {"num_moe_experts": 8}
 )
 def test_what_megatron_has_too_is_taken(fields: dict[str, Any], provider: dict[str, Any], changed: dict[str, Any]) -> None:
     given = SimpleNamespace(**{**PROVIDER, **provider})
-    _require_same_model(SimpleNamespace(**{"model_type": "qwen3", "tie_word_embeddings": False, **fields}), given)
+    config = SimpleNamespace(**{"model_type": "qwen3", "tie_word_embeddings": False, **fields})
+    complete_rope(config, given)
+    require_same_model(config, given)
     assert vars(given) == {**PROVIDER, **provider, **changed}
 
 
@@ -269,5 +276,7 @@ def test_what_megatron_would_compute_otherwise_is_refused(
     fields: dict[str, Any], provider: dict[str, Any], message: str
 ) -> None:
     given = SimpleNamespace(**{**PROVIDER, **provider})
+    config = SimpleNamespace(**{"model_type": "qwen3", "tie_word_embeddings": False, **fields})
+    complete_rope(config, given)
     with pytest.raises(UnsupportedError, match=message):
-        _require_same_model(SimpleNamespace(**{"model_type": "qwen3", "tie_word_embeddings": False, **fields}), given)
+        require_same_model(config, given)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rl_backend.contracts import PackedBatch
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.runtime.bridge.engine import forward_backward
+from rl_backend.runtime.bridge.passes import gradients
 from rl_backend.runtime.bridge.passes.batch import (
     LaidOut,
     lay_out_padded,
@@ -175,10 +176,10 @@ def chunk_of(dense: list[Any], experts: list[Any]) -> Any:
 def test_gradients_of_earlier_passes_are_set_aside_and_added_to_this_ranks_parts() -> None:
     first, second, experts = torch.arange(6.0), torch.arange(4.0) + 10, torch.arange(2.0) + 20
     chunks = [chunk_of([bucket(first, 1, 3)], []), chunk_of([bucket(second, 0, 2)], [bucket(experts, 0, 1)])]
-    with forward_backward.accumulated_gradients(chunks, has_gradients=False):
+    with gradients.accumulated_gradients(chunks, has_gradients=False):
         assert first.tolist() == [0, 1, 2, 3, 4, 5]
     assert first.tolist() == [0, 1, 2, 3, 4, 5] and second.tolist() == [10, 11, 12, 13]
-    with forward_backward.accumulated_gradients(chunks, has_gradients=True):
+    with gradients.accumulated_gradients(chunks, has_gradients=True):
         assert not any(data.any() for data in (first, second, experts))
         for data in (first, second, experts):
             data += 100
@@ -194,15 +195,15 @@ def test_whole_gradients_are_gathered_into_the_buffers(monkeypatch: pytest.Monke
         assert part.data_ptr() != whole.data_ptr()
         whole.copy_(torch.cat([part + 10 * rank for rank in range(group.size())]))
 
-    monkeypatch.setattr(forward_backward, "all_gather_into", gather)
+    monkeypatch.setattr(gradients, "all_gather_into", gather)
     data, alone = torch.arange(4.0), torch.arange(2.0)
     models = [nn.Linear(2, 1, bias=False), nn.Linear(2, 1)]
     for model in models:
         for parameter in model.parameters():
             parameter.main_grad = torch.full_like(parameter, len(gathered))  # type: ignore[attr-defined]
-    monkeypatch.setattr(forward_backward, "unwrap_model", lambda chunks: models)
+    monkeypatch.setattr(gradients, "unwrap_model", lambda chunks: models)
     chunks = [chunk_of([bucket(data, 1, 2)], []), chunk_of([bucket(alone, 0, 1)], [])]
-    found = forward_backward.gather_gradients(chunks)
+    found = gradients.gather_gradients(chunks)
     assert gathered == [([2.0, 3.0], 2)] and data.tolist() == [2, 3, 12, 13] and alone.tolist() == [0, 1]
     assert list(found) == ["0.weight", "1.weight", "1.bias"]
     assert found["1.bias"] is models[1].bias.main_grad  # type: ignore[attr-defined]
