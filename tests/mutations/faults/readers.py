@@ -1,4 +1,4 @@
-"""Faults that readers of the second wave put in and no test noticed then."""
+"""Faults that readers of the second and third wave put in and no test noticed then."""
 
 from __future__ import annotations
 
@@ -107,5 +107,37 @@ FAULTS = [
         "arguments.vpp or SCHEDULES[name].stages_per_rank or 1",
         ("test_costs_and_transfers_are_those_given",),
         "a schedule would be said to take twice as long",
+    ),
+    Fault(
+        "silent-address-raises",
+        "actors.cluster.local_ray:_answers",
+        "OSError",
+        "ConnectionError",
+        ("test_a_ray_is_of_this_machine_alone_where_its_port_does_not_answer_at_the_address_in_the_network",),
+        "a network that drops packets would make it impossible to join a Ray of this machine",
+    ),
+    Fault(
+        "latent-first-sparse-layer-only",
+        "adapters.verl.model_facts:_of_latent",
+        'kinds[layer] == "sparse" if kinds else layer >= dense',
+        'layer >= (kinds.index("sparse") if kinds else dense)',
+        ("test_verl_mixtures.py::test_what_config_json_decides_may_be_repeated_and_not_changed",),
+        "verl would be told of experts in layers that have none",
+    ),
+    Fault(
+        "packed-experts-said-to-be-bfloat16",
+        "rl_backend.checkpoint.hf_reader:HFReader._unpack_experts",
+        "StoredTensor(part.shape, stored.dtype)",
+        "StoredTensor(part.shape, torch.bfloat16)",
+        ("test_packed_experts_are_read_one_by_one",),
+        "a model of integers would pass the check of its weights",
+    ),
+    Fault(
+        "first-temperatures-for-every-adapter",
+        "rl_backend.primitive.log_prob:next_token_log_probs",
+        "temperature[rows] if isinstance(temperature, Tensor) else temperature",
+        "temperature",
+        ("test_rows_of_adapters_do_not_depend_on_each_other",),
+        "log-probs of an adapter's tokens would be divided by the temperatures of another's",
     ),
 ]
