@@ -19,7 +19,8 @@ from benchmarks.report import machine
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import NativeConfig, OptimizerConfig, PackedBatch, RuntimeConfig, TokenSequence
 from rl_backend.data.packing import pack
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime, native_runtime
+from rl_backend.runtime.native.handle import NativeHandle
 
 RATE, STEPS, LAST = 0.02, 100, 10
 """What a bias moves by in a step, steps, and those at the end over which loads are measured."""
@@ -69,7 +70,7 @@ def _uneven(family: Family, directory: Path, rate: float) -> Mapping[str, float]
         model_cfg={"expert_bias_rate": rate},
         optimizer=OptimizerConfig(lr=1e-4),
     )
-    runtime = NativeRuntime(RuntimeConfig(hf_path=str(directory), backend_cfg=config))
+    runtime = native_runtime(RuntimeConfig(hf_path=str(directory), backend_cfg=config))
     try:
         handle = runtime.build_model()
         steps = itertools.islice(_steps(runtime, handle), STEPS)

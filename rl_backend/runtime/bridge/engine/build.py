@@ -110,10 +110,7 @@ def build_handle(
     return BridgeHandle(
         name=name,
         forward_only=forward_only,
-        weight_version=0,
         head=head,
-        data_parallel_rank=groups.dp_rank,
-        data_parallel_size=groups.dp_size,
         micro_batch_multiple=multiple,
         config=config,
         groups=groups,

@@ -1,4 +1,4 @@
-"""The bridge runtime: Megatron-Core as the engine of every atom."""
+"""The engine of the bridge runtime: Megatron-Core."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -75,7 +75,7 @@ class BridgeEngine(Engine[BridgeHandle]):
             with accumulated_gradients(handle.chunks, has_gradients=handle.has_gradients):
                 result = run_micro_batches(handle, request)
         except BaseException:
-            handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
+            handle.mark_incomplete()
             raise
         handle.has_gradients = True
         return result
@@ -137,7 +137,10 @@ class BridgeEngine(Engine[BridgeHandle]):
         close_groups(self.groups)
 
 
-class BridgeRuntime(GuardedRuntime[BridgeHandle]):
+type BridgeRuntime = GuardedRuntime[BridgeHandle]
+
+
+def bridge_runtime(config: RuntimeConfig) -> BridgeRuntime:
     """Megatron-Core's data, tensor, expert and pipeline parallelism, with models and weights by Megatron-Bridge.
 
     Building one seeds torch's generators of this process with ``seed + data-parallel rank`` and Megatron's, which differ by
@@ -146,6 +149,4 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle]):
     Raises:
         ConfigError: the world size, the device or the environment does not fit ``config``.
     """
-
-    def __init__(self, config: RuntimeConfig) -> None:
-        super().__init__(config, BridgeEngine(config))
+    return GuardedRuntime(config, BridgeEngine(config))

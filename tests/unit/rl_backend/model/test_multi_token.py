@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import ConfigError, ModelOutput, PackedBatch, UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import native_runtime
 from rl_backend.runtime.native.layout import check_weights
 from tests.support.drafting import COPIES as ORIGINALS
 from tests.support.drafting import PlainDrafting, write_drafting
@@ -160,7 +160,7 @@ def test_a_directory_without_copies_is_saved_without_them(tmp_path: Path) -> Non
     for source in (with_copies, without):
         config = make_config(source, model="glm4_moe", model_cfg={"mtp": "joint"})
         check_weights(config, "log_probs")
-        with closing(NativeRuntime(config)) as runtime:
+        with closing(native_runtime(config)) as runtime:
             policy = runtime.build_model()
             runtime.forward_backward(policy, batches((0, 3)), mean_nll)
             runtime.optimizer_step(policy)

@@ -1,4 +1,4 @@
-"""The native runtime: PyTorch as the engine of every atom, on one or several ranks."""
+"""The engine of the native runtime: PyTorch, on one or several ranks."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -20,13 +20,12 @@ from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.guarded import GuardedRuntime
-from rl_backend.runtime.native import checkpoints, export
-from rl_backend.runtime.native.activations import record_activations
 from rl_backend.runtime.native.build import build_handle
-from rl_backend.runtime.native.forward_backward import run_micro_batches
+from rl_backend.runtime.native.checkpoints import all_tensors, load_training_checkpoint, training_manifest
+from rl_backend.runtime.native.export import export_gradients, export_shards, export_weights
+from rl_backend.runtime.native.forward_backward import record_activations, run_micro_batches, run_pipeline
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import has_last_stage
-from rl_backend.runtime.native.pipeline import run_pipeline
 from rl_backend.runtime.passes import PassRequest
 
 
@@ -36,6 +35,8 @@ class NativeEngine(Engine[NativeHandle]):
     Raises:
         ConfigError: the world size, the device or the environment does not fit ``config``.
     """
+
+    has_shards = True
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._options = config.options(NativeConfig)
@@ -70,22 +71,29 @@ class NativeEngine(Engine[NativeHandle]):
     def gather_weights(
         self, handle: NativeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
     ) -> WeightStream:
-        return export.export_weights(handle, dtype=dtype, byte_budget=byte_budget, only=names)
+        return export_weights(handle, dtype=dtype, byte_budget=byte_budget, only=names)
+
+    def shards(self, handle: NativeHandle, dtype: torch.dtype | None) -> Iterator[WeightShard]:
+        """See the base class; without parts that a lower rank already holds."""
+        return export_shards(handle, dtype)
 
     def gather_gradients(self, handle: NativeHandle, names: Collection[str] | None) -> WeightStream:
-        return export.export_gradients(handle, only=names)
+        return export_gradients(handle, only=names)
 
     def training_state(self, handle: NativeHandle) -> tuple[StateTensors, TrainingManifest]:
-        return checkpoints.all_tensors(handle), checkpoints.training_manifest(handle)
+        return all_tensors(handle), training_manifest(handle)
 
     def load_training_state(self, handle: NativeHandle, path: Path) -> TrainingManifest:
-        return checkpoints.load_training_checkpoint(handle, path)
+        return load_training_checkpoint(handle, path)
 
     def close(self) -> None:
         close_groups(self.groups)
 
 
-class NativeRuntime(GuardedRuntime[NativeHandle]):
+type NativeRuntime = GuardedRuntime[NativeHandle]
+
+
+def native_runtime(config: RuntimeConfig) -> NativeRuntime:
     """PyTorch alone: tensor, context, expert and pipeline parallelism, FSDP2 over the rest; gloo on a CPU, NCCL on CUDA.
 
     Building one seeds torch's generators of this process with ``seed + data-parallel rank``. Equal seeds, data and layout
@@ -94,11 +102,4 @@ class NativeRuntime(GuardedRuntime[NativeHandle]):
     Raises:
         ConfigError: the world size, the device or the environment does not fit ``config``.
     """
-
-    def __init__(self, config: RuntimeConfig) -> None:
-        super().__init__(config, NativeEngine(config))
-
-    def export_shards(self, handle: NativeHandle, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
-        """See the base class; this rank's part of every weight, without parts that a lower rank already holds."""
-        self._require(handle, "export_shards")
-        return export.export_shards(handle, dtype)
+    return GuardedRuntime(config, NativeEngine(config))
