@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from adapters.verl.pipeline_stages import STAGE_FIELDS, STAGE_SWITCHES
-from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE
+from rl_backend.runtime.bridge.config import NEEDS_TRANSFORMER_ENGINE
 
 
 @dataclass(frozen=True)

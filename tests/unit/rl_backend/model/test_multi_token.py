@@ -17,7 +17,7 @@ from rl_backend.contracts import ConfigError, ModelOutput, PackedBatch, Unsuppor
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.model.multi_token import MultiTokenPrediction
 from rl_backend.primitive.norm import NormSpec
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import native_runtime
 from rl_backend.runtime.native.layout import check_weights
 from tests.support.drafting import COPIES as ORIGINALS
 from tests.support.drafting import PlainDrafting, write_drafting
@@ -181,7 +181,7 @@ def test_a_directory_without_copies_is_saved_without_them(tmp_path: Path) -> Non
     for source in (with_copies, without):
         config = make_config(source, model="glm4_moe", model_cfg={"mtp": "joint"})
         check_weights(config, "log_probs")
-        with closing(NativeRuntime(config)) as runtime:
+        with closing(native_runtime(config)) as runtime:
             policy = runtime.build_model()
             runtime.forward_backward(policy, batches((0, 3)), mean_nll)
             runtime.optimizer_step(policy)
