@@ -158,8 +158,8 @@ def _actor_or_ref(config: DictConfig, name: str) -> tuple[Any, ...]:
 
 def refusal(config: DictConfig) -> str | None:
     """What our engine refuses of a switched configuration; None where every role is accepted."""
+    from adapters.verl.options.settings import engine_settings
     from adapters.verl.run_config import require_run
-    from adapters.verl.settings import engine_settings
     from rl_backend.contracts import RLBackendError
 
     try:

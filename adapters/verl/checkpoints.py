@@ -11,7 +11,7 @@ import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from adapters.verl.background_saves import PendingSave, begin_role, record_step, trainer_records
-from adapters.verl.checkpoint_contents import STATE, require_contents
+from adapters.verl.options.settings import STATE, require_contents
 from adapters.verl.replacing import exists_on_rank_0, finish_replacing, found_name, replacing
 from rl_backend.checkpoint.durable_commit import sync_tree
 from rl_backend.checkpoint.peft_files import CONFIG_FILE, write_peft_directory

@@ -19,9 +19,9 @@ from adapters.verl.cpu_platform import require_device
 from adapters.verl.engine_mode import EngineMode
 from adapters.verl.engine_model import EngineModel, Exported
 from adapters.verl.micro_batches import cut_batch
+from adapters.verl.options.settings import engine_settings, optimizer_settings
 from adapters.verl.outputs import MicroBatchLoss, VerlLoss, as_verl_output
 from adapters.verl.routes import BatchRoutes, router_replay
-from adapters.verl.settings import engine_settings, optimizer_settings
 from adapters.verl.timing import AdapterTime
 from adapters.verl.weight_export import delta_entry, shards_with_specs
 from rl_backend.contracts import ConfigError, HandleError

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from verl.workers.engine.base import BaseEngineCtx
 
-from adapters.verl.settings import EngineSettings
+from adapters.verl.options.settings import EngineSettings
 
 
 class EngineInModes(Protocol):

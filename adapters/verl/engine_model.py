@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from adapters.verl.lora_settings import LoRASettings
-from adapters.verl.settings import EngineSettings
+from adapters.verl.options.lora import LoRASettings
+from adapters.verl.options.settings import EngineSettings
 from rl_backend.contracts import OptimizerConfig, UnsupportedError, WeightShard
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime import Runtime

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from adapters.verl.settings import RouterReplayMode
+from adapters.verl.options.settings import RouterReplayMode
 from rl_backend.contracts import BatchError
 from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK, route_fields
 from rl_backend.runtime import RouterReplay

@@ -69,7 +69,7 @@ FAULTS = [
     ),
     Fault(
         "verl-warm-up-ratio-of-the-training",
-        "adapters.verl.settings:optimizer_settings",
+        "adapters.verl.options.settings:optimizer_settings",
         "warmup_steps = int(config.lr_warmup_steps_ratio * max(decay_steps, 0))",
         "warmup_steps = int(config.lr_warmup_steps_ratio * max(config.total_training_steps, 0))",
         ("test_the_schedule_is_the_one_that_verl_makes_of_the_same_fields",),
@@ -77,7 +77,7 @@ FAULTS = [
     ),
     Fault(
         "verl-weight-decay-ignored",
-        "adapters.verl.settings:optimizer_settings",
+        "adapters.verl.options.settings:optimizer_settings",
         "weight_decay=config.weight_decay, weight_decay_incr_style=config.weight_decay_incr_style,",
         "weight_decay_incr_style=config.weight_decay_incr_style,",
         ("test_the_schedule_is_the_one_that_verl_makes_of_the_same_fields",),
@@ -85,7 +85,7 @@ FAULTS = [
     ),
     Fault(
         "verl-seed-ignored",
-        "adapters.verl.settings:engine_settings",
+        "adapters.verl.options.settings:engine_settings",
         "seed=engine_config.seed, max_tokens_per_micro_batch=_NO_LIMIT,",
         "max_tokens_per_micro_batch=_NO_LIMIT,",
         ("test_sizes_dtype_and_seed_reach_the_runtime",),
@@ -157,7 +157,7 @@ FAULTS = [
     ),
     Fault(
         "verl-up-projection-by-the-name-of-gate",
-        "adapters.verl.lora_modules:",
+        "adapters.verl.options.lora:",
         '"up_proj": ("linear_fc1", "linear_fc1_up"),',
         '"up_proj": ("linear_fc1", "linear_fc1_gate"),',
         ("test_megatrons_names_and_wildcards_become_hugging_face_names",),
@@ -207,7 +207,7 @@ FAULTS = [
     ),
     Fault(
         "plain-expressions-are-names",
-        "adapters.verl.lora_settings:_expression",
+        "adapters.verl.options.lora:_expression",
         'return "expression", (value,)',
         'return ("expression" if set(value) & set("*+?[(|") else "peft"), (value,)',
         ("test_a_text_is_an_expression_of_whole_names_however_plain_and_a_list_has_names",),
@@ -215,7 +215,7 @@ FAULTS = [
     ),
     Fault(
         "one-name-is-taken-letter-by-letter",
-        "adapters.verl.lora_settings:_names_of",
+        "adapters.verl.options.lora:_names_of",
         """
         if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
             raise ConfigError.of(field, value, "expected a list of names")
@@ -224,12 +224,12 @@ FAULTS = [
         if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
             raise ConfigError.of(field, value, "expected a list of names")
         """,
-        ("test_lora_settings.py::test_what_cannot_be_honoured_is_refused_by_name",),
+        ("test_lora.py::test_what_cannot_be_honoured_is_refused_by_name",),
         "a name would be taken for names of one letter each",
     ),
     Fault(
         "warm-up-ratio-of-all-training",
-        "adapters.verl.settings:optimizer_settings",
+        "adapters.verl.options.settings:optimizer_settings",
         "max(decay_steps, 0)",
         "max(config.total_training_steps, 0)",
         ("test_the_schedule_is_the_one_that_verl_makes_of_the_same_fields",),

@@ -100,8 +100,8 @@ def test_text_in_a_batch_of_a_model_that_reads_images_is_taken(lengths: str) -> 
 
 
 def test_routes_to_replay_that_are_missing_or_too_few_are_refused() -> None:
+    from adapters.verl.options.settings import RouterReplayMode
     from adapters.verl.routes import BatchRoutes, router_replay
-    from adapters.verl.settings import RouterReplayMode
 
     batch = make_batch(rows(), "response", enable_routing_replay=True)
     assert router_replay(batch, "R2", forward_only=True) == "record"
