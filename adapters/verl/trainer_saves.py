@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from adapters.verl.late_imports import when_imported
-from adapters.verl.run_config import is_ours
+from adapters.verl.registration import is_ours
 from rl_backend.checkpoint.durable_commit import rename_synced, write_synced
 
 _TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo.ray_trainer": "RayPPOTrainer"}

@@ -1,4 +1,4 @@
-"""The tables of docs/verl.md: field -> what becomes of it."""
+"""The tables of docs/reference/verl_fields.md: field -> what becomes of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from adapters.verl.options.decisions import ADAM, CHECKPOINT, DDP, ENGINE, LORA, MODEL, OPTIMIZER, TRANSFORMER
 from tests.support.claims import ROOT
 
-PAGE = ROOT / "docs" / "verl.md"
+PAGE = ROOT / "docs" / "reference" / "verl_fields.md"
 TITLES = {
     ENGINE: "Engine: `McoreEngineConfig`",
     f"{ENGINE}.router_replay": "Router replay: `McoreEngineConfig.router_replay`",
@@ -26,6 +26,6 @@ TITLES = {
 
 def field_table(where: str) -> dict[str, tuple[str, ...]]:
     """Field -> the other cells of its row."""
-    section = PAGE.read_text().split(f"### {TITLES[where]}\n")[1].split("\n\n")[0]
+    section = PAGE.read_text().split(f"## {TITLES[where]}\n")[1].split("\n\n")[0]
     rows = [re.split(r"(?<!\\) \| ", line.removeprefix("| ").removesuffix(" |")) for line in section.splitlines()[2:]]
     return {name: tuple(cells) for fields, *cells in rows for name in re.findall("`(.*?)`", fields)}

@@ -1,7 +1,7 @@
 """Decisions on single fields: verl's, and Megatron's in verl's ``override_`` dictionaries.
 
-``docs/verl.md`` lists every field and its effect. Tests compare that page with this table and with the classes of verl
-0.9.1, so they fail with a version of verl that has another field.
+``docs/reference/verl_fields.md`` lists every field and its effect. Tests compare that page with this table and with the
+classes of verl 0.9.1, so they fail with a version of verl that has another field.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_backend.contracts import ConfigError
-from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE
+from rl_backend.runtime.bridge.config import NEEDS_TRANSFORMER_ENGINE
 
 ENGINE, OPTIMIZER, MODEL, CHECKPOINT = "McoreEngineConfig", "McoreOptimizerConfig", "HFModelConfig", "CheckpointConfig"
 """verl's configurations."""

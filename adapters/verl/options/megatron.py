@@ -26,7 +26,7 @@ from adapters.verl.options.decisions import (
 from adapters.verl.options.model_facts import DECIDED, ModelFacts
 from rl_backend.contracts import ConfigError, ParallelConfig, UnsupportedError
 from rl_backend.model import find_model
-from rl_backend.runtime import bridge_config
+from rl_backend.runtime.bridge import config as bridge_config
 
 _ON_THE_BRIDGE = {TRANSFORMER: bridge_config.TRANSFORMER, DDP: bridge_config.DDP, ADAM: bridge_config.OPTIMIZER}
 _AUX, _Z, _BALANCING = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"
