@@ -206,7 +206,7 @@ class Engine[H: GuardedHandle](ABC):
 
     @abstractmethod
     def record_activations(self, handle: H, request: PassRequest) -> list[Mapping[str, Tensor]]:
-        """Runs checked micro-batches forward; see :meth:`~rl_backend.runtime.Runtime.activations`."""
+        """Checks the data over all ranks, then runs it forward; see :meth:`~rl_backend.runtime.Runtime.activations`."""
 
     @abstractmethod
     def gather_weights(

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream
-from rl_backend.runtime.guarded import GuardedRuntime
+from rl_backend.runtime.guarded import AnyHandle, GuardedRuntime, guarded
 from rl_backend.runtime.native import checkpoints, export
 from rl_backend.runtime.native.activations import record_activations
 from rl_backend.runtime.native.build import build_handle
@@ -65,6 +66,7 @@ class NativeEngine(Engine[NativeHandle]):
         return run_pipeline(handle, request) if handle.stages else run_micro_batches(handle, request)
 
     def record_activations(self, handle: NativeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
+        check_micro_batches(handle, request)
         return record_activations(handle, request)
 
     def gather_weights(
@@ -98,7 +100,7 @@ class NativeRuntime(GuardedRuntime[NativeHandle]):
     def __init__(self, config: RuntimeConfig) -> None:
         super().__init__(config, NativeEngine(config))
 
-    def export_shards(self, handle: NativeHandle, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
+    @guarded
+    def export_shards(self, handle: AnyHandle, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
         """See the base class; this rank's part of every weight, without parts that a lower rank already holds."""
-        self._require(handle, "export_shards")
-        return export.export_shards(handle, dtype)
+        return export.export_shards(cast(NativeHandle, handle), dtype)

@@ -110,15 +110,6 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
         assert self.model.adaptable is not None, "the base of a tenant"
         return {name: self.model.adaptable.kinds[name] for name in self.modules}
 
-    def require_base(self, operation: str, parts: Sequence[Part]) -> None:
-        """Raises :class:`HandleError` for an atom of models alone, or a base that is in host memory."""
-        if operation == "export_shards":
-            raise HandleError(
-                f"{operation} on {self.name!r}, a LoRA tenant; give {self.model.name!r}, or a model of merged weights",
-                handle=self.name,
-            )
-        self.model.offload.require(operation, *(part for part in parts if part == "model"))
-
     def require_schedulable(self, num_micro_batches: int, *, forward_only: bool) -> None:
         self.model.require_schedulable(num_micro_batches, forward_only=forward_only)
 

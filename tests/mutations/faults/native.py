@@ -98,8 +98,8 @@ FAULTS = [
     Fault(
         "version-advances-without-a-step",
         "rl_backend.runtime.guarded:GuardedRuntime.optimizer_step",
-        "if result.ok:",
-        "if True:",
+        "handle.weight_version += result.ok",
+        "handle.weight_version += 1",
         (
             "test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all[1-float32-nan]",
             "test_a_non_finite_gradient_changes_nothing_and_says_which",
