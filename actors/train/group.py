@@ -26,6 +26,7 @@ from actors.train.passes import merged, spread, token_budget
 from actors.train.ranks import GroupMembers, TrainRanks
 from actors.train.start import start_ranks
 from rl_backend.contracts import (
+    AdamParams,
     ForwardResult,
     HandleError,
     Losses,
@@ -297,9 +298,11 @@ class TrainGroup:
     zero_grad = remote(Atoms.zero_grad)
 
     @operation
-    def optimizer_step(self, handle: HandleRef | Sequence[HandleRef]) -> GroupFuture[Any]:
+    def optimizer_step(
+        self, handle: HandleRef | Sequence[HandleRef], *, adam: AdamParams | Sequence[AdamParams | None] | None = None
+    ) -> GroupFuture[Any]:
         """As :meth:`~rl_backend.runtime.Runtime.optimizer_step`; of several LoRA tenants a list of results."""
-        return self.submit(Atoms.optimizer_step, handle)
+        return self.submit(Atoms.optimizer_step, handle, adam=adam)
 
     @operation
     def lr_scheduler_step(self, handle: HandleRef | Sequence[HandleRef]) -> GroupFuture[Any]:

@@ -135,8 +135,8 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
         """Drops all gradients, those in host memory too."""
 
     @abstractmethod
-    def step(self) -> contracts.StepResult:
-        """Clips and steps, or changes nothing."""
+    def step(self, adam: contracts.AdamParams | None = None) -> contracts.StepResult:
+        """Clips and steps, with the values of this step, or changes nothing."""
 
     def release(self) -> None:
         """Drops every tensor; the handle cannot be used again."""

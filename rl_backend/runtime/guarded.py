@@ -15,6 +15,7 @@ from rl_backend.checkpoint.hf_reader import require_float_weights
 from rl_backend.checkpoint.kept_weights import STALE, describe_kept
 from rl_backend.checkpoint.peft_files import fitted_to, read_peft_directory
 from rl_backend.contracts import (
+    AdamParams,
     BatchError,
     ConfigError,
     ForwardResult,
@@ -171,14 +172,16 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
             return self._engine_of(handle).run_passes(handle, PassRequest(data, loss_fn, forward_only, router_replay))
 
     @overload
-    def optimizer_step(self, handle: Sequence[AnyHandle]) -> list[StepResult]: ...
+    def optimizer_step(
+        self, handle: Sequence[AnyHandle], *, adam: Sequence[AdamParams | None] | None = None
+    ) -> list[StepResult]: ...
     @overload
-    def optimizer_step(self, handle: AnyHandle) -> StepResult: ...
+    def optimizer_step(self, handle: AnyHandle, *, adam: AdamParams | None = None) -> StepResult: ...
     @guarded
-    def optimizer_step(self, handle: Any) -> Any:
+    def optimizer_step(self, handle: Any, *, adam: Any = None) -> Any:
         if isinstance(handle, Sequence):
-            return self._tenants.step(handle)
-        result = handle.step()
+            return self._tenants.step(handle, adam)
+        result = handle.step(adam)
         handle.weight_version += result.ok
         return result
 

@@ -151,13 +151,24 @@ class Runtime[H](ABC):
         """
 
     @overload
-    def optimizer_step(self, handle: Sequence[H]) -> list[contracts.StepResult]: ...  # type: ignore[overload-overlap]
+    def optimizer_step(  # type: ignore[overload-overlap]
+        self, handle: Sequence[H], *, adam: Sequence[contracts.AdamParams | None] | None = None
+    ) -> list[contracts.StepResult]: ...
     @overload
-    def optimizer_step(self, handle: H) -> contracts.StepResult: ...
+    def optimizer_step(self, handle: H, *, adam: contracts.AdamParams | None = None) -> contracts.StepResult: ...
     @Atom(Needs(("model", "optimizer", "grad"), trained=True, whole_gradients=True))
     @abstractmethod
-    def optimizer_step(self, handle: Any) -> Any:
-        """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``."""
+    def optimizer_step(self, handle: Any, *, adam: Any = None) -> Any:
+        """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``.
+
+        Of several LoRA tenants a list of results, in their order; each is skipped by itself.
+
+        Args:
+            adam: values of this step alone, of several tenants those of each; None takes the optimizer's.
+
+        Raises:
+            HandleError: no gradients; then nothing has changed, of several tenants none.
+        """
 
     @overload
     def lr_scheduler_step(self, handle: Sequence[H]) -> list[float]: ...  # type: ignore[overload-overlap]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rl_backend.checkpoint.hf_weights import LM_HEAD
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
+    AdamParams,
     ConfigError,
     HandleError,
     Head,
@@ -116,8 +117,8 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
     def require_replayable(self, router_replay: RouterReplay) -> None:
         self.model.require_replayable(router_replay)
 
-    def step(self) -> StepResult:
-        return step_tenants([self])[0]
+    def step(self, adam: AdamParams | None = None) -> StepResult:
+        return step_tenants([self], [adam])[0]
 
     def drop_gradients(self) -> None:
         self.offload.clear("grad")
@@ -163,8 +164,10 @@ def require_tenant(base: GuardedHandle, adaptable: Adaptable, head: Head) -> Non
         )
 
 
-def step_tenants(tenants: Sequence[TenantHandle]) -> list[StepResult]:
-    """One step of each, in their order, with one exchange of norms. A non-finite gradient skips its own tenant alone.
+def step_tenants(tenants: Sequence[TenantHandle], adam: Sequence[AdamParams | None]) -> list[StepResult]:
+    """One step of each, in their order, with its own values and one exchange of norms.
+
+    A non-finite gradient skips its own tenant alone.
 
     Raises:
         HandleError: a tenant without gradients; then nothing has changed.
@@ -184,6 +187,6 @@ def step_tenants(tenants: Sequence[TenantHandle]) -> list[StepResult]:
         result = judge(rows[:, 2 * index : 2 * index + 2], count_zeros=optimizer.config.log_num_zeros_in_grad)
         if not result.ok:
             logger.warning("optimizer step of %r skipped: the gradient norm is %s", tenant.name, result.grad_norm)
-        optimizer.apply(result)
+        optimizer.apply(result, adam[index] or AdamParams())
         results.append(result)
     return results

@@ -11,6 +11,7 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors, on_every_rank
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
+    AdamParams,
     BatchError,
     ConfigError,
     ForwardResult,
@@ -158,8 +159,8 @@ class Tenants:
     def remove(self, handle: ModelHandle) -> None:
         self._by_id.pop(handle.lora_id).release()
 
-    def step(self, handles: Sequence[GuardedHandle]) -> list[StepResult]:
-        """One step of each; all are checked before any."""
+    def step(self, handles: Sequence[GuardedHandle], adam: Sequence[AdamParams | None] | None) -> list[StepResult]:
+        """One step of each, with its own values; all are checked before any."""
         if not handles:
             raise HandleError("optimizer_step of no tenants; give at least one")
         for each in handles:
@@ -169,7 +170,10 @@ class Tenants:
         if len(set(tenants)) < len(tenants):
             twice = next(each.name for each in tenants if tenants.count(each) > 1)
             raise HandleError(f"optimizer_step of {twice!r} twice in one list; give each tenant once", handle=twice)
-        results = step_tenants(tenants)
+        adam = [None] * len(tenants) if adam is None else adam
+        if len(adam) != len(tenants):
+            raise ConfigError(f"adam has values of {len(adam)} steps for {len(tenants)} tenants; give one for each, or None")
+        results = step_tenants(tenants, adam)
         for tenant, result in zip(tenants, results, strict=True):
             tenant.weight_version += result.ok
         return results

@@ -8,7 +8,7 @@ FAULTS = [
     Fault(
         "no-clipping",
         "rl_backend.runtime.native.optimizer:NativeOptimizer._apply",
-        "torch._foreach_mul_(list(gradients.values()), self._clip_coefficient(result))",
+        "torch._foreach_mul_(list(gradients.values()), clip_grad / (result.grad_norm + _CLIP_EPSILON))",
         "pass",
         ("test_steps_equal_torch_adamw_with_clipping",),
         "clip_grad would be reported and not applied",

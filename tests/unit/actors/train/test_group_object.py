@@ -199,7 +199,9 @@ def test_several_models_are_sent_as_they_are_held(group: TrainGroup, ranks: Rank
 
 def test_each_rank_is_sent_the_pass_of_its_data_parallel_rank(group: TrainGroup, ranks: Ranks) -> None:
     """Given as a list or as a TensorDict."""
-    rows = [TokenSequence(torch.arange(each, each + 4), {"loss_mask": torch.tensor([1.0, 1.0, 1.0, 0.0])}) for each in (10, 20)]
+    rows = [
+        TokenSequence(torch.arange(each, each + 4), {"loss_mask": torch.tensor([1.0, 1.0, 1.0, 0.0])}) for each in (10, 20)
+    ]
     two = HandleRef("group", 1, "policy", False, (1, 0), (1, 0))
     for given in (rows, tensordict_of(rows)):
         group.forward.submit(two, given, meta={"temperature": 0.5}, router_replay="replay")

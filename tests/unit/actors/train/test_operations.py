@@ -12,7 +12,7 @@ import torch
 from actors.train.context import HandleRef
 from actors.train.future import GroupFuture, operation
 from actors.train.group import TrainGroup
-from rl_backend.contracts import LoRAConfig, OptimizerConfig
+from rl_backend.contracts import AdamParams, LoRAConfig, OptimizerConfig
 from rl_backend.contracts.atoms import Operation
 from rl_backend.runtime import Runtime
 
@@ -21,6 +21,7 @@ GIVEN: dict[str, Any] = {
     "handle": HANDLE,
     "lora": LoRAConfig(rank=3),
     "optimizer": OptimizerConfig(lr=0.5),
+    "adam": AdamParams(lr=0.5),
     "tensors": {"a": torch.ones(1)},
     "name": "mine",
     "head": "values",
