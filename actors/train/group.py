@@ -326,6 +326,7 @@ class TrainGroup:
 
     create_lora_adapter = remote(Atoms.create_lora_adapter)
     remove_lora_adapter = remote(Atoms.remove_lora_adapter)
+    get_lora_adapter = remote(Atoms.get_lora_adapter)
     list_lora_adapters = remote(Atoms.list_lora_adapters)
     get_optimizer_state = remote(Atoms.get_optimizer_state)
     list_optimizer_states = remote(Atoms.list_optimizer_states)

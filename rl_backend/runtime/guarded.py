@@ -326,6 +326,10 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         self._tenants.remove(handle)
 
     @guarded
+    def get_lora_adapter(self, handle: AnyHandle) -> LoRAInfo:
+        return self._tenants[handle].info()
+
+    @guarded
     def list_lora_adapters(self, handle: AnyHandle) -> list[LoRAInfo]:
         return [tenant.info() for tenant in self._tenants.of(handle)]
 

@@ -360,6 +360,11 @@ class Runtime[H](ABC):
         """Frees a tenant; its handle cannot be used again. Not a collective."""
         raise self._not_offered("remove_lora_adapter")
 
+    @Atom(ANY_STATE, takes="tenants")
+    def get_lora_adapter(self, handle: H) -> LoRAInfo:
+        """Facts about a tenant. Not a collective."""
+        raise self._not_offered("get_lora_adapter")
+
     @Atom(ANY_STATE)
     def list_lora_adapters(self, handle: H) -> list[LoRAInfo]:
         """The tenants of a model in the order of making. Not a collective."""

@@ -1,6 +1,7 @@
 """LoRA tenants of a frozen model: handles with weights, an optimizer, a schedule and a version of their own."""
 
 import logging
+import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,8 +141,10 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
             step=optimizer.num_steps,
             weight_version=self.weight_version,
             learning_rate=optimizer.learning_rate,
-            num_parameters=sum(view.numel() for _, view in self.rows.views(self.rows.weights)),
+            num_parameters=sum(math.prod(tensor.held) for tensor in self.rows.tensors),
             bytes=self.rows.nbytes,
+            shapes=self.saved_shapes,
+            hf_path=str(self.config.hf_path),
         )
 
 

@@ -239,7 +239,7 @@ def test_what_no_runtime_of_ones_own_offers_names_the_operation_and_its_class(ru
         for name in vars(Runtime)
         if "lora" in name or name in ("get_backend_info", "get_optimizer_state", "list_optimizer_states")
     ]
-    assert len(tenants) == 8
+    assert len(tenants) == 9
     for name in tenants:
         with pytest.raises(UnsupportedError, match=rf"^the runtime 'native' does not offer {name}; implement it in Bare"):
             getattr(Runtime, name)(bare, *given.get(name, (None,)))
