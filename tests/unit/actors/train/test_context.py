@@ -11,7 +11,8 @@ import pytest
 
 from actors.train.context import BuiltModel, HandleRef, RankContext, RankFunction, refs_in
 from actors.train.future import BoundOperation, GroupFuture, operation
-from rl_backend.contracts import BatchError, HandleError, ModelHandle, RLBackendError
+from rl_backend.contracts import BatchError, HandleError, RLBackendError
+from tests.support.plain_handle import PlainHandle
 
 
 def context(group_id: str = "group") -> Any:
@@ -25,7 +26,7 @@ def ref(key: int, group_id: str = "group") -> HandleRef:
 
 def test_handles_are_found_by_the_operation_that_made_them() -> None:
     rank, other = context(), context()
-    first, second = (ModelHandle(name, False, 0, 0, 1) for name in ("first", "second"))
+    first, second = (PlainHandle(name, False, 0, 0, 1) for name in ("first", "second"))
     for number, handle in ((3, first), (7, second)):
         rank.operation = number
         assert rank.keep(handle).key == number
