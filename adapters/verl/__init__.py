@@ -1,4 +1,4 @@
-"""verl's interfaces onto ours; also its data files and reward functions. Importing this package does not import verl."""
+"""verl's engines on this package's runtimes. Here: verl's data files and reward functions, without importing verl."""
 
 from rl_backend.data.prompts import ChatMessage, PromptExample, read_examples
 from rl_backend.data.rewards import RewardFunction, load_reward_function, score_value

@@ -28,12 +28,12 @@ _UNSUPPORTED = {
     "calculate_sum_pi_squared": "the sum of squared probabilities is not computed",
 }
 _OF_TEXT = frozenset({"mm_token_type_ids"})
-"""What a processor of images gives for text too."""
+"""Inputs that a processor of images gives for text too."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What rides in ``PackedBatch.payload``: verl's own micro-batch, for verl's own loss.
+    """The payload of a ``PackedBatch``: verl's own micro-batch, for verl's own loss.
 
     Attributes:
         index: its place among the micro-batches of the pass.
@@ -46,7 +46,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """A batch, cut.
+    """A batch in micro-batches.
 
     Attributes:
         packed: one for each micro-batch, as many on every data-parallel rank.
@@ -74,13 +74,13 @@ def cut_batch(
         data: ``input_ids`` jagged (B, L_i); ``loss_mask`` jagged over all tokens or over the response, or dense.
         multiple: with ``use_dynamic_bsz``, the number of micro-batches is one of its multiples.
         cp_size: ranks that share a micro-batch; verl's ``max_token_len_per_gpu`` is for each of them.
-        routes: what the batch has for a replay.
+        routes: the routes of the batch, for a replay.
 
     Raises:
         BatchError: ``input_ids`` that are not jagged, positions that do not count each sequence's tokens from 0, sequences
             longer than a micro-batch, a number of them that micro-batches do not divide, wrong routes; or another rank
             refused its batch.
-        UnsupportedError: what the model or the losses would need and do not get.
+        UnsupportedError: the model or the losses would need something that they do not get.
     """
     num_tokens = _agreed_num_tokens(data, place, _problem(data, cp_size, routes))
     tu.assign_non_tensor(data, sp_size=cp_size, dp_size=place.data_parallel_size, batch_num_tokens=num_tokens)
@@ -97,7 +97,7 @@ def cut_batch(
 
 
 def _problem(data: TensorDict, cp_size: int, routes: BatchRoutes | None) -> RLBackendError | None:
-    """What is wrong with this rank's batch by itself."""
+    """The error of this rank's batch, seen alone."""
     try:
         _require_supported(data)
         _require_positions(data)
@@ -110,7 +110,7 @@ def _problem(data: TensorDict, cp_size: int, routes: BatchRoutes | None) -> RLBa
 
 
 def _agreed_num_tokens(data: TensorDict, place: RankPlace, problem: RLBackendError | None) -> float:
-    """``loss_mask`` summed over the data-parallel ranks, in the collective in which they learn of each other's problems."""
+    """``loss_mask`` summed over the data-parallel ranks. The same collective tells each rank of the others' errors."""
     mask = data["loss_mask"]
     num_tokens = (mask.values() if mask.is_nested else mask).sum().to(place.device)
     facts = torch.stack([num_tokens, torch.full_like(num_tokens, problem is not None)])
@@ -176,7 +176,7 @@ def _are_counted(positions: Tensor, counted: Tensor) -> bool:
 
 
 def _require_cuttable(data: TensorDict, cp_size: int) -> None:
-    """What verl asserts on one rank while the others enter a collective."""
+    """Checks sizes that verl asserts on one rank while the others already wait in a collective."""
     if tu.get(data, "use_dynamic_bsz", True):
         limit, longest = tu.get(data, "max_token_len_per_gpu"), int(data["input_ids"].offsets().diff().max())
         if limit is None or longest > limit * cp_size:
@@ -219,7 +219,7 @@ def _require_supported(data: TensorDict) -> None:
 
 
 def router_replay(data: TensorDict, mode: RouterReplayMode, *, forward_only: bool) -> RouterReplay:
-    """What a pass does with routes: R2 records them with log-probs, and later passes replay; R3 replays in both.
+    """Use of routes in a pass: R2 records them with log-probs and replays them in later passes; R3 replays in both.
 
     verl sets ``enable_routing_replay`` in the batches of the actor, and not in those of the reference.
     """
@@ -328,7 +328,7 @@ def jagged_outputs(model_output: ModelOutput, data: PackedBatch) -> dict[str, Te
 
 
 def as_verl_output(result: ForwardResult, batch: MicroBatches, loss: MicroBatchLoss | None) -> dict[str, Any]:
-    """What ``forward_backward_batch`` returns on a source rank.
+    """The result of ``forward_backward_batch`` on a source rank.
 
     Returns:
         ``model_output``: name -> jagged (B, L_i, ...), detached, in the order of verl's batch; ``loss``: one number for each

@@ -37,7 +37,7 @@ class EngineCheckpoints:
     Args:
         save_contents, load_contents: ``model`` alone or all of ``STATE``, and ``hf_model``. As in verl, ``model`` is a
             Hugging Face directory; with LoRA it is the adapter in peft's format.
-        tokenizer: :func:`own_tokenizer`, whose files take the place of those in the model's directory.
+        tokenizer: :func:`own_tokenizer`; its files replace those of the model's directory.
         sharded: verl's ``use_dist_checkpointing``: ``model`` is in the training state alone.
         asynchronous: verl's ``async_save``: the training state is written in the background, the Hugging Face directory, for
             which all ranks gather weights, before ``save`` returns. As in verl's engine, rank 0 then writes verl's record of
@@ -89,7 +89,7 @@ class EngineCheckpoints:
         *,
         step: int = 0,
     ) -> None:
-        """Writes ``local_path``. What it has of an earlier save is there until the new one is complete.
+        """Writes ``local_path``. Files of an earlier save stay until the new one is complete.
 
         Args:
             step: verl's ``global_step``.
@@ -104,7 +104,7 @@ class EngineCheckpoints:
         records = self._asynchronous and not trainer_records(path)
         background = records and self._saves_state and not 0 < self._last_step <= step
         if first:
-            # What is written anew must not count as the old checkpoint that has to go.
+            # A directory that is written again must not be deleted as the oldest checkpoint.
             self._kept.previous_saved_paths = [kept for kept in self._kept.previous_saved_paths if kept != str(path)]
             self._kept.ensure_checkpoint_capacity(None if background else max_ckpt_to_keep)
         if records:
@@ -202,14 +202,14 @@ class EngineCheckpoints:
 
 @dataclass
 class PendingSave:
-    """A save in the background, until every rank knows that it is committed.
+    """A save in the background that is not yet committed on every rank.
 
     Attributes:
         path: verl's directory of the role.
         step: verl's ``global_step``.
         keep: verl's ``max_ckpt_to_keep``.
         replaces: gives the files their name, where an earlier save of this name is in their place.
-        problem: what this rank has heard of.
+        problem: the error of this rank's writer.
     """
 
     path: Path
@@ -219,7 +219,7 @@ class PendingSave:
     problem: str | None = None
 
     def is_done(self, runtime: Runtime[Any], handle: ModelHandle) -> bool:
-        """Whether it is on every rank. A collective over all ranks; raises nothing."""
+        """Whether every rank has written it. A collective over all ranks; raises nothing."""
         try:
             done = not runtime.checkpoint_is_pending(handle)
         except Exception as error:  # noqa: BLE001 - raised by ``commit``, on every rank

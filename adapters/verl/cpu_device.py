@@ -14,7 +14,7 @@ from verl.plugin.platform import PlatformBase
 
 
 class CPUDevice(ModuleType):
-    """What verl calls on ``torch.cuda``, for a CPU. Memory is that of the process, in bytes."""
+    """The functions of ``torch.cuda`` that verl calls, for a CPU. Memory is that of the process, in bytes."""
 
     def __init__(self) -> None:
         super().__init__("rl_backend_cpu_device")

@@ -1,4 +1,4 @@
-"""verl on a machine without an accelerator: a platform for verl, and every change to other packages that it takes.
+"""verl on a machine without an accelerator: its platform, and the changes to other packages that this needs.
 
 ``VERL_PLATFORM=cpu`` asks for it. ``register`` is called by ``adapters.verl.plugin``, and so wherever verl is imported: in
 drivers, Ray workers and rollout servers. ``patch_vllm`` is a ``vllm.general_plugins`` entry point: vLLM calls it in each
@@ -29,8 +29,8 @@ _VERL_ROLLOUT = "VERL_REPLICA_RANK"
 def register() -> bool:
     """Offers verl the platform ``cpu``; True where :data:`PLATFORM_VARIABLE` asks for it.
 
-    It is never taken for being the only one there: a process that sees no accelerator may be the driver of a job that has
-    them, on a head node without any.
+    It is never chosen for being the only one: a process that sees no accelerator may be a job's driver on a head
+    node without any.
     """
     from verl.plugin.platform import PlatformRegistry
 
@@ -130,7 +130,7 @@ def patch_vllm() -> None:
 
 
 def keep_linear_weights() -> None:
-    """Linear layers of a CPU model keep the parameter beside its packed copy."""
+    """Linear layers of a CPU model keep the parameter as well as its packed copy."""
     from vllm.model_executor.layers import utils
 
     original = utils.dispatch_cpu_unquantized_gemm

@@ -32,7 +32,7 @@ class RuntimeEngine(BaseEngine):
     """A model of verl's ``TrainingWorker`` on a runtime of this package. Its process groups exist once it is made.
 
     Attributes:
-        settings: what verl's configurations say.
+        settings: read from verl's configurations.
         mode: ``train``, ``eval`` or None.
 
     Raises:
@@ -96,7 +96,7 @@ class RuntimeEngine(BaseEngine):
 
     @property
     def handle(self) -> Any:
-        """What is trained: a model, or a LoRA tenant."""
+        """The trained model or LoRA tenant."""
         return self.model.trained
 
     @property
@@ -106,7 +106,7 @@ class RuntimeEngine(BaseEngine):
 
     @property
     def optimizer(self) -> Any:
-        """Has ``param_groups``, as ``torch.optim`` does; None of a forward-only engine."""
+        """An optimizer with ``param_groups``, as in ``torch.optim``; None in a forward-only engine."""
         return self.handle.optimizer
 
     @property
@@ -141,7 +141,7 @@ class RuntimeEngine(BaseEngine):
             :func:`~adapters.verl.batches.as_verl_output`); elsewhere an empty dictionary.
         """
         self._checkpoints.poll(self._runtime, self.handle)
-        # A reference never replays, be it a model of its own or this one without its adapter.
+        # A reference never replays, whether it is another model or this one without its adapter.
         model = self.model.at_work
         mode = self.settings.router_replay if model is self.handle else "disabled"
         replay = router_replay(data, mode, forward_only=forward_only)
@@ -183,7 +183,7 @@ class RuntimeEngine(BaseEngine):
 
     @override
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Moves parts by hand. On a CPU, where verl's device is the host, they come back from where modes have put them."""
+        """Moves parts by hand. On a CPU, verl's device is the host: they come back from where modes have put them."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         name = get_device_name()
         if device not in (name, "cpu"):
@@ -212,7 +212,7 @@ class RuntimeEngine(BaseEngine):
 
     @override
     def get_per_tensor_param_delta_shard(self, **_: Any) -> tuple[Iterator[Any], None]:
-        """What has changed in this rank's shares since the last export, or since ``prime_delta_snapshots``."""
+        """Changes in this rank's shares since the last export, or since ``prime_delta_snapshots``."""
         return hf_delta_export(self.get_per_tensor_param_shard()[0], self._delta_shard_snap, delta_entry), None
 
     @override
@@ -239,8 +239,8 @@ class RuntimeEngine(BaseEngine):
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
     ) -> None:
-        """Restores what ``save_checkpoint`` wrote, which was not fetched and is not deleted. None, as in verl's own engines,
-        restores nothing; a save in the background is finished.
+        """Restores what ``save_checkpoint`` wrote; nothing is fetched or deleted. None, as in verl's own engines, restores
+        nothing and finishes a save in the background.
         """
         if local_path is None:
             self._checkpoints.finish(self._runtime, self.handle)
@@ -266,7 +266,7 @@ class RuntimeEngine(BaseEngine):
             self._runtime.close()
 
     def _rest(self) -> None:
-        """Puts parts where they are outside of modes."""
+        """Offloads the parts that stay on the host outside of modes."""
         if self.mode is None:
             settings = self.settings
             self.move("cpu", model=settings.param_offload, optimizer=settings.optimizer_offload, grad=settings.grad_offload)

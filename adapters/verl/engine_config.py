@@ -1,4 +1,4 @@
-"""The class to name as ``_target_`` where verl has ``McoreEngineConfig``, and the engine that a configuration chooses.
+"""The configuration class that replaces verl's ``McoreEngineConfig``, and the choice of an engine by a configuration.
 
 ``actor_rollout_ref.actor.megatron._target_=adapters.verl.engine_config.RLBackendEngineConfig`` makes verl run that role on
 :mod:`adapters.verl.engine`. Importing this module, as Hydra and unpickling do, registers the engines.
@@ -25,13 +25,13 @@ _ENGINES = {"language_model": "LanguageModelEngine", "value_model": "ValueModelE
 _VERLS_ENGINES = {"language_model": "MegatronEngineWithLMHead", "value_model": "MegatronEngineWithValueHead"}
 
 logger = logging.getLogger(__name__)
-# verl's root logger shows warnings only; the line that names the engine is to be seen.
+# verl's root logger shows warnings only, and users look for the line that names the engine.
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
 @dataclass
 class RLBackendEngineConfig(McoreEngineConfig):
-    """verl's ``McoreEngineConfig`` and what it has no field for; ``dtype`` may also be ``float32``.
+    """verl's ``McoreEngineConfig`` with two more fields; ``dtype`` may also be ``float32``.
 
     Attributes:
         backend: ``native`` or ``bridge``.
@@ -47,7 +47,7 @@ class RLBackendEngineConfig(McoreEngineConfig):
 
     def __post_init__(self) -> None:
         dtype = self.dtype
-        # verl's own check knows two 16-bit types only.
+        # verl's own check accepts two 16-bit types only.
         if dtype == "float32":
             object.__setattr__(self, "dtype", "bfloat16")
         super().__post_init__()

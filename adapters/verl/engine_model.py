@@ -22,7 +22,7 @@ _EXPORT_BYTES = 2**28
 """Bytes of weights gathered at one time; a larger weight is gathered alone."""
 
 _PEFTS_INITIAL = ("kaiming", "zero")
-"""How ``create_lora_adapter`` draws factors, by Megatron-Bridge's names."""
+"""Megatron-Bridge's names for the way in which ``create_lora_adapter`` draws A and B."""
 
 type Exported = tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]
 """(name and tensor of each weight, verl's ``peft_config``)."""
@@ -36,9 +36,9 @@ class EngineModel:
         hf_path: None takes that of the settings.
 
     Attributes:
-        base: what ``build_model`` gave.
+        base: the model that ``build_model`` made.
         trained: the tenant, or the base where there is none.
-        at_work: what batches run on: ``trained``, or the base inside :meth:`without_adapter`.
+        at_work: the model that batches run on: ``trained``, or the base inside :meth:`without_adapter`.
 
     Raises:
         ConfigError: targets of LoRA that the model does not have, before it is loaded.
@@ -100,7 +100,7 @@ class EngineModel:
             self._runtime.to(self.trained, where, model=model, optimizer=optimizer, grad=grad)
 
     def for_rollout(self, dtype: torch.dtype, *, base_sync_done: bool | None) -> Exported:
-        """What verl's rollouts are given.
+        """Tensors for verl's rollouts.
 
         Args:
             base_sync_done: of an adapter that is not merged, whether the rollout has the base already and gets the adapter
@@ -143,7 +143,7 @@ class EngineModel:
 
 
 def _initial(lora: LoRASettings, seed: int, name: str, given: Tensor) -> Tensor:
-    """A whole factor as Megatron-Bridge starts one, the same in every layout; what is no factor of a product is as given."""
+    """A whole factor as Megatron-Bridge starts one, the same in every layout; tensors that are not A or B stay as given."""
     is_b = ".lora_B." in name
     if not is_b and ".lora_A." not in name:
         return given

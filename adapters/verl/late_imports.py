@@ -1,4 +1,4 @@
-"""Actions on modules of other packages, once somebody imports them."""
+"""Actions that run when a module of another package is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Calls ``action`` with a module: now if it is there, else as soon as somebody imports it."""
+    """Calls ``action`` with a module: now if it is imported, else as soon as it is."""
     module = sys.modules.get(name)
     if module is not None:
         action(module)
@@ -19,7 +19,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as the finders after it do, until it has been imported."""
+    """Finds one module by asking the finders after it, until it has been imported."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self._name = name

@@ -1,6 +1,6 @@
-"""verl's plugin: the module that verl imports wherever it is imported itself (entry points ``verl.plugins``).
+"""The plugin that verl imports in every process that imports verl (entry points ``verl.plugins``).
 
-``VERL_USE_EXTERNAL_MODULES=adapters.verl.plugin`` does the same without it, and does not swallow errors.
+``VERL_USE_EXTERNAL_MODULES=adapters.verl.plugin`` does the same without the entry point, and does not swallow errors.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from adapters.verl.registration import register_vendors
 
 
 def _choose_engine(model_type: str, engine_config: Any, backend: str | None) -> tuple[type, Any]:
-    # Imported where an engine is built: it takes verl's configurations and its engines along.
+    # Imported only where an engine is built, because it imports verl's configurations and engines.
     from adapters.verl.engine_config import choose_engine
 
     return choose_engine(model_type, engine_config, backend)

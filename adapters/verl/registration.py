@@ -18,7 +18,7 @@ VENDORS = {"rl_backend": "native", "rl_backend_bridge": "bridge"}
 """Value of ``VERL_ENGINE_VENDOR`` -> backend for verl's own configuration class, which has no field for it."""
 
 MODEL_TYPES = ("language_model", "value_model")
-"""What engines are registered for."""
+"""verl's model types that have an engine here."""
 
 type ChooseEngine = Callable[[str, Any, str | None], tuple[type, Any]]
 """(verl's model type, configuration, backend for verl's own class) -> the engine's class and its configuration:
@@ -39,7 +39,7 @@ def register_config_class(choose: ChooseEngine) -> None:
     """Makes verl build our engines from an ``RLBackendEngineConfig``, and its own from its own class.
 
     Raises:
-        RegistryError: another package's engine has the place in verl's registry that this process would look into.
+        RegistryError: another package has registered an engine where this process would look.
         UnsupportedError: the device is neither ``cpu`` nor ``cuda``.
     """
     _when_registry_is_imported(lambda base: _register_config_class(base, choose))
@@ -89,7 +89,7 @@ def _register(base: ModuleType, device: str, vendor: str, backend: str | None, c
 
 
 def _chooser(base: ModuleType, model_type: str, backend: str | None, choose: ChooseEngine) -> type:
-    """What stands in verl's registry: a class whose instances are engines of the chosen class."""
+    """A class for verl's registry that makes engines of the chosen class."""
 
     class ChosenEngine(base.BaseEngine):  # type: ignore[name-defined]
         rl_backend_chooses = True
@@ -103,5 +103,5 @@ def _chooser(base: ModuleType, model_type: str, backend: str | None, choose: Cho
 
 
 def _when_registry_is_imported(action: Callable[[ModuleType], None]) -> None:
-    # Importing it takes seconds, and most processes that import verl (rollout servers, reward workers) never do.
+    # Importing the registry takes seconds, and most processes that import verl (rollout servers, reward workers) never do.
     when_imported(_REGISTRY_MODULE, action)

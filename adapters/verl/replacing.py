@@ -1,4 +1,4 @@
-"""A directory that takes the place of an earlier one of its name; whenever a process is killed, one of them is found."""
+"""Replacing a directory: whenever a process is killed, the old or the new one is found."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rl_backend.parallel.groups import world_group
 
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """Gives a path to write to, which then takes the place of ``path``. A collective over all ranks.
+    """Yields a path to write to, which then replaces ``path``. A collective over all ranks.
 
-    What is written there must be flushed. A kill between the two renames leaves both directories under other names, which
+    Files written there must be flushed. A kill between the two renames leaves both directories under other names, which
     :func:`found_name` and :func:`finish_replacing` know.
 
     Raises:
@@ -37,7 +37,7 @@ def replacing(path: Path) -> Generator[Path]:
 
 
 def found_name(path: Path) -> Path:
-    """Where the directory ``path`` is: there, or under another name where a kill has left it so. Changes nothing."""
+    """The current name of the directory ``path``, which a kill may have left under another one. Changes nothing."""
     if path.exists() or not _old(path).exists():
         return path
     return _new(path) if _new(path).exists() else _old(path)
@@ -56,7 +56,7 @@ def finish_replacing(path: Path) -> None:
     Raises:
         CheckpointError: the file system refuses; on every rank.
     """
-    with on_every_rank(world_group(), f"{path} could not be given its name; rename the one that a kill left beside it"):
+    with on_every_rank(world_group(), f"{path} could not be given its name; rename the one that a kill left next to it"):
         if dist.get_rank() == 0:
             found = found_name(path)
             if found != path:

@@ -1,4 +1,4 @@
-"""Checks of a whole ``main_ppo`` configuration, beyond those of the roles, where verl reads it."""
+"""Checks of a whole ``main_ppo`` configuration, made where verl reads it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_COPIES = (
 def register() -> None:
     """Lets verl's ``validate_config``, which ``main_ppo`` calls first, refuse what our engines cannot do.
 
-    verl's fully asynchronous trainer does not call it: the worker that would copy weights refuses them by itself.
+    verl's fully asynchronous trainer does not call it. There the worker that would copy weights refuses.
     """
     when_imported(_DETACHED_WORKER, _refuse_copies)
     from verl import utils
@@ -76,7 +76,7 @@ def require_run(config: Any) -> None:
         raise ConfigError.of(
             "actor_rollout_ref.rollout.checkpoint_engine.backend",
             engine,
-            "sends whole weights only, and actor_rollout_ref.model.lora.merge=False keeps the adapter apart; set "
+            "sends whole weights only, and actor_rollout_ref.model.lora.merge=False keeps the adapter separate; set "
             "lora.merge=True, or choose 'naive' here",
         )
     distillation: Any = config.get("distillation") or {}

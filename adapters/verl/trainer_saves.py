@@ -1,4 +1,4 @@
-"""``async_save`` under verl's trainer: one record for all saves of a step, and none left open when training ends.
+"""``async_save`` in verl's trainers: one record of a step for all its saves, none of them unfinished when training ends.
 
 The workers then write verl's record of the latest step. They do not know which other roles the trainer saves after them, nor
 when it has made its last call; Ray ends them even while they write.
@@ -40,7 +40,7 @@ def _change(name: str, module: ModuleType) -> None:
         if not _in_background(self.config.actor_rollout_ref.actor):
             save(self)
             return
-        # A name beside those of the roles: the step is complete once all of them and the trainer's own files are.
+        # As for a role: the step is complete once all roles and the trainer's own files are saved.
         own = Path(os.path.abspath(self.config.trainer.default_local_dir), f"global_step_{self.global_steps}", "trainer")
         mark(own)
         save(self)
@@ -70,17 +70,17 @@ def _in_background(role: Any) -> bool:
 
 
 def mark(path: Path) -> None:
-    """Keeps verl's record of a step back until :func:`record_step` of this path. For one process.
+    """Delays verl's record of a step until :func:`record_step` of this path. For one process.
 
     Args:
-        path: of a role, or of another name beside the roles.
+        path: of a role, or of another name in the same directory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _marker(path).touch()
 
 
 def record_step(path: Path, step: int) -> None:
-    """Takes the mark away; writes verl's record of the latest step once nothing of it has one. For one process."""
+    """Removes the mark; writes verl's record of the latest step if no mark of that step is left. For one process."""
     _marker(path).unlink(missing_ok=True)
     if any(path.parent.glob(".*.saving")):
         return

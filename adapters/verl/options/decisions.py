@@ -53,7 +53,7 @@ def _fields(names: str, decision: Decision) -> dict[str, Decision]:
 
 _ONE_SIZE = "context-parallel groups have one size"
 _IN_THE_BATCH = "routes travel in the batch, never through files (verl reads it nowhere)"
-_EACH_EXPERT = "each expert has an adapter of its own, whatever the layout"
+_EACH_EXPERT = "each expert has its own adapter, in every layout"
 _FLOAT32 = ("masters, moments and gradients are float32", "fp32", "float32", "32")
 _SHARDED = "the optimizer's state is always sharded"
 _KERNEL = Decision(is_kernel=True)
@@ -124,7 +124,7 @@ DECISIONS: Mapping[str, Mapping[str, Decision]] = {
         "moe_router_dtype": Decision(("fp32", "float32", None)),
         **_fields("hidden_dropout attention_dropout", Decision((0.0,))),
         **_fields("moe_aux_loss_coeff moe_z_loss_coeff", _UNSET),
-        # Megatron's default acts beside moe_aux_loss_coeff.
+        # No value is unset: Megatron's default has an effect with moe_aux_loss_coeff.
         "moe_router_load_balancing_type": Decision(),
         **dict.fromkeys((FIRST, LAST, LAYOUT), Decision((None,))),
         **dict.fromkeys((EMBEDDING, LOSS), Decision((False,))),

@@ -27,7 +27,7 @@ OPTIONS = (
     *("sequence_parallel_input_regather", "normalize_moe_lora", "share_expert_adapters", "experts_shared_outer_loras"),
     *("freeze_vision_model", "freeze_vision_projection", "freeze_language_model"),
 )
-"""Of ``model.lora``."""
+"""Fields of ``model.lora``."""
 
 _MEGATRON: Mapping[str, tuple[str, str]] = {
     "q_proj": ("linear_qkv", "linear_q"),
@@ -56,7 +56,7 @@ _LATENT: Mapping[str, tuple[str, str]] = {
     "kv_a_proj_with_mqa": ("linear_kv_down_proj", "linear_kv_down_proj"),
     "kv_b_proj": ("linear_kv_up_proj", "linear_kv_up_proj"),
 }
-"""The same for latent attention, which fuses nothing."""
+"""Latent attention has other names, and fuses nothing."""
 _NOT_ADAPTED = re.compile(r".*\.(gate|router|indexer\..+)")
 """Routers, and indexers, which no gradient of a loss reaches."""
 

@@ -97,7 +97,7 @@ def bridge_options(
         # There are no outputs between stages to free.
         transformer.pop("deallocate_pipeline_outputs", None)
     if transformer.get(_AUX) and _BALANCING not in transformer:
-        # Megatron's default, beside which the coefficient alone acts.
+        # Megatron's default: with it the coefficient has an effect.
         transformer[_BALANCING] = "aux_loss"
     if transformer.get(_BALANCING) in ("none", "aux_loss") and not transformer.get(_AUX):
         # Without a coefficient neither adds a loss.
@@ -199,7 +199,7 @@ def _asked(where: str, given: Mapping[str, Any], parallel: ParallelConfig, facts
 
 
 def _is_off(name: str, value: Any, given: Mapping[str, Any], parallel: ParallelConfig) -> bool:
-    """Whether a switch has no effect beside other values."""
+    """Whether other values leave a switch without effect."""
     if name == "sequence_parallel":
         return value is False and parallel.tp == 1
     # A bias of 0 that never moves chooses no expert.
@@ -240,7 +240,7 @@ def _router_losses(asked: dict[str, Any], facts: ModelFacts) -> dict[str, Any]:
     if balancing not in (None, "aux_loss", "none"):
         raise ConfigError.of(field, balancing, "backend=native has 'aux_loss' and 'none'; set one, or backend=bridge")
     if balancing == "none" and given.get(_AUX):
-        raise ConfigError.of(field, balancing, f"Megatron would ignore {_AUX}={given[_AUX]} beside it; remove one")
+        raise ConfigError.of(field, balancing, f"Megatron would ignore {_AUX}={given[_AUX]} with it; remove one")
     for name, value in given.items():
         if not facts.has_experts:
             raise _no_experts(name, value)
@@ -322,7 +322,7 @@ def _require_types(where: str, fields: Mapping[str, Any]) -> None:
 
 
 def _layers_of_layout(where: str, layout: Any, num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Of Megatron's text, such as ``Et*3|(tt|)*2tL``: ``E`` embedding, ``t`` layer, ``L`` loss, ``|`` between stages."""
+    """Reads Megatron's text, such as ``Et*3|(tt|)*2tL``: ``E`` embedding, ``t`` layer, ``L`` loss, ``|`` between stages."""
     text = str(layout).strip("'\"").replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)

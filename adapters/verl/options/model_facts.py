@@ -9,7 +9,7 @@ from typing import Any
 _HYBRIDS = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
 """Model types with gated DeltaNet in most layers and gated attention in the others."""
 _ROUTED = frozenset({"glm4_moe", "gpt_oss", "minimax_m2"})
-"""Model types whose routers, or whose attention and experts, have parts that no other family has."""
+"""Model types with routers, or with attention and experts, that have parts of no other family."""
 _LATENT = frozenset({"deepseek_v3", "glm4_moe_lite", "kimi_k2"})
 """Model types with latent attention, and routers as GLM-4.5 has them."""
 _FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", *_HYBRIDS, *_ROUTED, *_LATENT})

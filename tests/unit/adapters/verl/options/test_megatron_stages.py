@@ -1,4 +1,4 @@
-"""Layers of uneven stages, counted by hand; a test beside it compares them with Megatron's own count where that is."""
+"""Layers of uneven pipeline stages, counted by hand. test_megatron.py compares them with Megatron's own count."""
 
 from __future__ import annotations
 
