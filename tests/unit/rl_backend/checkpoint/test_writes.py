@@ -11,7 +11,7 @@ import pytest
 
 from actors.run.store import RunCheckpoints
 from rl_backend.checkpoint import training_state
-from rl_backend.checkpoint.state_files import DigestingWriter
+from rl_backend.checkpoint.training_state import DigestingWriter
 from tests.support.native import assert_equal_tensors, open_runtime, optimizer_state, train, weights
 
 

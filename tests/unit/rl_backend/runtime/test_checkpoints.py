@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_backend.checkpoint import training_state
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.contracts import CheckpointError
-from rl_backend.runtime.checkpoint_writer import CheckpointWriter
+from rl_backend.runtime.checkpoints import CheckpointWriter
 from tests.support.rank_threads import run_ranks
 
 MANIFEST = TrainingManifest(
