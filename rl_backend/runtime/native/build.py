@@ -1,4 +1,4 @@
-"""Building a model for one rank: on meta, sharded, then each rank reads its own part."""
+"""Building a model for one rank: on the meta device, sharded, then filled from the rank's own part of the files."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
