@@ -1,4 +1,4 @@
-"""Decisions on Megatron's own fields in verl's three ``override_`` dictionaries. ``docs/verl.md`` shows this table."""
+"""Decisions on Megatron's own fields in verl's three ``override_`` dictionaries, as in ``docs/reference/verl_fields.md``."""
 
 from __future__ import annotations
 
