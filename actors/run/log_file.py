@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from rl_backend.checkpoint.manifest import FileFacts
-from rl_backend.checkpoint.state_files import file_facts
+from rl_backend.checkpoint.training_state import file_facts
 from rl_backend.contracts import ConfigError
 from rl_backend.lab.text import json_text
 

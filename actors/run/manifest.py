@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 
 from rl_backend.checkpoint.confined import require_inside, require_names
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, SealedConfig
-from rl_backend.checkpoint.state_files import file_facts
+from rl_backend.checkpoint.training_state import file_facts
 from rl_backend.contracts import CheckpointError
 
 RUN_FILE = "run.json"

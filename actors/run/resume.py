@@ -17,7 +17,7 @@ from actors.run.config import TrainingConfig
 from actors.run.manifest import RunCheckpoint
 from actors.run.options import get, has
 from rl_backend.checkpoint.model_files import TEMPLATES
-from rl_backend.checkpoint.state_files import file_facts
+from rl_backend.checkpoint.training_state import file_facts
 from rl_backend.contracts import SAME_CONTENTS, BaseConfig, CheckpointError, ConfigError, OnResume
 from rl_backend.data.gym import is_gym
 from rl_backend.data.hub import hub_name, local_model

@@ -14,7 +14,7 @@ from typing import Any
 from actors.run.manifest import RUN_FILE, RunCheckpoint, RunManifest, models_among, read_run_checkpoint
 from rl_backend.checkpoint.durable_commit import rename_synced, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts
-from rl_backend.checkpoint.state_files import file_facts
+from rl_backend.checkpoint.training_state import file_facts
 from rl_backend.contracts import CheckpointError, ConfigError
 
 CHECKPOINTS = "checkpoints"

@@ -1,4 +1,4 @@
-"""Weights in FP8 with a factor for each block: which those are in a directory, and what they are as numbers.
+"""FP8 weights with a factor for each block: found in a directory, and read.
 
 DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) is published so: beside a weight of type float8_e4m3fn stands a tensor called
 like it with ``_scale_inv`` behind, which has a number for each block of 128 x 128 elements. The weight is the product.

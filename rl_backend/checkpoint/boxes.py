@@ -1,4 +1,4 @@
-"""Rectangles of a tensor that together are one span of it where it lies flat in a buffer."""
+"""Rectangles of a tensor that together are one span of its flattened elements."""
 
 import math
 from collections.abc import Iterator, Sequence

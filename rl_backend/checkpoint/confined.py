@@ -1,4 +1,4 @@
-"""Confinement of names and links to a folder."""
+"""Names and links confined to a folder."""
 
 from pathlib import Path, PurePosixPath
 

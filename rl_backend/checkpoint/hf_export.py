@@ -18,9 +18,8 @@ from rl_backend.checkpoint.kept_weights import describe_kept, open_kept
 from rl_backend.checkpoint.manifest import read_manifest
 from rl_backend.checkpoint.model_files import other_files
 from rl_backend.checkpoint.mxfp4 import in_mxfp4, mxfp4_infos
-from rl_backend.checkpoint.state_files import TensorsReader, require_written
 from rl_backend.checkpoint.stored_metadata import METADATA_FILE
-from rl_backend.checkpoint.training_state import raise_interrupt
+from rl_backend.checkpoint.training_state import TensorsReader, raise_interrupt, require_written
 from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name, export_dtype, text_config
 
 PREFIX = "model."

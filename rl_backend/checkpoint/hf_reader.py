@@ -13,8 +13,7 @@ from torch import Tensor
 from rl_backend.checkpoint.block_fp8 import BlockFactors, find_factors
 from rl_backend.checkpoint.confined import name_problem, require_inside_model
 from rl_backend.checkpoint.mxfp4 import MXFP4Weight, find_mxfp4
-from rl_backend.checkpoint.nested_names import own_name
-from rl_backend.checkpoint.packed_experts import ExpertPart, expert_parts
+from rl_backend.checkpoint.stored_names import ExpertPart, expert_parts, own_name
 from rl_backend.contracts import CheckpointError, UnsupportedError, quantisation_problem
 from rl_backend.contracts.errors import listed
 
@@ -74,8 +73,8 @@ class HFReader:
         config: ``config.json``.
         files: what is read.
         infos: Hugging Face name -> shape and dtype; of packed experts those of single ones
-            (:mod:`rl_backend.checkpoint.packed_experts`), of a text model its own names
-            (:mod:`rl_backend.checkpoint.nested_names`). Weights that are stored in FP8 with factors of their blocks, or in
+            (:mod:`rl_backend.checkpoint.stored_names`), of a text model its own names
+            (:mod:`rl_backend.checkpoint.stored_names`). Weights that are stored in FP8 with factors of their blocks, or in
             MXFP4 (:mod:`rl_backend.checkpoint.block_fp8`, ``mxfp4``), are float32, and their factors no tensors.
         dequantised: names of those weights.
 

@@ -1,4 +1,4 @@
-"""Weights that the directory of a model has beside those that are trained: a saved model gets them as they are there."""
+"""Kept weights: those of a directory that nothing trains, and that a saved model has unchanged."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile

@@ -1,4 +1,4 @@
-"""The files of a model beside its weights."""
+"""Files of a model directory other than weights."""
 
 from pathlib import Path
 

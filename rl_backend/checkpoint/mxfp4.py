@@ -1,4 +1,4 @@
-"""Experts in MXFP4, as gpt-oss is published: 32 numbers of four bits with one power of two, read and written.
+"""Experts in MXFP4 (gpt-oss): blocks of 32 four-bit numbers with one power of two, read and written.
 
 OCP Microscaling Formats 1.0, sections 5.3 and 6.3. Beside each other stand ``X_blocks``, (experts, outputs, inputs / 32, 16)
 bytes with two numbers each, the first in the low half, and ``X_scales``, (experts, outputs, inputs / 32) exponents. The

@@ -1,4 +1,4 @@
-"""The ``.metadata`` of a checkpoint's tensors, read without running anything that it asks for.
+"""The ``.metadata`` file of a checkpoint, read without running code that it names.
 
 ``torch.distributed.checkpoint`` writes the file as a pickle, and a pickle names functions to call. Here each name that such
 a file may have stands for a record that only keeps its arguments; every other name is refused. The contents of the records

@@ -1,4 +1,4 @@
-"""Norm and zeros of a gradient whose shards lie on all ranks, added up without loss."""
+"""The norm of a gradient whose shards lie on all ranks, its zeros, and the result of a step."""
 
 import math
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ def rank_statistics(gradients: Iterable[Tensor], device: torch.device, *, count_
     return statistics
 
 
-def judge(rows: Tensor, *, count_zeros: bool) -> StepResult:
+def step_result(rows: Tensor, *, count_zeros: bool) -> StepResult:
     """Norm and zeros of the whole gradient, from all ranks' :func:`rank_statistics`, and whether a step may be taken.
 
     The sums are exact, so neither the order of the ranks nor the layout makes a difference.

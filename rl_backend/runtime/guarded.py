@@ -37,7 +37,7 @@ from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, Optim
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig, LoRAInfo
 from rl_backend.lora.factors import each_weight, load_tensors
 from rl_backend.runtime.backend_info import backend_info, is_bit_exact, optimizer_info, optimizer_state
-from rl_backend.runtime.checkpoint_writer import CheckpointWriter
+from rl_backend.runtime.checkpoints import CheckpointWriter
 from rl_backend.runtime.engine import Engine, GuardedHandle
 from rl_backend.runtime.interface import RankPlace, Runtime
 from rl_backend.runtime.passes import PassRequest
@@ -292,7 +292,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     def load_checkpoint(self, handle: AnyHandle, path: Path | str) -> dict[str, Any]:
         """See the base class. The layout and the world size may differ from those that saved.
 
-        Random state is that of :func:`~rl_backend.runtime.saved_state.source_rank`; where there is none it stays.
+        Random state is that of :func:`~rl_backend.runtime.checkpoints.source_rank`; where there is none it stays.
         """
         # It may read what another handle saves; that handle's errors are its own.
         self._writer.settle()

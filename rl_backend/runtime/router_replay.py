@@ -1,4 +1,4 @@
-"""Recording routes and routing as recorded: what both runtimes share. See :mod:`rl_backend.contracts.routed_experts`."""
+"""Router replay, as far as both runtimes share it: its modes, and routes gathered over ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args

@@ -1,4 +1,4 @@
-"""Staging buffers: layout, writing, and proof that a buffer holds what its manifest says."""
+"""Staging buffers: layout, writing, and the check that a buffer holds what its manifest says."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.checkpoint import hf_writer, training_state
+from rl_backend.checkpoint import hf_writer
 from rl_backend.checkpoint.manifest import read_manifest
 from rl_backend.checkpoint.training_state import HostBuffers
 from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig
+from rl_backend.runtime import checkpoints
 from rl_backend.runtime.native.engine import native_runtime
 from tests.support.bridge_runs import open_bridge
 from tests.support.disk import full_disk
@@ -255,14 +256,14 @@ def test_extra_is_kept_as_it_is_or_refused(ranks: RankPool, tied_model: Path, tm
 
 def two_models_job(model: str, folder: str) -> None:
     """Two saves in the background of one runtime, while the file system stands still."""
-    gate, write = threading.Event(), training_state.write_training_state
+    gate, write = threading.Event(), checkpoints.write_training_state
 
     def write_later(*args: Any) -> None:
         assert gate.wait(60)
         write(*args)
 
     with open_runtime(model) as runtime, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_state, "write_training_state", write_later)
+        patch.setattr(checkpoints, "write_training_state", write_later)
         actor, critic = runtime.build_model(), runtime.build_model()
         runtime.save_checkpoint(actor, Path(folder, "actor"), asynchronous=True)
         runtime.save_checkpoint(critic, Path(folder, "critic"), asynchronous=True)

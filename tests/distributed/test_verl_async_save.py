@@ -28,21 +28,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
     """Background writes begin when the event is set: a slow disk."""
-    from rl_backend.checkpoint import training_state
+    from rl_backend.runtime import checkpoints
 
-    write, go = training_state.write_training_state, threading.Event()
+    write, go = checkpoints.write_training_state, threading.Event()
 
     def slow(*arguments: Any, **options: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             go.wait(60)
         write(*arguments, **options)
 
-    training_state.write_training_state = slow
+    checkpoints.write_training_state = slow
     try:
         yield go
     finally:
         go.set()
-        training_state.write_training_state = write
+        checkpoints.write_training_state = write
 
 
 def recorded(folder: Path) -> str | None:
@@ -100,9 +100,9 @@ def resume_job(model: str, backend: str, folder: str) -> list[Any]:
 
 def failed_job(model: str, folder: str) -> tuple[str, str | None, bool]:
     """What is said of a save that fails on rank 1 alone, the record, and whether a save after it works."""
-    from rl_backend.checkpoint import training_state
+    from rl_backend.runtime import checkpoints
 
-    write = training_state.write_training_state
+    write = checkpoints.write_training_state
 
     def broken(temporary: Path, path: Path, tensors: Any, manifest: Any, group: Any) -> None:
         from rl_backend.checkpoint.training_state import raise_on_every_rank
@@ -112,9 +112,9 @@ def failed_job(model: str, folder: str) -> tuple[str, str | None, bool]:
     root = Path(folder)
     with open_engine(model, async_save=True) as engine:
         train_step(engine, 0)
-        training_state.write_training_state = broken
+        checkpoints.write_training_state = broken
         engine.save_checkpoint(f"{folder}/global_step_1/actor", None, 1, 1)
-        training_state.write_training_state = write
+        checkpoints.write_training_state = write
         try:
             for seed in range(1, 200):
                 train_step(engine, seed)

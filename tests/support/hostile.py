@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 
 from actors.run.manifest import RUN_FILE, RunManifest
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest
-from rl_backend.checkpoint.state_files import file_facts
+from rl_backend.checkpoint.training_state import file_facts
 
 
 class Command:

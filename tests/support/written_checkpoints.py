@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from rl_backend.checkpoint.hf_export import PREFIX
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest
-from rl_backend.checkpoint.state_files import DigestingWriter
-from rl_backend.checkpoint.training_state import PiecesSavePlanner, TensorPieces
+from rl_backend.checkpoint.training_state import DigestingWriter, PiecesSavePlanner, TensorPieces
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | TensorPieces]) -> dict[str, FileFacts]:

@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.checkpoint.nested_names import own_name
+from rl_backend.checkpoint.stored_names import own_name
 from rl_backend.contracts import ModelOutput, OptimizerConfig, PackedBatch
 from rl_backend.data import pack_plan
 from rl_backend.lab.parity.adapters import add_peft_adapter

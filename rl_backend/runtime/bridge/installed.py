@@ -1,4 +1,4 @@
-"""Importing Megatron: the installed versions, and what an import without Transformer Engine takes."""
+"""Importing Megatron, with or without Transformer Engine."""
 
 import contextlib
 import importlib

@@ -1,4 +1,4 @@
-"""Building a model for one rank: on meta, sharded, then each rank reads its own part."""
+"""Building a model for one rank: on the meta device, sharded, then filled from the rank's own part of the files."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -13,7 +13,6 @@ from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
     ConfigError,
     Head,
-    ModelOptions,
     NativeConfig,
     PackedWeight,
     RuntimeConfig,
@@ -82,10 +81,16 @@ def build_handle(
         elsewhere=stored_names(whole_names),
         kept=family.kept_prefixes(architecture),
     )
-    text = text_config(hf_config)
-    vocab_size = text.get("vocab_size")
-    if not isinstance(vocab_size, int) or vocab_size < 1:
-        raise ConfigError.of("config.json vocab_size", vocab_size, "expected a positive whole number")
+    by_stage = stages or {0: model}
+    optimizer, offered = None, None
+    if not forward_only:
+        # After the weights: its masters are the parameters.
+        rate = DecoderOptions.of(settings.options).expert_bias_rate
+        balance = ExpertBalance(by_stage, rate, groups) if rate else None
+        optimizer = NativeOptimizer(native.optimizer, parameters, names, groups, copies=stage_copies, balance=balance)
+    if adaptable:
+        hidden_size = text_config(hf_config)["hidden_size"]
+        offered = adaptable_modules(by_stage, whole_names, groups, native.model_cfg, hidden_size)
     return NativeHandle(
         name=name,
         forward_only=forward_only,
@@ -96,7 +101,7 @@ def build_handle(
         architecture=architecture,
         hf_config=hf_config,
         kept=kept,
-        vocab_size=vocab_size,
+        vocab_size=_vocab_size(hf_config),
         max_length=family.positions(architecture, hf_config),
         model=model,
         stages=stages,
@@ -106,25 +111,16 @@ def build_handle(
         parameters=parameters,
         weight_names=whole_names,
         layouts={name: layouts[name] for name in whole_names},
-        adaptable=adaptable_modules(stages or {0: model}, whole_names, groups, native.model_cfg, text["hidden_size"])
-        if adaptable
-        else None,
-        optimizer=None
-        if forward_only
-        else NativeOptimizer(
-            native.optimizer,
-            parameters,
-            names,
-            groups,
-            copies=stage_copies,
-            balance=_balance(stages or {0: model}, settings.options, groups),
-        ),
+        adaptable=offered,
+        optimizer=optimizer,
     )
 
 
-def _balance(stages: Mapping[int, nn.Module], options: ModelOptions, groups: ParallelGroups) -> ExpertBalance | None:
-    rate = DecoderOptions.of(options).expert_bias_rate
-    return ExpertBalance(stages, rate, groups) if rate else None
+def _vocab_size(hf_config: Mapping[str, Any]) -> int:
+    found = text_config(hf_config).get("vocab_size")
+    if not isinstance(found, int) or found < 1:
+        raise ConfigError.of("config.json vocab_size", found, "expected a positive whole number")
+    return found
 
 
 def build_module(

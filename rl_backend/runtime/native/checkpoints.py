@@ -13,7 +13,7 @@ from rl_backend.checkpoint.training_state import StateTensors, TensorPieces
 from rl_backend.contracts import stored_tensors
 from rl_backend.parallel import fsdp
 from rl_backend.parallel.shards import local_region, local_tensor, owns
-from rl_backend.runtime import saved_state
+from rl_backend.runtime import checkpoints
 from rl_backend.runtime.native.handle import NativeHandle
 
 _STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
@@ -22,13 +22,13 @@ _STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 def load_training_checkpoint(handle: NativeHandle, path: Path) -> TrainingManifest:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
     fsdp.reshard(handle.model)
-    manifest, loaded = saved_state.load_state(handle, path, all_tensors)
+    manifest, loaded = checkpoints.load_state(handle, path, all_tensors)
     _fill_copies(handle)
     if handle.optimizer is not None:
         for name, steps in _step_tensors(handle):
             steps.fill_(manifest.fewer_steps.get(name, manifest.optimizer_steps))
         handle.optimizer.restore_schedule(manifest.schedule_steps)
-        saved_state.restore_random_state(loaded, handle.groups.device)
+        checkpoints.restore_random_state(loaded, handle.groups.device)
     return manifest
 
 
@@ -44,7 +44,7 @@ def all_tensors(handle: NativeHandle) -> StateTensors:
             continue
         tensors |= _pieces(handle, kind, name, tensor)
     if handle.optimizer is not None:
-        tensors |= saved_state.random_state(handle.groups.device)
+        tensors |= checkpoints.random_state(handle.groups.device)
     return tensors
 
 
@@ -61,7 +61,7 @@ def training_manifest(handle: NativeHandle) -> TrainingManifest:
     dist.gather_object(mine, parts if dist.get_rank(group) == 0 else None, group=group, group_dst=0)
     steps = {name: count for part in parts for name, count in part.items()}
     usual = Counter(steps.values()).most_common(1)[0][0] if steps else 0
-    return saved_state.training_manifest(
+    return checkpoints.training_manifest(
         handle,
         schedule_steps=handle.trainer("training state").schedule.num_steps,
         optimizer_steps=usual,

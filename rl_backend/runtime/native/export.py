@@ -1,4 +1,4 @@
-"""Full weights and gradients out of shards: what each rank has of them, gathered bucket by bucket."""
+"""Exports: full weights and gradients, gathered from shards bucket by bucket, and the shards themselves."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Layout of a model: its description, the stages of this rank, whether it fits, and where its parameters lie."""
+"""Layout of a model over ranks: its description, stages, checks, and the place of each parameter."""
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path

@@ -21,7 +21,7 @@ from rl_backend.contracts import (
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor, owns
-from rl_backend.runtime.gradient_statistics import judge, rank_statistics
+from rl_backend.runtime.gradient_statistics import rank_statistics, step_result
 from rl_backend.runtime.lr_schedule import ParameterSchedule, values_of_step
 from rl_backend.runtime.native.balance import BiasMove, ExpertBalance
 
@@ -86,7 +86,7 @@ class NativeOptimizer:
         # Counts of a step that is skipped are used up too.
         moves = () if self.balance is None else self.balance.take()
         rows = all_gather(self._statistics(), self._groups.world_group, sum_gradients=False)
-        result = judge(rows, count_zeros=self._config.log_num_zeros_in_grad)
+        result = step_result(rows, count_zeros=self._config.log_num_zeros_in_grad)
         self._apply(result, handle_name, moves, {} if adam is None else adam.given)
         return result
 

@@ -1,4 +1,4 @@
-"""Routes of a pass: replayed from the batch, or kept from every router and put together."""
+"""Routes of one pass: replayed from the batch, or recorded from every router and put together."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager

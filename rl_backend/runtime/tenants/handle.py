@@ -31,7 +31,7 @@ from rl_backend.lora.rows import TenantRows, factors_of, head_parameters
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.runtime.adaptable import Adaptable
 from rl_backend.runtime.engine import GuardedHandle
-from rl_backend.runtime.gradient_statistics import judge
+from rl_backend.runtime.gradient_statistics import step_result
 from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.runtime.tenants.optimizer import TenantOptimizer
 
@@ -187,7 +187,7 @@ def step_tenants(tenants: Sequence[TenantHandle], adam: Sequence[AdamParams | No
     rows = all_gather(mine, tenants[0].groups.world_group, sum_gradients=False)
     results = []
     for index, (tenant, optimizer) in enumerate(zip(tenants, optimizers, strict=True)):
-        result = judge(rows[:, 2 * index : 2 * index + 2], count_zeros=optimizer.config.log_num_zeros_in_grad)
+        result = step_result(rows[:, 2 * index : 2 * index + 2], count_zeros=optimizer.config.log_num_zeros_in_grad)
         if not result.ok:
             logger.warning("optimizer step of %r skipped: the gradient norm is %s", tenant.name, result.grad_norm)
         optimizer.apply(result, adam[index] or AdamParams())

@@ -13,7 +13,7 @@ from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.manifest import TenantFacts, TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors, TensorPieces, on_every_rank
 from rl_backend.contracts import CheckpointError
-from rl_backend.runtime import saved_state
+from rl_backend.runtime import checkpoints
 from rl_backend.runtime.tenants.handle import TenantHandle
 from rl_backend.weights.inspection import tensor_digest
 
@@ -24,7 +24,7 @@ _LOADED = "+"
 def tenant_state(handle: TenantHandle) -> tuple[StateTensors, TrainingManifest]:
     """What a checkpoint of the tenant holds."""
     optimizer = handle.trainer("training state")
-    manifest = saved_state.training_manifest(
+    manifest = checkpoints.training_manifest(
         handle,
         schedule_steps=optimizer.schedule.num_steps,
         optimizer_steps=int(handle.rows.num_steps),
@@ -67,7 +67,7 @@ def load_tenant_state(handle: TenantHandle, path: Path) -> TrainingManifest:
                 f"that it was trained on (hf_path={manifest.runtime_config.get('hf_path')!r}{theirs})",
             )
 
-    manifest, _ = saved_state.load_state(handle, path, lambda each: dict(_pieces(each)), check=check)
+    manifest, _ = checkpoints.load_state(handle, path, lambda each: dict(_pieces(each)), check=check)
     assert manifest.lora is not None, "checked"
     handle.rows.num_steps.fill_(manifest.optimizer_steps)
     handle.rows.num_draws = manifest.lora.num_draws

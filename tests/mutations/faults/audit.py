@@ -55,15 +55,15 @@ FAULTS = [
     ),
     Fault(
         "asynchronous-save-of-live-tensors",
-        "rl_backend.runtime.checkpoint_writer:CheckpointWriter.save_training_state",
-        "tensors = self._buffers.setdefault(handle, training_state.HostBuffers()).copy(tensors)",
+        "rl_backend.runtime.checkpoints:CheckpointWriter.save_training_state",
+        "tensors = self._buffers.setdefault(handle, HostBuffers()).copy(tensors)",
         "pass",
         ("test_a_save_in_the_background_has_the_state_of_its_call_however_late_it_is_written",),
         "a checkpoint would hold weights of two steps",
     ),
     Fault(
         "model-data-not-flushed",
-        "rl_backend.checkpoint.state_files:DigestingWriter.__init__",
+        "rl_backend.checkpoint.training_state:DigestingWriter.__init__",
         "super().__init__(path, per_thread_copy_ahead=0)",
         "super().__init__(path, per_thread_copy_ahead=0, sync_files=False)",
         ("test_every_file_is_flushed_before_the_checkpoint_gets_its_name",),

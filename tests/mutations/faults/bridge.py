@@ -36,7 +36,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-norm-of-one-rank",
-        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer._judge",
+        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer._step_result",
         "all_gather(mine, self._groups.world_group, sum_gradients=False),",
         "mine,",
         ("test_the_norm_and_zeros_are_those_of_the_gradients",),
@@ -44,7 +44,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-counts-zeros-of-padding",
-        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer._judge",
+        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer._step_result",
         "mine[0, 1] -= self._padding",
         "mine[0, 1] -= 0",
         ("test_the_norm_and_zeros_are_those_of_the_gradients",),
@@ -280,7 +280,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-norm-of-data-parallel-ranks",
-        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer._judge",
+        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer._step_result",
         "self._groups.world_group",
         "self._groups.dp_group",
         ("test_norm_and_zeros_are_of_all_ranks_without_the_padding_of_each_matrix",),

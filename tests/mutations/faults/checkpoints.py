@@ -9,7 +9,7 @@ _DAMAGED = "test_an_incomplete_checkpoint_is_refused_on_every_rank_before_anythi
 FAULTS = [
     Fault(
         "digests-not-compared",
-        "rl_backend.checkpoint.state_files:require_written",
+        "rl_backend.checkpoint.training_state:require_written",
         "if found != facts:",
         "if facts is None or found.num_bytes != facts.num_bytes:",
         (_DAMAGED,),
@@ -36,7 +36,7 @@ FAULTS = [
     ),
     Fault(
         "weight-version-not-loaded",
-        "rl_backend.runtime.saved_state:load_state",
+        "rl_backend.runtime.checkpoints:load_state",
         "handle.weight_version = manifest.weight_version",
         "pass",
         ("test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),
@@ -44,7 +44,7 @@ FAULTS = [
     ),
     Fault(
         "random-state-not-loaded",
-        "rl_backend.runtime.saved_state:restore_random_state",
+        "rl_backend.runtime.checkpoints:restore_random_state",
         'state = tensors.get(f"{RANDOM}{kind}.{dist.get_rank()}")',
         "state = None",
         ("test_random_state_is_each_ranks_own_and_is_restored",),
@@ -52,7 +52,7 @@ FAULTS = [
     ),
     Fault(
         "a-load-that-fails-leaves-no-mark",
-        "rl_backend.runtime.saved_state:load_state",
+        "rl_backend.runtime.checkpoints:load_state",
         'handle.damaged = f"loading {path} failed in the middle"',
         "pass",
         ("test_a_load_that_fails_in_the_middle_leaves_a_model_that_is_refused",),
@@ -246,7 +246,7 @@ FAULTS = [
     ),
     Fault(
         "buffered-bytes-not-flushed",
-        "rl_backend.checkpoint.state_files:_DigestingFile.fileno",
+        "rl_backend.checkpoint.training_state:_DigestingFile.fileno",
         "self.flush()",
         "pass",
         ("test_a_file_that_is_flushed_by_its_descriptor_has_all_that_was_written",),
@@ -254,7 +254,7 @@ FAULTS = [
     ),
     Fault(
         "full-disk-hidden-by-torch",
-        "rl_backend.checkpoint.state_files:_DigestingFileSystem.create_stream",
+        "rl_backend.checkpoint.training_state:_DigestingFileSystem.create_stream",
         "if stream.error is not None:",
         "if False:",
         ("test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_nothing_is_left[itself]",),
@@ -313,7 +313,7 @@ FAULTS = [
     ),
     Fault(
         "saves-do-not-wait-for-each-other",
-        "rl_backend.runtime.checkpoint_writer:CheckpointWriter.save_training_state",
+        "rl_backend.runtime.checkpoints:CheckpointWriter.save_training_state",
         "self.wait(handle)",
         "pass",
         ("test_a_second_save_leaves_what_the_first_is_still_writing",),
@@ -351,15 +351,15 @@ FAULTS = [
     ),
     Fault(
         "host-buffers-outlive-their-handle",
-        "rl_backend.runtime.checkpoint_writer:CheckpointWriter.__init__",
-        "self._buffers: WeakKeyDictionary[GuardedHandle, training_state.HostBuffers] = WeakKeyDictionary()",
-        "self._buffers: WeakKeyDictionary[GuardedHandle, training_state.HostBuffers] = {}",
+        "rl_backend.runtime.checkpoints:CheckpointWriter.__init__",
+        "self._buffers: WeakKeyDictionary[GuardedHandle, HostBuffers] = WeakKeyDictionary()",
+        "self._buffers: WeakKeyDictionary[GuardedHandle, HostBuffers] = {}",
         ("test_nothing_of_a_removed_tenant_stays_in_memory",),
         "copies of every removed tenant would stay until the runtime ends",
     ),
     Fault(
         "random-state-of-layouts-exchanged",
-        "rl_backend.runtime.saved_state:_origins",
+        "rl_backend.runtime.checkpoints:_origins",
         "source_rank(int(rank), here, saved, differs(stream))",
         "source_rank(int(rank), saved, here, differs(stream))",
         ("test_a_rank_looks_for_the_stream_of_its_replica_under_the_layout_of_the_save",),

@@ -55,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "checkpoint-forgets-what-is-kept",
-        "rl_backend.runtime.saved_state:training_manifest",
+        "rl_backend.runtime.checkpoints:training_manifest",
         "kept=dict(handle.kept),",
         "",
         ("test_an_exported_model_is_the_one_that_its_run_saves",),
@@ -71,8 +71,8 @@ FAULTS = [
     ),
     Fault(
         "text-models-under-nested-names",
-        "rl_backend.checkpoint.nested_names:own_name",
-        "if model_type in _MODEL_TYPES and name.startswith(_NESTED):",
+        "rl_backend.checkpoint.stored_names:own_name",
+        "if model_type in _NESTED_TYPES and name.startswith(_NESTED):",
         "if False and name.startswith(_NESTED):",
         ("test_a_text_model_is_read_under_its_own_names",),
         "a model that was tuned with transformers could not be trained further",

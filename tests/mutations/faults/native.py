@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "norm-is-squared",
-        "rl_backend.runtime.gradient_statistics:judge",
+        "rl_backend.runtime.gradient_statistics:step_result",
         "norm = math.sqrt(squares)",
         "norm = squares",
         ("test_steps_equal_torch_adamw_with_clipping",),

@@ -99,6 +99,7 @@ def build_handle(
     models = unwrap_model(list(chunks))
     rate = options.expert_bias_rate
     if not forward_only:
+        # After the weights, of which it makes its masters.
         balance = ExpertBalance(models, rate, groups) if rate else None
         optimizer = BridgeOptimizer(options, chunks, groups, vocab_size=provider.vocab_size, balance=balance)
         _connect(provider, chunks, ddp_config)

@@ -10,14 +10,14 @@ from torch import Tensor
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors, TensorPieces
 from rl_backend.contracts import CheckpointError
-from rl_backend.runtime import saved_state
+from rl_backend.runtime import checkpoints
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from rl_backend.runtime.bridge.state.optimizer import ParameterState, num_steps, parameter_states, set_num_steps
 from rl_backend.runtime.bridge.state.sharding import Block, StoredNames, model_blocks, pieces_of
-from rl_backend.runtime.saved_state import Differs
+from rl_backend.runtime.checkpoints import Differs
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_TRACKED = f"{saved_state.RANDOM}megatron."
+_TRACKED = f"{checkpoints.RANDOM}megatron."
 
 
 def all_tensors(handle: BridgeHandle) -> StateTensors:
@@ -40,7 +40,7 @@ def all_tensors(handle: BridgeHandle) -> StateTensors:
 def training_manifest(handle: BridgeHandle) -> TrainingManifest:
     """Everything of the training state that is not a tensor."""
     optimizer = handle.trainer("training state")
-    return saved_state.training_manifest(
+    return checkpoints.training_manifest(
         handle,
         private=_names(handle).private,
         schedule_steps=int(optimizer.scheduler.num_steps),
@@ -59,7 +59,7 @@ def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManife
                 "gradient in the rest; Megatron's Adam counts them for all together, so load it with backend='native'",
             )
 
-    manifest, loaded = saved_state.load_state(
+    manifest, loaded = checkpoints.load_state(
         handle,
         path,
         all_tensors,
@@ -95,7 +95,7 @@ def _held(name: str, states: Sequence[ParameterState]) -> dict[int, tuple[int, i
 
 def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
     """States of torch's generators and of Megatron's under names that no two ranks share."""
-    states = saved_state.random_state(handle.groups.device)
+    states = checkpoints.random_state(handle.groups.device)
     for name, state in streams.get_cuda_rng_tracker().get_states().items():
         # With graph-safe random numbers Megatron keeps generators instead of their states.
         states[_tracked(handle, name)] = state.get_state() if isinstance(state, torch.Generator) else state.clone()
@@ -103,7 +103,7 @@ def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
 
 
 def _restore_random_state(handle: BridgeHandle, tensors: StateTensors) -> None:
-    saved_state.restore_random_state(tensors, handle.groups.device)
+    checkpoints.restore_random_state(tensors, handle.groups.device)
     tracker = streams.get_cuda_rng_tracker()
     ours = tracker.get_states()
     for name, state in ours.items():

@@ -1,4 +1,4 @@
-"""Micro-batches through Megatron's pipeline schedules: losses, the gradients of several passes, hidden states."""
+"""Micro-batches through Megatron's pipeline schedules: losses, outputs and hidden states."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""Megatron on a machine without CUDA: what it asks of CUDA is answered by the CPU, inside :func:`on_cpu` only.
+"""Megatron without CUDA: its calls of CUDA, answered by the CPU inside :func:`on_cpu` only.
 
 Megatron-Core names the device ``cuda`` in many places and calls ``torch.cuda`` for streams, random state and
 synchronisation. Every patch stands in :data:`PATCHES` with what it is for; a test takes each one away and sees Megatron

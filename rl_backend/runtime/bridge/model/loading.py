@@ -1,4 +1,4 @@
-"""Hugging Face directories in Megatron-Bridge: what Megatron makes of ``config.json``, and loading the weights."""
+"""Loading a Hugging Face directory into Megatron's model, with Megatron-Bridge."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Recording routes in Megatron's routers, and routing as recorded."""
+"""Router replay in Megatron's routers: routes recorded, and replayed."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -21,7 +21,7 @@ from rl_backend.runtime.bridge.config import SAME_IN_MEGATRON, BridgeConfig
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.model.provider import override
 from rl_backend.runtime.bridge.passes.balance import ExpertBalance
-from rl_backend.runtime.gradient_statistics import judge, rank_statistics
+from rl_backend.runtime.gradient_statistics import rank_statistics, step_result
 from rl_backend.runtime.lr_schedule import values_of_step
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class BridgeOptimizer:
             raise HandleError(
                 f"optimizer_step on {handle_name!r} without gradients; call forward_backward first", handle=handle_name
             )
-        result = self._judge(found_not_finite=bool(self.megatron.prepare_grads()))
+        result = self._step_result(found_not_finite=bool(self.megatron.prepare_grads()))
         if self.balance is not None:
             self.balance.step(taken=result.ok)
         if not result.ok:
@@ -93,7 +93,7 @@ class BridgeOptimizer:
             self.megatron.step_with_ready_grads()
         return result
 
-    def _judge(self, *, found_not_finite: bool) -> StepResult:
+    def _step_result(self, *, found_not_finite: bool) -> StepResult:
         """What a step comes to, from the prepared gradients, the same on every rank. A collective over all ranks.
 
         Megatron's own norm adds squares in float32; without Transformer Engine and Apex it loses 5e-5 of the norm with an
@@ -110,7 +110,7 @@ class BridgeOptimizer:
             mine[0, 1] -= self._padding
         if found_not_finite:
             mine[0, 0] = math.nan
-        return judge(all_gather(mine, self._groups.world_group, sum_gradients=False), count_zeros=count_zeros)
+        return step_result(all_gather(mine, self._groups.world_group, sum_gradients=False), count_zeros=count_zeros)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

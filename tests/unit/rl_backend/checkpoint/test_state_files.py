@@ -15,10 +15,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from rl_backend.checkpoint import state_files
+from rl_backend.checkpoint import training_state
 from rl_backend.checkpoint.manifest import FileFacts
-from rl_backend.checkpoint.state_files import DigestingWriter, TensorsReader, file_facts, require_written
-from rl_backend.checkpoint.training_state import PiecesLoadPlanner, TensorPieces
+from rl_backend.checkpoint.training_state import (
+    DigestingWriter,
+    PiecesLoadPlanner,
+    TensorPieces,
+    TensorsReader,
+    file_facts,
+    require_written,
+)
 from rl_backend.contracts import CheckpointError
 from tests.support.disk import full_disk
 from tests.support.written_checkpoints import write_tensors
@@ -99,7 +105,7 @@ def test_an_error_of_the_caller_is_raised_as_it_is_and_leaves_no_facts(tmp_path:
 def test_facts_are_of_the_first_bytes_whatever_the_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, read: int
 ) -> None:
-    monkeypatch.setattr(state_files, "_CHUNK", 4)
+    monkeypatch.setattr(training_state, "_CHUNK", 4)
     (tmp_path / "file").write_bytes(b"0123456789")
     assert file_facts(tmp_path / "file", limit) == FileFacts(num_bytes=read, xxh3=digest(b"0123456789"[:read]))
 

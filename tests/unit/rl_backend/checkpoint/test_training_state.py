@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from rl_backend.checkpoint import training_state
 from rl_backend.checkpoint.manifest import read_manifest
-from rl_backend.checkpoint.state_files import TensorsReader
 from rl_backend.checkpoint.training_state import (
     HostBuffers,
     TensorPieces,
+    TensorsReader,
     on_every_rank,
     raise_interrupt,
     raise_on_every_rank,

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from actors.run.store import RunCheckpoints
-from rl_backend.checkpoint import training_state
-from rl_backend.checkpoint.state_files import DigestingWriter
+from rl_backend.checkpoint.training_state import DigestingWriter
+from rl_backend.runtime import checkpoints
 from tests.support.native import assert_equal_tensors, open_runtime, optimizer_state, train, weights
 
 
 def test_a_save_in_the_background_has_the_state_of_its_call_however_late_it_is_written(
     tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, write = threading.Event(), training_state.write_training_state
+    gate, write = threading.Event(), checkpoints.write_training_state
 
     def write_later(*args: Any) -> None:
         assert gate.wait(60)
         write(*args)
 
-    monkeypatch.setattr(training_state, "write_training_state", write_later)
+    monkeypatch.setattr(checkpoints, "write_training_state", write_later)
     with open_runtime(tied_model) as runtime:
         handle = runtime.build_model()
         train(runtime, handle, 1)
@@ -42,13 +42,13 @@ def test_a_save_in_the_background_has_the_state_of_its_call_however_late_it_is_w
 def test_a_second_save_leaves_what_the_first_is_still_writing(
     tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, write = threading.Event(), training_state.write_training_state
+    gate, write = threading.Event(), checkpoints.write_training_state
 
     def write_later(*args: Any) -> None:
         assert gate.wait(60)
         write(*args)
 
-    monkeypatch.setattr(training_state, "write_training_state", write_later)
+    monkeypatch.setattr(checkpoints, "write_training_state", write_later)
     with open_runtime(tied_model) as runtime:
         handle = runtime.build_model()
         saved = []

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from actors.run.store import RunCheckpoints
 from rl_backend.checkpoint.hf_export import PREFIX, TrainingWeights, export_checkpoint
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest
-from rl_backend.checkpoint.state_files import DigestingWriter
+from rl_backend.checkpoint.training_state import DigestingWriter
 from rl_backend.cli.main import main
 from tests.support.critic import squared_error, transformers_values
 from tests.support.memory import peak_memory, reset_peak_memory

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import ConfigError, ExportInterruptedError, RLBackendError, TensorInfo, UnsupportedError
-from rl_backend.runtime import checkpoint_writer
-from rl_backend.runtime.checkpoint_writer import CheckpointWriter
+from rl_backend.runtime import checkpoints
+from rl_backend.runtime.checkpoints import CheckpointWriter
 from tests.support.rank_threads import run_ranks
 
 
@@ -65,7 +65,7 @@ def test_rank_zero_writes_a_hugging_face_directory_of_what_all_gather(
     def write(path: Path, infos: Any, tensors: Any, source: str, *, config: Mapping[str, Any] | None, kept: Any) -> None:
         written.append((path, infos, [name for name, _ in tensors], source, config, kept))
 
-    monkeypatch.setattr(checkpoint_writer, "write_hf_directory", write)
+    monkeypatch.setattr(checkpoints, "write_hf_directory", write)
 
     def of_rank(group: dist.ProcessGroup) -> Export:
         export = Export()
@@ -88,7 +88,7 @@ def test_a_hugging_face_directory_that_cannot_be_written_is_the_error_of_all_ran
         next(tensors)
         raise OSError("no space left")
 
-    monkeypatch.setattr(checkpoint_writer, "write_hf_directory", write)
+    monkeypatch.setattr(checkpoints, "write_hf_directory", write)
     (tmp_path / "there").mkdir()
 
     def of_rank(group: dist.ProcessGroup) -> list[Any]:

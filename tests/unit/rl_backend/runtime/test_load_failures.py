@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import CheckpointError, HandleError
-from rl_backend.runtime import saved_state
+from rl_backend.runtime import checkpoints
 from tests.support.native import micro_batches, open_runtime, token_loss
 
 
@@ -23,7 +23,7 @@ def test_a_load_that_fails_in_the_middle_leaves_a_model_that_is_refused(
         handle = runtime.build_model()
         runtime.save_checkpoint(handle, tmp_path / "saved")
         with monkeypatch.context() as patch:
-            patch.setattr(saved_state, "read_training_state", fails)
+            patch.setattr(checkpoints, "read_training_state", fails)
             with pytest.raises(CheckpointError, match="the disk went away"):
                 runtime.load_checkpoint(handle, tmp_path / "saved")
         with pytest.raises(HandleError, match=r"loading .*saved failed in the middle"):

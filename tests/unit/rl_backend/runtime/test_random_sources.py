@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rl_backend.contracts import ParallelConfig
-from rl_backend.runtime.saved_state import RankLayout, _origins, source_rank
+from rl_backend.runtime.checkpoints import RankLayout, _origins, source_rank
 
 RANKS = 8
 LAYOUTS = [

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import PackedWeight, RoutedLayers, TensorInfo, UnsupportedError
 from rl_backend.parallel.shards import ShardLayout
-from rl_backend.runtime.gradient_statistics import judge, rank_statistics
+from rl_backend.runtime.checkpoints import random_state, restore_random_state, training_manifest
+from rl_backend.runtime.gradient_statistics import rank_statistics, step_result
 from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.native.forward_backward import record_activations
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import TensorLayout
-from rl_backend.runtime.saved_state import random_state, restore_random_state, training_manifest
 from tests.support.rank_threads import run_ranks
 
 CPU = torch.device("cpu")
@@ -35,13 +35,13 @@ def test_a_ranks_statistics_are_its_squares_and_its_zeros() -> None:
 
 def test_a_step_is_judged_by_the_sums_of_all_ranks() -> None:
     rows = torch.tensor([[9.0, 2.0], [16.0, 0.0], [0.0, 5.0]], dtype=torch.float64)
-    assert judge(rows, count_zeros=True) == (True, 5.0, 7)
-    assert judge(rows, count_zeros=False) == (True, 5.0, None)
-    assert judge(rows.flip(0), count_zeros=True) == (True, 5.0, 7)
+    assert step_result(rows, count_zeros=True) == (True, 5.0, 7)
+    assert step_result(rows, count_zeros=False) == (True, 5.0, None)
+    assert step_result(rows.flip(0), count_zeros=True) == (True, 5.0, 7)
     for bad in (math.inf, math.nan):
         spoiled = rows.clone()
         spoiled[1, 0] = bad
-        result = judge(spoiled, count_zeros=True)
+        result = step_result(spoiled, count_zeros=True)
         assert not result.ok and not math.isfinite(result.grad_norm) and result.num_zeros == 7
 
 

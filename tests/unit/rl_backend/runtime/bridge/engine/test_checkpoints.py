@@ -95,7 +95,7 @@ def test_uneven_steps_are_refused_by_an_optimizer_that_counts_them_for_all(
     )
     manifest = SimpleNamespace(optimizer_steps=7, schedule_steps=9, fewer_steps={})
     monkeypatch.setattr(
-        checkpoints.saved_state, "load_state", lambda *args, **options: (load_state(*args, **options), (manifest, {}))[1]
+        checkpoints.checkpoints, "load_state", lambda *args, **options: (load_state(*args, **options), (manifest, {}))[1]
     )
     assert checkpoints.load_training_checkpoint(handle, Path("saved")) is manifest
     if trained:

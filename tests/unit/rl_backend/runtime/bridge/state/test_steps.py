@@ -86,7 +86,7 @@ def test_norm_and_zeros_are_of_all_ranks_without_the_padding_of_each_matrix(
     )
     options: Any = SimpleNamespace(optimizer=OptimizerConfig(log_num_zeros_in_grad=count_zeros))
     made = optimizer.BridgeOptimizer(options, [model], groups, vocab_size=VOCABULARY, balance=None)
-    result = made._judge(found_not_finite=not_finite)
+    result = made._step_result(found_not_finite=not_finite)
     assert asked == ["all"]
     assert result.ok is not not_finite
     if not not_finite:

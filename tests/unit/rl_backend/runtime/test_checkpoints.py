@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.checkpoint import training_state
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.contracts import CheckpointError
-from rl_backend.runtime.checkpoint_writer import CheckpointWriter
+from rl_backend.runtime import checkpoints
+from rl_backend.runtime.checkpoints import CheckpointWriter
 from tests.support.rank_threads import run_ranks
 
 MANIFEST = TrainingManifest(
@@ -50,7 +50,7 @@ class Writes:
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
     made = Writes()
-    monkeypatch.setattr(training_state, "write_training_state", made)
+    monkeypatch.setattr(checkpoints, "write_training_state", made)
     return made
 
 

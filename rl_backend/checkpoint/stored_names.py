@@ -1,13 +1,31 @@
-"""Experts that directories hold in one tensor for all of them, read as the tensors of single experts that others hold.
+"""Names of tensors in directories that models call by others: nested text models, and experts packed into one tensor.
 
-Qwen publishes mixtures of Qwen3.5 so in bfloat16, but in FP8 expert by expert, as transformers saves them. Models know the
-names of single experts: whichever a directory has, they find.
+transformers' ``AutoModelForCausalLM`` takes the language model out of a released Qwen3.5, and saves it so: ``config.json``
+is that of the text model alone, the names are nested. transformers and vLLM load it as they load the text model's own names.
+
+Qwen publishes mixtures of Qwen3.5 with the experts of a layer in one tensor in bfloat16, but in FP8 expert by expert, as
+transformers saves them. Models know the names of single experts: whichever a directory has, they find.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_MODEL_TYPES = frozenset({"qwen3_5_moe", "qwen3_5_moe_text"})
+_NESTED_TYPES = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+_NESTED, _OWN = "model.language_model.", "model."
+
+
+def own_name(model_type: object, name: str) -> str:
+    """The name that a stored tensor has in the text model; ``name`` itself where it is that, or of another model.
+
+    Args:
+        model_type: of ``config.json``.
+    """
+    if model_type in _NESTED_TYPES and name.startswith(_NESTED):
+        return _OWN + name.removeprefix(_NESTED)
+    return name
+
+
+_PACKED_TYPES = frozenset({"qwen3_5_moe", "qwen3_5_moe_text"})
 _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -49,7 +67,7 @@ def expert_parts(model_type: object, name: str, shape: tuple[int, ...]) -> Itera
         shape: (experts, rows of all projections, columns).
     """
     block, _, last = name.rpartition(".")
-    if model_type not in _MODEL_TYPES or last not in _PROJECTIONS or len(shape) != 3:
+    if model_type not in _PACKED_TYPES or last not in _PROJECTIONS or len(shape) != 3:
         return
     if not (name.startswith("model.") and block.endswith(".mlp.experts")):
         return
