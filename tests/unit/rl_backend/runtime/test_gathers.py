@@ -141,7 +141,7 @@ def optimizer_of(pieces: Mapping[str, Any], group: dist.ProcessGroup) -> Any:
     shapes = {"b": (2, 3), "a": (4,), "frozen": (9,)}
     trained = SimpleNamespace(num_steps=5, learning_rate=0.25)
     handle: Any = SimpleNamespace(
-        trainer=lambda operation: trained, groups=SimpleNamespace(host_group=group), saved_shapes=shapes
+        trainer=trained, groups=SimpleNamespace(host_group=group), saved_shapes=shapes
     )
     return optimizer_state(handle, pieces)
 
