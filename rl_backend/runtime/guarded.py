@@ -1,4 +1,4 @@
-"""Runtimes whose atoms check their model first, as :mod:`rl_backend.contracts.atoms` declares."""
+"""The guard of a runtime: every atom checks its model first, as the contract declares, then calls the engine."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""One pass for several LoRA tenants: whose sequences are whose, and each one's own loss."""
+"""One pass for several LoRA tenants: each sequence belongs to one of them, and each has its own loss."""
 
 import zlib
 from collections.abc import Mapping, Sequence
