@@ -48,7 +48,7 @@ def _installed_packages() -> dict[str, str]:
 def optimizer_info(handle: GuardedHandle) -> OptimizerStateInfo:
     """Facts about the optimizer of a trained model, or of a tenant."""
     held = handle.part_tensors().get("optimizer", ())
-    steps = handle.trainer("list_optimizer_states").num_steps
+    steps = handle.trainer.num_steps
     return OptimizerStateInfo(handle.name, steps, sum(tensor.nbytes for tensor in held))
 
 
@@ -58,7 +58,7 @@ def optimizer_state(handle: GuardedHandle, held: StateTensors) -> OptimizerState
     Args:
         held: what a checkpoint of ``handle`` has on this rank.
     """
-    optimizer, group = handle.trainer("get_optimizer_state"), handle.groups.host_group
+    optimizer, group = handle.trainer, handle.groups.host_group
     moments = [_gathered(f"optimizer.{kind}.", held, handle.saved_shapes, group) for kind in ("exp_avg", "exp_avg_sq")]
     return OptimizerState(optimizer.num_steps, optimizer.learning_rate, *moments)
 

@@ -158,8 +158,14 @@ class GuardedHandle[O: ScheduledOptimizer](ABC):
         self.owner = self.optimizer = None
         self.offload = Offload(self.name, self.groups.device)
 
-    def trainer(self, operation: str) -> O:
-        """The optimizer; raises :class:`HandleError` for a forward-only handle."""
+    @property
+    def trainer(self) -> O:
+        """The optimizer of a handle that is trained."""
+        assert self.optimizer is not None, f"{self.name!r} is forward-only"
+        return self.optimizer
+
+    def require_trained(self, operation: str) -> None:
+        """Raises :class:`HandleError` for a forward-only handle."""
         if self.optimizer is None:
             raise contracts.HandleError(
                 f"{operation} on {self.name!r}, which is forward-only: it has no gradients and no optimizer; "
@@ -167,7 +173,6 @@ class GuardedHandle[O: ScheduledOptimizer](ABC):
                 handle=self.name,
                 operation=operation,
             )
-        return self.optimizer
 
     @contextmanager
     def training(self, enabled: bool) -> Generator[None]:

@@ -1,4 +1,4 @@
-"""Runtimes whose atoms check their model first, as :mod:`rl_backend.contracts.atoms` declares."""
+"""The guard of a runtime: every atom checks its model first, as the contract declares, then calls the engine."""
 
 import functools
 import gc
@@ -192,7 +192,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     def lr_scheduler_step(self, handle: AnyHandle) -> float: ...
     @guarded
     def lr_scheduler_step(self, handle: Any) -> Any:
-        rates = [each.trainer("lr_scheduler_step").schedule_step() for each in several(handle)]
+        rates = [each.trainer.schedule_step() for each in several(handle)]
         return rates if isinstance(handle, Sequence) else rates[0]
 
     @guarded
@@ -432,7 +432,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         if needs.weights and handle.damaged:
             raise HandleError(f"{handle.name!r} has no usable weights: {handle.damaged}; load a complete checkpoint")
         if needs.trained:
-            handle.trainer(atom.name + needs.form)
+            handle.require_trained(atom.name + needs.form)
         handle.offload.require(atom.name, *needs.parts)
         if needs.whole_gradients and handle.broken:
             raise HandleError(f"{atom.name} on {handle.name!r}: {handle.broken}; call zero_grad first", handle=handle.name)

@@ -1,4 +1,4 @@
-"""A pass, for every engine: what it is asked, and what it answers of its micro-batches."""
+"""A pass in every engine: its request, and the losses, metrics and outputs of its micro-batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

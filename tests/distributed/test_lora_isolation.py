@@ -52,7 +52,7 @@ def checkpoint_job(
         if resumed:
             assert runtime.load_checkpoint(tenants["narrow"], Path(path)) == {}
             assert tenants["narrow"].weight_version == 3
-            assert tenants["narrow"].trainer("checkpoint_job").schedule.num_steps == 3
+            assert tenants["narrow"].trainer.schedule.num_steps == 3
         else:
             train_tenants(runtime, base, tenants, 3)
             runtime.save_checkpoint(tenants["narrow"], Path(path))

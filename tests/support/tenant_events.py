@@ -122,7 +122,7 @@ def watched_state(
     if event in ("a loss of NaN", "weights of NaN"):
         assert tenants["middle"].weight_version == (0 if event == "a loss of NaN" else 2)
     watched = tenants[WATCHED]
-    rows, schedule = watched.rows, watched.trainer("watched_state").schedule
+    rows, schedule = watched.rows, watched.trainer.schedule
     state = {
         "weights": rows.weights,
         "first moments": rows.exp_avg,

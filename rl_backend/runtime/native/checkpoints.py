@@ -63,7 +63,7 @@ def training_manifest(handle: NativeHandle) -> TrainingManifest:
     usual = Counter(steps.values()).most_common(1)[0][0] if steps else 0
     return checkpoints.training_manifest(
         handle,
-        schedule_steps=handle.trainer("training state").schedule.num_steps,
+        schedule_steps=handle.trainer.schedule.num_steps,
         optimizer_steps=usual,
         fewer_steps={name: count for name, count in steps.items() if count != usual},
     )
@@ -94,7 +94,7 @@ def _pieces(handle: NativeHandle, kind: str, name: str, tensor: Tensor) -> Itera
 
 def _step_tensors(handle: NativeHandle) -> Iterator[tuple[str, Tensor]]:
     """(first Hugging Face name, step count) of each parameter that is trained, copies too."""
-    optimizer = handle.trainer("training state")
+    optimizer = handle.trainer
     state = optimizer.state_tensors()
     for name in optimizer.parameters:
         (_, stored), *_ = stored_tensors(handle.weight_names[handle.stage_copies.get(name, name)])

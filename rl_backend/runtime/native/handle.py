@@ -50,7 +50,7 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
 
     def step(self, adam: contracts.AdamParams | None = None) -> contracts.StepResult:
         """See the base class. A skipped step is logged as a warning that names parameters with non-finite gradients."""
-        return self.trainer("optimizer_step").step(self.name, adam)
+        return self.trainer.step(self.name, adam)
 
     @property
     def routed_layers(self) -> contracts.RoutedLayers | None:

@@ -33,7 +33,7 @@ def merged_stream(
 def gradient_stream(tenant: TenantHandle, names: Collection[str] | None) -> WeightStream:
     """As :meth:`~rl_backend.runtime.engine.Engine.gather_gradients`, by peft's names."""
     require_known_names("export_gradients", names, tenant.saved_shapes)
-    optimizer = tenant.trainer("export_gradients")
+    optimizer = tenant.trainer
     if not optimizer.has_gradients:
         raise HandleError("export_gradients without gradients; call forward_backward first", handle=tenant.name)
     optimizer.reduce()

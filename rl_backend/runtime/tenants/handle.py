@@ -123,7 +123,7 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
 
     def drop_gradients(self) -> None:
         self.offload.clear("grad")
-        self.trainer("zero_grad").drop_gradients()
+        self.trainer.drop_gradients()
 
     def release(self) -> None:
         super().release()
@@ -132,7 +132,7 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
 
     def info(self) -> LoRAInfo:
         """Facts about it as this rank sees them."""
-        optimizer = self.trainer("list_lora_adapters")
+        optimizer = self.trainer
         return LoRAInfo(
             name=self.name,
             config=self.lora,
@@ -175,7 +175,7 @@ def step_tenants(tenants: Sequence[TenantHandle], adam: Sequence[AdamParams | No
     Raises:
         HandleError: a tenant without gradients; then nothing has changed.
     """
-    optimizers = [tenant.trainer("optimizer_step") for tenant in tenants]
+    optimizers = [tenant.trainer for tenant in tenants]
     for tenant, optimizer in zip(tenants, optimizers, strict=True):
         if not optimizer.has_gradients:
             raise HandleError(

@@ -1,4 +1,4 @@
-"""One pass for several LoRA tenants: whose sequences are whose, and each one's own loss."""
+"""One pass for several LoRA tenants: each sequence belongs to one of them, and each has its own loss."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -86,12 +86,12 @@ class PassTenants:
         """Draws dropout for every run of every tenant, from its own count alone."""
         self.begun = True
         for handle in self.trained(data):
-            handle.trainer("forward_backward").expect_gradients()
+            handle.trainer.expect_gradients()
         for index, batch in enumerate(data if self.trains else ()):
             for place, (key, _) in enumerate(groupby(self.ids(batch))):
                 tenant = self.by_id.get(key)
                 if tenant is not None and tenant.lora.dropout and tenant.rows.training:
-                    ranks = tenant.trainer("forward_backward").groups.dense.data
+                    ranks = tenant.trainer.groups.dense.data
                     self._draws[index, place] = tenant.rows.num_draws * ranks.size() + ranks.rank()
                     tenant.rows.num_draws += 1
 

@@ -23,7 +23,7 @@ _LOADED = "+"
 
 def tenant_state(handle: TenantHandle) -> tuple[StateTensors, TrainingManifest]:
     """What a checkpoint of the tenant holds."""
-    optimizer = handle.trainer("training state")
+    optimizer = handle.trainer
     manifest = checkpoints.training_manifest(
         handle,
         schedule_steps=optimizer.schedule.num_steps,
@@ -71,7 +71,7 @@ def load_tenant_state(handle: TenantHandle, path: Path) -> TrainingManifest:
     assert manifest.lora is not None, "checked"
     handle.rows.num_steps.fill_(manifest.optimizer_steps)
     handle.rows.num_draws = manifest.lora.num_draws
-    handle.trainer("load_checkpoint").schedule.num_steps = manifest.schedule_steps
+    handle.trainer.schedule.num_steps = manifest.schedule_steps
     return manifest
 
 
@@ -91,7 +91,7 @@ def problem_of_import(given: Mapping[str, Tensor], shapes: Mapping[str, tuple[in
 
 
 def _pieces(handle: TenantHandle) -> Iterator[tuple[str, TensorPieces]]:
-    rows, groups = handle.rows, handle.trainer("training state").groups
+    rows, groups = handle.rows, handle.trainer.groups
     kinds = (("model", rows.weights), ("optimizer.exp_avg", rows.exp_avg), ("optimizer.exp_avg_sq", rows.exp_avg_sq))
     for kind, row in kinds:
         for tensor, view in rows.views(row):

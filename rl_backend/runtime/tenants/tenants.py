@@ -1,4 +1,4 @@
-"""LoRA tenants of a runtime: made, listed, run together, stepped and removed."""
+"""LoRA tenants of a runtime: the list of them, and what the engine does for a model done for a tenant."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -105,9 +105,9 @@ FAULTS = [
         "rl_backend.runtime.tenants.state:load_tenant_state",
         """
         handle.rows.num_draws = manifest.lora.num_draws
-        handle.trainer("load_checkpoint").schedule.num_steps = manifest.schedule_steps
+        handle.trainer.schedule.num_steps = manifest.schedule_steps
         """,
-        'handle.trainer("load_checkpoint").schedule.num_steps = manifest.schedule_steps',
+        "handle.trainer.schedule.num_steps = manifest.schedule_steps",
         (_SAVED,),
         "a resumed tenant would drop other inputs",
     ),

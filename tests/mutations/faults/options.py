@@ -151,6 +151,41 @@ FAULTS = [
     ),
     Fault("tenants-have-adams-own-epsilon", _OPTIMIZER, "self.config.eps", "1e-8", (_STEPS,), "eps would be ignored"),
     Fault(
+        "tenants-share-the-values-of-a-step",
+        "rl_backend.runtime.tenants.handle:step_tenants",
+        "adam[index]",
+        "adam[0]",
+        ("test_tenants_that_step_together_have_values_of_their_own",),
+        "a user would train with another user's learning rate",
+    ),
+    Fault(
+        "values-of-a-step-stay",
+        "rl_backend.runtime.lr_schedule:values_of_step",
+        """
+        for group, own in zip(param_groups, before, strict=True):
+            group.update(own)
+        """,
+        "pass",
+        ("test_a_step_has_the_values_that_are_given_for_it_and_the_next_one_the_optimizers[native]",),
+        "values that were given for one step would be those of all later ones",
+    ),
+    Fault(
+        "values-of-a-step-decay-all",
+        "rl_backend.runtime.lr_schedule:values_of_step",
+        'group["weight_decay"] *= group["wd_mult"]',
+        "pass",
+        ("test_a_step_has_the_values_that_are_given_for_it_and_the_next_one_the_optimizers[bridge]",),
+        "norms and biases would decay in steps with a weight decay of their own",
+    ),
+    Fault(
+        "the-bridge-clips-as-configured",
+        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer.step",
+        'clip_grad = given.get("clip_grad", self._config.clip_grad)',
+        "clip_grad = self._config.clip_grad",
+        ("test_a_step_has_the_values_that_are_given_for_it_and_the_next_one_the_optimizers[bridge]",),
+        "the clipping that a step is given would be ignored",
+    ),
+    Fault(
         "tenants-without-clipping-have-no-gradient",
         _OPTIMIZER,
         "0 < clip_grad < result.grad_norm + _CLIP_EPSILON",

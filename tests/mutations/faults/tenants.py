@@ -213,7 +213,7 @@ FAULTS = [
     Fault(
         "schedule-of-a-tenant-begins-anew-after-a-load",
         "rl_backend.runtime.tenants.state:load_tenant_state",
-        'handle.trainer("load_checkpoint").schedule.num_steps = manifest.schedule_steps',
+        "handle.trainer.schedule.num_steps = manifest.schedule_steps",
         "pass",
         (_SAVED,),
         "a resumed tenant would warm up again",

@@ -39,7 +39,7 @@ def all_tensors(handle: BridgeHandle) -> StateTensors:
 
 def training_manifest(handle: BridgeHandle) -> TrainingManifest:
     """Everything of the training state that is not a tensor."""
-    optimizer = handle.trainer("training state")
+    optimizer = handle.trainer
     return checkpoints.training_manifest(
         handle,
         private=_names(handle).private,

@@ -99,7 +99,7 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         # Of the masters; those of the model are in the buffers.
-        optimizer = self.trainer("zero_grad")
+        optimizer = self.trainer
         optimizer.megatron.zero_grad()
         if optimizer.balance is not None:
             optimizer.balance.drop()
@@ -110,7 +110,7 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         return PassLoads(None if forward_only or self.optimizer is None else self.optimizer.balance)
 
     def step(self, adam: AdamParams | None = None) -> StepResult:
-        optimizer = self.trainer("optimizer_step")
+        optimizer = self.trainer
         wait_for_gathers(self.chunks)
         result = optimizer.step(self.name, adam, has_gradients=self.has_gradients)
         if result.ok:

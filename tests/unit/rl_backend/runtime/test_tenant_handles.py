@@ -70,6 +70,8 @@ def test_tenants_are_told_apart_by_names_and_numbers_that_are_not_used_again(mod
         # A, (4, 64), and B, (128, 4), of two layers; in memory both are padded to a rank of 16, four times.
         assert info.num_parameters == 2 * (4 * 64 + 128 * 4)
         assert info.bytes == 4 * 4 * 2 * (16 * 64 + 128 * 16)
+        assert runtime.get_lora_adapter(named) == info and info.hf_path == str(model)
+        assert sorted(info.shapes.values()) == [(4, 64), (4, 64), (128, 4), (128, 4)]
         runtime.remove_lora_adapter(second)
         assert [each.name for each in runtime.list_lora_adapters(base)] == ["tenant-0"]
         assert runtime.list_lora_adapters(other) == [info]
@@ -78,8 +80,10 @@ def test_tenants_are_told_apart_by_names_and_numbers_that_are_not_used_again(mod
             with pytest.raises(HandleError, match="handle 'mine' is closed or belongs to another runtime"):
                 call(second)
         assert runtime.create_lora_adapter(base, CONFIG, name="mine").lora_id == 3
-        with pytest.raises(HandleError, match="remove_lora_adapter on 'base', which is no LoRA tenant"):
-            runtime.remove_lora_adapter(base)
+        of_tenants: list[Any] = [runtime.remove_lora_adapter, runtime.get_lora_adapter]
+        for call in of_tenants:
+            with pytest.raises(HandleError, match=rf"{call.__name__} on 'base', which is no LoRA tenant"):
+                call(base)
 
 
 def test_heads_and_bases_that_cannot_have_tenants_are_refused(model: Path) -> None:

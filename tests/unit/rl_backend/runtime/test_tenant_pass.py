@@ -48,7 +48,7 @@ def tenant(lora_id: int, name: str, *, dropout: float = 0.0, training: bool = Tr
         rows=rows,
         lora=SimpleNamespace(dropout=dropout),
         optimizer=optimizer,
-        trainer=lambda operation: optimizer,
+        trainer=optimizer,
         groups=SimpleNamespace(device=torch.device("cpu"), world_size=1, world_group=None),
         **facts,
     )

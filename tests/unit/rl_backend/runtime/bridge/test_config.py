@@ -233,7 +233,7 @@ def test_an_override_reaches_megatron(tmp_path: Path) -> None:
         assert handle.models[0].config.moe_z_loss_coeff == 0.5
         assert handle.models[0].config.recompute_modules == ["core_attn", "mlp"]
         assert handle.chunks[0].ddp_config.bucket_size == 1000
-        assert handle.trainer("test").megatron.config.apply_wd_to_qk_layernorm is True
+        assert handle.trainer.megatron.config.apply_wd_to_qk_layernorm is True
 
 
 def test_the_configuration_survives_a_dump() -> None:

@@ -140,9 +140,7 @@ def test_streams_that_nobody_closes_end_on_all_ranks() -> None:
 def optimizer_of(pieces: Mapping[str, Any], group: dist.ProcessGroup) -> Any:
     shapes = {"b": (2, 3), "a": (4,), "frozen": (9,)}
     trained = SimpleNamespace(num_steps=5, learning_rate=0.25)
-    handle: Any = SimpleNamespace(
-        trainer=lambda operation: trained, groups=SimpleNamespace(host_group=group), saved_shapes=shapes
-    )
+    handle: Any = SimpleNamespace(trainer=trained, groups=SimpleNamespace(host_group=group), saved_shapes=shapes)
     return optimizer_state(handle, pieces)
 
 
