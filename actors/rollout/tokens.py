@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion, Request, TurnAnswer
 from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError
 from rl_backend.environment.protocol import Generation
@@ -105,10 +105,10 @@ class RolloutTokens:
 
     def give_up(self) -> None:
         """Ends every turn in flight of these engines: each returns ``finish="abort"`` and what it had sampled."""
-        self._rollout.give_up_turns()
+        self._rollout.turns.give_up()
 
     def _choose(self, prompt: Sequence[int], lost: Collection[int]) -> int:
-        in_flight = {engine: turns for engine, turns in self._rollout.turns_in_flight.items() if engine not in lost}
+        in_flight = {engine: turns for engine, turns in self._rollout.turns.in_flight.items() if engine not in lost}
         engine = self._homes.find(prompt, in_flight)
         if engine is not None:
             return engine
@@ -130,8 +130,8 @@ class RolloutTokens:
 
     async def _answer(self, engine: int, request: Request, sampling: SamplingConfig) -> TurnAnswer:
         while True:
-            adapter = self._rollout.served_adapter(self._adapter)
-            asked = self._rollout.ask(engine, request, sampling, adapter=adapter, require_version=self.require_version)
+            adapter = self._rollout.lora.version_of(self._adapter)
+            asked = self._rollout.turns.ask(engine, request, sampling, adapter=adapter, require_version=self.require_version)
             try:
                 return await asyncio.wrap_future(asked)
             except RolloutError:

@@ -17,7 +17,7 @@ import ray
 from actors.cluster.placement import ClusterShare, share_cluster
 from actors.cluster.session import raised_on_sigterm, ray_session
 from actors.rollout.config import RolloutConfig
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.run.config import TrainingConfig
 from actors.run.console import Phases
 from actors.run.lock import usable_run_dir

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.engines import EngineSet
+from actors.rollout.group.engines import EngineSet
 from actors.rollout.messages import AdapterVersion, Generated, Request
 from actors.sync.source import SourceRanks
 from actors.sync.transport.base import raise_failures

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from actors.rollout.engines import EngineSet, are_on_node
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.engines import EngineSet, are_on_node
+from actors.rollout.group.group import RolloutGroup
 from actors.sync.adapter_push import AdapterPush
 from actors.sync.canary import Canary
 from actors.sync.report import PushClock, PushReport
@@ -130,7 +130,7 @@ class WeightSync:
 
     def _push(self) -> PushReport:
         clock = PushClock()
-        rollout = self._rollout.fixed()
+        rollout = self._rollout.engine_set.fixed()
         skipped = tuple(rollout.lost_engines)
         with clock.phase("plan"):
             plan = self._plan()
@@ -154,7 +154,7 @@ class WeightSync:
             self._adapter.close()
         if self._transport is not None:
             transport, self._transport, self._chosen_for = self._transport, None, {}
-            transport.close(self._train, self._rollout)
+            transport.close(self._train, self._rollout.engine_set)
 
     def __enter__(self) -> Self:
         return self
@@ -219,7 +219,7 @@ class WeightSync:
 
         :meth:`_resume` lets them continue; so does an error in the body, where no update has begun.
         """
-        if not self._rollout.serves_turns:
+        if not self._rollout.turns.asked_for:
             yield {}
             return
         try:
@@ -233,7 +233,7 @@ class WeightSync:
 
     def _resume(self, outcomes: dict[int, Any], rollout: EngineSet) -> tuple[int, ...]:
         """Every engine has answered: those that loaded serve again; raises when one did not."""
-        self._rollout.base_changed(self._merged)
+        self._rollout.lora.base_changed(self._merged)
         for engine, outcome in outcomes.items():
             rollout.note(engine, outcome)
         resumed = rollout.call("resume") if rollout.engines else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync
 from benchmarks.environment_failures import EPISODES, LIMITS, measure_over
 

@@ -62,7 +62,7 @@ def mappings(pid: int, segment: Path) -> list[str]:
 def staged_of(sync: WeightSync, trainer: ReferenceTrainer, group: RolloutGroup) -> tuple[PushPlan, Staged, Tensor]:
     plan = sync._plan()
     assert isinstance(sync._transport, SharedMemoryTransport)
-    staged = sync._transport.stage(plan, trainer.source, group)
+    staged = sync._transport.stage(plan, trainer.source, group.engine_set)
     return plan, staged, trainer.source.run_on_ranks(lambda context: context.state[plan.key].buffer)[0]
 
 
@@ -141,14 +141,14 @@ def test_engines_check_parts_while_the_trainer_stages_and_read_only_the_rest_aft
     for place, found in ((0, False), (-1, True)):
         _, staged, buffer = staged_of(rollout_sync, trainer, group)
         # Calls of one process arrive in order: each engine has checked its parts when it answers.
-        group.call("describe")
+        group.engine_set.call("describe")
         torn = staged.manifest.tensors[place]
         buffer[torn.offset] ^= 1
         verify = {"each": partial(segment_and_key, staged)}
-        outcomes = group.call("verify", staged.manifest, **verify)
+        outcomes = group.engine_set.call("verify", staged.manifest, **verify)
         assert [isinstance(outcome, WeightCheckError) for outcome in outcomes.values()] == [found] * 2
         # What was found under the push's key is forgotten with it.
-        outcomes = group.call("verify", staged.manifest, **verify)
+        outcomes = group.engine_set.call("verify", staged.manifest, **verify)
         assert all(isinstance(outcome, WeightCheckError) and torn.name in str(outcome) for outcome in outcomes.values())
     assert_serves(group, trainer, trainer.source.version)
 
@@ -157,11 +157,11 @@ def test_weights_that_were_verified_are_not_loaded_once_others_are_being_staged(
     group: RolloutGroup, trainer: ReferenceTrainer, rollout_sync: WeightSync
 ) -> None:
     plan, staged, _ = staged_of(rollout_sync, trainer, group)
-    group.call("verify", staged.manifest, each=partial(segment_and_key, staged))
+    group.engine_set.call("verify", staged.manifest, each=partial(segment_and_key, staged))
     # A late message of the same push changes nothing; one of the next push does.
-    group.call("verify_part", staged.key, staged.manifest, staged.segments[0])
-    group.call("verify_part", "next", staged.manifest, staged.segments[0])
-    for outcome in group.call("load", plan.version).values():
+    group.engine_set.call("verify_part", staged.key, staged.manifest, staged.segments[0])
+    group.engine_set.call("verify_part", "next", staged.manifest, staged.segments[0])
+    for outcome in group.engine_set.call("load", plan.version).values():
         assert isinstance(outcome, WeightCheckError) and "were not verified" in str(outcome)
     trainer.advance()
     rollout_sync.push()
@@ -173,7 +173,7 @@ def test_a_part_that_cannot_be_checked_is_left_to_the_whole(
 ) -> None:
     _, staged, _ = staged_of(rollout_sync, trainer, group)
     gone = Segment(str(DIRECTORY / "rl_backend_weights-none"), 64)
-    assert set(group.call("verify_part", staged.key, staged.manifest, gone).values()) == {None}
+    assert set(group.engine_set.call("verify_part", staged.key, staged.manifest, gone).values()) == {None}
     rollout_sync.push()
     assert_serves(group, trainer, trainer.source.version)
 

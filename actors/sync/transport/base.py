@@ -10,7 +10,7 @@ from typing import Any
 import ray
 import torch
 
-from actors.rollout.engines import EngineSet
+from actors.rollout.group.engines import EngineSet
 from actors.sync.source import SourceContext, SourceHandle, SourceRanks
 from actors.wire.segment import Segment, host_identity
 from rl_backend.contracts import ConfigError, RLBackendError, TensorInfo, WeightManifest, WeightSyncError, dtype_from_name

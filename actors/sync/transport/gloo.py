@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actors.cluster.meeting import MeetingPoint, meeting_address, node_address
-from actors.rollout.engines import EngineSet
+from actors.rollout.group.engines import EngineSet
 from actors.sync.source import SourceContext, SourceRanks
 from actors.sync.transport.base import (
     SOURCE_RANK,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from actors.cluster.ports import with_free_port
-from actors.rollout.engines import EngineSet
+from actors.rollout.group.engines import EngineSet
 from actors.sync.source import SourceContext, SourceRanks
 from actors.sync.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source
 from rl_backend.contracts import GroupFailedError, HandleError, UnsupportedError, WeightSyncError, dtype_from_name

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from actors.rollout.engines import EngineSet
+from actors.rollout.group.engines import EngineSet
 from actors.sync.source import SourceContext, SourceRanks
 from actors.sync.transport.base import (
     SOURCE_RANK,

@@ -33,10 +33,16 @@ class Engines:
         self.answers = True
 
     @property
-    def turns_in_flight(self) -> dict[int, int]:
+    def turns(self) -> Engines:
+        return self
+
+    lora = turns
+
+    @property
+    def in_flight(self) -> dict[int, int]:
         return {engine: self.busy[engine] for engine in self.engines}
 
-    def served_adapter(self, tenant: str | None) -> AdapterVersion | None:
+    def version_of(self, tenant: str | None) -> AdapterVersion | None:
         return None if tenant is None else self.adapters[tenant]
 
     def ask(

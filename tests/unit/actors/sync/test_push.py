@@ -90,7 +90,8 @@ class Pushed:
     def __init__(self, *, streams: bool, turns: bool) -> None:
         self.engines = Engines()
         self.changed: list[str] = []
-        rollout: Any = SimpleNamespace(serves_turns=turns, attach_weight_sync=lambda: None, base_changed=self.changed.append)
+        parts = {"turns": SimpleNamespace(asked_for=turns), "lora": SimpleNamespace(base_changed=self.changed.append)}
+        rollout: Any = SimpleNamespace(**parts, attach_weight_sync=lambda: None)
         train: Any = None
         self.sync = WeightSync(train, rollout, transport="gloo")
         self.streams = streams

@@ -53,6 +53,10 @@ class Engines:
         self.attached = 0
         self.last_sync = ""
 
+    @property
+    def engine_set(self) -> Engines:
+        return self
+
     def fixed(self) -> Engines:
         return self
 
