@@ -33,7 +33,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync
 from actors.sync.report import PushReport
 from actors.sync.source import WeightSource
-from actors.sync.transport.base import raise_failures
+from actors.sync.transport.staged import raise_failures
 from benchmarks.report import interleave, machine, medians, over_machines, require_sleeping_threads, write_result
 from rl_backend.contracts import TensorInfo, WeightManifest
 from rl_backend.weights.staging import plan_layout, read_tensor

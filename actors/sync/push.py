@@ -14,18 +14,17 @@ from actors.sync.adapter_push import AdapterPush
 from actors.sync.canary import Canary
 from actors.sync.report import PushClock, PushReport
 from actors.sync.source import SourceRanks
-from actors.sync.transport.base import (
+from actors.sync.transport.gpu import CudaIpcTransport, NcclTransport, StreamingTransport, devices_of_two
+from actors.sync.transport.staged import (
+    GlooTransport,
     PushPlan,
+    SharedMemoryTransport,
     StagedTransport,
-    StreamingTransport,
     Transport,
     describe_export,
     make_plan,
     raise_failures,
 )
-from actors.sync.transport.gloo import GlooTransport
-from actors.sync.transport.gpu import CudaIpcTransport, NcclTransport, devices_of_two
-from actors.sync.transport.shared_memory import SharedMemoryTransport
 from actors.train.context import HandleRef
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError, WeightSyncError
 from rl_backend.trace.recorder import span

@@ -20,8 +20,8 @@ from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync
 from actors.sync.source import SourceRanks
-from actors.sync.transport.base import PushPlan, StreamingTransport
-from actors.sync.transport.shared_memory import SharedMemoryTransport
+from actors.sync.transport.gpu import StreamingTransport
+from actors.sync.transport.staged import PushPlan, SharedMemoryTransport
 from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError, TensorInfo, UnsupportedError
 from tests.e2e.conftest import CLUSTER_CPUS
 from tests.support.engines import GroupWithoutModel, MendableGroup

@@ -14,8 +14,7 @@ from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import TransportName, WeightSync, make_transport
 from actors.sync.source import SourceRanks, WeightSource
-from actors.sync.transport.base import PushPlan, Staged
-from actors.sync.transport.shared_memory import SharedMemoryTransport, reserve_segment, write_segment
+from actors.sync.transport.staged import PushPlan, SharedMemoryTransport, Staged, reserve_segment, write_segment
 from rl_backend.contracts import (
     ConfigError,
     RolloutError,

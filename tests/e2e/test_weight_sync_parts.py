@@ -13,9 +13,8 @@ from torch import Tensor
 
 from actors import RankContext, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from actors.sync.source import WeightSource
-from actors.sync.transport import shared_memory
-from actors.sync.transport.base import PushPlan, Staged
-from actors.sync.transport.shared_memory import SharedMemoryTransport
+from actors.sync.transport import staged as staged_module
+from actors.sync.transport.staged import PushPlan, SharedMemoryTransport, Staged
 from actors.wire.segment import DIRECTORY, Segment, remove_stale_segments
 from rl_backend.contracts import GroupFailedError, NativeConfig, RuntimeConfig, TensorInfo, WeightCheckError
 from tests.support.rollout import ReferenceTrainer
@@ -41,7 +40,7 @@ def trainer(rollout_trainer: ReferenceTrainer, rollout_sync: WeightSync) -> Refe
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are told of the tiny model's tensors in many parts."""
-    monkeypatch.setattr(shared_memory, "PART_BYTES", 1)
+    monkeypatch.setattr(staged_module, "PART_BYTES", 1)
 
 
 def assert_serves(group: RolloutGroup, trainer: ReferenceTrainer, version: int) -> None:
@@ -114,7 +113,7 @@ def test_a_byte_that_changes_once_its_tensor_is_staged_is_found_before_anything_
     weights = dict(trainer.named_weights())
     torn = list(weights)[place]
     other = WeightSync(WeightSource(weights, trainer.source.version + 1), group, transport="shared_memory")
-    tell = shared_memory._StagedParts.add
+    tell = staged_module._StagedParts.add
 
     def damage(parts: Any, info: TensorInfo) -> None:
         if info.name == torn:
@@ -127,7 +126,7 @@ def test_a_byte_that_changes_once_its_tensor_is_staged_is_found_before_anything_
 
     with other:
         with monkeypatch.context() as patch:
-            patch.setattr(shared_memory._StagedParts, "add", damage)
+            patch.setattr(staged_module._StagedParts, "add", damage)
             with pytest.raises(WeightCheckError, match="differ from the manifest's digests") as error:
                 other.push()
         assert torn in str(error.value)
@@ -180,7 +179,7 @@ def test_a_part_that_cannot_be_checked_is_left_to_the_whole(
 
 def die_while_exporting(context: RankContext, tensors: int) -> None:
     """From now on this rank ends, as if killed, in the middle of an export."""
-    shared_memory.PART_BYTES = 1
+    staged_module.PART_BYTES = 1
     export = context.runtime.export_weights
 
     def dying(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:

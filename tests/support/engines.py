@@ -133,7 +133,7 @@ class AdapterEngine(RolloutEngine):
         from actors.rollout.vllm.slots import SlotTable
 
         if not hasattr(self, "_originals"):
-            self._originals = SlotTable.write, AdapterSlots.adapter_problem
+            self._originals = SlotTable.write, AdapterSlots.problem
         write, problem = self._originals
 
         def changed(table: Any, index: int, rank: int, factors: Mapping[str, Tensor]) -> None:
@@ -144,7 +144,7 @@ class AdapterEngine(RolloutEngine):
             write(table, index, rank, factors)
 
         SlotTable.write = changed if fault else write
-        AdapterSlots.adapter_problem = (lambda *_: "") if fault and unseen else problem
+        AdapterSlots.problem = (lambda *_: "") if fault and unseen else problem
 
 
 class AdapterGroupOfFaults(RolloutGroup):

@@ -247,7 +247,7 @@ FAULTS = [
     ),
     Fault(
         "versions-in-use-read-from-memory-of-later-ones",
-        "actors.rollout.vllm.adapters:AdapterSlots.own_adapter",
+        "actors.rollout.vllm.adapters:AdapterSlots.own",
         "_kept[path] = kept._replace(factors={name: factor.clone() for name, factor in kept.factors.items()})",
         "_kept[path] = kept._replace(factors=kept.factors)",
         ("test_a_turn_that_waits_has_its_version_after_many_pushes",),

@@ -11,7 +11,8 @@ import pytest
 
 from actors.sync.push import WeightSync
 from actors.sync.report import PushClock
-from actors.sync.transport.base import PushPlan, Staged, StagedTransport, StreamingTransport
+from actors.sync.transport.gpu import StreamingTransport
+from actors.sync.transport.staged import PushPlan, Staged, StagedTransport
 from actors.wire.segment import Segment
 from rl_backend.contracts import (
     EngineDeadError,

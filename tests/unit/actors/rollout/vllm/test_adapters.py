@@ -75,8 +75,8 @@ class Worker(AdapterSlots):
             _active_adapters={},
         )
         model = SimpleNamespace(hf_to_vllm_mapper=Mapper()) if renames else SimpleNamespace()
-        self.model_runner = SimpleNamespace(
-            lora_manager=SimpleNamespace(_adapter_manager=self.manager), get_model=lambda: model
+        super().__init__(
+            SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=self.manager), get_model=lambda: model)
         )
 
 
@@ -115,7 +115,7 @@ def factors(rank: int, **sizes: tuple[int, int]) -> dict[str, Tensor]:
 
 
 def keep(worker: Worker, given: dict[str, Tensor], rank: int = 2, path: str = "memory://a") -> str:
-    return worker.keep_adapter(path, rank, given, factor_digest(given, given.values()))
+    return worker.keep(path, rank, given, factor_digest(given, given.values()))
 
 
 class Request:
@@ -163,7 +163,7 @@ def test_every_module_of_the_checkpoint_has_its_own_slots_and_what_else_is_fused
     a, b = embedding.values()
     torch.testing.assert_close(embed.lora_b_stacked[1, 0] @ embed.lora_a_stacked[1].T, b @ a)
     assert not worker.layers["model.layers.1.o_proj"].lora_a_stacked.any()
-    assert worker.adapter_problem("memory://a", 7) == ""
+    assert worker.problem("memory://a", 7) == ""
     assert not activate(worker, 7), "it is active already"
     assert worker.manager.lora_index_to_id == [99, 7, None]
 
@@ -226,10 +226,10 @@ def test_what_the_kernels_read_is_told_where_it_differs(worker: Worker) -> None:
     activate(worker, 4)
     worker.layers["model.layers.0.qkv_proj"].lora_b_stacked[1][0, 0, 1, 0] += 1
     name = peft_name("hf.layers.0.k_proj", is_a=False)
-    assert worker.adapter_problem("memory://a", 4) == f"vLLM's kernels read another {name} than was sent"
-    assert worker.keep_adapter("memory://b", 2, given, "of other values") == ""
+    assert worker.problem("memory://a", 4) == f"vLLM's kernels read another {name} than was sent"
+    assert worker.keep("memory://b", 2, given, "of other values") == ""
     assert activate(worker, 5, "memory://b")
-    assert worker.adapter_problem("memory://b", 5) == "it was damaged on its way"
+    assert worker.problem("memory://b", 5) == "it was damaged on its way"
 
 
 def test_factors_that_are_owned_stay_as_they_were_and_what_is_forgotten_is_gone(worker: Worker) -> None:
@@ -237,14 +237,14 @@ def test_factors_that_are_owned_stay_as_they_were_and_what_is_forgotten_is_gone(
     before = {name: value.clone() for name, value in given.items()}
     keep(worker, given)
     keep(worker, given, path="memory://b")
-    worker.own_adapter("memory://a")
+    worker.own("memory://a")
     for value in given.values():
         value.zero_()
     activate(worker, 1)
     torch.testing.assert_close(worker.layers["model.layers.0.o_proj"].lora_b_stacked[0, 0, :, :2], before[B])
-    assert worker.adapter_problem("memory://a", 1) == ""
-    worker.forget_adapter("memory://a")
-    worker.forget_adapter("memory://a")
+    assert worker.problem("memory://a", 1) == ""
+    worker.forget("memory://a")
+    worker.forget("memory://a")
     assert list(adapters._kept) == ["memory://b"]
 
 

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.models.gpt_oss import GptOssModel
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from actors.rollout.vllm import gpt_oss, patches
+from actors.rollout.vllm import patches
 
 
 def method(kind: Any, **fields: Any) -> Any:
@@ -229,8 +229,8 @@ def test_an_update_of_gpt_oss_reaches_every_parameter_and_a_start_is_as_before(
     monkeypatch.setattr(
         GptOssModel, "load_weights", lambda model, weights: [(name, each.tolist()) for name, each in weights]
     )
-    monkeypatch.setattr(gpt_oss, "get_tensor_model_parallel_rank", lambda: rank)
-    gpt_oss.load_through_loaders()
+    monkeypatch.setattr(patches, "get_tensor_model_parallel_rank", lambda: rank)
+    patches.load_through_loaders()
     stack = torch.arange(6.0).view(3, 2)
     weights = [
         ("layer.mlp.experts.w13_weight", stack),

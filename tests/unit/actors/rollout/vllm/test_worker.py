@@ -22,8 +22,8 @@ from actors.rollout.config import SamplingConfig
 from actors.rollout.engine.step_loop import Completion, Job
 from actors.rollout.engine.stepper import VllmStepper
 from actors.rollout.messages import AdapterVersion, Request
-from actors.rollout.vllm.loader import ReaderFilesLoader
 from actors.rollout.vllm.streaming import CheckedIpcWeightTransferEngine, CheckedLoad, ChecksumInfo
+from actors.rollout.vllm.worker import ReaderFilesLoader
 from actors.wire.segment import SharedSegment
 from rl_backend.contracts import TensorInfo, WeightSyncError
 from rl_backend.weights.inspection import device_checksum
@@ -221,7 +221,7 @@ def test_a_worker_says_what_its_model_has_and_what_vllm_calls_it(worker: Any, re
     assert found.dtypes == {"a": "bfloat16", "b": "float32"} and found.packed_modules == {"qkv_proj": ["q_proj"]}
     names = ("a.weight", None) if renames else ("hf.a.weight", "mtp.fc.weight")
     assert found.renamed == dict(zip(("hf.a.weight", "mtp.fc.weight"), names, strict=True))
-    assert extension._modules_of_checkpoint == (
+    assert extension.adapter_slots._modules_of_checkpoint == (
         {"a": "hf.a", None: "mtp.fc"} if renames else {"hf.a": "hf.a", "mtp.fc": "mtp.fc"}
     )
     extension.model_runner = SimpleNamespace(get_model=lambda: nn.Linear(1, 1))
