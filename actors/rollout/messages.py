@@ -54,7 +54,7 @@ class AdapterVersion:
     """One version of a tenant's adapter in the engines. Neither name nor number is ever used again.
 
     Attributes:
-        tenant: whose.
+        tenant: name of the LoRA tenant.
         version: the tenant's weight version.
         number: by which vLLM knows it.
         rank: of its factors.

@@ -196,7 +196,7 @@ class WeightSync:
         with clock.phase("verify"):
             segments, manifest = staged.segments, staged.manifest.replace(kept=plan.kept)
             raise_failures(rollout.call("verify", manifest, each=lambda engine: (segments[engine], staged.key)))
-        with rollout.updating(), self._turns_held(rollout, clock) as lost:
+        with rollout.updating(), self._turns_paused(rollout, clock) as lost:
             with clock.phase("load"):
                 outcomes = lost | rollout.call("load", plan.version)
             with clock.phase("resume"):
@@ -206,14 +206,14 @@ class WeightSync:
         self, transport: StreamingTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock
     ) -> tuple[int, ...]:
         raise_failures(rollout.call("check_manifest", plan.manifest))
-        with rollout.updating(), self._turns_held(rollout, clock) as lost:
+        with rollout.updating(), self._turns_paused(rollout, clock) as lost:
             with clock.phase("stream"):
                 outcomes = lost | transport.stream(plan, self._train, rollout)
             with clock.phase("resume"):
                 return self._resume(outcomes, rollout)
 
     @contextmanager
-    def _turns_held(self, rollout: EngineSet, clock: PushClock) -> Iterator[dict[int, RLBackendError]]:
+    def _turns_paused(self, rollout: EngineSet, clock: PushClock) -> Iterator[dict[int, RLBackendError]]:
         """Waits for turns of episodes, which take as long as they take; the errors of engines that are lost meanwhile.
 
         :meth:`_resume` lets them continue; so does an error in the body, where no update has begun.
@@ -223,11 +223,11 @@ class WeightSync:
             return
         try:
             with clock.phase("turns"):
-                held = rollout.call("hold_turns", timeout=rollout.config.sampling_timeout)
+                held = rollout.call("pause_turns", timeout=rollout.config.sampling_timeout)
             yield {engine: error for engine, error in held.items() if isinstance(error, RLBackendError)}
         except BaseException:
             if rollout.engines:
-                rollout.call("release_turns")
+                rollout.call("resume_turns")
             raise
 
     def _resume(self, outcomes: dict[int, Any], rollout: EngineSet) -> tuple[int, ...]:

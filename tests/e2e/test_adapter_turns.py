@@ -79,10 +79,10 @@ def test_a_turn_that_waits_has_its_version_after_many_pushes(served: ServedTenan
             served.step("narrow", 75 + step)
             await asyncio.to_thread(served.syncs["narrow"].push)
         assert not any(turn.done() for turn in waiting)
-        rollout.engine_set.call("release_turns")
+        rollout.engine_set.call("resume_turns")
         return await asyncio.gather(*waiting)
 
-    rollout.engine_set.call("hold_turns")
+    rollout.engine_set.call("pause_turns")
     for turn in asyncio.run(play()):
         assert turn.token_ids == expected[0].response_ids and set(turn.versions) == {version}
         assert turn.log_probs == pytest.approx(expected[0].log_probs, abs=TOLERANCE)

@@ -1,4 +1,4 @@
-"""An engine's part in serving LoRA adapters: versions that are kept, loaded, and give way to others."""
+"""LoRA adapters of an engine: pushed and kept, loaded into vLLM's slots when they are used, dropped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AdapterStore:
         self._dropped: set[AdapterVersion] = set()
         """Those that requests still sample with."""
         self._shared: set[int] = set()
-        """Those whose factors are in memory that is somebody else's again once they are dropped."""
+        """Those with factors in memory that goes back to its owner once they are dropped."""
         self._memories = FactorMemories()
 
     def push(self, adapter: AdapterVersion, factors: PackedFactors | SharedFactors | str, digest: str) -> None:

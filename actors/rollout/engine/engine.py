@@ -1,4 +1,4 @@
-"""One vLLM engine, living in the process of a Ray actor: starting, sampling, sleeping."""
+"""The Ray actor of one vLLM engine: starts it, samples, sleeps, and hands pushes and turns to its parts."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class RolloutEngine:
     verify_part = _answered_by("_weights", WeightReceiver.verify_part)
     verify = _answered_by("_weights", WeightReceiver.verify)
     load = _answered_by("_weights", WeightReceiver.load)
-    hold_turns = _answered_by("_weights", WeightReceiver.hold_turns)
+    pause_turns = _answered_by("_weights", WeightReceiver.pause_turns)
     begin_update = _answered_by("_weights", WeightReceiver.begin_update)
     update = _answered_by("_weights", WeightReceiver.update)
     finish_update = _answered_by("_weights", WeightReceiver.finish_update)
     abandon_update = _answered_by("_weights", WeightReceiver.abandon_update)
     resume = _answered_by("_weights", WeightReceiver.resume)
-    release_turns = _answered_by("_weights", WeightReceiver.release_turns)
+    resume_turns = _answered_by("_weights", WeightReceiver.resume_turns)
     push_adapter = _answered_by("_adapters", AdapterStore.push)
     drop_adapter = _answered_by("_adapters", AdapterStore.drop)
     start_turns = _answered_by("_turns", TurnQueue.start)

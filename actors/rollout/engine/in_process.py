@@ -103,7 +103,7 @@ class VllmInProcess:
         """Raises where it cannot take weights."""
         self.check_clean()
         if self.state == "asleep":
-            raise RolloutError(f"{self.name} sleeps and cannot take weights: wake_up() first", engine=self.name)
+            raise RolloutError(f"{self.name} is asleep and cannot take weights; call wake_up() first", engine=self.name)
 
     def check_weights(self) -> None:
         """Raises :class:`~rl_backend.contracts.RolloutError` where it lacks weights."""
@@ -116,7 +116,7 @@ class VllmInProcess:
         """Raises where it does not sample now."""
         self.check_clean()
         if self.state != "serving":
-            why = {"paused": "a weight update is in progress", "asleep": "it sleeps; wake_up() first"}[self.state]
+            why = {"paused": "a weight update is in progress", "asleep": "it is asleep; call wake_up() first"}[self.state]
             raise RolloutError(f"{self.name} does not sample now: {why}", engine=self.name, state=self.state)
         self.check_weights()
 
@@ -135,7 +135,7 @@ class VllmInProcess:
             )
 
     def make_dirty(self, failure: str, error: Exception | None = None) -> None:
-        """The first failure is kept: those after it follow from it. Requests get ``error``, or that the engine is dirty."""
+        """Keeps the first failure; later ones are consequences. Requests get ``error``, or that the engine is dirty."""
         if self.state != "dirty":
             self.state, self._failure = "dirty", failure
             self.loop.close(error or self._dirty_error())

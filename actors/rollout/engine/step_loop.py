@@ -1,4 +1,4 @@
-"""An engine's step loop, on a thread of its own: requests begin, end and are given up between two steps."""
+"""An engine's step loop, which has its own thread: requests begin, end and are given up between two steps."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class StepLoop:
                     adapters_wait = True
                     continue
                 self._stepper.add(entry.key, entry.job)
-            except Exception as error:  # noqa: BLE001 whatever is wrong with one request is its own affair
+            except Exception as error:  # noqa: BLE001 an error of one request affects only that request
                 self._end(entry, error)
                 continue
             self._waiting.remove(entry)

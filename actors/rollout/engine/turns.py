@@ -1,4 +1,4 @@
-"""An engine's part in serving turns of episodes: they come one by one, and each is answered when it has ended."""
+"""Turns of episodes in an engine: they come one by one, and each is answered when it has ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TurnQueue:
         """The asking process's key -> the loop's, of turns that are not answered."""
 
     def start(self, turns: Sequence[TurnRequest]) -> None:
-        """Asks for turns. Whatever is wrong with one is its own answer."""
+        """Asks for turns. An error of one turn is its answer and affects no other."""
         pausable = self._vllm.config.turns_at_push == "pause"
         jobs = [
             Job(turn.request, turn.sampling, turn.adapter, turn.require_version, pausable and turn.adapter is None)

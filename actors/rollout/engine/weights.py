@@ -1,4 +1,4 @@
-"""The receiving half of a weight sync: weights are staged, verified, then loaded; nothing is loaded unverified."""
+"""Weight updates of an engine: staged weights are verified, then loaded; nothing is loaded unverified."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class WeightReceiver:
         self.finish_update(version)
         return time.perf_counter() - started
 
-    def hold_turns(self) -> None:
+    def pause_turns(self) -> None:
         """Begins no turn until :meth:`resume`, and returns when those in flight have ended or paused, as
         ``RolloutConfig.turns_at_push`` says. Turns with an adapter end first in either case: the base changes under it.
         """
@@ -160,7 +160,7 @@ class WeightReceiver:
 
     def begin_update(self) -> None:
         """Stops serving, empties the prefix cache and starts vLLM's weight update. Streaming transports call it directly."""
-        self.hold_turns()
+        self.pause_turns()
         self._vllm.state = "paused"
         with span("begin update", "weights"):
             self._vllm.during_update(self._start_weight_update)
@@ -204,10 +204,10 @@ class WeightReceiver:
         """Serves again after an update; every engine has acknowledged by now."""
         if self._vllm.state == "paused":
             self._vllm.state = "serving"
-        self.release_turns()
+        self.resume_turns()
 
-    def release_turns(self) -> None:
-        """After :meth:`hold_turns`, unless an update has begun since."""
+    def resume_turns(self) -> None:
+        """After :meth:`pause_turns`, unless an update has begun since."""
         if self._vllm.state == "serving":
             self._vllm.loop.release()
 

@@ -160,7 +160,7 @@ def export(context: SourceContext, plan: PushPlan) -> Any:
     return context.runtime.export_weights(model, dtype=dtype_from_name(plan.dtype), byte_budget=plan.byte_budget)
 
 
-def take_part(context: SourceContext, plan: PushPlan) -> None:
+def join_export(context: SourceContext, plan: PushPlan) -> None:
     """What a rank does that does not send: it joins the export."""
     for _ in export(context, plan):
         pass
@@ -258,7 +258,7 @@ def write_segment(
         engines: actors that are told of what is staged, while more is.
     """
     if context.rank != SOURCE_RANK:
-        take_part(context, plan)
+        join_export(context, plan)
         return None
     segment: SharedSegment = context.state[plan.key]
     parts = _StagedParts(plan, key, Segment(str(segment.path), segment.nbytes), engines)
@@ -395,7 +395,7 @@ def connect(context: SourceContext, key: str) -> RLBackendError | None:
 def broadcast_weights(context: SourceContext, plan: PushPlan) -> WeightManifest | RLBackendError | None:
     """Runs on every rank, a collective: the source rank sends what all export together."""
     if context.rank != SOURCE_RANK:
-        take_part(context, plan)
+        join_export(context, plan)
         return None
     _, group = context.state[plan.key]
     layout, _ = plan_layout(plan.infos)

@@ -37,9 +37,12 @@ from rl_backend.contracts import ConfigError
         ({"cores": [[0]], "cores_per_engine": 1}, "not both"),
         ({"cores_per_engine": 3, "tensor_parallel": 2}, "cores_per_engine=3: must be a multiple of tensor_parallel=2"),
         ({"placement": "scatter"}, "placement"),
-        ({"sleep_mode": True, "device": "cpu"}, r"sleep_mode=True: is of a GPU"),
-        ({"gpu_memory_utilization": 0.5, "device": "cpu"}, r"RolloutConfig\.gpu_memory_utilization=0\.5: is of a GPU"),
-        ({"gpus_per_worker": 0.5, "device": "cpu"}, r"RolloutConfig\.gpus_per_worker=0\.5: is of a GPU"),
+        ({"sleep_mode": True, "device": "cpu"}, r"sleep_mode=True: applies to GPU engines only"),
+        (
+            {"gpu_memory_utilization": 0.5, "device": "cpu"},
+            r"gpu_memory_utilization=0\.5: applies to GPU engines only",
+        ),
+        ({"gpus_per_worker": 0.5, "device": "cpu"}, r"RolloutConfig\.gpus_per_worker=0\.5: applies to GPU engines only"),
         ({"gpu_memory_utilization": 0.5, "kv_cache_gib": 1.0}, r"gpu_memory_utilization=0\.5: .* beside kv_cache_gib=1"),
         ({"gpus_per_worker": 0.5, "tensor_parallel": 2}, "tensor_parallel=2 workers need as many different GPUs"),
         ({"max_model_len": 100, "max_num_batched_tokens": 99}, "at least max_model_len=100"),
@@ -113,7 +116,7 @@ def test_settings_of_a_gpu_are_refused_for_engines_on_a_cpu_alone() -> None:
     for name, value in (("gpu_memory_utilization", 0.5), ("gpus_per_worker", 0.5), ("sleep_mode", True)):
         config = RolloutConfig.model_validate({"model_path": "x", name: value})
         check_engine_device(config, "cuda")
-        with pytest.raises(ConfigError, match=rf"RolloutConfig\.{name}={value}: is of a GPU"):
+        with pytest.raises(ConfigError, match=rf"RolloutConfig\.{name}={value}: applies to GPU engines only"):
             check_engine_device(config, "cpu")
     check_engine_device(RolloutConfig(model_path="x", gpus_per_worker=1.0, gpu_memory_utilization=0.9), "cpu")
 

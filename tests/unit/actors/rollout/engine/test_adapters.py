@@ -178,7 +178,7 @@ def test_an_engine_that_cannot_take_adapters_now_or_ever_says_so(monkeypatch: py
         without.push(POET, FACTORS, FACTORS.digest)
     engine = engine_of(monkeypatch, 1)
     engine._vllm.state = "asleep"
-    with pytest.raises(RolloutError, match="engine 6 sleeps and cannot take weights"):
+    with pytest.raises(RolloutError, match="engine 6 is asleep and cannot take weights"):
         engine.push(POET, FACTORS, FACTORS.digest)
     engine._vllm.state = "dirty"
     with pytest.raises(EngineDirtyError, match="engine 6 is dirty"):

@@ -129,7 +129,7 @@ def test_routes_are_of_all_responses_in_their_order_and_of_the_layers_with_exper
     ("state", "match"),
     [
         ("paused", "engine 3 does not sample now: a weight update is in progress"),
-        ("asleep", r"engine 3 does not sample now: it sleeps; wake_up\(\) first"),
+        ("asleep", r"engine 3 does not sample now: it is asleep; call wake_up\(\) first"),
     ],
 )
 def test_an_engine_that_does_not_serve_says_why(make: Callable[..., Made], state: Any, match: str) -> None:
@@ -200,7 +200,7 @@ def test_an_engine_sleeps_without_its_adapters_and_samples_when_it_has_weights(
     made.engine.sleep(level)
     assert made.llm.told == [("remove_lora", 1), ("sleep", {"level": level, "mode": "keep"})]
     assert made.engine._vllm.state == "asleep" and made.engine._vllm.version == (3 if level == 1 else UNVERSIONED)
-    with pytest.raises(RolloutError, match=r"engine 3 sleeps and cannot take weights: wake_up\(\) first"):
+    with pytest.raises(RolloutError, match=r"engine 3 is asleep and cannot take weights; call wake_up\(\) first"):
         made.engine.begin_update()
     made.engine.wake_up()
     assert made.llm.told[2:] == [("wake_up",)]

@@ -54,7 +54,7 @@ def test_an_update_that_fails_once_it_has_begun_leaves_the_engine_dirty_for_good
     engine.abandon_update("something later")
     engine.resume()
     told = len(engine._vllm.llm.told)
-    for refused in (engine.begin_update, lambda: engine.update({}), lambda: engine.finish_update(4), engine.hold_turns):
+    for refused in (engine.begin_update, lambda: engine.update({}), lambda: engine.finish_update(4), engine.pause_turns):
         with pytest.raises(EngineDirtyError, match=r"dirty: a weight update failed .* \(ValueError: of vLLM\); restart it"):
             refused()
     assert len(engine._vllm.llm.told) == told, "vLLM is asked for nothing more"
@@ -84,7 +84,7 @@ def test_a_vllm_process_that_ended_is_told_as_the_death_of_the_engine(engine: Ro
     ((key, answer),) = engine.take_turns(5.0)
     assert key == 5 and isinstance(answer, EngineDeadError), "and not that the engine is dirty"
     with pytest.raises(EngineDirtyError, match="a vLLM process ended: "):
-        engine.hold_turns()
+        engine.pause_turns()
 
 
 def test_an_error_of_vllm_outside_an_update_is_itself_and_the_engine_serves_on(engine: RolloutEngine) -> None:
@@ -99,11 +99,11 @@ def test_an_error_of_vllm_outside_an_update_is_itself_and_the_engine_serves_on(e
 
 
 def test_turns_wait_from_the_hold_to_the_end_of_the_update(engine: RolloutEngine) -> None:
-    engine.hold_turns()
+    engine.pause_turns()
     engine.start_turns([TURN])
     assert engine.take_turns(0.01) == []
     engine.begin_update()
-    engine.release_turns()
+    engine.resume_turns()
     assert engine._vllm.state == "paused" and engine.take_turns(0.01) == [], "an update has begun since"
     engine.update({"part": 1})
     engine.finish_update(4)
@@ -113,9 +113,9 @@ def test_turns_wait_from_the_hold_to_the_end_of_the_update(engine: RolloutEngine
     assert not isinstance(answer, Exception) and [span.version for span in answer.spans] == [4]
     update = [("start_weight_update",), ("update_weights", {"update_info": {"part": 1}}), ("finish_weight_update", "4")]
     assert engine._vllm.llm.told == ["reset_prefix_cache", *update]
-    engine.hold_turns()
+    engine.pause_turns()
     engine.start_turns([TURN])
-    engine.release_turns()
+    engine.resume_turns()
     assert len(engine.take_turns(5.0)) == 1, "no update had begun"
 
 
