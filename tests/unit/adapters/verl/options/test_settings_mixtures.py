@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from adapters.verl.model_facts import model_facts
-from adapters.verl.settings import EngineSettings, engine_settings
+from adapters.verl.options.model_facts import model_facts
+from adapters.verl.options.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
 from rl_backend.model.options import DecoderOptions
 from tests.support.verl_configs import ROLES, RoleConfigs, changed, role_configs, write_config

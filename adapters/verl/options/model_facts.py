@@ -1,4 +1,4 @@
-"""Facts that decide Megatron's fields besides the user: ``config.json``, the layout and the parameters' dtype."""
+"""Facts about a model, in Megatron's fields: of ``config.json`` and of verl's ``dtype``."""
 
 from __future__ import annotations
 
@@ -13,86 +13,52 @@ _ROUTED = frozenset({"glm4_moe", "gpt_oss", "minimax_m2"})
 _LATENT = frozenset({"deepseek_v3", "glm4_moe_lite", "kimi_k2"})
 """Model types with latent attention, and routers as GLM-4.5 has them."""
 _FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", *_HYBRIDS, *_ROUTED, *_LATENT})
-"""Model types of which it is known what they have of ``_ABSENT``: none of it, but for the sets above."""
+"""Model types that have nothing of ``_ABSENT``, apart from the sets above."""
+
+
+def _each(names: str, value: Any) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), value)
+
 
 _ABSENT: Mapping[str, Any] = {
-    **dict.fromkeys(
-        (
-            "apply_residual_connection_post_layernorm",
-            "attention_output_gate",
-            "heterogeneous_block_specs",
-            "is_hybrid_model",
-            "layernorm_zero_centered_gamma",
-            "moe_apply_probs_on_input",
-            "moe_shared_expert_gate",
-            "mtp_detach_heads",
-            "mtp_standalone",
-            "mtp_use_repeated_layer",
-            "multi_latent_attention",
-            "qk_l2_norm",
-            "rotary_interleaved",
-            "use_mup",
-        ),
+    **_each(
+        """apply_residual_connection_post_layernorm attention_output_gate heterogeneous_block_specs is_hybrid_model
+        layernorm_zero_centered_gamma moe_apply_probs_on_input moe_shared_expert_gate mtp_detach_heads mtp_standalone
+        mtp_use_repeated_layer multi_latent_attention qk_l2_norm rotary_interleaved use_mup""",
         False,
     ),
-    **dict.fromkeys(
-        (
-            "activation_func_clamp_value",
-            "experimental_attention_variant",
-            "linear_attention_freq",
-            "moe_latent_size",
-            "moe_router_group_topk",
-            "moe_router_num_groups",
-            "moe_router_topk_limited_devices",
-            "moe_router_topk_scaling_factor",
-            "moe_shared_expert_intermediate_size",
-            "mrope_section",
-            "mtp_hybrid_override_pattern",
-            "mtp_num_layers",
-            "no_rope_freq",
-            "softmax_scale",
-            "window_attn_skip_freq",
-        ),
+    **_each(
+        """activation_func_clamp_value experimental_attention_variant linear_attention_freq moe_latent_size
+        moe_router_group_topk moe_router_num_groups moe_router_topk_limited_devices moe_router_topk_scaling_factor
+        moe_shared_expert_intermediate_size mrope_section mtp_hybrid_override_pattern mtp_num_layers no_rope_freq
+        softmax_scale window_attn_skip_freq""",
         None,
     ),
     "glu_linear_offset": 0.0,
     "moe_router_score_function": "softmax",
     "softmax_type": "vanilla",
 }
-_READ = (
-    "activation_func",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "ffn_hidden_size",
-    "gated_linear_unit",
-    "hidden_size",
-    "kv_channels",
-    "layernorm_epsilon",
-    "moe_ffn_hidden_size",
-    "moe_layer_freq",
-    "moe_router_pre_softmax",
-    "moe_router_topk",
-    "num_attention_heads",
-    "num_layers",
-    "num_moe_experts",
-    "num_query_groups",
-    "qk_layernorm",
-    "window_size",
-)
-_DTYPE = ("bf16", "fp16", "params_dtype")
-DECIDED = frozenset({*_ABSENT, *_READ, *_DTYPE})
-"""Fields whose default in Megatron says nothing about this model."""
+_OF_DTYPE = ("bf16", "fp16", "params_dtype")
+DECIDED = frozenset(
+    _each(
+        """activation_func add_bias_linear add_qkv_bias ffn_hidden_size gated_linear_unit hidden_size kv_channels
+        layernorm_epsilon moe_ffn_hidden_size moe_layer_freq moe_router_pre_softmax moe_router_topk num_attention_heads
+        num_layers num_moe_experts num_query_groups qk_layernorm window_size""",
+        None,
+    )
+).union(_ABSENT, _OF_DTYPE)
+"""Fields that ``config.json`` and the dtype decide, so that Megatron's default says nothing about them."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What decides beside the fields.
+    """Facts about a model.
 
     Attributes:
         model_type: of ``config.json``, or of the language model in one that nests it.
         num_layers: None where ``config.json`` does not say.
         has_experts: whether there are routers.
-        decided: field of ``DECIDED`` -> its value here; without those that are not known of this model.
+        decided: field of ``DECIDED`` -> its value here; without fields whose value is unknown for this family.
     """
 
     model_type: str | None
@@ -102,7 +68,7 @@ class ModelFacts:
 
 
 def model_facts(hf_config: Any, *, has_experts: bool, dtype: str) -> ModelFacts:
-    """Of transformers' configuration and of verl's ``dtype``."""
+    """Reads transformers' configuration and verl's ``dtype``."""
     hf_config = text_config(hf_config)
     return ModelFacts(
         getattr(hf_config, "model_type", None),
@@ -119,8 +85,18 @@ def model_facts(hf_config: Any, *, has_experts: bool, dtype: str) -> ModelFacts:
 
 
 def text_config(hf_config: Any) -> Any:
-    """That of the language model, where transformers' configuration is of a model that reads images too."""
+    """The language model's part of transformers' configuration, where the model also reads images."""
     return getattr(hf_config, "text_config", None) or hf_config
+
+
+def has_experts(hf_config: Any) -> bool:
+    """Whether ``config.json`` gives a number of experts."""
+    return _num_experts(text_config(hf_config)) is not None
+
+
+def _num_experts(config: Any) -> int | None:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next(filter(None, (getattr(config, name, None) for name in names)), None)
 
 
 def _sizes(config: Any, has_experts: bool) -> dict[str, Any]:
@@ -135,8 +111,7 @@ def _sizes(config: Any, has_experts: bool) -> dict[str, Any]:
         "layernorm_epsilon": getattr(config, "rms_norm_eps", None),
     }
     if has_experts:
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        found["num_moe_experts"] = next(filter(None, (getattr(config, name, None) for name in names)), None)
+        found["num_moe_experts"] = _num_experts(config)
         found["moe_router_topk"] = getattr(config, "num_experts_per_tok", None)
         found["moe_ffn_hidden_size"] = getattr(config, "moe_intermediate_size", None)
         if getattr(config, "model_type", None) in ("gpt_oss", "minimax_m2"):
@@ -145,7 +120,7 @@ def _sizes(config: Any, has_experts: bool) -> dict[str, Any]:
 
 
 def _head_size(config: Any) -> int | None:
-    """None in latent attention, where keys and values differ and Megatron reads sizes of their own."""
+    """None in latent attention, where keys and values have different sizes, which Megatron reads elsewhere."""
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if getattr(config, "model_type", None) in _LATENT:
         return None
@@ -181,7 +156,7 @@ def _structure(config: Any, has_experts: bool) -> dict[str, Any]:
 
 
 def _of_hybrid(config: Any) -> dict[str, Any]:
-    """What hybrids have of ``_ABSENT``; None of a shared expert where there are no experts."""
+    """Fields of gated DeltaNet; no shared expert where there are no experts."""
     types = list(getattr(config, "layer_types", None) or ())
     first = types.index("full_attention") + 1 if "full_attention" in types else len(types) + 1
     pattern = ["linear_attention" if (layer + 1) % first else "full_attention" for layer in range(len(types))]
@@ -190,7 +165,7 @@ def _of_hybrid(config: Any) -> dict[str, Any]:
         "attention_output_gate": True,
         "experimental_attention_variant": "gated_delta_net",
         "layernorm_zero_centered_gamma": True,
-        # Megatron's number stands for a pattern, or its list for one without a period.
+        # Megatron takes a number for a periodic pattern, and a list for any other.
         "linear_attention_freq": first if types == pattern else [int(kind == "linear_attention") for kind in types],
         "moe_shared_expert_gate": shared is not None,
         "moe_shared_expert_intermediate_size": shared,
@@ -198,7 +173,7 @@ def _of_hybrid(config: Any) -> dict[str, Any]:
 
 
 def _of_latent(config: Any, has_experts: bool) -> dict[str, Any]:
-    """What DeepSeek-V3 and its kin have of ``_ABSENT``, and how they route; norms are those of latents."""
+    """Fields of latent attention, as in DeepSeek-V3, and of its routers. Its norms are those of latents."""
     found: dict[str, Any] = {"multi_latent_attention": True, "qk_layernorm": True, "window_size": None}
     if not getattr(config, "attention_bias", False):
         found |= {"add_bias_linear": False, "add_qkv_bias": False}
@@ -216,7 +191,7 @@ def _of_latent(config: Any, has_experts: bool) -> dict[str, Any]:
 
 
 def _grouped(config: Any) -> dict[str, Any]:
-    """Of a router that chooses within groups, and of the experts of all tokens beside it."""
+    """Fields of a router that chooses within groups, and of shared experts."""
     return {
         "moe_router_num_groups": config.n_group,
         "moe_router_group_topk": config.topk_group,
@@ -226,7 +201,7 @@ def _grouped(config: Any) -> dict[str, Any]:
 
 
 def _of_routed(config: Any) -> dict[str, Any]:
-    """What GLM-4.5, gpt-oss and MiniMax-M2 have of ``_ABSENT``, and how they route."""
+    """Fields of GLM-4.5, gpt-oss and MiniMax-M2, and of their routers."""
     sigmoid = {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False, "add_bias_linear": False}
     match config.model_type:
         case "glm4_moe":

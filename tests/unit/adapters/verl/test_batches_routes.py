@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.verl.routes import BatchRoutes
+from adapters.verl.batches import BatchRoutes
 
 LENGTHS, RESPONSES = (5, 4, 6), (2, 0, 3)
 

@@ -1,7 +1,8 @@
-"""verl's batch as the micro-batches that a runtime takes."""
+"""verl's batches as a runtime takes them, with routes to replay, and the runtime's outputs as verl takes them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -12,13 +13,14 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
-from verl.workers.engine.utils import prepare_micro_batches
+from verl.utils.py_functional import append_to_dict
+from verl.workers.engine.utils import detach_tree, prepare_micro_batches
 
-from adapters.verl.routes import BatchRoutes
-from rl_backend.contracts import BatchError, PackedBatch, RLBackendError, UnsupportedError
-from rl_backend.contracts.routed_experts import ROUTES_LAYERS
+from adapters.verl.options.settings import RouterReplayMode
+from rl_backend.contracts import BatchError, ForwardResult, ModelOutput, PackedBatch, RLBackendError, UnsupportedError
+from rl_backend.contracts.routed_experts import ROUTES, ROUTES_LAYERS, ROUTES_MASK, route_fields
 from rl_backend.data.chat import TEXT_ALONE
-from rl_backend.runtime import RankPlace
+from rl_backend.runtime import RankPlace, RouterReplay
 
 _UNSUPPORTED = {
     "distillation_use_topk": "top-k distillation reads logits, which are never kept",
@@ -214,3 +216,136 @@ def _require_supported(data: TensorDict) -> None:
             raise UnsupportedError(
                 f"multi_modal_inputs of sequence {index} has {', '.join(media)}: {TEXT_ALONE}", name="multi_modal_inputs"
             )
+
+
+def router_replay(data: TensorDict, mode: RouterReplayMode, *, forward_only: bool) -> RouterReplay:
+    """What a pass does with routes: R2 records them with log-probs, and later passes replay; R3 replays in both.
+
+    verl sets ``enable_routing_replay`` in the batches of the actor, and not in those of the reference.
+    """
+    if mode == "disabled" or not tu.get(data, "enable_routing_replay", False):
+        return "off"
+    if mode == "R2" and forward_only and data.get(ROUTES, None) is None:
+        return "record"
+    return "replay"
+
+
+@dataclass(frozen=True)
+class BatchRoutes:
+    """The routes that a batch brings for a replay, jagged (B, L_i or L_i - 1, layers, top_k).
+
+    A rollout has no routes for the last token, and verl's padding none at all: sequences without response. There the router
+    chooses.
+
+    Attributes:
+        mode: ``R2`` or ``R3``.
+        num_layers: of the model; routes of as many layers are indexed by them, others by layers with experts.
+    """
+
+    mode: RouterReplayMode
+    num_layers: int
+
+    def require(self, data: TensorDict) -> None:
+        """Raises :class:`BatchError` for routes that are missing, not jagged integers, or of another number of tokens."""
+        routes = data.get(ROUTES, None)
+        if routes is None:
+            source = (
+                "compute_log_prob records"
+                if self.mode == "R2"
+                else "the rollout returns (enable_rollout_routing_replay=True)"
+            )
+            raise BatchError(f"router_replay.mode={self.mode!r}: the batch has no {ROUTES!r}, which {source}", name=ROUTES)
+        if not routes.is_nested:
+            raise BatchError(
+                f"{ROUTES} is a dense tensor of shape {tuple(routes.shape)}; expected a jagged one", name=ROUTES
+            )
+        route_fields(routes.values()[:0], 0)
+        counts, lengths = (data[name].offsets().diff().tolist() for name in (ROUTES, "input_ids"))
+        for index, (known, length) in enumerate(zip(counts, lengths, strict=True)):
+            if known != length and not (self.mode == "R3" and known == length - 1):
+                raise BatchError(
+                    f"{ROUTES} of sequence {index} has {known} rows for {length} tokens; expected as many"
+                    + (", or one less" if self.mode == "R3" else ""),
+                    name=ROUTES,
+                    sequence=index,
+                )
+
+    def of(self, data: TensorDict) -> tuple[dict[str, Tensor], str]:
+        """Token fields, (T, ...), of a micro-batch of a batch with such routes, and which layers they are for."""
+        routes = data[ROUTES]
+        lengths = data["input_ids"].offsets().diff().tolist()
+        responses = _response_lengths(data) if self.mode == "R3" else lengths
+        rows: list[dict[str, Tensor]] = []
+        for row, length, response in zip(routes.unbind(), lengths, responses, strict=True):
+            fields = route_fields(row, length)
+            if self.mode == "R3":
+                fields[ROUTES_MASK][length - 1 if response else 0 :] = False
+            rows.append(fields)
+        fields = {name: torch.cat([row[name] for row in rows]) for name in (ROUTES, ROUTES_MASK)}
+        return fields, "all" if routes.shape[-2] == self.num_layers else "moe"
+
+
+def _response_lengths(data: TensorDict) -> list[int]:
+    mask = data["response_mask"]
+    rows = mask.unbind() if mask.is_nested else mask
+    return [int(row.sum()) for row in rows]
+
+
+type VerlLoss = Callable[..., tuple[Tensor, Mapping[str, Any]]]
+"""verl's ``loss(model_output=, data=, dp_group=)``. It is multiplied by ``dp_size``, so that gradients are averaged."""
+
+
+class MicroBatchLoss:
+    """verl's loss as a runtime calls it, on verl's own micro-batch.
+
+    Attributes:
+        metrics: of each micro-batch, as the loss returned them, without their graphs.
+    """
+
+    def __init__(self, loss: VerlLoss) -> None:
+        self._loss = loss
+        self.metrics: dict[int, Mapping[str, Any]] = {}
+
+    def __call__(
+        self, model_output: ModelOutput, data: PackedBatch, dp_group: Any = None
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        micro_batch = data.payload
+        assert isinstance(micro_batch, MicroBatch), "cut_batch packed it"
+        outputs = jagged_outputs(model_output, data)
+        loss, metrics = self._loss(model_output=outputs, data=micro_batch.data.to(data.device), dp_group=dp_group)
+        self.metrics[micro_batch.index] = detach_tree(metrics)
+        return loss, {}
+
+
+def jagged_outputs(model_output: ModelOutput, data: PackedBatch) -> dict[str, Tensor]:
+    """(T,) -> jagged (B, L_i) of every output that there is, differentiable."""
+    offsets = data.cu_seqlens.to(torch.int64)
+    return {
+        name: torch.nested.nested_tensor_from_jagged(value, offsets)
+        for name, value in model_output._asdict().items()
+        if value is not None
+    }
+
+
+def as_verl_output(result: ForwardResult, batch: MicroBatches, loss: MicroBatchLoss | None) -> dict[str, Any]:
+    """What ``forward_backward_batch`` returns on a source rank.
+
+    Returns:
+        ``model_output``: name -> jagged (B, L_i, ...), detached, in the order of verl's batch; ``loss``: one number for each
+        micro-batch; ``metrics``: name -> what each micro-batch gave, and in a replay ``router_replay/replayed_fraction``, of
+        this rank's tokens.
+    """
+    model_output = {}
+    for name, sequences in result.outputs.items():
+        rows: list[Tensor] = [sequences[0]] * len(batch.order)
+        for row, sequence in zip(batch.order, sequences, strict=True):
+            rows[row] = sequence
+        model_output[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    metrics: dict[str, Any] = {}
+    given = {} if loss is None else loss.metrics
+    for index in sorted(given):
+        append_to_dict(metrics, given[index])
+    masks = [each.token_fields[ROUTES_MASK] for each in batch.packed if ROUTES_MASK in each.token_fields]
+    if loss is not None and masks:
+        metrics["router_replay/replayed_fraction"] = [float(torch.cat(masks).float().mean())]
+    return {"model_output": model_output, "loss": list(result.losses), "metrics": metrics}

@@ -9,9 +9,8 @@ import pytest
 import torch
 from verl.utils import tensordict_utils as tu
 
-from adapters.verl import micro_batches
-from adapters.verl.micro_batches import cut_batch
-from adapters.verl.routes import BatchRoutes, router_replay
+from adapters.verl import batches
+from adapters.verl.batches import BatchRoutes, cut_batch, router_replay
 from rl_backend.contracts import BatchError, UnsupportedError
 from rl_backend.runtime import RankPlace
 from tests.support.verl_batches import make_batch, rows
@@ -63,11 +62,9 @@ def test_tokens_and_refusals_of_all_data_parallel_ranks_are_added_up(monkeypatch
         assert group == "dp"
         facts += torch.tensor(others).to(facts.dtype)
 
-    monkeypatch.setattr(micro_batches, "dist", SimpleNamespace(all_reduce=all_reduce))
+    monkeypatch.setattr(batches, "dist", SimpleNamespace(all_reduce=all_reduce))
     place = RankPlace(torch.device("cpu"), 1, 3, "dp", True)  # type: ignore[arg-type]
-    monkeypatch.setattr(
-        micro_batches, "prepare_micro_batches", lambda data, dp_group, **options: ([data], [[*range(len(data))]])
-    )
+    monkeypatch.setattr(batches, "prepare_micro_batches", lambda data, dp_group, **options: ([data], [[*range(len(data))]]))
     batch = make_batch(rows(), "full")
     own = float(sum(row["response_mask"].sum() for row in rows()))
     cut_batch(batch, place, multiple=1, cp_size=1)
@@ -191,3 +188,12 @@ def test_each_micro_batch_gets_the_routes_of_its_own_tokens() -> None:
     with pytest.raises(BatchError, match="of sequence 7 has 23 rows for 25 tokens; expected as many, or one less") as caught:
         cut_batch(batch, ONE_RANK, multiple=1, cp_size=1, routes=BatchRoutes("R3", 2))
     assert caught.value.details["sequence"] == 7
+
+
+@pytest.mark.parametrize(("multiple", "expected"), [(1, 3), (2, 4), (4, 4)])
+def test_a_schedule_that_takes_groups_of_micro_batches_gets_whole_groups(multiple: int, expected: int) -> None:
+    batch = make_batch(rows(), "full", use_dynamic_bsz=True, max_token_len_per_gpu=38)
+    place = RankPlace(torch.device("cpu"), 0, 1, None, True)  # type: ignore[arg-type]
+    cut = cut_batch(batch, place, multiple=multiple, cp_size=1)
+    assert len(cut.packed) == expected
+    assert sorted(cut.order) == list(range(8))

@@ -12,18 +12,18 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from adapters.verl.field_decisions import require_supported
-from adapters.verl.lora_modules import TargetModules
-from adapters.verl.lora_settings import LORA, LoRASettings
+from adapters.verl.options.decisions import DECISIONS, LORA, require_supported
+from adapters.verl.options.lora import OPTIONS, LoRASettings, TargetModules
+from adapters.verl.options.settings import engine_settings
 from adapters.verl.run_config import require_run
-from adapters.verl.settings import engine_settings
 from rl_backend.contracts import ConfigError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime.bridge.installed import import_megatron
 from tests.support.models import write_tiny
 from tests.support.verl_configs import ROLES, TARGET, RoleConfigs, changed, role_configs, write_config
+from tests.support.verl_fields import field_table
 
-REFUSED = [name for name, decision in LORA.items() if decision.accepts]
+REFUSED = list(DECISIONS[LORA])
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_every_option_of_verls_yaml_and_of_megatron_bridge_is_decided() -> None:
             "canonical_mapping",
             "params_to_save",
         }
-    assert known | {"fully_sharded_loras"} == LORA.keys()
+    assert known | {"fully_sharded_loras"} == set(OPTIONS) == field_table(LORA).keys()
 
 
 def test_verls_yaml_asks_for_no_adapter_and_a_rank_for_one_with_its_defaults(dense: Path) -> None:
@@ -139,9 +139,9 @@ def test_a_reference_has_no_adapter_of_its_own(dense: Path) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_option_is_refused_by_name(name: str) -> None:
-    require_supported("HFModelConfig.lora", SimpleNamespace(**{name: LORA[name].accepts[0]}), LORA)
+    require_supported(LORA, SimpleNamespace(**{name: DECISIONS[LORA][name].accepts[0]}))
     with pytest.raises(ConfigError, match=rf"HFModelConfig\.lora\.{name}='another': .*leave it at"):
-        require_supported("HFModelConfig.lora", SimpleNamespace(**{name: "another"}), LORA)
+        require_supported(LORA, SimpleNamespace(**{name: "another"}))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_refused_option_is_refused_by_name(name: str) -> None:
         ({"lora__type": "dora", "lora__lora_B_init_method": "normal"}, r"lora_B_init_method='normal': with type dora"),
         ({"lora__lora_A_init_method": "gauss"}, r"lora\.lora_A_init_method='gauss': expected one of 'xavier', 'normal'"),
         ({"lora__dtype": "float16"}, r"lora\.dtype='float16': expected one of None, 'bfloat16'"),
-        ({"lora__a2a_experimental": True}, r"HFModelConfig\.lora\.a2a_experimental=True: how Megatron's"),
+        ({"lora__a2a_experimental": True}, r"HFModelConfig\.lora\.a2a_experimental=True: adapters here need no"),
         ({"lora__dropout_position": "post"}, r"HFModelConfig\.lora\.dropout_position='post'"),
         ({"lora__nonsense": 1}, r"HFModelConfig\.lora\.nonsense=1: verl has no such option"),
         ({"lora__target_modules": "linear_qkv"}, r"target_modules='linear_qkv': expected a list of names"),
@@ -159,13 +159,13 @@ def test_a_refused_option_is_refused_by_name(name: str) -> None:
         ({"lora__target_modules": [1]}, r"target_modules=\[1\]: expected a list of names"),
         ({"lora__exclude_modules": ["linear_q"]}, r"exclude_modules=\['linear_q'\]: read with an empty target_modules only"),
         ({"lora__alpha": 0}, r"LoRAConfig\.alpha=0"),
-        ({"lora__adapter_path": "/nowhere"}, r"lora\.adapter_path='/nowhere': is no directory in peft's format"),
+        ({"lora__adapter_path": "/nowhere"}, r"lora\.adapter_path='/nowhere': not a directory in peft's format"),
         ({"lora_rank": 8}, r"HFModelConfig\.lora_rank=8: lora\.rank=4 is read"),
         ({"lora__rank": 0, "lora__adapter_path": "x"}, r"lora\.adapter_path='x': needs the adapter's rank"),
         ({"lora__rank": 0, "lora_adapter_path": "x"}, r"lora_adapter_path='x': needs the adapter's rank"),
-        ({"lora__rank": 0, "lora_rank": 4, "lora_adapter_path": "x"}, r"lora_adapter_path='x': is no directory"),
-        ({"lora__rank": 0, "lora_rank": 4, "target_modules": "q_("}, r"target_modules='q_\(': is no regular expression"),
-        ({"target_parameters": ["experts.down_proj"]}, r"target_parameters=\['experts\.down_proj'\]: adapters stand beside"),
+        ({"lora__rank": 0, "lora_rank": 4, "lora_adapter_path": "x"}, r"lora_adapter_path='x': not a directory"),
+        ({"lora__rank": 0, "lora_rank": 4, "target_modules": "q_("}, r"target_modules='q_\(': not a regular expression"),
+        ({"target_parameters": ["experts.down_proj"]}, r"target_parameters=\['experts\.down_proj'\]: adapters belong to"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(values: dict[str, Any], message: str, dense: Path) -> None:
@@ -179,7 +179,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(values: dict[str, Any], mess
     [
         (0, {"save_lora_only": True}, r"save_lora_only=True: there is no LoRA"),
         (4, {"save_lora_only": True, "save_contents": ["hf_model"]}, r"save_lora_only=True: hf_model in save_contents"),
-        (4, {"load_contents": ["hf_model"]}, r"load_contents=\['hf_model'\]: an adapter is not found again"),
+        (4, {"load_contents": ["hf_model"]}, r"load_contents=\['hf_model'\]: an adapter cannot be read"),
         (4, {"save_lora_only": True, "load_contents": ["model", "hf_model"]}, ""),
     ],
 )

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from adapters.verl.lora_modules import TargetModules
-from adapters.verl.model_facts import model_facts
-from adapters.verl.settings import EngineSettings, engine_settings
+from adapters.verl.options.lora import TargetModules
+from adapters.verl.options.model_facts import model_facts
+from adapters.verl.options.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
 from rl_backend.model.options import DecoderOptions
 from tests.support.qwen3_5 import write_qwen3_5

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.verl.megatron_decisions import DDP, OPTIMIZER, TRANSFORMER
-from adapters.verl.pipeline_stages import stage_layers
+from adapters.verl.options.decisions import ADAM, DDP, DECISIONS, TRANSFORMER
+from adapters.verl.options.megatron import stage_layers
+from adapters.verl.options.settings import EngineSettings, engine_settings
 from adapters.verl.run_config import require_run
-from adapters.verl.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, NativeConfig, UnsupportedError
 from rl_backend.model.options import DecoderOptions
 from rl_backend.runtime.bridge import config as bridge_config
 from rl_backend.runtime.bridge.config import BridgeConfig
 from tests.support.verl_configs import RoleConfigs, changed, role_configs, write_config
+from tests.support.verl_fields import field_table
 
 BACKENDS = ("native", "bridge")
 TARGET = "adapters.verl.engine_config.RLBackendEngineConfig"
@@ -54,9 +55,12 @@ def options(model: Path, backend: str, dictionary: str, fields: Mapping[str, Any
 @pytest.mark.parametrize(
     ("dictionary", "fields"),
     [
-        *(("override_transformer_config", {name: value}) for name, each in TRANSFORMER.items() for value in each.at_rest),
-        *(("override_ddp_config", {name: value}) for name, each in DDP.items() for value in each.at_rest),
-        *(("override_optimizer_config", {name: value}) for name, each in OPTIMIZER.items() for value in each.at_rest),
+        *(
+            (where.rpartition(".")[2], {name: value})
+            for where in (TRANSFORMER, DDP, ADAM)
+            for name, each in DECISIONS[where].items()
+            for value in each.accepts
+        ),
         ("override_transformer_config", {"context_parallel_size": 1, "tensor_model_parallel_size": 1}),
         ("override_transformer_config", {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0}),
         ("override_transformer_config", {"moe_router_load_balancing_type": "none"}),
@@ -115,9 +119,9 @@ def test_a_field_that_a_runtime_cannot_honour_is_refused_with_what_can(
 
 
 def test_native_names_the_bridge_only_for_what_the_bridge_has() -> None:
-    for table, allowed in ((TRANSFORMER, bridge_config.TRANSFORMER.allowed), (DDP, bridge_config.DDP.allowed)):
-        for name, decision in table.items():
-            assert ("BridgeConfig.override" in decision.bridge) == (name in allowed), name
+    for where, allowed in ((TRANSFORMER, bridge_config.TRANSFORMER.allowed), (DDP, bridge_config.DDP.allowed)):
+        for name, (_, _, bridge) in field_table(where).items():
+            assert ("BridgeConfig.override" in bridge) == (name in allowed), name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,8 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from adapters.verl.lora_modules import Naming, TargetModules
-from adapters.verl.lora_settings import LoRASettings
+from adapters.verl.options.lora import LoRASettings, Naming, TargetModules
 from rl_backend.contracts import ConfigError
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.deepseek import change_config

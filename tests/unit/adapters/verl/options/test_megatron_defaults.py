@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from adapters.verl import megatron_defaults
-from adapters.verl.backend_options import ADAM
-from adapters.verl.megatron_decisions import same
-from adapters.verl.model_facts import DECIDED, model_facts
-from adapters.verl.settings import EngineSettings, engine_settings
-from rl_backend.contracts import ConfigError
+from adapters.verl.options import megatron
+from adapters.verl.options.decisions import ADAM, DDP, TRANSFORMER, same
+from adapters.verl.options.megatron import megatron_defaults
+from adapters.verl.options.model_facts import DECIDED, model_facts
+from adapters.verl.options.settings import OF_ADAM, EngineSettings, engine_settings
+from rl_backend.contracts import ConfigError, UnsupportedError
 from tests.support.verl_configs import changed, role_configs, write_config
 
 BACKENDS = ("native", "bridge")
-TABLES = {
-    "override_transformer_config": megatron_defaults.TRANSFORMER,
-    "override_ddp_config": megatron_defaults.DDP,
-    "override_optimizer_config": megatron_defaults.OPTIMIZER,
-}
+DICTIONARIES = {where.rpartition(".")[2]: where for where in (TRANSFORMER, DDP, ADAM)}
 OTHER_HERE: Mapping[str, Mapping[str, str]] = {
     "override_transformer_config": {
         "hidden_dropout": "native",
@@ -44,28 +38,6 @@ OTHER_HERE: Mapping[str, Mapping[str, str]] = {
 """Fields that are no switches, whose value here or in verl is another than Megatron's: its default asks for something."""
 
 
-def of_megatron() -> dict[str, dict[str, Any]]:
-    pytest.importorskip("megatron.core")
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    classes = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
-    return {
-        name: {each.name: default_of(each) for each in dataclasses.fields(config)}
-        for name, config in zip(TABLES, classes, strict=True)
-    }
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    if isinstance(value, bool | int | float | str | list | tuple | None):
-        return value
-    if isinstance(value, torch.dtype):
-        return str(value)
-    return getattr(value, "name", None) or value.__name__
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     folder = tmp_path_factory.mktemp("verl")
@@ -82,11 +54,38 @@ def given(model: Path, backend: str, dictionary: str, fields: Mapping[str, Any],
     return engine_settings(*configs[:4], model_type=configs.model_type)
 
 
-def test_the_table_of_defaults_is_megatrons() -> None:
-    for dictionary, defaults in of_megatron().items():
-        assert TABLES[dictionary].keys() == defaults.keys(), dictionary
-        for name, value in defaults.items():
-            assert same(TABLES[dictionary][name], value), name
+def test_what_is_no_literal_in_megatrons_classes_is_compared_by_its_name() -> None:
+    transformer = megatron_defaults(TRANSFORMER)
+    found = {name: transformer[name] for name in ("params_dtype", "activation_func", "attention_backend", "num_layers")}
+    assert found == {
+        "params_dtype": "torch.float32",
+        "activation_func": "gelu",
+        "attention_backend": "auto",
+        "num_layers": 0,
+    }
+    assert megatron_defaults(DDP)["bucket_size"] is None and megatron_defaults(ADAM)["adam_beta2"] == 0.999
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_megatron_a_field_that_only_its_default_decides_is_refused_and_the_others_are_not(
+    backend: str, models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(where: str) -> Mapping[str, Any]:
+        raise UnsupportedError("megatron-core is not installed")
+
+    monkeypatch.setattr(megatron, "megatron_defaults", missing)
+    for dictionary, name, value in (
+        ("override_transformer_config", "distribute_saved_activations", False),
+        ("override_ddp_config", "bucket_size", None),
+        ("override_optimizer_config", "decoupled_weight_decay", True),
+    ):
+        message = rf"\[{name!r}\]={value}: cannot be compared with Megatron's default.*remove it.*is not installed"
+        with pytest.raises(ConfigError, match=message):
+            given(models["dense"], backend, dictionary, {name: value})
+    decided = {"num_layers": 24, "hidden_dropout": 0.0, "attention_backend": "flash", "sequence_parallel": False}
+    untouched = given(models["dense"], backend, "override_transformer_config", {})
+    assert given(models["dense"], backend, "override_transformer_config", decided) == untouched
+    given(models["dense"], backend, "override_transformer_config", {}, engine__full_determinism=True)
 
 
 @pytest.mark.shows(
@@ -94,7 +93,7 @@ def test_the_table_of_defaults_is_megatrons() -> None:
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
-@pytest.mark.parametrize("dictionary", TABLES)
+@pytest.mark.parametrize("dictionary", DICTIONARIES)
 def test_megatrons_default_of_every_field_changes_nothing_or_is_refused_where_it_would(
     dictionary: str, kind: str, backend: str, models: Mapping[str, Path]
 ) -> None:
@@ -103,13 +102,13 @@ def test_megatrons_default_of_every_field_changes_nothing_or_is_refused_where_it
     config = role_configs("actor", model)
     decided = model_facts(config.model.hf_config, has_experts=kind == "mixture", dtype=config.engine.dtype).decided
     kernels = dict[str, Any]()
-    for name, value in of_megatron()[dictionary].items():
+    for name, value in megatron_defaults(DICTIONARIES[dictionary]).items():
         here = OTHER_HERE[dictionary].get(name, "").split()
         changes = backend in here or (name in DECIDED and not (name in decided and same(decided[name], value)))
         if changes:
             with pytest.raises(ConfigError, match=rf"\[{name!r}\]="):
                 given(model, backend, dictionary, {name: value})
-        elif name not in ADAM:
+        elif name not in OF_ADAM:
             found = given(model, backend, dictionary, {name: value})
             passed_on = getattr(found.runtime.backend_cfg, dictionary, {})
             if found != untouched:

