@@ -21,7 +21,8 @@ from actors.rollout.group.group import RolloutGroup
 from actors.run.config import TrainingConfig
 from actors.run.console import Phases
 from actors.run.lock import usable_run_dir
-from actors.sync.push import TransportName, WeightSync
+from actors.sync.push import WeightSync
+from actors.sync.transport.staged import TransportName
 from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from rl_backend.contracts import ConfigError, RolloutError, RuntimeConfig

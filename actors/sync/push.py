@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from actors.rollout.group.engines import EngineSet, are_on_node
 from actors.rollout.group.group import RolloutGroup
@@ -21,6 +21,7 @@ from actors.sync.transport.staged import (
     SharedMemoryTransport,
     StagedTransport,
     Transport,
+    TransportName,
     describe_export,
     make_plan,
     raise_failures,
@@ -30,8 +31,6 @@ from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError, 
 from rl_backend.trace.recorder import span
 
 _CANARY = Canary()
-
-type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 
 
 class WeightSync:

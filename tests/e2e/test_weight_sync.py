@@ -12,9 +12,16 @@ from torch import Tensor
 from actors.rollout.config import SamplingConfig
 from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.group import RolloutGroup
-from actors.sync.push import TransportName, WeightSync, make_transport
+from actors.sync.push import WeightSync, make_transport
 from actors.sync.source import SourceRanks, WeightSource
-from actors.sync.transport.staged import PushPlan, SharedMemoryTransport, Staged, reserve_segment, write_segment
+from actors.sync.transport.staged import (
+    PushPlan,
+    SharedMemoryTransport,
+    Staged,
+    TransportName,
+    reserve_segment,
+    write_segment,
+)
 from rl_backend.contracts import (
     ConfigError,
     RolloutError,

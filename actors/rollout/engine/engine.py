@@ -54,7 +54,7 @@ class RolloutEngine:
     def __init__(self, config: RolloutConfig, engine: int, device: str, require_push: bool) -> None:
         self._vllm = VllmInProcess(config, engine, device, require_push=require_push)
         self._adapters = AdapterStore(self._vllm)
-        self._weights = WeightReceiver(self._vllm, self._adapters)
+        self._weights = WeightReceiver(self._vllm, self._adapters.load_again)
         self._turns = TurnQueue(self._vllm)
 
     make_segment = _answered_by("_weights", WeightReceiver.make_segment)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from actors.cluster import prometheus
-from actors.rollout.engine.adapters import AdapterStore
 from actors.rollout.engine.in_process import VllmInProcess
 from actors.wire.gloo_group import Address, GlooGroup, receive_into
 from actors.wire.segment import Segment, SharedSegment, map_segment
@@ -32,12 +32,12 @@ class WeightReceiver:
 
     Args:
         vllm: takes the weights.
-        adapters: loaded again after every update, because vLLM drops all of them when the base changes.
+        reload_adapters: called after every update, because vLLM drops all adapters when the base changes.
     """
 
-    def __init__(self, vllm: VllmInProcess, adapters: AdapterStore) -> None:
+    def __init__(self, vllm: VllmInProcess, reload_adapters: Callable[[], None]) -> None:
         self._vllm = vllm
-        self._adapters = adapters
+        self._reload_adapters = reload_adapters
         self._own_segment: SharedSegment | None = None
         self._mapped: Segment | None = None
         self._buffer: Tensor | None = None
@@ -176,7 +176,7 @@ class WeightReceiver:
             self._vllm.during_update(self._vllm.llm.finish_weight_update, str(version))
         self._vllm.version = version
         prometheus.set_gauge("rl_backend_engine_weight_version", version, engine=str(self._vllm.number))
-        self._adapters.load_again()
+        self._reload_adapters()
 
     def abandon_update(self, reason: str) -> None:
         """Refuses requests from now on: an update that began will not be finished."""

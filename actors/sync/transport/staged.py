@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import torch
@@ -41,6 +41,8 @@ from rl_backend.contracts import (
 from rl_backend.weights.compare import as_announced
 from rl_backend.weights.inspection import tensor_digest
 from rl_backend.weights.staging import plan_layout, write_tensors
+
+type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 
 SOURCE_RANK = 0
 """The training rank that sends; the others take part in the export."""

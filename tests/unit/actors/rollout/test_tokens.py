@@ -180,7 +180,7 @@ def test_a_cancelled_turn_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"max_new_tokens": 5}, r"SamplingConfig\.max_new_tokens=5: comes with every turn"),
+        ({"max_new_tokens": 5}, r"SamplingConfig\.max_new_tokens=5: every turn of an episode brings its own"),
         ({"n": 2}, r"SamplingConfig\.n=2: a turn is one response"),
         ({"log_probs": False}, r"SamplingConfig\.log_probs=False"),
         ({"stop_strings": ("a",)}, r"have no tokenizer; set RolloutConfig\.load_tokenizer"),

@@ -12,7 +12,6 @@ import torch
 
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine import weights
-from actors.rollout.engine.adapters import AdapterStore
 from actors.rollout.engine.in_process import VllmInProcess
 from actors.rollout.engine.weights import WeightReceiver
 from actors.wire.segment import Segment, SharedSegment
@@ -53,7 +52,7 @@ class Vllm:
 def engine() -> WeightReceiver:
     vllm = VllmInProcess(RolloutConfig(model_path="x"), 0, "cpu")
     vllm.llm, vllm.expected = Vllm(), ExpectedWeights({info.name: info for info in INFOS})
-    return WeightReceiver(vllm, AdapterStore(vllm))
+    return WeightReceiver(vllm, lambda: None)
 
 
 class Source:
