@@ -48,7 +48,7 @@ ENVIRONMENTS: Mapping[Task, str] = {"calculator": "Calculator", "guess": "Guessi
 
 
 def options(task: Task, folder: Path, name: str, given: Sequence[str]) -> list[str]:
-    """Of ``examples.episodes``."""
+    """Command-line options of ``examples.episodes``."""
     shared = folder / task
     held_out = {"path": str(shared / "held_out.jsonl"), "n": 2, "temperature": 1.0}
     return [
@@ -61,12 +61,12 @@ def options(task: Task, folder: Path, name: str, given: Sequence[str]) -> list[s
 
 
 class Trained:
-    """What is trained against what was sampled, in the process of the run.
+    """Compares trained turns with sampled ones, in the process of the run.
 
     Attributes:
         equal: whether every trained turn was a generation after the same prompt, each used once.
         turns: that were compared.
-        respelt: of them, those whose text encodes to other tokens.
+        respelt: turns among them with a text that encodes to other tokens.
     """
 
     def __init__(self, model: str) -> None:
@@ -79,7 +79,7 @@ class Trained:
 
     @property
     def generate(self) -> Any:
-        """In place of the source's method."""
+        """Replaces ``RolloutTokens.generate`` and records what it returns."""
 
         async def recorded(source: RolloutTokens, token_ids: Sequence[int], **asked: Any) -> Generation:
             found = await self._generate(source, token_ids, **asked)
@@ -89,7 +89,7 @@ class Trained:
         return recorded
 
     def sequences(self, played: Any, **given: Any) -> list[TokenSequence]:
-        """In place of the loop's function."""
+        """Replaces ``episode_sequences`` in the loop and compares its result with the recorded generations."""
         made = self._sequences(played, **given)
         for sequence in made:
             ids, mask = sequence.input_ids.tolist(), [0.0, *sequence.token_fields["loss_mask"][:-1].tolist()]
@@ -109,7 +109,7 @@ class Trained:
 
 
 def child(arguments: Sequence[str]) -> None:
-    """A run, with ``compared.json`` beside its own files."""
+    """A run that also writes ``compared.json`` into its folder."""
     config = parse_config(episodes.EpisodesConfig, "", arguments)
     compared = Trained(config.model)
     episodes.train(config)
@@ -150,7 +150,7 @@ def imitate(model: Path, demonstrations: Path, out: Path, steps: int, *, batch_s
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """What a run's files say."""
+    """Figures from the files of a run."""
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
     steps = (lines[0]["step"], lines[-1]["step"])

@@ -33,7 +33,7 @@ class ForkedRank:
 
 
 def start_forked_rank(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedRank:
-    """As :func:`~rl_backend.lab.parity.run.start_rank`. Numbers of threads are those of this process."""
+    """Starts a rank like :func:`~rl_backend.lab.parity.run.start_rank`, with this process's numbers of threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.ending_server", *_IMPORTED])
     with open_lifeline() as line:

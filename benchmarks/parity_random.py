@@ -110,7 +110,7 @@ def _beside_float64(
 
 
 def is_rounding(runtime: Mapping[str, float | None], transformers: Mapping[str, float | None]) -> bool:
-    """Whether what parts two sides in float32 is rounding, by how far each is from transformers in float64.
+    """True if two sides part in float32 by rounding alone, judged by the distance of each from transformers in float64.
 
     None is a figure that is not finite.
     """
@@ -136,7 +136,7 @@ def _record(config: ParityConfig, folder: Path) -> SideRecord | Outcome:
 
 
 def is_refusal(error: RLBackendError) -> bool:
-    """Whether a runtime does not serve the model or layout, here or in the process of a rank."""
+    """True if a runtime does not support the model or layout, here or in the process of a rank."""
     return isinstance(error, ConfigError | UnsupportedError) or bool(error.details.get("refused", False))
 
 
