@@ -1,4 +1,4 @@
-"""Publishing a LoRA tenant to rollout engines: its factors alone, under a version of their own, while all serve on."""
+"""Pushes of a LoRA tenant to rollout engines: only its factors move, with their own version, while engines keep serving."""
 
 from __future__ import annotations
 

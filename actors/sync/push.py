@@ -260,7 +260,7 @@ def make_transport(name: str) -> Transport:
 
 
 def choose_transport(plan: PushPlan, rollout: EngineSet) -> Transport:
-    """CUDA IPC where every engine's GPUs have training ranks, NCCL where each member has a GPU of its own, shared memory on
+    """CUDA IPC where every engine's GPUs have training ranks, NCCL where each member has its own GPU, shared memory on
     one node, else gloo.
 
     One node is one Ray node whose processes share one /dev/shm. Two Ray nodes on one machine, as tests and containers make

@@ -33,7 +33,7 @@ class AdapterStore:
         self._memories = FactorMemories()
 
     def push(self, adapter: AdapterVersion, factors: PackedFactors | SharedFactors | str, digest: str) -> None:
-        """Checks an adapter, keeps it, and loads it beside the others; everything serves on.
+        """Checks an adapter, keeps it and loads it next to the others, while the engine keeps serving.
 
         Args:
             factors: the scale multiplied into B; or a directory in peft's format.
@@ -91,7 +91,7 @@ class AdapterStore:
             self._vllm.during_update(self.load, adapter)
 
     def take_slot(self, adapter: AdapterVersion) -> bool:
-        """Loads an adapter for a request, where running ones leave a slot beside the one that pushes need. On the loop's
+        """Loads an adapter for a request, unless running requests leave only the slot that pushes need. Called on the loop's
         thread.
         """
         self._require_kept(adapter)

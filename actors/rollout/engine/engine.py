@@ -126,7 +126,7 @@ class RolloutEngine:
         """Samples.
 
         Args:
-            adapters: for each request what works beside the weights; ``require_version`` is then of its version.
+            adapters: of each request, None for the weights alone; ``require_version`` is then about the adapter.
 
         Raises:
             EngineDirtyError: a weight update failed after its first load.

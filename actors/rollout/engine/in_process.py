@@ -189,7 +189,7 @@ class VllmInProcess:
 
 
 def lora_request(adapter: AdapterVersion | None) -> Any:
-    """What vLLM takes beside a prompt. It must not be imported before its environment is set."""
+    """An adapter as vLLM takes it with a prompt. vLLM must not be imported before its environment is set."""
     from vllm.lora.request import LoRARequest
 
     return None if adapter is None else LoRARequest(adapter.name, adapter.number, adapter.path)

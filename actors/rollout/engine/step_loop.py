@@ -25,7 +25,7 @@ class Job:
     Attributes:
         request: its ``n`` is 1.
         sampling: how; ``n`` is not read.
-        adapter: what works beside the weights.
+        adapter: works in addition to the weights; None for the weights alone.
         require_version: of the weights, or of the adapter, at least.
         pausable: other weights may be loaded in the middle of it. Else they wait for its end.
     """

@@ -121,7 +121,7 @@ class GroupAdapters:
 
     Attributes:
         memory: where pushes leave factors for engines on this process's host.
-        base_pushes: of weights to these engines, by which adapters know that what they stand beside has changed.
+        base_pushes: how often these engines were given other weights, after which adapters need a new canary.
     """
 
     def __init__(self, engines: EngineSet) -> None:
@@ -183,7 +183,7 @@ class GroupAdapters:
             if other is not None and not other.is_over:
                 raise RolloutError(
                     f"another tenant called {name!r}, of another training group or made anew, is pushed to these engines; "
-                    "give tenants names of their own, or close() the WeightSync of the other one",
+                    "give tenants unique names, or close() the WeightSync of the other one",
                     tenant=name,
                 )
         self._pushers[name] = tenant, ref(pusher)

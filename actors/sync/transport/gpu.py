@@ -263,7 +263,7 @@ def send_stream(context: SourceContext, plan: PushPlan) -> dict[str, int]:
     """Runs on every rank, a collective: sends, and returns the source rank's checksums."""
     engine = context.state[plan.key]
     engine.source.plan = plan
-    # vLLM reads the weights in streams of its own, which do not wait for what this one still writes of them.
+    # vLLM reads the weights in its own streams, which do not wait for what this one still writes of them.
     torch.cuda.current_stream().synchronize()
     engine.send_weights()
     return {name: int(checksum) for name, checksum in engine.source.checksums.items()}

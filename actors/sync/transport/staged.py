@@ -8,7 +8,7 @@ for these messages, and an engine notes only what has passed. When all is staged
 what a lost or late message has left.
 
 **Gloo**, for engines on other hosts. The source rank broadcasts each exported tensor to one process of every engine, which
-receives it into a shared-memory segment of its own. From there on both are the same: verify everywhere, then load.
+receives it into its own shared-memory segment. From there on both are the same: verify everywhere, then load.
 """
 
 from __future__ import annotations
