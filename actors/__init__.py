@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from actors.cluster.local_ray import join_ray as join_ray
     from actors.rollout.config import RolloutConfig as RolloutConfig
     from actors.rollout.config import SamplingConfig as SamplingConfig
-    from actors.rollout.group import RolloutGroup as RolloutGroup
+    from actors.rollout.group.group import RolloutGroup as RolloutGroup
     from actors.rollout.sample import Sample as Sample
     from actors.rollout.sample import sample_seeds as sample_seeds
     from actors.rollout.tokens import RolloutTokens as RolloutTokens
@@ -45,7 +45,7 @@ _MODULES = {
     "RLRun": "actors.run.rl_run",
     "RankContext": "actors.train.context",
     "RolloutConfig": "actors.rollout.config",
-    "RolloutGroup": "actors.rollout.group",
+    "RolloutGroup": "actors.rollout.group.group",
     "RolloutTokens": "actors.rollout.tokens",
     "Run": "actors.run.run",
     "RunCheckpoints": "actors.run.store",

@@ -28,12 +28,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.cluster.local_ray import init_local_ray
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.engine import RolloutEngine
-from actors.rollout.group import RolloutGroup
+from actors.rollout.engine.engine import RolloutEngine
+from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync
 from actors.sync.report import PushReport
 from actors.sync.source import WeightSource
-from actors.sync.transport.base import raise_failures
+from actors.sync.transport.staged import raise_failures
 from benchmarks.report import interleave, machine, medians, over_machines, require_sleeping_threads, write_result
 from rl_backend.contracts import TensorInfo, WeightManifest
 from rl_backend.weights.staging import plan_layout, read_tensor
@@ -68,14 +68,14 @@ class BenchmarkEngine(RolloutEngine):
 
     def reload_from_disk(self, path: str) -> None:
         """vLLM's own reload, which needs no weight-transfer engine."""
-        self._llm.reset_prefix_cache()
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        self._vllm.llm.reset_prefix_cache()
+        self._vllm.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def load_unchecked(self, manifest: WeightManifest) -> None:
         """vLLM's own load of the segment that the last push used."""
-        self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": {"manifest": manifest.model_dump_json()}})
-        self._llm.finish_weight_update()
+        self._vllm.llm.start_weight_update()
+        self._vllm.llm.update_weights({"update_info": {"manifest": manifest.model_dump_json()}})
+        self._vllm.llm.finish_weight_update()
 
 
 class BenchmarkGroup(RolloutGroup):
@@ -138,7 +138,7 @@ class Trainer:
         started = time.perf_counter()
         save_file(self.weights(), directory / "model.safetensors")
         saved = time.perf_counter()
-        raise_failures(self.rollout.call("reload_from_disk", str(directory)))
+        raise_failures(self.rollout.engine_set.call("reload_from_disk", str(directory)))
         ended = time.perf_counter()
         # The kernel writes to the disk later, on cores of whatever is measured next.
         os.sync()
@@ -153,7 +153,7 @@ class Trainer:
         started = time.perf_counter()
         for info, tensor in zip(self.unchecked.tensors, self.weights().values(), strict=True):
             read_tensor(buffer, info).copy_(tensor)
-        raise_failures(self.rollout.call("load_unchecked", self.unchecked))
+        raise_failures(self.rollout.engine_set.call("load_unchecked", self.unchecked))
         return time.perf_counter() - started
 
     def gap(self) -> float:

@@ -194,7 +194,7 @@ class RolloutConfig(BaseConfig):
 
     def _check_cores(self, cores: tuple[tuple[int, ...], ...]) -> None:
         if self.device == "cuda":
-            raise ConfigError.of("RolloutConfig.cores", cores, "only CPU engines have cores; leave it out")
+            raise ConfigError.of("RolloutConfig.cores", cores, "only CPU engines have cores; unset it")
         if self.cores_per_engine is not None:
             raise ConfigError.of(
                 "RolloutConfig.cores_per_engine",
@@ -229,12 +229,12 @@ def check_engine_device(config: RolloutConfig, device: str) -> None:
     for name in _OF_GPUS:
         if config.is_set(name):
             raise ConfigError.of(
-                f"RolloutConfig.{name}", getattr(config, name), "is of a GPU, and these engines run on a CPU; leave it out"
+                f"RolloutConfig.{name}", getattr(config, name), "applies to GPU engines only; unset it for engines on a CPU"
             )
 
 
 _SAMPLES = HasEffect(
-    lambda config: config.temperature, "temperature=0 takes the likeliest token whatever else is kept; leave it out"
+    lambda config: config.temperature, "temperature=0 takes the likeliest token whatever else is kept; unset it"
 )
 
 
@@ -278,7 +278,7 @@ class SamplingConfig(BaseConfig):
             )
         if "" in self.stop_strings:
             raise ConfigError.of(
-                "SamplingConfig.stop_strings", self.stop_strings, "an empty string would end every response; leave it out"
+                "SamplingConfig.stop_strings", self.stop_strings, "an empty string would end every response; remove it"
             )
         if self.temperature == 0 and self.n > 1:
             raise ConfigError.of(

@@ -54,7 +54,7 @@ class AdapterVersion:
     """One version of a tenant's adapter in the engines. Neither name nor number is ever used again.
 
     Attributes:
-        tenant: whose.
+        tenant: name of the LoRA tenant.
         version: the tenant's weight version.
         number: by which vLLM knows it.
         rank: of its factors.
@@ -77,7 +77,7 @@ class AdapterVersion:
 
 
 class PushedAdapter(NamedTuple):
-    """What an engine needs to serve an adapter, as :meth:`~actors.rollout.adapters.AdapterReceiver.push_adapter` takes it.
+    """What an engine needs to serve an adapter, as :meth:`~actors.rollout.engine.adapters.AdapterStore.push` takes it.
 
     Attributes:
         factors: :class:`~actors.wire.factors.SharedFactors`, or a reference to a
@@ -98,6 +98,18 @@ class Request:
     prompt_ids: Sequence[int]
     n: int
     seed: int | None
+
+
+def prompt_problem(prompt: Sequence[int], max_model_len: int, vocab_size: int) -> str:
+    """Why no engine could answer a prompt, as a predicate; empty where one could."""
+    if not 0 < len(prompt) < max_model_len:
+        return (
+            f"has {len(prompt)} tokens; expected 1 to {max_model_len - 1} "
+            f"(max_model_len={max_model_len} holds prompt and response)"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        return f"has token ids from {min(prompt)} to {max(prompt)}; expected 0 to {vocab_size - 1}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +148,8 @@ class TurnRequest:
 
     Attributes:
         key: of the asking process; its answer has it.
-        request, sampling, adapter, require_version: as :meth:`~actors.rollout.engine.RolloutEngine.generate` takes them, of
-            one response.
+        request, sampling, adapter, require_version: of one response, as
+            :meth:`~actors.rollout.engine.engine.RolloutEngine.generate` takes them.
     """
 
     key: int

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.sample import Routes, Sample, VersionSpan, sample_seeds
 from rl_backend.checkpoint.stored_metadata import load_problem
 from rl_backend.contracts import CheckpointError
@@ -98,7 +98,7 @@ class BatchStream[P, S](ABC):
             self._go_to(start)
 
     def next(self, more: int | None = None) -> DrawnBatch[P, S]:
-        """The next batch; waits for it, and raises what :meth:`~actors.rollout.group.RolloutGroup.generate` raises.
+        """The next batch; waits for it, and raises what :meth:`~actors.rollout.group.group.RolloutGroup.generate` raises.
 
         After an error the same batch is sampled again by the next call.
 

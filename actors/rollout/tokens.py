@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion, Request, TurnAnswer
 from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError
 from rl_backend.environment.protocol import Generation
@@ -60,7 +60,7 @@ class RolloutTokens:
         self._adapter = adapter
         self.require_version = require_version
         self._retries = retries
-        self._homes = Homes()
+        self._affinity = PrefixAffinity()
         self.prompt_tokens = self.cached_tokens = 0
         _check(self._sampling, rollout, retries)
 
@@ -105,11 +105,11 @@ class RolloutTokens:
 
     def give_up(self) -> None:
         """Ends every turn in flight of these engines: each returns ``finish="abort"`` and what it had sampled."""
-        self._rollout.give_up_turns()
+        self._rollout.turns.give_up()
 
     def _choose(self, prompt: Sequence[int], lost: Collection[int]) -> int:
-        in_flight = {engine: turns for engine, turns in self._rollout.turns_in_flight.items() if engine not in lost}
-        engine = self._homes.find(prompt, in_flight)
+        in_flight = {engine: turns for engine, turns in self._rollout.turns.in_flight.items() if engine not in lost}
+        engine = self._affinity.find(prompt, in_flight)
         if engine is not None:
             return engine
         return min(in_flight, key=lambda each: (in_flight[each], each), default=0)
@@ -118,7 +118,7 @@ class RolloutTokens:
         answer = await self._answer(engine, request, sampling)
         self.prompt_tokens += len(request.prompt_ids)
         self.cached_tokens += answer.cached_tokens
-        self._homes.remember([*request.prompt_ids, *answer.token_ids], engine)
+        self._affinity.remember([*request.prompt_ids, *answer.token_ids], engine)
         return Generation(
             token_ids=answer.token_ids,
             log_probs=answer.log_probs,
@@ -130,8 +130,8 @@ class RolloutTokens:
 
     async def _answer(self, engine: int, request: Request, sampling: SamplingConfig) -> TurnAnswer:
         while True:
-            adapter = self._rollout.served_adapter(self._adapter)
-            asked = self._rollout.ask(engine, request, sampling, adapter=adapter, require_version=self.require_version)
+            adapter = self._rollout.lora.version_of(self._adapter)
+            asked = self._rollout.turns.ask(engine, request, sampling, adapter=adapter, require_version=self.require_version)
             try:
                 return await asyncio.wrap_future(asked)
             except RolloutError:
@@ -143,7 +143,7 @@ class RolloutTokens:
         return self._rollout.adapters.get(self._adapter or "")
 
 
-class Homes:
+class PrefixAffinity:
     """Which engine has the keys and values of a sequence. Sequences that were not asked for longest are forgotten.
 
     Args:
@@ -193,12 +193,12 @@ def _digests(token_ids: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 def _check(sampling: SamplingConfig, rollout: RolloutGroup, retries: int) -> None:
     if sampling.is_set("max_new_tokens"):
-        problem = "comes with every turn of an episode; leave it out"
+        problem = "every turn of an episode brings its own; unset it"
         raise ConfigError.of("SamplingConfig.max_new_tokens", sampling.max_new_tokens, problem)
     if sampling.n != 1:
         raise ConfigError.of("SamplingConfig.n", sampling.n, "a turn is one response; use n=1")
     if not sampling.log_probs:
-        raise ConfigError.of("SamplingConfig.log_probs", False, "the record of an episode needs them; leave it out")
+        raise ConfigError.of("SamplingConfig.log_probs", False, "the record of an episode needs them; unset it")
     if sampling.stop_strings and not rollout.config.load_tokenizer:
         raise ConfigError.of(
             "SamplingConfig.stop_strings",

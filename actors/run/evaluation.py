@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.lengths import more_than, positions_of
 from actors.rollout.placement import with_share
 from actors.run.console import Phases

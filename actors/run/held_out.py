@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import batched
 from typing import Any
 
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.sample import Sample, sample_seeds
 from actors.run.console import warn
 from actors.run.eval_sets import HeldOutSet

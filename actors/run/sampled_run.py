@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.stream import BatchStream, StreamPosition
 from actors.run.console import say, say_facts
 from actors.run.eval_sets import HeldOutSet

@@ -17,11 +17,12 @@ import ray
 from actors.cluster.placement import ClusterShare, share_cluster
 from actors.cluster.session import raised_on_sigterm, ray_session
 from actors.rollout.config import RolloutConfig
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.run.config import TrainingConfig
 from actors.run.console import Phases
 from actors.run.lock import usable_run_dir
-from actors.sync.push import TransportName, WeightSync
+from actors.sync.push import WeightSync
+from actors.sync.transport.staged import TransportName
 from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from rl_backend.contracts import ConfigError, RolloutError, RuntimeConfig

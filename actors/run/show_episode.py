@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.placement import with_share
 from actors.rollout.tokens import RolloutTokens
 from actors.run.console import Phases, warn

@@ -1,4 +1,4 @@
-"""Publishing a LoRA tenant to rollout engines: its factors alone, under a version of their own, while all serve on."""
+"""Pushes of a LoRA tenant to rollout engines: only its factors move, with their own version, while engines keep serving."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import ray
 from torch import Tensor
 
 from actors.cluster import prometheus
-from actors.rollout.engines import EngineSet
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.engines import EngineSet
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion, PushedAdapter
 from actors.sync.canary import Canary, send_canary
 from actors.sync.report import PushClock, PushReport
@@ -72,28 +72,29 @@ class AdapterPush:
     def push(self) -> PushReport:
         """See :meth:`~actors.sync.push.WeightSync.push`."""
         clock, tenant, group = PushClock(), self._tenant, self._rollout
-        group.require_plain_base(tenant.name)
+        group.lora.require_plain_base(tenant.name)
         with clock.phase("stage"):
             staged, factors = self._stage()
             clock.version = staged.version
         adapter = AdapterVersion(tenant.name, staged.version, next(_numbers), staged.rank)
         pushed = PushedAdapter(adapter, factors, staged.digest)
-        with group.changing_adapters():
-            engines = group.fixed()
+        with group.engine_set.changing:
+            engines = group.engine_set.fixed()
             skipped = tuple(engines.lost_engines)
             try:
-                group.require_same_tenant(tenant.name, (tenant.group_id, tenant.key), self)
-                group.require_pushable(adapter)
+                group.lora.require_same_tenant(tenant.name, (tenant.group_id, tenant.key), self)
+                group.lora.require_pushable(adapter)
                 with clock.phase("load"):
                     infos = engines.infos
-                    _raise_refusal(engines.call("push_adapter", each=lambda engine: group.sent_to(pushed, infos[engine])))
+                    sent_to = group.lora.sent_to
+                    _raise_refusal(engines.call("push_adapter", each=lambda engine: sent_to(pushed, infos[engine])))
                 with clock.phase("probe"):
                     self._probe(engines, adapter)
             except BaseException:
                 self._drop(engines, pushed)
                 raise
             with clock.phase("switch"):
-                before = group.switch_adapter(pushed)
+                before = group.lora.switch(pushed)
                 if before is not None:
                     self._drop(engines, before)
         prometheus.set_gauge("rl_backend_adapter_version", adapter.version, tenant=adapter.tenant)
@@ -109,7 +110,7 @@ class AdapterPush:
 
     def close(self) -> None:
         """Lets another tenant have the name; what is served stays."""
-        self._rollout.release_name(self._tenant.name, self)
+        self._rollout.lora.release_name(self._tenant.name, self)
 
     def _stage(self) -> tuple[StagedAdapter, Any]:
         """What is staged, and its factors: in shared memory; a reference to them, which only engines follow; or their
@@ -124,7 +125,7 @@ class AdapterPush:
         try:
             return self._stage_in(dtype, segment)
         except BaseException:
-            self._rollout.adapter_memory.discard(segment.path)
+            self._rollout.lora.memory.discard(segment.path)
             raise
 
     def _stage_in(self, dtype: str, place: Place) -> tuple[StagedAdapter, Any]:
@@ -134,7 +135,7 @@ class AdapterPush:
         if isinstance(place, Segment):
             if staged.layout:
                 return staged, SharedFactors(place, staged.layout)
-            self._rollout.adapter_memory.discard(place.path)
+            self._rollout.lora.memory.discard(place.path)
         return staged, staged.directory or answer.stored
 
     def _take_segment(self, dtype: str) -> Segment | None:
@@ -143,17 +144,17 @@ class AdapterPush:
             (source, *_) = self._train.run_on_ranks(describe_source, self._tenant, dtype)
             assert source is not None, "rank 0 answers"
             self._source = source
-        if not self._rollout.is_on_node(self._source.node_id, self._source.host):
+        if not self._rollout.lora.is_on_node(self._source.node_id, self._source.host):
             return None
         try:
-            return self._rollout.adapter_memory.take(self._source.nbytes)
+            return self._rollout.lora.memory.take(self._source.nbytes)
         except (WeightSyncError, OSError):
             # Ray's object store goes to disk where memory is full; the report says which of the two it was.
             return None
 
     def _probe(self, engines: EngineSet, adapter: AdapterVersion) -> None:
         """A canary, where an engine has not had one since it started or since its weights were pushed."""
-        pushes = self._rollout.base_pushes
+        pushes = self._rollout.lora.base_pushes
         present = {engine: (engines.infos[engine].pid, pushes) for engine in engines.engines}
         if self._canary is not None and any(self._proven.get(engine) != each for engine, each in present.items()):
             proven = send_canary(self._canary, self._train, engines, self._tenant, adapter)
@@ -162,7 +163,7 @@ class AdapterPush:
     def _drop(self, engines: EngineSet, pushed: PushedAdapter) -> None:
         # Not waited for: it comes after what was asked of the engine before, and before what is asked of it later.
         calls = engines.start_call("drop_adapter", pushed.adapter) if engines.engines else {}
-        self._rollout.free_factors(pushed, calls.values())
+        self._rollout.lora.free(pushed, calls.values())
 
 
 def _raise_refusal(outcomes: Mapping[int, Any]) -> None:

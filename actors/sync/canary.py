@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.engines import EngineSet
+from actors.rollout.group.engines import EngineSet
 from actors.rollout.messages import AdapterVersion, Generated, Request
 from actors.sync.source import SourceRanks
-from actors.sync.transport.base import raise_failures
+from actors.sync.transport.staged import raise_failures
 from actors.train.context import HandleRef, RankContext
 from rl_backend.contracts import EngineDeadError, TokenSequence, WeightCheckError
 from rl_backend.data.packing import pack

@@ -6,33 +6,31 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from actors.rollout.engines import EngineSet, are_on_node
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.engines import EngineSet, are_on_node
+from actors.rollout.group.group import RolloutGroup
 from actors.sync.adapter_push import AdapterPush
 from actors.sync.canary import Canary
 from actors.sync.report import PushClock, PushReport
 from actors.sync.source import SourceRanks
-from actors.sync.transport.base import (
+from actors.sync.transport.gpu import CudaIpcTransport, NcclTransport, StreamingTransport, devices_of_two
+from actors.sync.transport.staged import (
+    GlooTransport,
     PushPlan,
+    SharedMemoryTransport,
     StagedTransport,
-    StreamingTransport,
     Transport,
+    TransportName,
     describe_export,
     make_plan,
     raise_failures,
 )
-from actors.sync.transport.gloo import GlooTransport
-from actors.sync.transport.gpu import CudaIpcTransport, NcclTransport, devices_of_two
-from actors.sync.transport.shared_memory import SharedMemoryTransport
 from actors.train.context import HandleRef
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError, WeightSyncError
 from rl_backend.trace.recorder import span
 
 _CANARY = Canary()
-
-type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 
 
 class WeightSync:
@@ -130,7 +128,7 @@ class WeightSync:
 
     def _push(self) -> PushReport:
         clock = PushClock()
-        rollout = self._rollout.fixed()
+        rollout = self._rollout.engine_set.fixed()
         skipped = tuple(rollout.lost_engines)
         with clock.phase("plan"):
             plan = self._plan()
@@ -154,7 +152,7 @@ class WeightSync:
             self._adapter.close()
         if self._transport is not None:
             transport, self._transport, self._chosen_for = self._transport, None, {}
-            transport.close(self._train, self._rollout)
+            transport.close(self._train, self._rollout.engine_set)
 
     def __enter__(self) -> Self:
         return self
@@ -197,7 +195,7 @@ class WeightSync:
         with clock.phase("verify"):
             segments, manifest = staged.segments, staged.manifest.replace(kept=plan.kept)
             raise_failures(rollout.call("verify", manifest, each=lambda engine: (segments[engine], staged.key)))
-        with rollout.updating(), self._turns_held(rollout, clock) as lost:
+        with rollout.updating(), self._turns_paused(rollout, clock) as lost:
             with clock.phase("load"):
                 outcomes = lost | rollout.call("load", plan.version)
             with clock.phase("resume"):
@@ -207,33 +205,33 @@ class WeightSync:
         self, transport: StreamingTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock
     ) -> tuple[int, ...]:
         raise_failures(rollout.call("check_manifest", plan.manifest))
-        with rollout.updating(), self._turns_held(rollout, clock) as lost:
+        with rollout.updating(), self._turns_paused(rollout, clock) as lost:
             with clock.phase("stream"):
                 outcomes = lost | transport.stream(plan, self._train, rollout)
             with clock.phase("resume"):
                 return self._resume(outcomes, rollout)
 
     @contextmanager
-    def _turns_held(self, rollout: EngineSet, clock: PushClock) -> Iterator[dict[int, RLBackendError]]:
+    def _turns_paused(self, rollout: EngineSet, clock: PushClock) -> Iterator[dict[int, RLBackendError]]:
         """Waits for turns of episodes, which take as long as they take; the errors of engines that are lost meanwhile.
 
         :meth:`_resume` lets them continue; so does an error in the body, where no update has begun.
         """
-        if not self._rollout.serves_turns:
+        if not self._rollout.turns.asked_for:
             yield {}
             return
         try:
             with clock.phase("turns"):
-                held = rollout.call("hold_turns", timeout=rollout.config.sampling_timeout)
+                held = rollout.call("pause_turns", timeout=rollout.config.sampling_timeout)
             yield {engine: error for engine, error in held.items() if isinstance(error, RLBackendError)}
         except BaseException:
             if rollout.engines:
-                rollout.call("release_turns")
+                rollout.call("resume_turns")
             raise
 
     def _resume(self, outcomes: dict[int, Any], rollout: EngineSet) -> tuple[int, ...]:
         """Every engine has answered: those that loaded serve again; raises when one did not."""
-        self._rollout.base_changed(self._merged)
+        self._rollout.lora.base_changed(self._merged)
         for engine, outcome in outcomes.items():
             rollout.note(engine, outcome)
         resumed = rollout.call("resume") if rollout.engines else {}
@@ -262,7 +260,7 @@ def make_transport(name: str) -> Transport:
 
 
 def choose_transport(plan: PushPlan, rollout: EngineSet) -> Transport:
-    """CUDA IPC where every engine's GPUs have training ranks, NCCL where each member has a GPU of its own, shared memory on
+    """CUDA IPC where every engine's GPUs have training ranks, NCCL where each member has its own GPU, shared memory on
     one node, else gloo.
 
     One node is one Ray node whose processes share one /dev/shm. Two Ray nodes on one machine, as tests and containers make

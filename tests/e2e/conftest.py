@@ -20,7 +20,7 @@ import ray
 
 from actors.cluster.local_ray import init_local_ray
 from actors.rollout.config import RolloutConfig
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.run import RunResult
 from actors.run.session import Session, open_session
 from actors.sync.push import WeightSync

@@ -65,11 +65,11 @@ def pushing_all(served: ServedTenants) -> Iterator[None]:
     "lora: kill -9 of an engine in mid-push leaves whole versions on the rest, and a new engine has all tenants"
 )
 @pytest.mark.shows("lora: an engine that joins while tenants are pushed serves the newest version of each")
-@pytest.mark.parametrize("method", ["keep_adapter", "load_adapter"])
+@pytest.mark.parametrize("method", ["keep", "load"])
 def test_an_engine_that_is_killed_in_mid_push(served: ServedTenants, method: str) -> None:
     rollout = served.rollout
     before = served.rollout.adapters
-    rollout._actors[1].die_in.remote(method)
+    rollout.engine_set.actors()[1].die_in.remote(method)
     served.step("middle", 90)
     with pytest.raises(EngineDeadError, match="engine 1 is dead"):
         served.syncs["middle"].push()
@@ -80,7 +80,7 @@ def test_an_engine_that_is_killed_in_mid_push(served: ServedTenants, method: str
     assert (report.engines, report.skipped) == ((0,), (1,))
     with pushing_all(served):
         rollout.restart(1)
-        if rollout.base_pushes:
+        if rollout.lora.base_pushes:
             with pytest.raises(RolloutError, match="engine 1 has no weights of the trainer yet"):
                 served.sample(EVERYONE)
             served.push_base()
@@ -94,11 +94,11 @@ def test_a_push_that_one_engine_refuses_and_another_dies_in_changes_nothing(serv
     rollout = served.rollout
     before, expected = rollout.adapters, served.tokens("middle")
     served.step("middle", 95)
-    rollout._actors[0].falsify_adapters.remote("names")
-    rollout._actors[1].die_in.remote("load_adapter")
+    rollout.engine_set.actors()[0].falsify_adapters.remote("names")
+    rollout.engine_set.actors()[1].die_in.remote("load")
     with pytest.raises(WeightCheckError, match="does not apply it"):
         WeightSync(served.train, rollout, served.tenants["middle"]).push()
-    rollout._actors[0].falsify_adapters.remote("")
+    rollout.engine_set.actors()[0].falsify_adapters.remote("")
     assert rollout.engines == (0,) and rollout.adapters == before
     assert served.tokens("middle") == expected
 

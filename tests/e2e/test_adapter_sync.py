@@ -55,7 +55,7 @@ def test_tenants_in_one_batch_are_the_trainers_after_every_push(served: ServedTe
         other = served.sample("middle")
         assert served.gap(served.tenants["wide"], other) > 1e-3
     assert served.tokens(None) == plain
-    memory = served.rollout.adapter_memory
+    memory = served.rollout.lora.memory
     # Three versions are served, two segments are kept, and one may have been dropped just now.
     assert len(memory._in_use) == 3 and len(memory._read) <= 1 and len(memory._spare) <= 2
     newest = served.versions()["narrow"]
@@ -150,15 +150,15 @@ def test_factors_that_vllm_would_take_are_refused(served: ServedTenants) -> None
         ({a: of_a, b: of_b, unknown: of_a}, r"layers\.99\.\S+ takes no adapters in this engine"),
     ):
         packed = PackedFactors.of({name: (value, 1.0) for name, value in factors.items()}, "float32")
-        refusals = served.rollout.call("push_adapter", AdapterVersion("x", 1, 10**9, 32), packed, packed.digest)
+        refusals = served.rollout.engine_set.call("push_adapter", AdapterVersion("x", 1, 10**9, 32), packed, packed.digest)
         for refusal in refusals.values():
             assert isinstance(refusal, WeightCheckError) and re.search(message, str(refusal))
     adapter, packed = AdapterVersion("x", 1, 10**9, 32), PackedFactors.of({a: (of_a, 1.0), b: (of_b, 1.0)}, "float32")
     torn = replace(packed, values=packed.values.copy())
     torn.values[-4] ^= 1
-    for refusal in served.rollout.call("push_adapter", adapter, torn, packed.digest).values():
+    for refusal in served.rollout.engine_set.call("push_adapter", adapter, torn, packed.digest).values():
         assert isinstance(refusal, WeightCheckError) and "x@1#1000000000: it was damaged on its way" in str(refusal)
-    served.rollout.call("drop_adapter", adapter)
+    served.rollout.engine_set.call("drop_adapter", adapter)
 
 
 def spoil(context: Any, tenant: HandleRef) -> None:
@@ -196,7 +196,7 @@ def test_slots_of_engines_take_what_a_plan_says(served: ServedTenants) -> None:
     lora = LoRAConfig(rank=rollout.max_adapter_rank)
     work = {"sequence_length": 8, "micro_batch_tokens": 8, "num_micro_batches": 1}
     plan = make_plan(config, 1, Workload(**work, sync_dtype="float32", tenants=rollout.max_adapters, lora=lora))
-    assert {nbytes for _, nbytes in served.rollout.call("slots").values()} == {plan.engine_slots}
+    assert {nbytes for _, nbytes in served.rollout.engine_set.call("slots").values()} == {plan.engine_slots}
 
 
 @pytest.mark.shows("lora: pushes of the base, of adapters and of merged weights mix")
@@ -206,7 +206,7 @@ def test_pushes_of_weights_and_of_adapters_mix(served: ServedTenants) -> None:
     numbers = {adapter.number for adapter in rollout.adapters.values()}
     served.push_base()
     # vLLM drops them, and would load each again when it is sampled.
-    assert all(loaded == numbers for loaded, _ in rollout.call("slots").values())
+    assert all(loaded == numbers for loaded, _ in rollout.engine_set.call("slots").values())
     assert served.tokens(EVERYONE) == before
     served.step("middle", 70)
     served.syncs["middle"].push()
@@ -232,17 +232,17 @@ def test_a_canary_finds_what_vllm_does_not_say(served: ServedTenants, untied_mod
     rollout, train, tenant = served.rollout, served.train, served.tenants["narrow"]
     before = served.tokens("narrow")
     for fault in ("names", "scale"):
-        rollout.call("falsify_adapters", fault, False)
+        rollout.engine_set.call("falsify_adapters", fault, False)
         with pytest.raises(WeightCheckError, match=r"vLLM's kernels read another .* than was sent"):
             served.syncs["narrow"].push()
     for fault, message in (("names", "taken the adapter and does not apply it"), ("scale", "it is applied wrongly")):
-        rollout.call("falsify_adapters", fault)
+        rollout.engine_set.call("falsify_adapters", fault)
         with pytest.raises(WeightCheckError, match=message):
             WeightSync(train, rollout, tenant).push()
         # What has had its canary since the engines started is not asked again.
         WeightSync(train, rollout, tenant, canary=None).push()
         assert served.tokens("narrow") != before
-        rollout.call("falsify_adapters", "")
+        rollout.engine_set.call("falsify_adapters", "")
         served.syncs["narrow"].push()
         assert served.tokens("narrow") == before
     reader = HFReader(str(untied_model))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors import WeightSync
-from actors.rollout.engines import raise_first
+from actors.rollout.group.engines import raise_first
 from actors.wire.factors import PackedFactors, SharedFactors
 from rl_backend.checkpoint.peft_files import read_peft_directory
 from rl_backend.contracts import WeightSyncError
@@ -53,12 +53,12 @@ def test_an_adapter_goes_where_no_memory_is_shared(served: ServedTenants, monkey
 
     served.step("wide", 85)
     with monkeypatch.context() as patch:
-        patch.setattr(rollout.adapter_memory, "take", full)
+        patch.setattr(rollout.lora.memory, "take", full)
         assert sync.push().transport == "object_store"
     served.assert_served(["wide"] * len(PROMPTS), served.versions())
     served.step("wide", 86)
     with monkeypatch.context() as patch:
-        patch.setattr("actors.rollout.adapter_group.host_identity", lambda: "another")
+        patch.setattr("actors.rollout.group.adapters.host_identity", lambda: "another")
         assert sync.push().transport == "object_store"
     served.assert_served(["wide"] * len(PROMPTS), served.versions())
     served.step("wide", 87)
@@ -66,17 +66,17 @@ def test_an_adapter_goes_where_no_memory_is_shared(served: ServedTenants, monkey
         patch.setattr(served.train, "run_on_ranks", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sync.push()
-    assert not rollout.adapter_memory._in_use.keys() - {
+    assert not rollout.lora.memory._in_use.keys() - {
         pushed.factors.segment.path for pushed in rollout._adapters.values() if isinstance(pushed.factors, SharedFactors)
     }
     assert sync.push().transport == "shared_memory"
     infos = {engine: replace(info, host="another") for engine, info in rollout.infos.items()}
     (pushed,) = (each for tenant, each in rollout._adapters.items() if tenant == "wide")
-    sent = rollout.sent_to(pushed, infos[1])
-    assert isinstance(sent.factors, PackedFactors) and rollout.sent_to(pushed, rollout.infos[1]) == pushed
+    sent = rollout.lora.sent_to(pushed, infos[1])
+    assert isinstance(sent.factors, PackedFactors) and rollout.lora.sent_to(pushed, rollout.infos[1]) == pushed
     again = replace(pushed.adapter, number=10**9 + 1)
-    raise_first(rollout.call("push_adapter", again, sent.factors, sent.digest))
-    rollout.call("drop_adapter", again)
+    raise_first(rollout.engine_set.call("push_adapter", again, sent.factors, sent.digest))
+    rollout.engine_set.call("drop_adapter", again)
     served.assert_served(["wide"] * len(PROMPTS), served.versions())
 
 

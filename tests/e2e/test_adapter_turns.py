@@ -59,7 +59,7 @@ def test_turns_of_tenants_finish_on_their_versions_and_later_ones_have_the_new(s
 
     async def only_present_versions_are_loaded() -> None:
         numbers = {adapter.number for adapter in rollout.adapters.values()}
-        await until(lambda: all(slots <= numbers for slots, _ in rollout.call("slots").values()))
+        await until(lambda: all(slots <= numbers for slots, _ in rollout.engine_set.call("slots").values()))
 
     asyncio.run(only_present_versions_are_loaded())
     with pytest.raises(RolloutError, match="adapter='nobody' has not been pushed"):
@@ -79,10 +79,10 @@ def test_a_turn_that_waits_has_its_version_after_many_pushes(served: ServedTenan
             served.step("narrow", 75 + step)
             await asyncio.to_thread(served.syncs["narrow"].push)
         assert not any(turn.done() for turn in waiting)
-        rollout.call("release_turns")
+        rollout.engine_set.call("resume_turns")
         return await asyncio.gather(*waiting)
 
-    rollout.call("hold_turns")
+    rollout.engine_set.call("pause_turns")
     for turn in asyncio.run(play()):
         assert turn.token_ids == expected[0].response_ids and set(turn.versions) == {version}
         assert turn.log_probs == pytest.approx(expected[0].log_probs, abs=TOLERANCE)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from actors import RolloutTokens
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync
 from benchmarks.environment_tasks import bpe_tokenizer
 from rl_backend.environment import (

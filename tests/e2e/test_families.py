@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
-from actors.rollout.engine import RolloutEngine
+from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.tokens import RolloutTokens
 from rl_backend.cli.main import main
 from rl_backend.contracts import BatchError, NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, UnsupportedError
@@ -256,7 +256,7 @@ def test_routes_of_a_dense_model_are_refused_before_it_is_loaded(
     engines: dict[str, Future[RolloutGroup]], paths: dict[str, Path]
 ) -> None:
     config = RolloutConfig(model_path=str(paths["llama"]), device="cpu", return_routed_experts=True, max_model_len=256)
-    (refused,) = engines["qwen3_moe"].result().call("start_another", config).values()
+    (refused,) = engines["qwen3_moe"].result().engine_set.call("start_another", config).values()
     assert isinstance(refused, UnsupportedError)
     assert f"{paths['llama']} has no experts" in str(refused)
 

@@ -16,12 +16,12 @@ import ray
 
 from actors.rollout import placement as rollout_placement
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.engines import EngineSet
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.engines import EngineSet
+from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync
 from actors.sync.source import SourceRanks
-from actors.sync.transport.base import PushPlan, StreamingTransport
-from actors.sync.transport.shared_memory import SharedMemoryTransport
+from actors.sync.transport.gpu import StreamingTransport
+from actors.sync.transport.staged import PushPlan, SharedMemoryTransport
 from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError, TensorInfo, UnsupportedError
 from tests.e2e.conftest import CLUSTER_CPUS
 from tests.support.engines import GroupWithoutModel, MendableGroup
@@ -103,7 +103,7 @@ def test_waiting_for_an_engine_that_still_samples_does_not_count_it_as_dead(
 ) -> None:
     pending = group.submit(PROMPTS * 16, SamplingConfig(max_new_tokens=200))
     assert not pending.done()
-    infos = group.call("describe", timeout=1.0)
+    infos = group.engine_set.call("describe", timeout=1.0)
     assert pending.done()
     assert [infos[engine].version for engine in (0, 1)] == [trainer.source.version] * 2
 
@@ -140,8 +140,8 @@ class StreamedTransport(StreamingTransport):
 def mend(group: RolloutGroup, *engines: int) -> None:
     """Brings the updates that these engines are lost for to an end, in place of restarts."""
     for engine in engines:
-        del group._lost[engine]
-    assert group.call("mend") == dict.fromkeys(engines)
+        del group.engine_set._lost[engine]
+    assert group.engine_set.call("mend") == dict.fromkeys(engines)
 
 
 def test_no_engine_whose_streamed_update_began_serves_after_another_could_not_begin(
@@ -153,7 +153,7 @@ def test_no_engine_whose_streamed_update_began_serves_after_another_could_not_be
         streamed.push()
         assert_serves(group, trainer, trainer.source.version, {0, 1})
         # Another driver left an update open in engine 1, so that a second one cannot begin there.
-        ray.get(group.actors()[1].begin_update.remote())
+        ray.get(group.engine_set.actors()[1].begin_update.remote())
         with pytest.raises(EngineDirtyError, match="engine 1: a weight update failed"):
             streamed.push()
     assert "another engine could not begin" in str(group.lost_engines[0])
@@ -164,7 +164,7 @@ def test_no_engine_whose_streamed_update_began_serves_after_another_could_not_be
 def test_engines_are_dirty_when_the_trainer_fails_in_the_middle_of_a_stream_and_say_why(
     group: RolloutGroup, trainer: ReferenceTrainer
 ) -> None:
-    actors = group.actors()
+    actors = group.engine_set.actors()
     streamed = WeightSync(trainer.source, group)
     transport = StreamedTransport()
     transport.failure = ValueError("no more weights")
@@ -200,7 +200,7 @@ def test_an_engine_that_fails_after_the_first_load_is_dirty_until_it_is_rebuilt(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
     # Another driver left an update open in engine 1, so that loading fails there after every check has passed.
-    ray.get(group.actors()[1].begin_update.remote())
+    ray.get(group.engine_set.actors()[1].begin_update.remote())
     trainer.advance()
     with pytest.raises(EngineDirtyError, match="engine 1: a weight update failed after it had begun"):
         sync.push()
@@ -214,14 +214,14 @@ def test_an_engine_that_fails_after_the_first_load_is_dirty_until_it_is_rebuilt(
 def test_a_wrong_shape_that_reaches_the_loader_makes_the_engine_dirty(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
-    staged = SharedMemoryTransport().stage(sync._plan(), trainer.source, group)
+    staged = SharedMemoryTransport().stage(sync._plan(), trainer.source, group.engine_set)
     tensors = list(staged.manifest.tensors)
     last = next(index for index, info in enumerate(tensors) if info.name == "model.layers.1.mlp.down_proj.weight")
     rows, columns = tensors[last].shape
     tensors[last] = TensorInfo(**{**tensors[last].model_dump(), "shape": (columns, rows)})
     broken = staged.manifest.replace(tensors=tuple(tensors))
-    group.call("verify", staged.manifest, each=lambda engine: (staged.segments[engine],))
-    engine = group.actors()[0]
+    group.engine_set.call("verify", staged.manifest, each=lambda engine: (staged.segments[engine],))
+    engine = group.engine_set.actors()[0]
     ray.get(engine.begin_update.remote())
     with pytest.raises(EngineDirtyError) as first:
         ray.get(engine.update.remote({"manifest": broken.model_dump_json()}))

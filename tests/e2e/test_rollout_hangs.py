@@ -15,7 +15,7 @@ import ray
 import torch
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync
 from actors.sync.source import WeightSource
 from rl_backend.contracts import ConfigError, EngineDeadError
@@ -115,7 +115,7 @@ def test_calls_that_wait_for_each_other_have_their_whole_time_each(group: Rollou
 
 
 def test_a_push_goes_to_the_engines_that_it_began_with_while_one_is_restarted(group: RolloutGroup) -> None:
-    fixed = group.fixed()
+    fixed = group.engine_set.fixed()
     old = fixed.infos[1].pid
     group.restart(1)
     outcomes = fixed.call("describe")
@@ -124,7 +124,7 @@ def test_a_push_goes_to_the_engines_that_it_began_with_while_one_is_restarted(gr
     assert fixed.engines == (0,)
     assert group.engines == (0, 1)
     assert group.infos[1].pid != old
-    assert ray.get(group.actors()[1].describe.remote()).pid == group.infos[1].pid
+    assert ray.get(group.engine_set.actors()[1].describe.remote()).pid == group.infos[1].pid
 
 
 def test_pushes_while_an_engine_is_restarted_raise_nothing_but_its_death(group: RolloutGroup) -> None:

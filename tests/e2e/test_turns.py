@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.sample import Sample
 from actors.rollout.tokens import RolloutTokens
 from actors.sync.push import WeightSync
@@ -30,7 +30,7 @@ def group(rollout_pair: RolloutGroup, rollout_sync: WeightSync) -> Iterator[Roll
     """The engines, serving the trainer's weights; turns finish before a push."""
     rollout_sync.push()
     yield rollout_pair
-    rollout_pair.call("set_turns_at_push", "finish")
+    rollout_pair.engine_set.call("set_turns_at_push", "finish")
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_a_push_waits_for_turns_and_later_ones_have_its_weights(
 def test_a_push_pauses_turns_which_continue_with_its_weights(
     group: RolloutGroup, rollout_trainer: ReferenceTrainer, rollout_sync: WeightSync, tokens: RolloutTokens
 ) -> None:
-    group.call("set_turns_at_push", "pause")
+    group.engine_set.call("set_turns_at_push", "pause")
     before = rollout_trainer.source.version
     old = ReferenceTrainer.__new__(ReferenceTrainer)
     old.model = rollout_trainer.copy_of_model()
@@ -191,7 +191,7 @@ def test_a_push_pauses_turns_which_continue_with_its_weights(
 def test_turns_that_pause_for_the_same_weights_are_what_they_are_without_a_push(
     group: RolloutGroup, rollout_sync: WeightSync, tokens: RolloutTokens
 ) -> None:
-    group.call("set_turns_at_push", "pause")
+    group.engine_set.call("set_turns_at_push", "pause")
 
     async def expected() -> list[Generation]:
         return await asyncio.gather(*(ask(tokens, [5, 6, number], number, LONG) for number in range(2)))
@@ -216,7 +216,7 @@ def test_turns_of_an_engine_that_dies_are_asked_again_of_another(
         turns = [ask(source, prompts[seed], seed, LONG) for source in (tokens, strict) for seed in range(4)]
         running = [asyncio.ensure_future(turn) for turn in turns]
         await until_in_flight(group, 8)
-        assert set(group.turns_in_flight.values()) == {4}
+        assert set(group.turns.in_flight.values()) == {4}
         os.kill(group.infos[1].pid, signal.SIGKILL)
         return await asyncio.gather(*running, return_exceptions=True)
 

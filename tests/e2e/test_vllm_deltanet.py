@@ -41,7 +41,7 @@ SHARED_EXPERT = (*(name.replace("mlp.", "mlp.shared_expert.") for name in FEED_F
 @pytest.mark.parametrize("name", ["dense", "mixture", pytest.param("next", marks=pytest.mark.long)])
 def test_log_probs_are_transformers_after_every_push(deltanet_engines: DeltaNetEngines, name: str) -> None:
     served = deltanet_engines.served(name)
-    assert set(served.rollout.call("state_dtypes")[0]) == {"float32"}
+    assert set(served.rollout.engine_set.call("state_dtypes")[0]) == {"float32"}
     for _ in range(2):
         served.push()
         assert served.largest_gap() <= 1e-5
@@ -53,13 +53,13 @@ def test_a_push_empties_the_prefix_cache_of_states(deltanet_engines: DeltaNetEng
     served = deltanet_engines.served("dense")
     served.push()
     assert served.largest_gap() <= 1e-5
-    assert served.rollout.call("cached_tokens", LONG)[0] > 0
-    served.rollout.call("leave_out", "reset")
+    assert served.rollout.engine_set.call("cached_tokens", LONG)[0] > 0
+    served.rollout.engine_set.call("leave_out", "reset")
     served.push()
     assert served.largest_gap() > 1e-3
-    served.rollout.call("leave_out", "")
+    served.rollout.engine_set.call("leave_out", "")
     served.push()
-    assert served.rollout.call("cached_tokens", LONG)[0] == 0
+    assert served.rollout.engine_set.call("cached_tokens", LONG)[0] == 0
     assert served.largest_gap() <= 1e-5
 
 
@@ -72,7 +72,7 @@ def test_vllm_starts_a_prompt_of_one_token_from_an_old_state_without_the_patch(
     greedy, ones = SamplingConfig(temperature=0.0, max_new_tokens=4), [[7]]
 
     def log_probs(what: str) -> list[float]:
-        served.rollout.call("leave_out", what)
+        served.rollout.engine_set.call("leave_out", what)
         served.rollout.generate([[token, *LONG[:40]] for token in range(60)], greedy)
         return served.rollout.generate(ones, greedy)[0].log_probs
 
@@ -101,8 +101,8 @@ def test_seeds_decide_alone_when_prompts_are_computed_in_pieces(deltanet_engines
 @pytest.mark.shows("weight sync: in bfloat16 vLLM's gap is at most three times that of transformers to its own float32")
 def test_bfloat16_is_computed_by_vllms_own_kernel(deltanet_engines: DeltaNetEngines) -> None:
     served = deltanet_engines.served("bfloat16")
-    assert set(served.rollout.call("state_dtypes")[0]) == {"float32"}
-    served.rollout.call("forbid_own_operator")
+    assert set(served.rollout.engine_set.call("state_dtypes")[0]) == {"float32"}
+    served.rollout.engine_set.call("forbid_own_operator")
     for _ in range(2):
         served.push()
         samples = served.rollout.generate(PROMPTS, SAMPLING)
@@ -156,7 +156,7 @@ def test_slots_of_engines_take_what_a_plan_says(deltanet_engines: DeltaNetEngine
     lora = LoRAConfig(rank=rollout.max_adapter_rank)
     work = {"sequence_length": 8, "micro_batch_tokens": 8, "num_micro_batches": 1}
     plan = make_plan(config, 1, Workload(**work, sync_dtype="float32", tenants=rollout.max_adapters, lora=lora))
-    assert served.rollout.call("slots") == {0: plan.engine_slots}
+    assert served.rollout.engine_set.call("slots") == {0: plan.engine_slots}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_vllm_alone_does_not_serve_float32(deltanet_engines: DeltaNetEngines) ->
 def test_turns_pause_for_a_push_and_go_on_with_states_of_its_weights(deltanet_engines: DeltaNetEngines) -> None:
     served = deltanet_engines.served("dense")
     served.push()
-    served.rollout.call("set_turns_at_push", "pause")
+    served.rollout.engine_set.call("set_turns_at_push", "pause")
     old, before = copy.copy(served.trainer), served.trainer.source.version
     old.model = served.trainer.copy_of_model()
     served.trainer.advance(0.3)
@@ -213,7 +213,7 @@ def test_turns_pause_for_a_push_and_go_on_with_states_of_its_weights(deltanet_en
         return turn
 
     turn = asyncio.run(play())
-    served.rollout.call("set_turns_at_push", "finish")
+    served.rollout.engine_set.call("set_turns_at_push", "finish")
     kept = list(turn.versions).count(before)
     assert 0 < kept < 200 and set(turn.versions[kept:]) == {before + 1}
     assert max(old.gaps([part_of(turn, LONG, 0, kept)])) <= 1e-5

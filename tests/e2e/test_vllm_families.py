@@ -45,12 +45,16 @@ def test_log_probs_are_transformers_after_every_push(
         assert max(served.gaps()) <= 1e-5
         assert max(served.gaps()) <= 1e-5, "from the prefix cache"
     if not fields and model_type == "deepseek_v3":
-        in_kernel, as_done = served.rollout.call("rounding_of_rotation")[0]
+        in_kernel, as_done = served.rollout.engine_set.call("rounding_of_rotation")[0]
         assert as_done == 0.0, "in torch"
         assert in_kernel > 0.1, "vLLM's kernel rotates views: rotate_views_outside_the_kernel() is not needed any more"
     if model_type == "minimax_m2":
-        assert not served.rollout.call("routes_by_sigmoid_alone")[0], "route_by_sigmoid_without_groups() is not needed"
-        assert not served.rollout.call("takes_nameless_loaders")[0], "name_weight_loaders() is not needed any more"
+        assert not served.rollout.engine_set.call("routes_by_sigmoid_alone")[0], (
+            "route_by_sigmoid_without_groups() is not needed"
+        )
+        assert not served.rollout.engine_set.call("takes_nameless_loaders")[0], (
+            "name_weight_loaders() is not needed any more"
+        )
 
 
 @pytest.mark.shows("rollout: DeepSeek-V3.2 and GLM-5 are served with dense attention while index_topk covers max_model_len")
@@ -78,11 +82,11 @@ def test_a_push_reaches_every_weight_of_gpt_oss(engines: FamilyEngines) -> None:
             f"gpt-oss, mean gap in nats: {gap:.1e}, transformers in bfloat16 to itself in float32 {rounding:.1e}\n"
         )
         assert gap <= 3 * rounding
-    served.rollout.call("load_past_loaders", True)
+    served.rollout.engine_set.call("load_past_loaders", True)
     served.push()
     stale, _ = gap_and_rounding()
     assert stale > 0.1, "vLLM loads gpt-oss right in an update: load_through_loaders() is not needed any more"
-    served.rollout.call("load_past_loaders", False)
+    served.rollout.engine_set.call("load_past_loaders", False)
     served.push()
     gap, rounding = gap_and_rounding()
     assert gap <= 3 * rounding

@@ -11,8 +11,8 @@ import pytest
 
 from actors import TrainGroup
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.engine import RolloutEngine
-from actors.rollout.group import RolloutGroup
+from actors.rollout.engine.engine import RolloutEngine
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion
 from actors.sync.push import WeightSync
 from actors.wire.factors import PackedFactors
@@ -78,7 +78,7 @@ def sync(group: RolloutGroup, trainer: ReferenceTrainer) -> Iterator[WeightSync]
 
 def gap_after_push_without(patch: str | None, group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync) -> float:
     trainer.advance(0.5)
-    group.call("leave_out", patch)
+    group.engine_set.call("leave_out", patch)
     sync.push()
     return trainer.mean_gap(group.generate(PROMPTS, SAMPLING))
 
@@ -125,7 +125,7 @@ def test_adapters_beside_experts(ray_cluster: None, group: RolloutGroup, moe_mod
         factors = train.export_lora_adapter(tenant)
         moved = {name.replace("self_attn.q_proj", "mlp.experts.0.up_proj"): value for name, value in factors.items()}
         packed = PackedFactors.of({name: (value, 1.0) for name, value in moved.items()}, "float32")
-        outcome = group.call("push_adapter", AdapterVersion("experts", 1, 10**9, 4), packed, packed.digest)[0]
+        outcome = group.engine_set.call("push_adapter", AdapterVersion("experts", 1, 10**9, 4), packed, packed.digest)[0]
         assert isinstance(outcome, WeightCheckError)
         assert re.search(r"mlp\.experts\.0\.up_proj takes no adapters in this engine .* merged=True", str(outcome))
         with WeightSync(train, group, tenant, merged=True) as of_both:

@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.engines import EngineSet
-from actors.rollout.group import RolloutGroup
-from actors.sync.push import TransportName, WeightSync, make_transport
+from actors.rollout.group.engines import EngineSet
+from actors.rollout.group.group import RolloutGroup
+from actors.sync.push import WeightSync, make_transport
 from actors.sync.source import SourceRanks, WeightSource
-from actors.sync.transport.base import PushPlan, Staged
-from actors.sync.transport.shared_memory import SharedMemoryTransport, reserve_segment, write_segment
+from actors.sync.transport.staged import (
+    PushPlan,
+    SharedMemoryTransport,
+    Staged,
+    TransportName,
+    reserve_segment,
+    write_segment,
+)
 from rl_backend.contracts import (
     ConfigError,
     RolloutError,
@@ -206,22 +212,22 @@ def test_sampling_during_an_update_is_refused_and_the_engines_survive(
 ) -> None:
     trainer.advance()
     plan = sync._plan()
-    staged = SharedMemoryTransport().stage(plan, trainer.source, group)
-    verified = group.call("verify", staged.manifest, each=lambda engine: (staged.segments[engine],))
+    staged = SharedMemoryTransport().stage(plan, trainer.source, group.engine_set)
+    verified = group.engine_set.call("verify", staged.manifest, each=lambda engine: (staged.segments[engine],))
     assert all(isinstance(seconds, float) for seconds in verified.values())
-    assert set(group.call("begin_update").values()) == {None}
+    assert set(group.engine_set.call("begin_update").values()) == {None}
     with pytest.raises(RolloutError, match="a weight update is in progress"):
         group.generate(PROMPTS, SAMPLING)
-    assert set(group.call("update", {"manifest": staged.manifest.model_dump_json()}).values()) == {None}
+    assert set(group.engine_set.call("update", {"manifest": staged.manifest.model_dump_json()}).values()) == {None}
     with pytest.raises(RolloutError, match="a weight update is in progress"):
         group.generate(PROMPTS, SAMPLING)
-    group.call("finish_update", plan.version)
-    group.call("resume")
+    group.engine_set.call("finish_update", plan.version)
+    group.engine_set.call("resume")
     assert_serves(group, trainer, plan.version)
 
 
 def test_an_engine_loads_only_what_it_has_verified(group: RolloutGroup, trainer: ReferenceTrainer) -> None:
-    outcomes = group.call("load", trainer.source.version + 5)
+    outcomes = group.engine_set.call("load", trainer.source.version + 5)
     assert all(
         isinstance(outcome, WeightCheckError) and "were not verified" in str(outcome) for outcome in outcomes.values()
     )

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from actors import RankContext, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from actors.sync.source import WeightSource
-from actors.sync.transport import shared_memory
-from actors.sync.transport.base import PushPlan, Staged
-from actors.sync.transport.shared_memory import SharedMemoryTransport
+from actors.sync.transport import staged as staged_module
+from actors.sync.transport.staged import PushPlan, SharedMemoryTransport, Staged
 from actors.wire.segment import DIRECTORY, Segment, remove_stale_segments
 from rl_backend.contracts import GroupFailedError, NativeConfig, RuntimeConfig, TensorInfo, WeightCheckError
 from tests.support.rollout import ReferenceTrainer
@@ -41,7 +40,7 @@ def trainer(rollout_trainer: ReferenceTrainer, rollout_sync: WeightSync) -> Refe
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are told of the tiny model's tensors in many parts."""
-    monkeypatch.setattr(shared_memory, "PART_BYTES", 1)
+    monkeypatch.setattr(staged_module, "PART_BYTES", 1)
 
 
 def assert_serves(group: RolloutGroup, trainer: ReferenceTrainer, version: int) -> None:
@@ -62,7 +61,7 @@ def mappings(pid: int, segment: Path) -> list[str]:
 def staged_of(sync: WeightSync, trainer: ReferenceTrainer, group: RolloutGroup) -> tuple[PushPlan, Staged, Tensor]:
     plan = sync._plan()
     assert isinstance(sync._transport, SharedMemoryTransport)
-    staged = sync._transport.stage(plan, trainer.source, group)
+    staged = sync._transport.stage(plan, trainer.source, group.engine_set)
     return plan, staged, trainer.source.run_on_ranks(lambda context: context.state[plan.key].buffer)[0]
 
 
@@ -114,7 +113,7 @@ def test_a_byte_that_changes_once_its_tensor_is_staged_is_found_before_anything_
     weights = dict(trainer.named_weights())
     torn = list(weights)[place]
     other = WeightSync(WeightSource(weights, trainer.source.version + 1), group, transport="shared_memory")
-    tell = shared_memory._StagedParts.add
+    tell = staged_module._StagedParts.add
 
     def damage(parts: Any, info: TensorInfo) -> None:
         if info.name == torn:
@@ -127,7 +126,7 @@ def test_a_byte_that_changes_once_its_tensor_is_staged_is_found_before_anything_
 
     with other:
         with monkeypatch.context() as patch:
-            patch.setattr(shared_memory._StagedParts, "add", damage)
+            patch.setattr(staged_module._StagedParts, "add", damage)
             with pytest.raises(WeightCheckError, match="differ from the manifest's digests") as error:
                 other.push()
         assert torn in str(error.value)
@@ -141,14 +140,14 @@ def test_engines_check_parts_while_the_trainer_stages_and_read_only_the_rest_aft
     for place, found in ((0, False), (-1, True)):
         _, staged, buffer = staged_of(rollout_sync, trainer, group)
         # Calls of one process arrive in order: each engine has checked its parts when it answers.
-        group.call("describe")
+        group.engine_set.call("describe")
         torn = staged.manifest.tensors[place]
         buffer[torn.offset] ^= 1
         verify = {"each": partial(segment_and_key, staged)}
-        outcomes = group.call("verify", staged.manifest, **verify)
+        outcomes = group.engine_set.call("verify", staged.manifest, **verify)
         assert [isinstance(outcome, WeightCheckError) for outcome in outcomes.values()] == [found] * 2
         # What was found under the push's key is forgotten with it.
-        outcomes = group.call("verify", staged.manifest, **verify)
+        outcomes = group.engine_set.call("verify", staged.manifest, **verify)
         assert all(isinstance(outcome, WeightCheckError) and torn.name in str(outcome) for outcome in outcomes.values())
     assert_serves(group, trainer, trainer.source.version)
 
@@ -157,11 +156,11 @@ def test_weights_that_were_verified_are_not_loaded_once_others_are_being_staged(
     group: RolloutGroup, trainer: ReferenceTrainer, rollout_sync: WeightSync
 ) -> None:
     plan, staged, _ = staged_of(rollout_sync, trainer, group)
-    group.call("verify", staged.manifest, each=partial(segment_and_key, staged))
+    group.engine_set.call("verify", staged.manifest, each=partial(segment_and_key, staged))
     # A late message of the same push changes nothing; one of the next push does.
-    group.call("verify_part", staged.key, staged.manifest, staged.segments[0])
-    group.call("verify_part", "next", staged.manifest, staged.segments[0])
-    for outcome in group.call("load", plan.version).values():
+    group.engine_set.call("verify_part", staged.key, staged.manifest, staged.segments[0])
+    group.engine_set.call("verify_part", "next", staged.manifest, staged.segments[0])
+    for outcome in group.engine_set.call("load", plan.version).values():
         assert isinstance(outcome, WeightCheckError) and "were not verified" in str(outcome)
     trainer.advance()
     rollout_sync.push()
@@ -173,14 +172,14 @@ def test_a_part_that_cannot_be_checked_is_left_to_the_whole(
 ) -> None:
     _, staged, _ = staged_of(rollout_sync, trainer, group)
     gone = Segment(str(DIRECTORY / "rl_backend_weights-none"), 64)
-    assert set(group.call("verify_part", staged.key, staged.manifest, gone).values()) == {None}
+    assert set(group.engine_set.call("verify_part", staged.key, staged.manifest, gone).values()) == {None}
     rollout_sync.push()
     assert_serves(group, trainer, trainer.source.version)
 
 
 def die_while_exporting(context: RankContext, tensors: int) -> None:
     """From now on this rank ends, as if killed, in the middle of an export."""
-    shared_memory.PART_BYTES = 1
+    staged_module.PART_BYTES = 1
     export = context.runtime.export_weights
 
     def dying(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:

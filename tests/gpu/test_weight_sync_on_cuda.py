@@ -18,7 +18,7 @@ from tests.gpu.conftest import MakeRuntime
 from tests.support.sft_batches import random_token_sequences, sft_micro_batches
 
 if TYPE_CHECKING:
-    from actors.rollout.group import RolloutGroup
+    from actors.rollout.group.group import RolloutGroup
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.rollout.jobs import Completion, Job
+from actors.rollout.engine.step_loop import Completion, Job
 
 
 class AnsweringStepper:

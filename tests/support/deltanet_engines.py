@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.engine import RolloutEngine
-from actors.rollout.group import RolloutGroup
+from actors.rollout.engine.engine import RolloutEngine
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
 from actors.rollout.placement import NodePlace
 from actors.rollout.sample import Sample
@@ -52,9 +52,9 @@ class DeltaNetEngine(EngineOfTurns):
         if not hasattr(self, "_split"):
             self._split = gdn_attn.split_decodes_and_prefills
         gdn_attn.split_decodes_and_prefills = utils.split_decodes_and_prefills if what == "split" else self._split
-        vars(self._llm).pop("reset_prefix_cache", None)
+        vars(self._vllm.llm).pop("reset_prefix_cache", None)
         if what == "reset":
-            self._llm.reset_prefix_cache = lambda: True
+            self._vllm.llm.reset_prefix_cache = lambda: True
 
     def forbid_own_operator(self) -> None:
         """From now on only vLLM's own kernel computes gated DeltaNet."""
@@ -70,16 +70,16 @@ class DeltaNetEngine(EngineOfTurns):
         from vllm import SamplingParams, TokensPrompt
 
         prompts = [TokensPrompt(prompt_token_ids=list(prompt))]
-        (output,) = self._llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+        (output,) = self._vllm.llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
         return int(output.num_cached_tokens or 0)
 
     def slots(self) -> int:
         """Bytes of all slots for adapters."""
-        return slot_bytes(self._llm)
+        return slot_bytes(self._vllm.llm)
 
     def state_dtypes(self) -> list[str]:
         """Of every recurrent state."""
-        (dtypes,) = self._llm.collective_rpc("state_dtypes")
+        (dtypes,) = self._vllm.llm.collective_rpc("state_dtypes")
         return list(dtypes)
 
 
@@ -221,7 +221,7 @@ def push_factors(group: RolloutGroup, factors: Mapping[str, Tensor], number: int
     rank = min(len(tensor) for name, tensor in factors.items() if "lora_A" in name)
     adapter = AdapterVersion("poet", number, number, rank)
     packed = PackedFactors.of({name: (tensor, 1.0) for name, tensor in factors.items()}, group.config.dtype)
-    (outcome,) = group.call("push_adapter", adapter, packed, packed.digest).values()
+    (outcome,) = group.engine_set.call("push_adapter", adapter, packed, packed.digest).values()
     if outcome is None:
-        group.switch_adapter(PushedAdapter(adapter, packed, packed.digest))
+        group.lora.switch(PushedAdapter(adapter, packed, packed.digest))
     return outcome

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.engine import RolloutEngine
-from actors.rollout.group import RolloutGroup
+from actors.rollout.engine.engine import RolloutEngine
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion, EngineInfo, Generated, Request, Response
 from actors.rollout.placement import NodePlace
 from actors.wire.segment import Segment
@@ -41,7 +41,8 @@ class EngineWithoutModel(RolloutEngine):
 
     def start(self, place: NodePlace) -> EngineInfo:
         time.sleep(1.0)
-        facts = {"name": self._name, "pid": os.getpid(), "node_id": self.node(), "node_ip": "", "host": "", "device": "cpu"}
+        name = self._vllm.name
+        facts = {"name": name, "pid": os.getpid(), "node_id": self.node(), "node_ip": "", "host": "", "device": "cpu"}
         sizes = {"workers": 1, "device_ids": (), "vocab_size": 8, "max_model_len": 8, "version": 0}
         return EngineInfo(**facts, **sizes, cores=(), dtype="float32", state="serving")  # type: ignore[arg-type]
 
@@ -56,7 +57,7 @@ class EngineWithoutVllm(RolloutEngine):
     def start(self, place: NodePlace) -> EngineInfo:
         self._check_model_is_here()
         config = SimpleNamespace(get_vocab_size=lambda: 128, max_model_len=64)
-        self._llm: Any = SimpleNamespace(model_config=config)
+        self._vllm.llm = SimpleNamespace(model_config=config)
         return self.describe()
 
     def generate(
@@ -68,16 +69,16 @@ class EngineWithoutVllm(RolloutEngine):
     ) -> Generated:
         time.sleep(sampling.max_new_tokens)
         responses = [[Response([1], [0.0], "length")] for _ in requests]
-        return Generated([self._version] * len(requests), responses, None)
+        return Generated([self._vllm.version] * len(requests), responses, None)
 
     def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
-        self._verified = manifest
+        self._verified_here = manifest
         time.sleep(0.2)
         return 0.2
 
     def load(self, version: int) -> float:
-        assert self._verified is not None and self._verified.version == version
-        self._version = version
+        assert self._verified_here.version == version
+        self._vllm.version = version
         return 0.0
 
 
@@ -89,7 +90,7 @@ class EngineOfTurns(RolloutEngine):
     """An engine that can be told anew what a push does to turns."""
 
     def set_turns_at_push(self, value: str) -> None:
-        self._config = self._config.replace(turns_at_push=value)
+        self._vllm.config = self._vllm.config.replace(turns_at_push=value)
 
 
 class GroupOfTurns(RolloutGroup):
@@ -101,8 +102,8 @@ class MendableEngine(RolloutEngine):
 
     def mend(self) -> None:
         """Ends the update, which leaves the weights that were there."""
-        self._state, self._failure = "paused", ""
-        self.finish_update(self._version)
+        self._vllm.state, self._vllm._failure = "paused", ""
+        self.finish_update(self._vllm.version)
         self.resume()
 
 
@@ -113,27 +114,13 @@ class MendableGroup(RolloutGroup):
 class AdapterEngine(RolloutEngine):
     """An engine whose adapters can be made to fail."""
 
-    _dies_in = ""
-
     def die_in(self, method: str) -> None:
-        """Ends by SIGKILL when this is called next."""
-        self._dies_in = method
-
-    def keep_adapter(self, adapter: AdapterVersion, tensors: Mapping[str, Tensor], digest: str) -> None:
-        self._die("keep_adapter")
-        super().keep_adapter(adapter, tensors, digest)
-
-    def load_adapter(self, adapter: AdapterVersion) -> None:
-        self._die("load_adapter")
-        super().load_adapter(adapter)
-
-    def _die(self, method: str) -> None:
-        if self._dies_in == method:
-            os.kill(os.getpid(), signal.SIGKILL)
+        """Ends by SIGKILL when ``keep`` or ``load`` of its adapters is called next."""
+        setattr(self._adapters, method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
     def slots(self) -> tuple[set[int], int]:
         """Numbers of the adapters that vLLM has loaded, and bytes of all its slots."""
-        return set(self._llm.llm_engine.list_loras()), slot_bytes(self._llm)
+        return set(self._vllm.llm.llm_engine.list_loras()), slot_bytes(self._vllm.llm)
 
     def falsify_adapters(self, fault: str, unseen: bool = True) -> None:
         """From now on slots are given other tensors than were kept.
@@ -146,7 +133,7 @@ class AdapterEngine(RolloutEngine):
         from actors.rollout.vllm.slots import SlotTable
 
         if not hasattr(self, "_originals"):
-            self._originals = SlotTable.write, AdapterSlots.adapter_problem
+            self._originals = SlotTable.write, AdapterSlots.problem
         write, problem = self._originals
 
         def changed(table: Any, index: int, rank: int, factors: Mapping[str, Tensor]) -> None:
@@ -157,7 +144,7 @@ class AdapterEngine(RolloutEngine):
             write(table, index, rank, factors)
 
         SlotTable.write = changed if fault else write
-        AdapterSlots.adapter_problem = (lambda *_: "") if fault and unseen else problem
+        AdapterSlots.problem = (lambda *_: "") if fault and unseen else problem
 
 
 class AdapterGroupOfFaults(RolloutGroup):

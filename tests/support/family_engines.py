@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.engine import RolloutEngine
-from actors.rollout.group import RolloutGroup
+from actors.rollout.engine.engine import RolloutEngine
+from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync
 from actors.sync.source import WeightSource
 from rl_backend.checkpoint.hf_reader import read_hf_config
@@ -38,7 +38,7 @@ class FamilyEngine(RolloutEngine):
         """Largest differences between rotations of views and those in torch: in vLLM's kernel, and as they are done."""
         from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-        model = self._llm.apply_model(_rotary_embedding)[0]
+        model = self._vllm.llm.apply_model(_rotary_embedding)[0]
         positions, wide = torch.arange(5), torch.randn(5, 4, 128)
         found = []
         for rotate in (RotaryEmbedding.forward_cpu.__wrapped__, RotaryEmbedding.forward_cpu):

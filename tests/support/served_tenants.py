@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from actors import HandleRef, Loss, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
-from actors.rollout.calls import PendingSamples
+from actors.rollout.group.calls import PendingSamples
 from actors.rollout.sample import Sample
 from rl_backend.contracts import TokenSequence
 from rl_backend.contracts.lora import LoRAConfig
@@ -46,7 +46,7 @@ class ServedTenants(NamedTuple):
     def make_ready(self) -> None:
         """Engines alive, the base alone beneath the adapters, every tenant pushed, with weights that are not the base's."""
         restarted = [self.rollout.restart(engine) for engine in list(self.rollout.lost_engines)]
-        if restarted and self.rollout.base_pushes:
+        if restarted and self.rollout.lora.base_pushes:
             self.push_base()
         for index, (name, tenant) in enumerate(self.tenants.items()):
             if not self.train.weight_version(tenant):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.jobs import Completion, Job
+from actors.rollout.engine.step_loop import Completion, Job
 from actors.rollout.messages import AdapterVersion, Request
 
 BAD_SEED, FATAL_SEED = 666, 667

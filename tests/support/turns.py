@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from actors.rollout.group import RolloutGroup
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.sample import Routes, Sample, VersionSpan
 from actors.rollout.tokens import RolloutTokens
 from rl_backend.environment.protocol import Generation
@@ -51,7 +51,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 async def until_in_flight(group: RolloutGroup, turns: int) -> None:
     """Waits until engines have so many turns."""
-    await until(lambda: sum(group.turns_in_flight.values()) == turns)
+    await until(lambda: sum(group.turns.in_flight.values()) == turns)
 
 
 async def in_the_middle(group: RolloutGroup, turns: Sequence[Awaitable[Generation]], then: Callable[[], Any]) -> Any:

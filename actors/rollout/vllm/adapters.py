@@ -85,26 +85,31 @@ LoRAModelManager.activate_adapter = _activate_adapter
 
 
 class AdapterSlots:
-    """Methods added to vLLM's worker."""
+    """The adapters of one of vLLM's workers.
 
-    model_runner: Any
-    _modules_of_checkpoint: Mapping[str, str] = {}
-    _table: SlotTable | None = None
-    _fitted: tuple[int, Mapping[str, tuple[int, ...]]] = 0, {}
-    """Rank and shapes of the adapter that was kept last; the next version of a tenant has the same."""
+    Args:
+        model_runner: the worker's.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        self._model_runner = model_runner
+        self._modules_of_checkpoint: Mapping[str, str] = {}
+        self._table: SlotTable | None = None
+        self._fitted: tuple[int, Mapping[str, tuple[int, ...]]] = 0, {}
+        """Rank and shapes of the adapter that was kept last; the next version of a tenant has the same."""
 
     @property
     def _manager(self) -> Any:
-        return self.model_runner.lora_manager._adapter_manager
+        return self._model_runner.lora_manager._adapter_manager
 
     def learn_names(self, checkpoint: Sequence[str]) -> None:
         """Tells what the checkpoint calls its tensors, which is how tenants name the modules that they adapt."""
-        mapper = _renames(self.model_runner.get_model())
+        mapper = _renames(self._model_runner.get_model())
         modules = [name.removesuffix(".weight") for name in checkpoint]
         self._table, self._fitted = None, (0, {})
         self._modules_of_checkpoint = {mapper._map_name(module) if mapper else module: module for module in modules}
 
-    def keep_adapter(self, path: str, rank: int, tensors: Mapping[str, Tensor], digest: str) -> str:
+    def keep(self, path: str, rank: int, tensors: Mapping[str, Tensor], digest: str) -> str:
         """Keeps factors by peft's names for a later load. Returns why they cannot be loaded; empty when they can.
 
         vLLM itself accepts unknown modules, lone factors and other shapes without a word.
@@ -122,16 +127,16 @@ class AdapterSlots:
         _kept[path] = _Kept(rank, tensors, digest, self._table)
         return ""
 
-    def own_adapter(self, path: str) -> None:
-        """Copies the factors that :meth:`keep_adapter` kept, whose memory will be written to."""
+    def own(self, path: str) -> None:
+        """Copies the factors that :meth:`keep` kept, whose memory will be written to."""
         kept = _kept[path]
         _kept[path] = kept._replace(factors={name: factor.clone() for name, factor in kept.factors.items()})
 
-    def forget_adapter(self, path: str) -> None:
-        """Frees what :meth:`keep_adapter` kept."""
+    def forget(self, path: str) -> None:
+        """Frees what :meth:`keep` kept."""
         _kept.pop(path, None)
 
-    def adapter_problem(self, path: str, number: int) -> str:
+    def problem(self, path: str, number: int) -> str:
         """Why the memory that the kernels read for adapter ``number`` is not what was sent; empty where it is."""
         kept = _kept[path]
         index = self._manager.lora_index_to_id.index(number)

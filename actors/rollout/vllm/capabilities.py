@@ -102,13 +102,13 @@ REFUSALS = (
         for what, measured, instead, applies in (
             (
                 "windows in other layers than every second one, beginning with the first",
-                "log-probs are others, without an error: vLLM does not read layer_types",
+                "silently different log-probs: vLLM does not read layer_types",
                 "train it without vLLM",
                 _has_other_windows,
             ),
             (
                 "norms with another epsilon than 1e-5",
-                "log-probs are others, without an error: vLLM does not read rms_norm_eps",
+                "silently different log-probs: vLLM does not read rms_norm_eps",
                 "use a model with rms_norm_eps=1e-5, as released ones have",
                 _has_another_epsilon,
             ),
@@ -120,13 +120,13 @@ REFUSALS = (
             ),
             (
                 "YaRN with attention_factor, mscale or mscale_all_dim",
-                "log-probs are others, without an error: vLLM does not read them",
+                "silently different log-probs: vLLM does not read them",
                 "leave them out, or train it without vLLM",
                 _scales_otherwise_than_yarn,
             ),
             (
                 "attention without biases (attention_bias=false)",
-                "log-probs are others, without an error: vLLM adds biases of whatever was in its memory",
+                "silently different log-probs: vLLM adds biases of whatever was in its memory",
                 "train it without vLLM",
                 lambda fields, config: fields.get("attention_bias") is False,
             ),

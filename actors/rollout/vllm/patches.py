@@ -18,13 +18,18 @@ An engine of several workers has the first of them serve a store, which torch bi
 A prompt that is computed in pieces is sampled after each of them. vLLM drops these tokens and turns the request's own
 generator back by an offset, which generators of a CPU do not have: the engine ends. Gated DeltaNet is in
 :mod:`~actors.rollout.vllm.deltanet`.
+
+During an update vLLM replaces parameters by placeholders and gathers what their loaders are given. Its gpt-oss writes whole
+stacks of experts, and the sinks of attention, past those loaders into the placeholders: experts and sinks stay as they were,
+without an error. Experts that come one by one, and sinks that are given to the loader, arrive.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -32,11 +37,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models.gpt_oss import GptOssModel
 from vllm.platforms import current_platform
+
+_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.((?:w13|w2)_(?:weight|bias))")
+"""vLLM's names of a layer's experts, all in one tensor."""
 
 
 @contextmanager
@@ -169,6 +179,34 @@ def _bound_store(host_name: str, port: int, *, is_master: bool = False, **option
         listener = socket.create_server((host_name, port))
         options |= {"multi_tenant": False, "master_listen_fd": listener.detach()}
     return TCPStore(host_name, port, is_master=is_master, **options)
+
+
+def load_through_loaders() -> None:
+    """From now on updates of gpt-oss reach every parameter. A model that is being started loads as before."""
+    load = GptOssModel.load_weights
+
+    @wraps(load)
+    def load_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        in_update = any(parameter.is_meta for parameter in model.parameters())
+        loaded: set[str] = load(model, _as_loaders_take_them(model, weights) if in_update else weights)
+        return loaded
+
+    GptOssModel.load_weights = load_weights
+
+
+def _as_loaders_take_them(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Single experts in place of stacks; sinks are loaded here."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in weights:
+        experts = _EXPERTS.fullmatch(name)
+        if experts is not None:
+            for number, expert in enumerate(tensor):
+                yield f"{experts[1]}.{number}.{experts[2]}", expert
+        elif name.endswith(".attn.sinks"):
+            sinks, heads = parameters[name], len(parameters[name])
+            sinks.weight_loader(sinks, tensor.narrow(0, heads * get_tensor_model_parallel_rank(), heads))
+        else:
+            yield name, tensor
 
 
 def _modules_of(model: nn.Module, method: type) -> list[Any]:

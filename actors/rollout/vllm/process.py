@@ -91,8 +91,7 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    from actors.rollout.vllm.loader import LOAD_FORMAT
-    from actors.rollout.vllm.worker import BACKEND
+    from actors.rollout.vllm.worker import BACKEND, LOAD_FORMAT
 
     if device != current_platform.device_type:
         raise UnsupportedError(

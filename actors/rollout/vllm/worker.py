@@ -7,9 +7,10 @@ attention and routers with sigmoid scores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,17 +24,16 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
-from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from actors.rollout.vllm.adapters import AdapterSlots
 from actors.rollout.vllm.deltanet import serve_every_deltanet
 from actors.rollout.vllm.expected import EngineParameters
-from actors.rollout.vllm.gpt_oss import load_through_loaders
-from actors.rollout.vllm.loader import LOAD_FORMAT, ReaderFilesLoader
 from actors.rollout.vllm.patches import (
     bind_stores_to_their_address,
+    load_through_loaders,
     name_weight_loaders,
     packing_embeddings_again,
     packing_experts_again,
@@ -42,11 +42,15 @@ from actors.rollout.vllm.patches import (
     turn_generators_back,
 )
 from actors.wire.segment import map_segment
+from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import WeightManifest, name_of_dtype
 from rl_backend.weights.staging import read_tensor
 
 BACKEND = "rl_backend"
 """Name under which vLLM's ``WeightTransferConfig`` finds :class:`SwitchingWeightTransferEngine`."""
+
+LOAD_FORMAT = "rl_backend"
+"""Name under which vLLM finds :class:`ReaderFilesLoader`."""
 
 _KINDS = {
     "nccl": "actors.rollout.vllm.streaming.CheckedNcclWeightTransferEngine",
@@ -145,16 +149,46 @@ class SwitchingWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo,
         return self._active
 
 
-class WorkerExtension(AdapterSlots):
+class ReaderFilesLoader(DefaultModelLoader):
+    """vLLM's loader of the files that :class:`HFReader` reads.
+
+    vLLM alone reads every ``*.safetensors`` file of a directory without an index, also those beside ``model.safetensors``,
+    and nothing but ``consolidated*.safetensors`` where there is one.
+    """
+
+    def _prepare_weights(self, model_name_or_path: str, *_: object, **__: object) -> tuple[str, list[str], bool]:
+        return model_name_or_path, [str(file) for file in HFReader(model_name_or_path).files], True
+
+
+class WorkerExtension:
     """Methods added to vLLM's worker."""
 
+    model_runner: Any
     weight_transfer_engine: Any
+
+    @cached_property
+    def adapter_slots(self) -> AdapterSlots:
+        """The worker's adapters."""
+        return AdapterSlots(self.model_runner)
+
+    def keep_adapter(self, path: str, rank: int, tensors: Mapping[str, Tensor], digest: str) -> str:
+        """See :class:`~actors.rollout.vllm.adapters.AdapterSlots`, and so for the next three."""
+        return self.adapter_slots.keep(path, rank, tensors, digest)
+
+    def own_adapter(self, path: str) -> None:
+        self.adapter_slots.own(path)
+
+    def forget_adapter(self, path: str) -> None:
+        self.adapter_slots.forget(path)
+
+    def adapter_problem(self, path: str, number: int) -> str:
+        return self.adapter_slots.problem(path, number)
 
     def describe_parameters(self, checkpoint: Sequence[str]) -> EngineParameters:
         """The model's parameters and what vLLM calls the tensors of a checkpoint."""
         model: torch.nn.Module = self.model_runner.get_model()
         mapper = getattr(model, "hf_to_vllm_mapper", None)
-        self.learn_names(checkpoint)
+        self.adapter_slots.learn_names(checkpoint)
         return EngineParameters(
             {name: name_of_dtype(parameter.dtype) for name, parameter in model.named_parameters()},
             dict(getattr(model, "packed_modules_mapping", {})),

@@ -14,6 +14,7 @@ engines' Ray actors. Beginning and finishing an update belong to the driver, whi
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,10 +26,17 @@ import torch
 from torch import Tensor
 
 from actors.cluster.ports import with_free_port
-from actors.rollout.engines import EngineSet
+from actors.rollout.group.engines import EngineSet
 from actors.sync.source import SourceContext, SourceRanks
-from actors.sync.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source
-from rl_backend.contracts import GroupFailedError, HandleError, UnsupportedError, WeightSyncError, dtype_from_name
+from actors.sync.transport.staged import SOURCE_RANK, PushPlan, Transport, export, from_source
+from rl_backend.contracts import (
+    GroupFailedError,
+    HandleError,
+    RLBackendError,
+    UnsupportedError,
+    WeightSyncError,
+    dtype_from_name,
+)
 from rl_backend.weights.compare import as_announced
 from rl_backend.weights.inspection import device_checksum
 
@@ -38,6 +46,50 @@ DEFAULT_BYTE_BUDGET = 2**30
 
 ANSWER_SECONDS = 600.0
 """How long an engine may take to join a transfer, or to load what was sent to it."""
+
+
+class StreamingTransport(Transport):
+    """Loads the weights bucket by bucket as they arrive; each bucket is verified before it is loaded."""
+
+    kills_abandoned = False
+    """Whether an engine may wait for ever for a sender that failed, so its process must be ended."""
+
+    @abstractmethod
+    def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
+        """Brings ranks and living engines together; called before every push."""
+
+    @abstractmethod
+    def reconnect(self) -> None:
+        """Another push has reached the engines since: they receive from that one, until :meth:`connect`."""
+
+    @abstractmethod
+    def send(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[str, Any]:
+        """Sends all weights; returns the last message for every engine's ``update``, by which it confirms them."""
+
+    def stream(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[int, Any]:
+        """Updates every engine from ``begin_update`` to ``finish_update``; each engine's outcome.
+
+        An engine whose update began and did not end is dirty, even when the trainer or another engine failed.
+        """
+        self.connect(plan, train, rollout)
+        began = rollout.call("begin_update")
+        failed = {engine: outcome for engine, outcome in began.items() if isinstance(outcome, RLBackendError)}
+        begun = [engine for engine in began if engine not in failed]
+        if failed:
+            reason = f"another engine could not begin: {next(iter(failed.values()))}"
+            return {**failed, **rollout.abandon(begun, reason, kill=False)}
+        try:
+            last_message = self.send(plan, train, rollout)
+        except BaseException as error:
+            rollout.abandon(begun, f"the trainer failed: {type(error).__name__}: {error}", kill=self.kills_abandoned)
+            raise
+        confirmed = rollout.call("update", last_message)
+        finished = rollout.call("finish_update", plan.version) if rollout.engines else {}
+        return {engine: _first_error(confirmed[engine], finished.get(engine)) for engine in confirmed}
+
+
+def _first_error(*outcomes: Any) -> Any:
+    return next((outcome for outcome in outcomes if isinstance(outcome, RLBackendError)), None)
 
 
 @dataclass
@@ -211,7 +263,7 @@ def send_stream(context: SourceContext, plan: PushPlan) -> dict[str, int]:
     """Runs on every rank, a collective: sends, and returns the source rank's checksums."""
     engine = context.state[plan.key]
     engine.source.plan = plan
-    # vLLM reads the weights in streams of its own, which do not wait for what this one still writes of them.
+    # vLLM reads the weights in its own streams, which do not wait for what this one still writes of them.
     torch.cuda.current_stream().synchronize()
     engine.send_weights()
     return {name: int(checksum) for name, checksum in engine.source.checksums.items()}

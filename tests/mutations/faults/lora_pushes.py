@@ -31,15 +31,15 @@ FAULTS = [
     ),
     Fault(
         "loaded-adapters-never-give-way",
-        "actors.rollout.adapters:AdapterReceiver._load_adapter",
-        "while len(self._loaded) > self._config.max_adapters:",
-        "while len(self._loaded) > self._config.max_adapters + 1:",
+        "actors.rollout.engine.adapters:AdapterStore._load",
+        "while len(self._loaded) > self._vllm.config.max_adapters:",
+        "while len(self._loaded) > self._vllm.config.max_adapters + 1:",
         ("test_the_adapter_not_used_for_longest_gives_way_and_comes_back",),
         "vLLM would throw out an adapter that a request needs",
     ),
     Fault(
         "adapters-served-beside-merged-weights",
-        "actors.rollout.adapter_group:AdapterGroup.base_changed",
+        "actors.rollout.group.adapters:GroupAdapters.base_changed",
         "self._merged = merged",
         'self._merged = ""',
         ("test_no_tenant_goes_back_to_an_older_version_and_none_is_served_beside_merged_weights",),
@@ -64,8 +64,8 @@ FAULTS = [
     Fault(
         "pushes-to-the-first-engine-alone",
         "actors.sync.adapter_push:AdapterPush.push",
-        'engines.call("push_adapter", each=lambda engine: group.sent_to(pushed, infos[engine])),',
-        "engines.gather({0: engines._living()[0].push_adapter.remote(*pushed)}),",
+        'engines.call("push_adapter", each=lambda engine: sent_to(pushed, infos[engine]))',
+        "engines.gather({0: engines.living()[0].push_adapter.remote(*pushed)})",
         ("test_tenants_in_one_batch_are_the_trainers_after_every_push",),
         "requests would fail on every other engine",
     ),
@@ -80,8 +80,8 @@ FAULTS = [
     Fault(
         "refusals-of-engines-ignored",
         "actors.sync.adapter_push:AdapterPush.push",
-        '_raise_refusal(engines.call("push_adapter", each=lambda engine: group.sent_to(pushed, infos[engine])))',
-        'engines.call("push_adapter", each=lambda engine: group.sent_to(pushed, infos[engine]))',
+        '_raise_refusal(engines.call("push_adapter", each=lambda engine: sent_to(pushed, infos[engine])))',
+        'engines.call("push_adapter", each=lambda engine: sent_to(pushed, infos[engine]))',
         ("test_what_an_engine_cannot_load_is_refused_and_the_version_before_serves_on",),
         "requests would go to engines without the version that they ask for",
     ),
@@ -143,8 +143,8 @@ FAULTS = [
     ),
     Fault(
         "adapters-not-loaded-again-after-a-push-of-the-base",
-        "actors.rollout.adapters:AdapterReceiver.finish_update",
-        "self._during_update(self.load_adapter, adapter)",
+        "actors.rollout.engine.adapters:AdapterStore.load_again",
+        "self._vllm.during_update(self.load, adapter)",
         "pass",
         ("test_pushes_of_weights_and_of_adapters_mix",),
         "a push of the base would be done before every tenant is served on it",
@@ -159,10 +159,10 @@ FAULTS = [
     ),
     Fault(
         "restarted-engines-without-tenants",
-        "actors.rollout.engine_lifecycle:StartedEngines._start",
-        "self._bring_adapters(actors, outcomes)",
+        "actors.rollout.group.group:RolloutGroup._start",
+        "self.lora.bring(actors, outcomes)",
         "pass",
-        ("test_an_engine_that_is_killed_in_mid_push[keep_adapter]",),
+        ("test_an_engine_that_is_killed_in_mid_push[keep]",),
         "a restarted engine would refuse every tenant",
     ),
     Fault(
@@ -175,7 +175,7 @@ FAULTS = [
     ),
     Fault(
         "requests-share-the-adapter-of-the-first",
-        "actors.rollout.engine:RolloutEngine._sample",
+        "actors.rollout.engine.engine:RolloutEngine._sample",
         "adapters[index],",
         "adapters[order[0]],",
         ("test_tenants_in_one_batch_are_the_trainers_after_every_push",),
@@ -183,7 +183,7 @@ FAULTS = [
     ),
     Fault(
         "samples-come-in-the-order-of-their-adapters",
-        "actors.rollout.engine:RolloutEngine._sample",
+        "actors.rollout.engine.engine:RolloutEngine._sample",
         "return [found[index] for index in range(len(requests))]",
         "return list(found.values())",
         ("test_answers_come_in_the_order_of_the_requests_and_requests_of_one_adapter_begin_together",),
@@ -207,9 +207,9 @@ FAULTS = [
     ),
     Fault(
         "digests-of-senders-ignored",
-        "actors.rollout.adapters:AdapterReceiver.push_adapter",
-        "self.keep_adapter(adapter, held.tensors(), digest)",
-        "self.keep_adapter(adapter, held.tensors(), held.digest)",
+        "actors.rollout.engine.adapters:AdapterStore.push",
+        "self.keep(adapter, held.tensors(), digest)",
+        "self.keep(adapter, held.tensors(), held.digest)",
         ("test_what_the_kernels_do_not_hold_is_not_served",),
         "factors that were changed on their way would be served",
     ),
@@ -223,7 +223,7 @@ FAULTS = [
     ),
     Fault(
         "shared-memory-written-to-while-engines-read-it",
-        "actors.rollout.adapter_memory:AdapterMemory._collect",
+        "actors.rollout.group.adapters:AdapterMemory._collect",
         "if calls and ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)[1]:",
         "if False and ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)[1]:",
         ("test_memory_is_used_again_once_every_engine_has_dropped_what_was_in_it",),
@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "memory-of-a-push-that-failed-used-again",
-        "actors.rollout.adapter_memory:AdapterMemory.discard",
+        "actors.rollout.group.adapters:AdapterMemory.discard",
         "segment.close()",
         "self._spare.append(segment)",
         ("test_memory_that_somebody_may_write_to_is_not_used_again",),
@@ -239,15 +239,15 @@ FAULTS = [
     ),
     Fault(
         "shared-memory-never-given-back",
-        "actors.rollout.adapter_group:AdapterGroup.free_factors",
-        "self.adapter_memory.give_back(pushed.factors.segment.path, calls)",
+        "actors.rollout.group.adapters:GroupAdapters.free",
+        "self.memory.give_back(pushed.factors.segment.path, calls)",
         "pass",
         ("test_tenants_in_one_batch_are_the_trainers_after_every_push",),
         "every push would take more memory",
     ),
     Fault(
         "versions-in-use-read-from-memory-of-later-ones",
-        "actors.rollout.vllm.adapters:AdapterSlots.own_adapter",
+        "actors.rollout.vllm.adapters:AdapterSlots.own",
         "_kept[path] = kept._replace(factors={name: factor.clone() for name, factor in kept.factors.items()})",
         "_kept[path] = kept._replace(factors=kept.factors)",
         ("test_a_turn_that_waits_has_its_version_after_many_pushes",),
@@ -255,7 +255,7 @@ FAULTS = [
     ),
     Fault(
         "shared-factors-sent-to-another-host",
-        "actors.rollout.adapter_group:AdapterGroup.sent_to",
+        "actors.rollout.group.adapters:GroupAdapters.sent_to",
         "if not isinstance(pushed.factors, SharedFactors) or info.host == host_identity():",
         "if True:",
         ("test_an_adapter_goes_where_no_memory_is_shared",),
@@ -271,18 +271,18 @@ FAULTS = [
     ),
     Fault(
         "requests-wait-for-pushes-of-adapters",
-        "actors.rollout.adapter_group:AdapterGroup.__init__",
+        "actors.rollout.group.engines:EngineSet.__init__",
         """
-        self._lock = threading.Lock()
-        self._changing = threading.Lock()
+        self.lock = threading.Lock()
+        self.changing = threading.Lock()
         """,
-        "self._lock = self._changing = threading.RLock()",
+        "self.lock = self.changing = threading.RLock()",
         ("test_requests_are_made_while_an_adapter_is_pushed_and_no_other_push_is",),
         "sampling would stand still while a tenant's adapter is pushed",
     ),
     Fault(
         "adapters-by-place-in-the-share",
-        "actors.rollout.group:RolloutGroup.submit",
+        "actors.rollout.group.group:RolloutGroup.submit",
         "[chosen[prompt] for prompt, part in zip(share, parts, strict=True) for _ in part]",
         "[chosen[place] for place, part in enumerate(parts) for _ in part]",
         ("test_each_request_has_the_seed_and_the_tenant_of_its_own_prompt_whichever_engine_samples_it",),
@@ -306,7 +306,7 @@ FAULTS = [
     ),
     Fault(
         "removed-tenants-keep-their-name",
-        "actors.rollout.adapter_group:AdapterGroup.remove_adapter",
+        "actors.rollout.group.adapters:GroupAdapters.remove",
         "self._pushers.pop(tenant, None)",
         "pass",
         ("test_a_tenant_that_is_removed_is_refused_before_engines_drop_it_and_leaves_nothing",),

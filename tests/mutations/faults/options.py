@@ -395,7 +395,7 @@ FAULTS = [
     ),
     Fault(
         "engines-without-min-p",
-        "actors.rollout.vllm.stepper:sampling_params",
+        "actors.rollout.engine.stepper:sampling_params",
         "sampling.min_p",
         "0.0",
         ("test_every_option_of_sampling_is_vllms",),

@@ -11,7 +11,7 @@ _REFUSED = "test_grpo_options_that_cannot_work_are_refused"
 FAULTS = [
     Fault(
         "top-p-not-passed-on",
-        "actors.rollout.vllm.stepper:sampling_params",
+        "actors.rollout.engine.stepper:sampling_params",
         "top_p=sampling.top_p, top_k=sampling.top_k,",
         "top_k=sampling.top_k,",
         (_KEPT,),
@@ -19,7 +19,7 @@ FAULTS = [
     ),
     Fault(
         "min-p-not-passed-on",
-        "actors.rollout.vllm.stepper:sampling_params",
+        "actors.rollout.engine.stepper:sampling_params",
         "min_p=sampling.min_p, max_tokens=sampling.max_new_tokens,",
         "max_tokens=sampling.max_new_tokens,",
         (_KEPT,),
@@ -27,7 +27,7 @@ FAULTS = [
     ),
     Fault(
         "engines-sample-at-temperature-1",
-        "actors.rollout.vllm.stepper:sampling_params",
+        "actors.rollout.engine.stepper:sampling_params",
         "temperature=sampling.temperature, top_p=sampling.top_p,",
         "top_p=sampling.top_p,",
         ("test_log_probs_are_those_of_the_distribution_sampled_from",),
@@ -46,7 +46,7 @@ FAULTS = [
     ),
     Fault(
         "stop-tokens-not-passed-on",
-        "actors.rollout.vllm.stepper:sampling_params",
+        "actors.rollout.engine.stepper:sampling_params",
         "stop_token_ids=list(sampling.stop_token_ids),",
         "",
         ("test_a_stop_token_ends_a_response_and_belongs_to_it",),
@@ -129,7 +129,7 @@ FAULTS = [
     ),
     Fault(
         "prompt-without-room-for-an-answer",
-        "actors.rollout.requests:prompt_problem",
+        "actors.rollout.messages:prompt_problem",
         "0 < len(prompt) < max_model_len",
         "0 < len(prompt) <= max_model_len",
         ("test_a_prompt_leaves_room_for_a_response_and_has_tokens_of_the_vocabulary",),
@@ -137,7 +137,7 @@ FAULTS = [
     ),
     Fault(
         "samples-by-the-number-of-the-prompt",
-        "actors.rollout.calls:PendingSamples._take",
+        "actors.rollout.group.calls:PendingSamples._take",
         "slice(position * self._n, (position + 1) * self._n)",
         "slice(prompt * self._n, (prompt + 1) * self._n)",
         ("test_samples_are_in_the_callers_order_each_with_its_own_version_and_routes",),
@@ -145,7 +145,7 @@ FAULTS = [
     ),
     Fault(
         "a-call-pays-for-those-before-it",
-        "actors.rollout.calls:SamplingCalls._refreshed",
+        "actors.rollout.group.calls:SamplingCalls._refreshed",
         "queue.since = time.monotonic()",
         "pass",
         ("test_the_time_of_a_call_begins_when_the_one_before_it_has_ended",),

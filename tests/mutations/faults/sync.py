@@ -308,7 +308,7 @@ FAULTS = [
     ),
     Fault(
         "forgets-whatever-segment-is-mapped",
-        "actors.rollout.weight_update:WeightReceiver.forget_segment",
+        "actors.rollout.engine.weights:WeightReceiver.forget_segment",
         "self._mapped is not None and self._mapped.path == path",
         "self._mapped is not None",
         ("test_another_pushs_segment_is_forgotten_without_what_was_verified_since",),
@@ -324,7 +324,7 @@ FAULTS = [
     ),
     Fault(
         "checked-parts-of-another-push-count",
-        "actors.rollout.weight_update:WeightReceiver.verify",
+        "actors.rollout.engine.weights:WeightReceiver.verify",
         "intact = self._intact if push == self._push else {}",
         "intact = self._intact",
         ("test_parts_that_were_checked_already_are_read_once_if_they_are_the_pushs_own",),

@@ -7,7 +7,7 @@ from tests.mutations.fault import Fault
 FAULTS = [
     Fault(
         "requests-begin-during-a-hold",
-        "actors.rollout.step_loop:StepLoop._begin",
+        "actors.rollout.engine.step_loop:StepLoop._begin",
         """
         if self._hold is not None:
             return
@@ -18,7 +18,7 @@ FAULTS = [
     ),
     Fault(
         "keys-and-values-survive-a-pause",
-        "actors.rollout.step_loop:StepLoop._settle_hold",
+        "actors.rollout.engine.step_loop:StepLoop._settle_hold",
         "self._stepper.forget()",
         "pass",
         ("test_a_hold_pauses_requests_between_two_tokens_and_each_token_has_its_version",),
@@ -26,7 +26,7 @@ FAULTS = [
     ),
     Fault(
         "paused-turns-keep-their-version",
-        "actors.rollout.step_loop:StepLoop._release",
+        "actors.rollout.engine.step_loop:StepLoop._release",
         """
         for entry in self._running.values():
             entry.version = self._host.version_for(entry.job)
@@ -37,7 +37,7 @@ FAULTS = [
     ),
     Fault(
         "tokens-before-a-pause-have-the-version-after",
-        "actors.rollout.step_loop:StepLoop._settle_hold",
+        "actors.rollout.engine.step_loop:StepLoop._settle_hold",
         """
         for entry in running:
             entry.note(self._stepper.sampled(entry.key))
@@ -48,7 +48,7 @@ FAULTS = [
     ),
     Fault(
         "turns-that-must-not-pause-do",
-        "actors.rollout.step_loop:StepLoop._settle_hold",
+        "actors.rollout.engine.step_loop:StepLoop._settle_hold",
         "if self._hold is None or self._hold.done() or not all(entry.job.pausable for entry in running):",
         "if self._hold is None or self._hold.done() or not any(entry.job.pausable for entry in running):",
         ("test_a_hold_pauses_requests_between_two_tokens_and_each_token_has_its_version",),
@@ -56,7 +56,7 @@ FAULTS = [
     ),
     Fault(
         "nothing-begins-when-all-end-in-one-step",
-        "actors.rollout.step_loop:StepLoop._run",
+        "actors.rollout.engine.step_loop:StepLoop._run",
         """
         self._step()
         self._begin()
@@ -67,7 +67,7 @@ FAULTS = [
     ),
     Fault(
         "what-was-given-up-is-never-answered",
-        "actors.rollout.step_loop:StepLoop._give_up",
+        "actors.rollout.engine.step_loop:StepLoop._give_up",
         "self._end(entry, self._stepper.give_up(entry.key) if running else None)",
         """
         if running:
@@ -78,7 +78,7 @@ FAULTS = [
     ),
     Fault(
         "a-dirty-engine-keeps-later-turns",
-        "actors.rollout.step_loop:StepLoop._queue",
+        "actors.rollout.engine.step_loop:StepLoop._queue",
         "if self._closed_by is not None:",
         "if False:",
         ("test_what_is_closed_answers_everything_with_the_error_until_it_is_released",),
@@ -86,7 +86,7 @@ FAULTS = [
     ),
     Fault(
         "a-running-turn-loses-its-adapter",
-        "actors.rollout.adapters:AdapterReceiver._load_adapter",
+        "actors.rollout.engine.adapters:AdapterStore._load",
         "self._unload(next(number for number in self._loaded if number not in in_use))",
         "self._unload(next(number for number in self._loaded))",
         ("test_requests_wait_for_a_slot_that_no_running_one_needs",),
@@ -94,8 +94,8 @@ FAULTS = [
     ),
     Fault(
         "an-adapter-is-dropped-under-its-turns",
-        "actors.rollout.adapters:AdapterReceiver._drop_adapter",
-        "if adapter in self._loop.adapters(running=False):",
+        "actors.rollout.engine.adapters:AdapterStore._drop",
+        "if adapter in self._vllm.loop.adapters(running=False):",
         "if False:",
         ("test_an_adapter_is_dropped_when_the_last_request_that_samples_with_it_has_left",),
         "a push of a tenant would end the turns of the version before",
@@ -114,14 +114,14 @@ FAULTS = [
     Fault(
         "a-lost-engine-is-asked-again",
         "actors.rollout.tokens:RolloutTokens._choose",
-        "{engine: turns for engine, turns in self._rollout.turns_in_flight.items() if engine not in lost}",
-        "{engine: turns for engine, turns in self._rollout.turns_in_flight.items()}",
+        "{engine: turns for engine, turns in self._rollout.turns.in_flight.items() if engine not in lost}",
+        "{engine: turns for engine, turns in self._rollout.turns.in_flight.items()}",
         ("test_a_turn_whose_engine_is_lost_is_asked_again_of_another",),
         "every turn of a dying engine would end its episode",
     ),
     Fault(
         "failed-forget-is-not-told",
-        "actors.rollout.step_loop:StepLoop._settle_hold",
+        "actors.rollout.engine.step_loop:StepLoop._settle_hold",
         "self._fail(self._host.failed(error))",
         "self._host.failed(error)",
         ("test_a_pause_that_fails_fails_what_would_have_paused_and_holds_all_the_same",),
@@ -129,7 +129,7 @@ FAULTS = [
     ),
     Fault(
         "waiting-requests-after-the-last-step",
-        "actors.rollout.step_loop:StepLoop._run",
+        "actors.rollout.engine.step_loop:StepLoop._run",
         """
         if self._may_step:
             self._step()

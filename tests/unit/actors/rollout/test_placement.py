@@ -13,7 +13,7 @@ from actors.rollout import placement as rollout_placement
 from actors.rollout.config import RolloutConfig
 from actors.rollout.placement import EnginePlacement, with_share
 from actors.sync.push import choose_transport
-from actors.sync.transport.base import PushPlan
+from actors.sync.transport.staged import PushPlan
 from rl_backend.contracts import ConfigError
 
 
@@ -43,7 +43,7 @@ def test_engines_that_reserve_nothing_cannot_be_spread() -> None:
 def test_settings_of_gpus_are_refused_where_the_cluster_gives_engines_a_cpu() -> None:
     for name in ("gpu_memory_utilization", "gpus_per_worker"):
         config = RolloutConfig(model_path="x", cores_per_engine=1, **{name: 0.5})
-        with pytest.raises(ConfigError, match=rf"RolloutConfig\.{name}=0\.5: is of a GPU, and these engines run on a CPU"):
+        with pytest.raises(ConfigError, match=rf"RolloutConfig\.{name}=0\.5: applies to GPU engines only"):
             EnginePlacement(config, ["a strategy"])
     waiting = RolloutConfig(model_path="x", placement_timeout=3.0)
     with pytest.raises(ConfigError, match=r"placement_timeout=3\.0: only engines that reserve"):

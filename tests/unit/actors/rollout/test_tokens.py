@@ -13,7 +13,7 @@ import pytest
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.messages import AdapterVersion, Request, TurnAnswer
 from actors.rollout.sample import VersionSpan
-from actors.rollout.tokens import Homes, RolloutTokens
+from actors.rollout.tokens import PrefixAffinity, RolloutTokens
 from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
 from rl_backend.environment.protocol import Generation, TokenSource
 
@@ -33,10 +33,16 @@ class Engines:
         self.answers = True
 
     @property
-    def turns_in_flight(self) -> dict[int, int]:
+    def turns(self) -> Engines:
+        return self
+
+    lora = turns
+
+    @property
+    def in_flight(self) -> dict[int, int]:
         return {engine: self.busy[engine] for engine in self.engines}
 
-    def served_adapter(self, tenant: str | None) -> AdapterVersion | None:
+    def version_of(self, tenant: str | None) -> AdapterVersion | None:
         return None if tenant is None else self.adapters[tenant]
 
     def ask(
@@ -93,18 +99,18 @@ def test_later_turns_go_to_the_engine_of_the_turns_before_and_first_ones_to_the_
 
 
 def test_the_home_is_that_of_the_longest_beginning_and_the_oldest_are_forgotten() -> None:
-    homes = Homes(most=3)
-    homes.remember([1, 2], 0)
-    homes.remember([1, 2, 3, 4], 1)
-    homes.remember([5, 6], 2)
-    assert homes.find([1, 2, 3, 4, 5], (0, 1, 2)) == 1
-    assert homes.find([1, 2, 3, 4, 5], (0, 2)) == 0
-    assert homes.find([1, 2, 3], (0, 1, 2)) == 0
-    assert homes.find([1], (0, 1, 2)) is None
-    homes.remember([1, 2], 2)
-    homes.remember([7], 0)  # [1, 2, 3, 4] goes
-    assert homes.find([1, 2, 3, 4, 5], (0, 1, 2)) == 2
-    assert homes.find([5, 6, 7], (0, 1, 2)) == 2 and homes.find([7, 7], (0,)) == 0
+    affinity = PrefixAffinity(most=3)
+    affinity.remember([1, 2], 0)
+    affinity.remember([1, 2, 3, 4], 1)
+    affinity.remember([5, 6], 2)
+    assert affinity.find([1, 2, 3, 4, 5], (0, 1, 2)) == 1
+    assert affinity.find([1, 2, 3, 4, 5], (0, 2)) == 0
+    assert affinity.find([1, 2, 3], (0, 1, 2)) == 0
+    assert affinity.find([1], (0, 1, 2)) is None
+    affinity.remember([1, 2], 2)
+    affinity.remember([7], 0)  # [1, 2, 3, 4] goes
+    assert affinity.find([1, 2, 3, 4, 5], (0, 1, 2)) == 2
+    assert affinity.find([5, 6, 7], (0, 1, 2)) == 2 and affinity.find([7, 7], (0,)) == 0
 
 
 @pytest.mark.parametrize("error", [EngineDeadError("engine 0 is dead"), EngineDirtyError("engine 0 is dirty")])
@@ -174,7 +180,7 @@ def test_a_cancelled_turn_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"max_new_tokens": 5}, r"SamplingConfig\.max_new_tokens=5: comes with every turn"),
+        ({"max_new_tokens": 5}, r"SamplingConfig\.max_new_tokens=5: every turn of an episode brings its own"),
         ({"n": 2}, r"SamplingConfig\.n=2: a turn is one response"),
         ({"log_probs": False}, r"SamplingConfig\.log_probs=False"),
         ({"stop_strings": ("a",)}, r"have no tokenizer; set RolloutConfig\.load_tokenizer"),
@@ -201,10 +207,14 @@ def test_turns_are_counted_one_by_one_and_go_to_no_engine_that_is_lost() -> None
 
 
 def test_lengths_that_no_sequence_has_any_more_are_not_looked_for() -> None:
-    homes = Homes(most=2)
+    affinity = PrefixAffinity(most=2)
     for length in (3, 5, 5, 7):
-        homes.remember(range(length), length)
-    assert dict(homes._lengths) == {5: 1, 7: 1} and len(homes._engines) == 2
-    assert homes.find(range(7), (5, 7)) == 7 and homes.find(range(6), (5, 7)) == 5 and homes.find(range(4), (3, 5)) is None
-    homes.remember([1] * 7, 0)
-    assert dict(homes._lengths) == {7: 2}, "the one that was not asked for longest has gone"
+        affinity.remember(range(length), length)
+    assert dict(affinity._lengths) == {5: 1, 7: 1} and len(affinity._engines) == 2
+    assert (
+        affinity.find(range(7), (5, 7)) == 7
+        and affinity.find(range(6), (5, 7)) == 5
+        and affinity.find(range(4), (3, 5)) is None
+    )
+    affinity.remember([1] * 7, 0)
+    assert dict(affinity._lengths) == {7: 2}, "the one that was not asked for longest has gone"

@@ -97,7 +97,10 @@ def refusal(config: GRPOConfig) -> str:
         ({"reward": "nowhere.py:score"}, r"RewardConfig\.functions='nowhere.py:score': no such file"),
         ({"train.backend_cfg.device": "cuda"}, r"NativeConfig\.device='cuda': this machine has no GPU .*; use auto or cpu$"),
         ({"rollout.device": "cuda"}, r"RolloutConfig\.device='cuda': this machine has no GPU .*; use auto or cpu$"),
-        ({"rollout.gpu_memory_utilization": 0.5}, r"RolloutConfig\.gpu_memory_utilization=0\.5: is of a GPU"),
+        (
+            {"rollout.gpu_memory_utilization": 0.5},
+            r"gpu_memory_utilization=0\.5: applies to GPU engines only",
+        ),
         ({"transport": "nccl"}, r"GRPOConfig\.transport='nccl': sends from GPU to GPU; on CPUs use auto"),
         ({"rollout.tensor_parallel": 3}, r"RolloutConfig\.tensor_parallel=3: does not divide num_attention_heads=4"),
         (

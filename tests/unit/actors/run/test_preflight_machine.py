@@ -104,7 +104,7 @@ def test_devices_are_divided_over_ranks_and_engines(
         (0, {"rollout.tensor_parallel": 4, "engines": 2}, r"tensor_parallel=4: each engine has 2 of"),
         (0, {"rollout.cores": [[2, 6], [9]], "engines": 2}, r"cores=\[6, 9\]: this process may only use cores \[2, 3, 5, 7"),
         (0, {"rollout.cores_per_engine": 5}, r"cores_per_engine=5: this machine has 4 cores; use at most that"),
-        (0, {"rollout.gpus_per_worker": 0.5}, r"gpus_per_worker=0\.5: is of a GPU"),
+        (0, {"rollout.gpus_per_worker": 0.5}, r"gpus_per_worker=0\.5: applies to GPU engines only"),
         (0, {"rollout.engine_args": {"zzz": 1, "max_num_seq": 2}}, r"=\['max_num_seq', 'zzz'\]: .*max_num_seqs\?"),
     ],
     ids=str,

@@ -50,7 +50,7 @@ class Group:
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(max_adapters=2, dtype="float32")
-        self.adapter_memory = Memory()
+        self.memory = Memory()
         self.infos = {
             engine: SimpleNamespace(pid=engine, name=f"engine {engine}", vocab_size=40, max_model_len=9)
             for engine in (0, 2, 5)
@@ -63,12 +63,18 @@ class Group:
         self.on_node = True
         self.base_pushes = 0
         self.refuses: dict[str, Exception] = {}
-        self.changing = False
+        self.is_changing = False
         self.released: list[Any] = []
 
     @property
     def engines(self) -> tuple[int, ...]:
         return tuple(engine for engine in self.infos if engine not in self.lost_engines)
+
+    @property
+    def engine_set(self) -> Group:
+        return self
+
+    lora = engine_set
 
     def fixed(self) -> Group:
         return self
@@ -77,11 +83,12 @@ class Group:
         assert (node_id, host) == ("node", "host")
         return self.on_node
 
+    @property
     @contextmanager
-    def changing_adapters(self) -> Iterator[None]:
-        self.changing = True
+    def changing(self) -> Iterator[None]:
+        self.is_changing = True
         yield
-        self.changing = False
+        self.is_changing = False
 
     def _may(self, what: str, *args: Any) -> None:
         self.asked.append((what, *args))
@@ -101,7 +108,7 @@ class Group:
         return pushed._replace(digest=f"{pushed.digest} for {info.name}")
 
     def call(self, method: str, *args: Any, each: Any = None) -> dict[int, Any]:
-        assert self.changing
+        assert self.is_changing
         self.asked.append((method, *args, *([{engine: each(engine) for engine in self.engines}] if each else [])))
         found = {engine: self.answers.get(method, {}).get(engine) for engine in self.engines}
         self.lost_engines |= {number: each for number, each in found.items() if isinstance(each, EngineDeadError)}
@@ -111,12 +118,12 @@ class Group:
         self.asked.append((method, *args))
         return {engine: f"{method} on {engine}" for engine in self.engines}
 
-    def switch_adapter(self, pushed: PushedAdapter) -> PushedAdapter | None:
-        assert self.changing
+    def switch(self, pushed: PushedAdapter) -> PushedAdapter | None:
+        assert self.is_changing
         before, self.served = self.served, pushed
         return before
 
-    def free_factors(self, pushed: PushedAdapter, calls: Any) -> None:
+    def free(self, pushed: PushedAdapter, calls: Any) -> None:
         self.freed.append((pushed, list(calls)))
 
     def release_name(self, name: str, pusher: Any) -> None:
@@ -181,7 +188,7 @@ def test_a_tenant_goes_to_every_engine_in_memory_that_all_share() -> None:
     assert (new.tenant, new.version, new.rank) == ("poet", 5, 8) and new.number > old.number
     ((before, calls),) = made.group.freed
     assert before.adapter == old and calls == [f"drop_adapter on {engine}" for engine in (0, 2, 5)]
-    assert not made.group.adapter_memory.discarded and second.version == 5
+    assert not made.group.memory.discarded and second.version == 5
     required = [each for each in made.group.asked if each[0] == "require_same_tenant"]
     assert required == [("require_same_tenant", "poet", ("group", 3), made.push)] * 2
     made.push.close()
@@ -193,12 +200,12 @@ def test_factors_go_through_rays_store_where_there_is_no_memory_for_them(why: st
     made = Made()
     made.group.on_node = why != "elsewhere"
     made.train.in_segment = why != "gone"
-    made.group.adapter_memory.error = {"no room": WeightSyncError("full"), "no file": OSError("no")}.get(why)
+    made.group.memory.error = {"no room": WeightSyncError("full"), "no file": OSError("no")}.get(why)
     report = made.push.push()
     assert report.transport == "object_store"
     assert made.group.served is not None and made.group.served.factors is STORED
     assert made.places() == [Segment("memory 1", 96) if why == "gone" else None]
-    assert made.group.adapter_memory.discarded == (["memory 1"] if why == "gone" else [])
+    assert made.group.memory.discarded == (["memory 1"] if why == "gone" else [])
 
 
 def test_factors_go_through_a_directory_that_is_given_a_new_one_for_each_version(tmp_path: Path) -> None:
@@ -207,7 +214,7 @@ def test_factors_go_through_a_directory_that_is_given_a_new_one_for_each_version
     (root, one), (_, other) = made.places()
     assert root == tmp_path and one != other and made.group.served is not None
     assert made.group.served.factors == f"{tmp_path}/version-{other}"
-    assert not made.group.adapter_memory.taken
+    assert not made.group.memory.taken
 
 
 def test_memory_of_a_push_that_fails_while_it_is_staged_is_not_used_again() -> None:
@@ -215,7 +222,7 @@ def test_memory_of_a_push_that_fails_while_it_is_staged_is_not_used_again() -> N
     made.train.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         made.push.push()
-    assert made.group.adapter_memory.discarded == ["memory 1"] and made.group.served is None
+    assert made.group.memory.discarded == ["memory 1"] and made.group.served is None
 
 
 DEAD, DIRTY = EngineDeadError("engine 0 died"), EngineDirtyError("engine 2 is dirty")
@@ -316,7 +323,7 @@ def answer(ids: list[int], start: int, less: float) -> Response:
 def canary_group(*apply: float | Exception | None) -> Group:
     """Engines that apply so much of the adapter, are lost, or have no weights."""
     group = Group()
-    group.changing = True
+    group.is_changing = True
     group.answers = {
         "probe_adapter": {
             engine: Generated([1, 5], [[answer([7, engine], 8, 0.0)], [answer([8, 8], 8, each)]], None)

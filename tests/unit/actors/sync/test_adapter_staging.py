@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.rollout.adapters import AdapterReceiver
 from actors.rollout.config import RolloutConfig
+from actors.rollout.engine.adapters import AdapterStore
+from actors.rollout.engine.in_process import VllmInProcess
 from actors.rollout.messages import AdapterVersion
 from actors.sync import canary
 from actors.sync.adapter_push import describe_source, stage_adapter
@@ -51,9 +52,9 @@ def tenant(runtime: NativeRuntime, context: RankContext) -> HandleRef:
     return HandleRef("group", context.keep(handle).key, "poet", False, (0,), (0,), lora_id=handle.lora_id)
 
 
-def engine_of(model: Path, dtype: str) -> AdapterReceiver:
+def engine_of(model: Path, dtype: str) -> AdapterStore:
     config = RolloutConfig.model_validate({"model_path": str(model), "dtype": dtype, "max_adapters": 1})
-    return AdapterReceiver(config, 0, "cpu")
+    return AdapterStore(VllmInProcess(config, 0, "cpu"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

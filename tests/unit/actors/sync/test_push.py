@@ -11,7 +11,8 @@ import pytest
 
 from actors.sync.push import WeightSync
 from actors.sync.report import PushClock
-from actors.sync.transport.base import PushPlan, Staged, StagedTransport, StreamingTransport
+from actors.sync.transport.gpu import StreamingTransport
+from actors.sync.transport.staged import PushPlan, Staged, StagedTransport
 from actors.wire.segment import Segment
 from rl_backend.contracts import (
     EngineDeadError,
@@ -90,7 +91,8 @@ class Pushed:
     def __init__(self, *, streams: bool, turns: bool) -> None:
         self.engines = Engines()
         self.changed: list[str] = []
-        rollout: Any = SimpleNamespace(serves_turns=turns, attach_weight_sync=lambda: None, base_changed=self.changed.append)
+        parts = {"turns": SimpleNamespace(asked_for=turns), "lora": SimpleNamespace(base_changed=self.changed.append)}
+        rollout: Any = SimpleNamespace(**parts, attach_weight_sync=lambda: None)
         train: Any = None
         self.sync = WeightSync(train, rollout, transport="gloo")
         self.streams = streams
@@ -116,7 +118,7 @@ BEFORE = {False: "verify", True: "check_manifest"}
 def test_a_push_updates_all_engines_and_waits_for_turns_where_there_are_any(streams: bool, turns: bool) -> None:
     pushed = Pushed(streams=streams, turns=turns)
     assert pushed.push() == (0, 1)
-    assert pushed.methods == [BEFORE[streams], *(["hold_turns"] if turns else []), *UPDATE[streams], "resume"]
+    assert pushed.methods == [BEFORE[streams], *(["pause_turns"] if turns else []), *UPDATE[streams], "resume"]
     assert pushed.changed == [""] and ("turns" in pushed.clock.seconds()) == turns
     if not streams:
         manifest = WeightManifest(version=4, tensors=(), kept=("kept",))
@@ -126,25 +128,25 @@ def test_a_push_updates_all_engines_and_waits_for_turns_where_there_are_any(stre
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("when", ["hold_turns", "update"])
+@pytest.mark.parametrize("when", ["pause_turns", "update"])
 @pytest.mark.parametrize("kind", [EngineDeadError, EngineDirtyError])
 def test_an_engine_that_is_lost_on_the_way_is_told_and_the_others_serve_the_new_weights(
     streams: bool, when: str, kind: type[RLBackendError]
 ) -> None:
     pushed = Pushed(streams=streams, turns=True)
-    method = when if when == "hold_turns" else UPDATE[streams][-1]
+    method = when if when == "pause_turns" else UPDATE[streams][-1]
     pushed.engines.answers[method] = {1: kind("engine 1 is lost")}
     with pytest.raises(kind, match="engine 1 is lost"):
         pushed.push()
     assert ("resume", (0,)) in pushed.engines.called and pushed.changed == [""]
-    if when == "hold_turns":
+    if when == "pause_turns":
         assert all(asked == (0,) for each, asked in pushed.engines.called if each in UPDATE[streams])
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_all_engines_that_are_lost_are_told(streams: bool) -> None:
     pushed = Pushed(streams=streams, turns=True)
-    pushed.engines.answers["hold_turns"] = {0: EngineDeadError("engine 0 died")}
+    pushed.engines.answers["pause_turns"] = {0: EngineDeadError("engine 0 died")}
     pushed.engines.answers[UPDATE[streams][-1]] = {1: EngineDirtyError("engine 1 is dirty")}
     with pytest.raises(EngineDeadError, match="engine 0 died; engine 1 is dirty"):
         pushed.push()
@@ -177,8 +179,8 @@ def test_turns_go_on_where_no_update_has_begun(
     monkeypatch.setattr(pushed.engines, "call", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pushed.push()
-    released = [] if lost else ["release_turns"]
-    assert pushed.methods == [BEFORE[streams], "hold_turns", *released] and not pushed.changed
+    released = [] if lost else ["resume_turns"]
+    assert pushed.methods == [BEFORE[streams], "pause_turns", *released] and not pushed.changed
 
 
 @pytest.mark.parametrize("streams", [False, True])

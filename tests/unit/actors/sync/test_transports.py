@@ -12,10 +12,16 @@ import torch
 from torch import Tensor
 
 from actors.sync.source import WeightSource
-from actors.sync.transport import gloo, shared_memory
-from actors.sync.transport.base import PushPlan, describe_export, from_source, make_plan, raise_failures
-from actors.sync.transport.gloo import GlooTransport
-from actors.sync.transport.shared_memory import SharedMemoryTransport
+from actors.sync.transport import staged as staged_module
+from actors.sync.transport.staged import (
+    GlooTransport,
+    PushPlan,
+    SharedMemoryTransport,
+    describe_export,
+    from_source,
+    make_plan,
+    raise_failures,
+)
 from actors.wire.gloo_group import Address
 from actors.wire.segment import Segment, SharedSegment, host_identity
 from rl_backend.contracts import (
@@ -138,9 +144,9 @@ class Point:
 
 @pytest.fixture
 def _members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "GlooGroup", Member)
-    monkeypatch.setattr(gloo, "MeetingPoint", Point)
-    monkeypatch.setattr(gloo, "node_address", lambda: "ip 0")
+    monkeypatch.setattr(staged_module, "GlooGroup", Member)
+    monkeypatch.setattr(staged_module, "MeetingPoint", Point)
+    monkeypatch.setattr(staged_module, "node_address", lambda: "ip 0")
     monkeypatch.setattr(Member, "failures", 0)
 
 
@@ -237,14 +243,18 @@ def test_an_engine_that_does_not_join_is_an_error_of_the_source_rank_alone(monke
     def late(address: Any, rank: int) -> None:
         raise RuntimeError("1 of 3 came")
 
-    monkeypatch.setattr(gloo, "GlooGroup", late)
+    monkeypatch.setattr(staged_module, "GlooGroup", late)
     rank: Any = Rank(0)
     rank.state["key"] = Point("x", None), Address("meeting", 3)  # type: ignore[arg-type]
-    error = gloo.connect(rank, "key")
+    error = staged_module.connect(rank, "key")
     assert isinstance(error, WeightSyncError) and "did not join within 120 s: 1 of 3 came" in str(error)
     other: Any = Rank(1)
-    assert gloo.connect(other, "key") is None and gloo.listen(other, "key", "x", 3) is None and not other.state
-    assert gloo.source_node(other) is None
+    assert (
+        staged_module.connect(other, "key") is None
+        and staged_module.listen(other, "key", "x", 3) is None
+        and not other.state
+    )
+    assert staged_module.source_node(other) is None
 
 
 @pytest.fixture
@@ -258,7 +268,7 @@ def ranks() -> Any:
 def test_shared_memory_holds_what_all_ranks_export_and_is_kept_for_the_next_push(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "PART_BYTES", 1)
+    monkeypatch.setattr(staged_module, "PART_BYTES", 1)
     transport, rollout = SharedMemoryTransport(), Engines()
     engines: Any = rollout
     first = transport.stage(PLAN, ranks, engines)
@@ -297,11 +307,11 @@ def test_shared_memory_holds_what_all_ranks_export_and_is_kept_for_the_next_push
 
 
 def test_parts_are_told_when_they_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "PART_BYTES", 100)
+    monkeypatch.setattr(staged_module, "PART_BYTES", 100)
     rollout: Any = Engines()
     infos = [TensorInfo.of(f"t{number}", (size,), torch.uint8) for number, size in enumerate((60, 50, 300, 99, 1, 80, 10))]
     plan = replace(PLAN, infos=tuple(infos), version=6)
-    parts = shared_memory._StagedParts(plan, "push", Segment("x", 1), [*rollout.actors(), *rollout.actors()])
+    parts = staged_module._StagedParts(plan, "push", Segment("x", 1), [*rollout.actors(), *rollout.actors()])
     for info in infos:
         parts.add(info)
     told = [(key, part.version, [info.name for info in part.tensors]) for _, key, part, _ in rollout.asked]
@@ -313,22 +323,22 @@ def test_a_segment_that_fits_exactly_is_kept_and_one_that_cannot_be_made_is_an_e
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source: Any = ranks.ranks[0]
-    first = shared_memory.reserve_segment(source, PLAN)
+    first = staged_module.reserve_segment(source, PLAN)
     assert isinstance(first, Segment) and first.nbytes == plan_layout(INFOS)[1]
-    assert shared_memory.reserve_segment(source, PLAN) == first
+    assert staged_module.reserve_segment(source, PLAN) == first
     other: Any = ranks.ranks[1]
-    assert shared_memory.reserve_segment(other, PLAN) is None and not other.state
+    assert staged_module.reserve_segment(other, PLAN) is None and not other.state
 
     def full(nbytes: int) -> None:
         raise WeightSyncError("/dev/shm is full")
 
-    monkeypatch.setattr(shared_memory, "SharedSegment", full)
+    monkeypatch.setattr(staged_module, "SharedSegment", full)
     larger = replace(PLAN, infos=(*INFOS, TensorInfo.of("d", (1,), torch.float32)))
     rollout: Any = Engines()
     with pytest.raises(WeightSyncError, match="/dev/shm is full"):
         SharedMemoryTransport().stage(larger, ranks, rollout)
     assert not source.state and not rollout.asked
-    shared_memory.drop_segment(source, "key")
+    staged_module.drop_segment(source, "key")
 
 
 def test_engines_that_do_not_share_memory_with_the_trainer_are_named() -> None:
@@ -343,7 +353,7 @@ def test_engines_that_do_not_share_memory_with_the_trainer_are_named() -> None:
 
 def test_a_push_is_described_by_the_source_rank_and_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     context_of_ray = SimpleNamespace(get_node_id=lambda: "node 3")
-    monkeypatch.setattr("actors.sync.transport.base.ray.get_runtime_context", lambda: context_of_ray)
+    monkeypatch.setattr("actors.sync.transport.staged.ray.get_runtime_context", lambda: context_of_ray)
     train = Ranks()
     results = train.run_on_ranks(describe_export, "key", "ref", "bfloat16", 42)
     assert [plan is None for _, plan in results] == [False, True, True]

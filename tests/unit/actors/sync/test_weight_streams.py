@@ -13,8 +13,8 @@ from torch import Tensor
 
 from actors.sync.push import WeightSync
 from actors.sync.source import WeightSource
-from actors.sync.transport.base import PushPlan, describe_export, make_plan
 from actors.sync.transport.gpu import EngineClient, ExportSource, NcclTransport, close_stream, end_group, send_stream
+from actors.sync.transport.staged import PushPlan, describe_export, make_plan
 from rl_backend.contracts import EngineDeadError, HandleError, WeightCheckError, WeightSyncError
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, 3), "c": torch.full((2, 3), -2.0)}
@@ -25,7 +25,7 @@ class Exports:
 
     def __init__(self, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         # Ray is not running, and a push of plain tensors needs only the name of its node.
-        monkeypatch.setattr("actors.sync.transport.base.ray.get_runtime_context", lambda: self)
+        monkeypatch.setattr("actors.sync.transport.staged.ray.get_runtime_context", lambda: self)
         reads = 0
 
         def weights() -> Iterator[tuple[str, Tensor]]:
@@ -107,8 +107,8 @@ def test_a_transport_whose_engines_receive_from_another_push_connects_again(monk
     infos = {0: SimpleNamespace(pid=7)}
     engines: Any = SimpleNamespace(engines=(0,), infos=infos, config=SimpleNamespace(tensor_parallel=1), actors=list)
     train: Any = SimpleNamespace(run_on_ranks=lambda function, plan, client: opened.append(plan.key))
-    rollout: Any = SimpleNamespace(fixed=lambda: engines, last_sync="", attach_weight_sync=lambda: None)
-    engines.lost_engines = {}
+    rollout: Any = SimpleNamespace(engine_set=engines, last_sync="", attach_weight_sync=lambda: None)
+    engines.lost_engines, engines.fixed = {}, lambda: engines
     syncs = [WeightSync(train, rollout, transport="nccl") for _ in range(2)]
     plans = {sync._key: SimpleNamespace(key=sync._key, version=1, nbytes=0) for sync in syncs}
     for sync in syncs:

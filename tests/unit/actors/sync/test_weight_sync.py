@@ -12,8 +12,8 @@ from actors.sync import push as push_module
 from actors.sync.push import WeightSync, choose_transport, make_transport
 from actors.sync.report import PushClock, PushReport
 from actors.sync.transport import gpu
-from actors.sync.transport.base import PushPlan, StagedTransport, StreamingTransport
-from actors.sync.transport.gpu import CudaIpcTransport, EngineClient, NcclTransport
+from actors.sync.transport.gpu import CudaIpcTransport, EngineClient, NcclTransport, StreamingTransport
+from actors.sync.transport.staged import PushPlan, StagedTransport
 from actors.train.context import HandleRef
 from rl_backend.contracts import (
     ConfigError,
@@ -52,6 +52,10 @@ class Engines:
         self.asked: list[tuple[Any, ...]] = []
         self.attached = 0
         self.last_sync = ""
+
+    @property
+    def engine_set(self) -> Engines:
+        return self
 
     def fixed(self) -> Engines:
         return self

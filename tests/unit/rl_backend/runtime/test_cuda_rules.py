@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.sync.push import choose_transport, make_transport
 from actors.sync.transport import gpu
-from actors.sync.transport.base import PushPlan
+from actors.sync.transport.staged import PushPlan
 from actors.train.outcome import breaks_process_group
 from rl_backend.cli import gpu_check
 from rl_backend.contracts import ConfigError, UnsupportedError

@@ -1,0 +1,1 @@
+"""The actor of one vLLM engine, and its parts."""

@@ -1,0 +1,161 @@
+"""LoRA adapters of an engine: pushed and kept, loaded into vLLM's slots when they are used, dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from actors.rollout.engine.in_process import VllmInProcess, lora_request
+from actors.rollout.messages import AdapterVersion
+from actors.wire.factors import FactorMemories, PackedFactors, SharedFactors
+from rl_backend.checkpoint.peft_files import read_peft_directory
+from rl_backend.contracts import RolloutError, UnsupportedError, WeightCheckError
+from rl_backend.contracts.lora import part_name
+
+
+class AdapterStore:
+    """The adapters of an engine.
+
+    Args:
+        vllm: serves them.
+    """
+
+    def __init__(self, vllm: VllmInProcess) -> None:
+        self._vllm = vllm
+        self._kept: dict[int, AdapterVersion] = {}
+        self._loaded: dict[int, AdapterVersion] = {}
+        """Those in vLLM's slots, the one not used for longest first."""
+        self._dropped: set[AdapterVersion] = set()
+        """Those that requests still sample with."""
+        self._shared: set[int] = set()
+        """Those with factors in memory that goes back to its owner once they are dropped."""
+        self._memories = FactorMemories()
+
+    def push(self, adapter: AdapterVersion, factors: PackedFactors | SharedFactors | str, digest: str) -> None:
+        """Checks an adapter, keeps it and loads it next to the others, while the engine keeps serving.
+
+        Args:
+            factors: the scale multiplied into B; or a directory in peft's format.
+            digest: of the factors where they come from.
+
+        Raises:
+            UnsupportedError: an engine that was started without adapters.
+            CheckpointError: a directory that cannot be read here.
+            WeightCheckError: what arrived is not what was sent, vLLM cannot load it, or its kernels read something else.
+            WeightSyncError: shared memory that is not on this host.
+        """
+        self._vllm.check_updatable()
+        if not self._vllm.config.max_adapters:
+            raise UnsupportedError(
+                f"{self._vllm.name} was started without adapters; set RolloutConfig.max_adapters", engine=self._vllm.name
+            )
+        if isinstance(factors, SharedFactors):
+            self.keep(adapter, factors.tensors(self._memories), digest)
+            self._shared.add(adapter.number)
+        else:
+            held = self._read(factors) if isinstance(factors, str) else factors
+            self.keep(adapter, held.tensors(), digest)
+        self.load(adapter)
+
+    def keep(self, adapter: AdapterVersion, tensors: Mapping[str, Tensor], digest: str) -> None:
+        """Keeps an adapter for as long as it is served, whether or not it has a slot.
+
+        Args:
+            digest: what a slot must have that it is loaded into, as :func:`~actors.wire.factors.factor_digest`.
+        """
+        (problem,) = self._vllm.ask_workers("keep_adapter", adapter.path, adapter.rank, tensors, digest)
+        if problem:
+            raise WeightCheckError(f"{self._vllm.name}: {adapter.name}: {problem}", engine=self._vllm.name)
+        self._kept[adapter.number] = adapter
+
+    def load(self, adapter: AdapterVersion) -> None:
+        """Puts a kept adapter into one of vLLM's slots, where the one not used for longest gives way.
+
+        Raises:
+            WeightCheckError: what the kernels read is not what was sent.
+        """
+        self._vllm.loop.call(self._load, adapter)
+
+    def drop(self, adapter: AdapterVersion) -> None:
+        """Forgets an adapter, once no request that was made before samples with it.
+
+        When this returns, nothing here reads the memory that the adapter was pushed in.
+        """
+        self._vllm.loop.call(self._drop, adapter)
+
+    def load_again(self) -> None:
+        """Loads those that were loaded, which vLLM has dropped in an update of the base."""
+        loaded, self._loaded = list(self._loaded.values()), {}
+        for adapter in loaded:
+            self._vllm.during_update(self.load, adapter)
+
+    def take_slot(self, adapter: AdapterVersion) -> bool:
+        """Loads an adapter for a request, unless running requests leave only the slot that pushes need. Called on the loop's
+        thread.
+        """
+        self._require_kept(adapter)
+        in_use = self._vllm.loop.adapters(running=True)
+        if adapter not in in_use and len(in_use) >= self._vllm.config.max_adapters:
+            return False
+        self.load(adapter)
+        return True
+
+    def leave_slot(self, adapter: AdapterVersion) -> None:
+        """After a request that sampled with it."""
+        if adapter in self._dropped:
+            self._drop(adapter)
+
+    def unload_all(self) -> None:
+        """Before vLLM's memory goes; they are loaded again when they are used."""
+        for number in list(self._loaded):
+            self._unload(number)
+
+    def _load(self, adapter: AdapterVersion) -> None:
+        self._require_kept(adapter)
+        if adapter.number in self._loaded:
+            self._loaded[adapter.number] = self._loaded.pop(adapter.number)
+            return
+        in_use = {each.number for each in self._vllm.loop.adapters(running=True)}
+        while len(self._loaded) > self._vllm.config.max_adapters:
+            self._unload(next(number for number in self._loaded if number not in in_use))
+        self._loaded[adapter.number] = adapter
+        try:
+            self._vllm.call(self._vllm.llm.llm_engine.add_lora, lora_request(adapter))
+            (problem,) = self._vllm.ask_workers("adapter_problem", adapter.path, adapter.number)
+            if problem:
+                raise WeightCheckError(f"{self._vllm.name}: {adapter.name}: {problem}", engine=self._vllm.name)
+        except Exception:
+            self._unload(adapter.number)
+            raise
+
+    def _drop(self, adapter: AdapterVersion) -> None:
+        shared = adapter.number in self._shared
+        self._shared.discard(adapter.number)
+        if adapter in self._vllm.loop.adapters(running=False):
+            self._dropped.add(adapter)
+            if shared:
+                self._vllm.ask_workers("own_adapter", adapter.path)
+            return
+        self._dropped.discard(adapter)
+        if adapter.number in self._loaded:
+            self._unload(adapter.number)
+        if self._kept.pop(adapter.number, None) is not None:
+            self._vllm.ask_workers("forget_adapter", adapter.path)
+
+    def _require_kept(self, adapter: AdapterVersion) -> None:
+        if adapter.number not in self._kept:
+            raise RolloutError(f"{self._vllm.name} does not have {adapter.name}: push it", engine=self._vllm.name)
+
+    def _read(self, directory: str) -> PackedFactors:
+        found: dict[str, tuple[Tensor, float]] = {}
+        adapter = read_peft_directory(directory)
+        for module, parts in adapter.parts.items():
+            for part, tensor in parts.items():
+                scale = adapter.scales[module] if part == "B" else 1.0
+                found[part_name(module, adapter.kinds[module], part)] = tensor, scale
+        return PackedFactors.of(found, self._vllm.config.dtype)
+
+    def _unload(self, number: int) -> None:
+        del self._loaded[number]
+        self._vllm.call(self._vllm.llm.llm_engine.remove_lora, number)

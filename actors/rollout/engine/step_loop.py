@@ -1,0 +1,333 @@
+"""An engine's step loop, which has its own thread: requests begin, end and are given up between two steps."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from actors.rollout.config import SamplingConfig
+from actors.rollout.messages import AdapterVersion, Request
+from actors.rollout.sample import VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request for one response.
+
+    Attributes:
+        request: its ``n`` is 1.
+        sampling: how; ``n`` is not read.
+        adapter: works in addition to the weights; None for the weights alone.
+        require_version: of the weights, or of the adapter, at least.
+        pausable: other weights may be loaded in the middle of it. Else they wait for its end.
+    """
+
+    request: Request
+    sampling: SamplingConfig
+    adapter: AdapterVersion | None = None
+    require_version: int | None = None
+    pausable: bool = False
+
+
+class Completion(NamedTuple):
+    """What a :class:`Stepper` has of a request.
+
+    Attributes:
+        output: vLLM's ``CompletionOutput``; its ``finish_reason`` is ``abort`` where the request was given up.
+        cached_tokens: of the prompt, which were not computed.
+    """
+
+    output: Any
+    cached_tokens: int
+
+
+class Finished(NamedTuple):
+    """A request that has ended.
+
+    Attributes:
+        spans: versions of the weights, or of the adapter, that sampled its tokens.
+    """
+
+    completion: Completion
+    spans: tuple[VersionSpan, ...]
+
+
+class Stepper(Protocol):
+    """What runs requests step by step: vLLM, or a stand-in of tests. Keys are the caller's."""
+
+    @property
+    def room(self) -> int:
+        """Requests that run at one time."""
+        ...
+
+    def add(self, key: int, job: Job) -> None:
+        """Begins a request; raises what is wrong with it, and is then as before."""
+        ...
+
+    def step(self) -> Iterable[tuple[int, Completion]]:
+        """One more token of every request; those that have ended."""
+        ...
+
+    def give_up(self, key: int) -> Completion:
+        """Ends a request; what there is of it."""
+        ...
+
+    def sampled(self, key: int) -> int:
+        """Tokens that a request has sampled."""
+        ...
+
+    def forget(self) -> None:
+        """Drops all keys and values. Requests keep their tokens, for which the next step computes keys and values anew."""
+        ...
+
+
+class Host(Protocol):
+    """What knows which weights are served. Its methods are called on the loop's thread."""
+
+    def admit(self, job: Job) -> bool:
+        """Whether a request may begin now; raises where it never may."""
+        ...
+
+    def version_for(self, job: Job) -> int:
+        """That its next token is sampled with."""
+        ...
+
+    def ended(self, job: Job) -> None:
+        """A request has left, whatever came of it."""
+        ...
+
+    def failed(self, error: Exception) -> Exception:
+        """What to tell those who wait when a step has raised ``error``."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    key: int
+    job: Job
+    result: Future[Finished]
+    version: int = -1
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    def note(self, sampled: int) -> None:
+        """Tokens since the last note are of the present version."""
+        tokens = sampled - sum(span.tokens for span in self.spans)
+        if tokens and self.spans and self.spans[-1].version == self.version:
+            tokens += self.spans.pop().tokens
+        if tokens:
+            self.spans.append(VersionSpan(self.version, tokens))
+
+
+class StepLoop:
+    """Steps as long as there are requests. Whatever else touches the engine runs on the same thread, between two steps.
+
+    A kernel's threads belong to the thread that calls it, and vLLM binds them to cores when it starts: nothing of vLLM may
+    run elsewhere. Before :meth:`start` calls run where they are made.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._keys = itertools.count()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._waiting: deque[_Entry] = deque()
+        self._running: dict[int, _Entry] = {}
+        self._hold: Future[None] | None = None
+        self._closed_by: Exception | None = None
+
+    def start(self, host: Host, make: Callable[[], Stepper]) -> None:
+        """Starts the thread, which makes the stepper; raises what that raises."""
+        self._host = host
+        self._thread = threading.Thread(target=self._run, name=f"{self._name} steps", daemon=True)
+        self._thread.start()
+        self._stepper = self.call(make)
+
+    def stop(self) -> None:
+        """Ends the thread, after the step that it is in; who waits for a request waits for ever."""
+        if self._thread is not None:
+            self._commands.put(None)
+            self._thread.join()
+
+    def call[T](self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs a function on the loop's thread between two steps, and waits for its result."""
+        if self._thread is None or threading.current_thread() is self._thread:
+            return function(*args, **kwargs)
+        result: Future[T] = Future()
+        self._commands.put(partial(_settle, result, partial(function, *args, **kwargs)))
+        return result.result()
+
+    def submit(self, jobs: Sequence[Job]) -> dict[int, Future[Finished]]:
+        """Asks for responses, by key, in the order in which they are to begin. Callbacks of the futures run in the loop's
+        thread.
+        """
+        entries = [_Entry(next(self._keys), job, Future()) for job in jobs]
+        self._commands.put(partial(self._queue, entries))
+        return {entry.key: entry.result for entry in entries}
+
+    def run(self, jobs: Sequence[Job]) -> list[Finished]:
+        """Waits for all responses; raises the first error, and gives the others up then."""
+        submitted = self.submit(jobs)
+        try:
+            return [result.result() for result in submitted.values()]
+        except BaseException:
+            self.give_up(submitted)
+            raise
+
+    def give_up(self, keys: Iterable[int]) -> None:
+        """Ends requests with what there is of them. Those that have ended already are passed over."""
+        self._commands.put(partial(self._give_up, set(keys)))
+
+    def hold(self) -> None:
+        """Begins no request from now on, and returns when nothing runs.
+
+        Those in flight run to their end, except those that are pausable: once they alone are left they pause, and all keys
+        and values are dropped.
+        """
+        if self._thread is not None:
+            self.call(self._begin_hold).result()
+
+    def release(self) -> None:
+        """After :meth:`hold`: requests begin and continue, with the version that the host names now."""
+        self.call(self._release)
+
+    def drop(self, error: Exception) -> None:
+        """After :meth:`hold`: ends the requests that pause with an error; those that have not begun go on waiting."""
+        self.call(lambda: self._fail(error, list(self._running.values())))
+
+    def close(self, error: Exception) -> None:
+        """Ends every request with an error, those to come too, until :meth:`release`."""
+        self.call(self._close, error)
+
+    def adapters(self, *, running: bool) -> set[AdapterVersion]:
+        """Of the requests that run, or of all. On the loop's thread."""
+        entries = self._running.values() if running else (*self._running.values(), *self._waiting)
+        return {entry.job.adapter for entry in entries if entry.job.adapter is not None}
+
+    def _run(self) -> None:
+        while self._take_commands():
+            self._begin()
+            if self._may_step:
+                self._step()
+                self._begin()
+            self._settle_hold()
+
+    @property
+    def _may_step(self) -> bool:
+        return bool(self._running) and (self._hold is None or not self._hold.done())
+
+    def _take_commands(self) -> bool:
+        """Runs what was asked for, and waits for it where there is nothing else to do. False: the end."""
+        wait = not self._may_step
+        while True:
+            try:
+                command = self._commands.get(wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            wait = False
+
+    def _queue(self, entries: Sequence[_Entry]) -> None:
+        for entry in entries:
+            self._waiting.append(entry)
+            if self._closed_by is not None:
+                self._end(entry, self._closed_by)
+
+    def _begin(self) -> None:
+        if self._hold is not None:
+            return
+        adapters_wait = False
+        for entry in list(self._waiting):
+            if len(self._running) >= self._stepper.room:
+                return
+            # In order: an adapter for which there is no slot would else wait for as long as others are asked for.
+            if adapters_wait and entry.job.adapter is not None:
+                continue
+            try:
+                if not self._host.admit(entry.job):
+                    adapters_wait = True
+                    continue
+                self._stepper.add(entry.key, entry.job)
+            except Exception as error:  # noqa: BLE001 an error of one request affects only that request
+                self._end(entry, error)
+                continue
+            self._waiting.remove(entry)
+            self._running[entry.key] = entry
+            entry.version = self._host.version_for(entry.job)
+
+    def _step(self) -> None:
+        try:
+            finished = list(self._stepper.step())
+        except Exception as error:  # noqa: BLE001 vLLM raises errors of any type
+            self._fail(self._host.failed(error))
+            return
+        for key, completion in finished:
+            self._end(self._running[key], completion)
+
+    def _give_up(self, keys: set[int]) -> None:
+        for entry in [entry for entry in (*self._running.values(), *self._waiting) if entry.key in keys]:
+            running = entry.key in self._running
+            self._end(entry, self._stepper.give_up(entry.key) if running else None)
+
+    def _begin_hold(self) -> Future[None]:
+        self._hold = self._hold or Future()
+        self._settle_hold()
+        return self._hold
+
+    def _settle_hold(self) -> None:
+        running = self._running.values()
+        if self._hold is None or self._hold.done() or not all(entry.job.pausable for entry in running):
+            return
+        if running:
+            try:
+                self._stepper.forget()
+            except Exception as error:  # noqa: BLE001 as a step
+                self._fail(self._host.failed(error))
+        for entry in running:
+            entry.note(self._stepper.sampled(entry.key))
+        self._hold.set_result(None)
+
+    def _release(self) -> None:
+        self._hold = self._closed_by = None
+        for entry in self._running.values():
+            entry.version = self._host.version_for(entry.job)
+
+    def _close(self, error: Exception) -> None:
+        self._closed_by = error
+        self._fail(error)
+
+    def _fail(self, error: Exception, entries: Sequence[_Entry] | None = None) -> None:
+        """Ends requests with an error; None for all."""
+        for entry in [*self._running.values(), *self._waiting] if entries is None else entries:
+            if entry.key in self._running:
+                with suppress(Exception):
+                    self._stepper.give_up(entry.key)
+            self._end(entry, error)
+
+    def _end(self, entry: _Entry, outcome: Completion | Exception | None) -> None:
+        if self._running.pop(entry.key, None) is None:
+            self._waiting.remove(entry)
+        self._host.ended(entry.job)
+        if isinstance(outcome, Exception):
+            entry.result.set_exception(outcome)
+            return
+        completion = outcome or Completion(None, 0)
+        if completion.output is not None:
+            entry.note(len(completion.output.token_ids))
+        entry.result.set_result(Finished(completion, tuple(entry.spans)))
+
+
+def _settle(result: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        result.set_result(function())
+    except BaseException as error:  # noqa: BLE001 who waits for it gets it
+        result.set_exception(error)

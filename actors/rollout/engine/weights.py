@@ -1,0 +1,236 @@
+"""Weight updates of an engine: staged weights are verified, then loaded; nothing is loaded unverified."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from actors.cluster import prometheus
+from actors.rollout.engine.in_process import VllmInProcess
+from actors.wire.gloo_group import Address, GlooGroup, receive_into
+from actors.wire.segment import Segment, SharedSegment, map_segment
+from rl_backend.contracts import (
+    RLBackendError,
+    RolloutError,
+    TensorInfo,
+    WeightCheckError,
+    WeightManifest,
+    WeightSyncError,
+    WeightVersionError,
+)
+from rl_backend.trace.recorder import span
+from rl_backend.weights.compare import check_manifest
+from rl_backend.weights.staging import check_staged, find_intact
+
+
+class WeightReceiver:
+    """An engine's part in pushes; :class:`~actors.sync.push.WeightSync` calls its methods by name.
+
+    Args:
+        vllm: takes the weights.
+        reload_adapters: called after every update, because vLLM drops all adapters when the base changes.
+    """
+
+    def __init__(self, vllm: VllmInProcess, reload_adapters: Callable[[], None]) -> None:
+        self._vllm = vllm
+        self._reload_adapters = reload_adapters
+        self._own_segment: SharedSegment | None = None
+        self._mapped: Segment | None = None
+        self._buffer: Tensor | None = None
+        self._staged_in_workers = False
+        self._gloo: dict[str, GlooGroup] = {}
+        self._verified: WeightManifest | None = None
+        self._push = self._ended_push = ""
+        self._intact: dict[str, TensorInfo] = {}
+
+    def make_segment(self, nbytes: int) -> Segment:
+        """This engine's own staging segment of at least ``nbytes``, for transports that bring weights to its host."""
+        if self._own_segment is None or self._own_segment.nbytes < nbytes:
+            self.close()
+            self._own_segment = SharedSegment(nbytes)
+        return Segment(str(self._own_segment.path), self._own_segment.nbytes)
+
+    def join_gloo(self, key: str, address: Address, rank: int) -> None:
+        """Takes this engine's place in the gloo group of one weight sync's source rank."""
+        if key in self._gloo:
+            self._gloo.pop(key).close()
+        self._gloo[key] = GlooGroup(address, rank)
+
+    def receive(self, key: str, layout: WeightManifest) -> None:
+        """Receives weights over gloo into this engine's own segment; nothing is verified or loaded yet."""
+        self._verified = None
+        if key not in self._gloo or self._own_segment is None:
+            raise WeightSyncError(
+                f"{self._vllm.name}: join_gloo() and make_segment() come before receive()", engine=self._vllm.name
+            )
+        try:
+            receive_into(self._gloo[key], self._own_segment.buffer, layout.tensors)
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"{self._vllm.name}: the gloo broadcast failed: {error}", engine=self._vllm.name
+            ) from error
+
+    def leave_gloo(self, key: str) -> None:
+        """Leaves one weight sync's gloo group; the last to leave frees the engine's own segment."""
+        if key in self._gloo:
+            self._gloo.pop(key).close()
+        if not self._gloo:
+            self.close()
+
+    def forget_segment(self, path: str) -> None:
+        """Drops the mappings of a segment that its owner is about to remove, here and in the workers."""
+        if self._mapped is not None and self._mapped.path == path:
+            self._mapped = self._buffer = self._verified = None
+            if self._staged_in_workers:
+                self._staged_in_workers = False
+                self._vllm.ask_workers("forget_staged")
+
+    def verify_part(self, push: str, part: WeightManifest, segment: Segment) -> None:
+        """Checks tensors that a push has staged, while its trainer stages those that come after them.
+
+        What passes is noted for :meth:`verify`, which reads only the rest and says what is wrong.
+
+        Args:
+            push: the push's own key.
+            part: the tensors, with offsets and digests.
+        """
+        if push == self._ended_push:
+            return
+        if push != self._push:
+            self._push, self._intact = push, {}
+        self._verified = None
+        with suppress(RLBackendError), span("verify part", "weights", weight_version=part.version, nbytes=part.nbytes):
+            self._vllm.check_updatable()
+            # The trainer, which may be on the same cores, works at the same time.
+            threads = max(len(self._vllm.cores) // 2, 1)
+            self._intact |= find_intact(self._map(segment), part.tensors, threads=threads)
+
+    def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
+        """Checks that staged weights can be loaded, without loading them. Returns the seconds that it took.
+
+        Args:
+            manifest: of all tensors.
+            segment: where they are.
+            push: the key under which :meth:`verify_part` has checked some of them.
+
+        Raises:
+            WeightVersionError: the weights are older than those served.
+            WeightCheckError: names, shapes, dtypes, digests or values are not right.
+            WeightSyncError: the segment cannot be mapped here.
+            EngineDirtyError: the engine cannot be updated any more.
+        """
+        started = time.perf_counter()
+        intact = self._intact if push == self._push else {}
+        self._verified, self._push, self._intact, self._ended_push = None, "", {}, push
+        with span("verify", "weights", weight_version=manifest.version, nbytes=manifest.nbytes):
+            self.check_manifest(manifest)
+            threads = max(len(self._vllm.cores), 1)
+            check_staged(self._map(segment), manifest, engine=self._vllm.name, threads=threads, intact=intact)
+        self._verified = manifest
+        return time.perf_counter() - started
+
+    def load(self, version: int) -> float:
+        """Loads the weights that :meth:`verify` accepted and stays paused until :meth:`resume`. Returns the seconds.
+
+        Raises:
+            WeightCheckError: nothing of that version has been verified; the engine keeps serving as before.
+            EngineDirtyError: loading failed midway.
+        """
+        started = time.perf_counter()
+        manifest, self._verified = self._verified, None
+        if manifest is None or manifest.version != version:
+            raise WeightCheckError(
+                f"{self._vllm.name}: weights of version {version} were not verified", engine=self._vllm.name
+            )
+        self.begin_update()
+        self.update({"manifest": manifest.model_dump_json()})
+        self.finish_update(version)
+        return time.perf_counter() - started
+
+    def pause_turns(self) -> None:
+        """Begins no turn until :meth:`resume`, and returns when those in flight have ended or paused, as
+        ``RolloutConfig.turns_at_push`` says. Turns with an adapter end first in either case: the base changes under it.
+        """
+        self._vllm.check_updatable()
+        self._vllm.loop.hold()
+
+    def begin_update(self) -> None:
+        """Stops serving, empties the prefix cache and starts vLLM's weight update. Streaming transports call it directly."""
+        self.pause_turns()
+        self._vllm.state = "paused"
+        with span("begin update", "weights"):
+            self._vllm.during_update(self._start_weight_update)
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        """Hands one message to vLLM's ``update_weights``."""
+        with span("update", "weights"):
+            self._vllm.during_update(self._vllm.llm.update_weights, {"update_info": update_info})
+
+    def finish_update(self, version: int) -> None:
+        """Ends vLLM's weight update, records the version and loads adapters again; :meth:`resume` starts serving."""
+        with span("finish update", "weights", weight_version=version):
+            self._vllm.during_update(self._vllm.llm.finish_weight_update, str(version))
+        self._vllm.version = version
+        prometheus.set_gauge("rl_backend_engine_weight_version", version, engine=str(self._vllm.number))
+        self._reload_adapters()
+
+    def abandon_update(self, reason: str) -> None:
+        """Refuses requests from now on: an update that began will not be finished."""
+        self._vllm.make_dirty(reason)
+
+    def init_transfer(self, init_info: dict[str, Any]) -> None:
+        """Hands a message to vLLM's ``init_weight_transfer_engine``; its ``kind`` chooses the engine that receives."""
+        self._verified, self._staged_in_workers = None, False
+        self._vllm.call(self._vllm.llm.init_weight_transfer_engine, {"init_info": init_info})
+
+    def check_manifest(self, manifest: WeightManifest) -> None:
+        """Version, names, shapes and dtypes, which is all there is to check where weights are not staged."""
+        self._vllm.check_updatable()
+        if manifest.version < self._vllm.version:
+            raise WeightVersionError(
+                f"{self._vllm.name} serves weights of version {self._vllm.version} and refuses the older version "
+                f"{manifest.version}",
+                engine=self._vllm.name,
+                version=self._vllm.version,
+                offered=manifest.version,
+            )
+        check_manifest(manifest, self._vllm.expected, engine=self._vllm.name)
+
+    def resume(self) -> None:
+        """Serves again after an update; every engine has acknowledged by now."""
+        if self._vllm.state == "paused":
+            self._vllm.state = "serving"
+        self.resume_turns()
+
+    def resume_turns(self) -> None:
+        """After :meth:`pause_turns`, unless an update has begun since."""
+        if self._vllm.state == "serving":
+            self._vllm.loop.release()
+
+    def close(self) -> None:
+        """Frees this engine's own segment."""
+        if self._own_segment is not None:
+            segment, self._own_segment = self._own_segment, None
+            segment.close()
+            self.forget_segment(str(segment.path))
+
+    def _map(self, segment: Segment) -> Tensor:
+        """The segment's bytes, mapped here and in the workers."""
+        if self._buffer is None or self._mapped != segment:
+            self._buffer = map_segment(segment.path, segment.nbytes)
+            self._mapped = segment
+            self._staged_in_workers = False
+        if not self._staged_in_workers:
+            self.init_transfer({"kind": "staged", "path": segment.path, "nbytes": segment.nbytes})
+            self._staged_in_workers = True
+        return self._buffer
+
+    def _start_weight_update(self) -> None:
+        # Keys and values of the old weights would be reused for equal prefixes.
+        if not self._vllm.llm.reset_prefix_cache():
+            raise RolloutError(f"{self._vllm.name}: vLLM still has running requests, its prefix cache cannot be emptied")
+        self._vllm.llm.start_weight_update()

@@ -1,0 +1,1 @@
+"""A group of engines that sample as one, and its parts."""

@@ -1,0 +1,304 @@
+"""Sampling calls, checked and divided over the engines; every one is answered, refused, or its engine is found dead."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from actors.cluster import prometheus
+from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.messages import EngineInfo, Generated, Request, prompt_problem
+from actors.rollout.sample import Routes, Sample, VersionSpan, split_routes
+from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, RLBackendError, RolloutError
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    seeds: Sequence[int] | None,
+    config: RolloutConfig,
+    info: EngineInfo,
+) -> None:
+    """Refuses what no engine could answer.
+
+    Args:
+        prompts: token ids.
+        seeds: one for each sample; None without any.
+        config, info: of the engines; what one of them says of itself.
+
+    Raises:
+        BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
+        ConfigError: stop strings, and engines without a tokenizer.
+    """
+    if not prompts:
+        raise BatchError("prompts is empty; expected at least one prompt")
+    if sampling.stop_strings and not config.load_tokenizer:
+        raise ConfigError.of(
+            "SamplingConfig.stop_strings",
+            sampling.stop_strings,
+            "engines find them in text and have no tokenizer; set RolloutConfig.load_tokenizer",
+        )
+    for index, prompt in enumerate(prompts):
+        if problem := prompt_problem(prompt, info.max_model_len, info.vocab_size):
+            raise BatchError(f"prompt {index} {problem}", prompt=index)
+    if seeds is not None and len(seeds) != len(prompts) * sampling.n:
+        raise BatchError(
+            f"{len(seeds)} seeds for {len(prompts)} prompts with n={sampling.n}; expected {len(prompts) * sampling.n}"
+        )
+
+
+def requests_of(prompt: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int] | None) -> list[Request]:
+    """The requests for ``n`` responses of one prompt: one for all without seeds, else one for each of its seeds."""
+    if seeds is None:
+        return [Request(prompts[prompt], n, None)]
+    return [Request(prompts[prompt], 1, seed) for seed in seeds[prompt * n : (prompt + 1) * n]]
+
+
+def shares_of(count: int, engines: int) -> list[range]:
+    """Consecutive prompts for each engine, as evenly as possible."""
+    bounds = [count * engine // engines for engine in range(engines + 1)]
+    return [range(start, end) for start, end in pairwise(bounds)]
+
+
+def outcome_of(reference: Any, engine: str) -> Any:
+    """The result of a finished call, or, returned and not raised, the error that it ended with.
+
+    A dead actor becomes an :class:`~rl_backend.contracts.EngineDeadError`.
+    """
+    try:
+        return ray.get(reference, timeout=0)
+    except RayActorError as error:
+        return EngineDeadError(f"{engine} is dead: its process ended ({_reason(error)}); restart it", engine=engine)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, RLBackendError):
+            return cause
+        return RolloutError(f"{engine} failed with {type(cause).__name__}: {cause}\n{error}", engine=engine)
+    except RayError as error:
+        return EngineDeadError(f"{engine} is dead: {type(error).__name__}: {_reason(error)}; restart it", engine=engine)
+
+
+@dataclass
+class _Queue:
+    """The sampling calls of one engine.
+
+    Attributes:
+        calls: not known to have ended, in order.
+        since: ``time.monotonic()`` when the first of them was first seen to be the first.
+    """
+
+    calls: list[Any]
+    since: float
+
+
+class SamplingCalls:
+    """Calls that sample, by engine. An engine serves one call at a time; later ones wait.
+
+    Args:
+        limit: seconds for one call, after which the engine counts as dead: a process that hangs never answers, and Ray
+            reports only those that end.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._queues: dict[int, _Queue] = {}
+
+    def add(self, engine: int, reference: Any) -> None:
+        """A call that was just started."""
+        with self._lock:
+            queue = self._refreshed(engine)
+            if not queue.calls:
+                queue.since = time.monotonic()
+            self._keep(engine, [*queue.calls, reference])
+
+    def wait(self, engines: Collection[int]) -> dict[int, EngineDeadError]:
+        """Waits for the calls made up to now; the error of each engine whose call takes longer than the limit.
+
+        The calls of an engine that dies end with it.
+        """
+        with self._lock:
+            waiting = {call: engine for engine in engines for call in self._refreshed(engine).calls}
+        hanging: dict[int, EngineDeadError] = {}
+        while waiting:
+            ready, overdue = self.wait_for_first(waiting, None, fetch=False)
+            if overdue is not None:
+                engine = waiting[ready]
+                hanging[engine] = overdue
+                waiting = {call: other for call, other in waiting.items() if other != engine}
+            else:
+                del waiting[ready]
+        return hanging
+
+    def wait_for_first(
+        self, calls: Mapping[Any, int], timeout: float | None, *, fetch: bool = True
+    ) -> tuple[Any, EngineDeadError | None]:
+        """The first call that has ended; or one of an engine that took longer than the limit, with the error.
+
+        Args:
+            calls: reference -> engine.
+            timeout: seconds to wait.
+            fetch: a call has ended when its result is on this node.
+
+        Raises:
+            GetTimeoutError: none has, within ``timeout``.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                left = {engine: self._left(engine) for engine in set(calls.values())}
+            seconds = max(min(deadline - time.monotonic(), *left.values()), 0.0)
+            done, _ = ray.wait(
+                list(calls), num_returns=1, timeout=None if math.isinf(seconds) else seconds, fetch_local=fetch
+            )
+            if done:
+                return done[0], None
+            if time.monotonic() >= deadline and timeout is not None:
+                raise GetTimeoutError(f"no engine answered for {timeout:g} s")
+            with self._lock:
+                overdue = [engine for engine in left if self._left(engine) <= 0]
+            for call, engine in calls.items():
+                if engine in overdue:
+                    return call, self._overdue(engine)
+
+    def _left(self, engine: int) -> float:
+        queue = self._refreshed(engine)
+        return queue.since + self._limit - time.monotonic() if queue.calls else math.inf
+
+    def _refreshed(self, engine: int) -> _Queue:
+        """The engine's queue without the calls that have ended. When one ends, the time of the next begins."""
+        queue = self._queues.setdefault(engine, _Queue([], time.monotonic()))
+        if queue.calls:
+            _, running = ray.wait(queue.calls, num_returns=len(queue.calls), timeout=0, fetch_local=False)
+            if len(running) < len(queue.calls):
+                queue.since = time.monotonic()
+                self._keep(engine, running)
+        return queue
+
+    def _keep(self, engine: int, calls: list[Any]) -> None:
+        self._queues[engine].calls = calls
+        prometheus.set_gauge("rl_backend_rollout_queue", len(calls), engine=str(engine))
+
+    def _overdue(self, engine: int) -> EngineDeadError:
+        name = f"engine {engine}"
+        return EngineDeadError(
+            f"{name} has not answered a call to sample for {self._limit:g} s (RolloutConfig.sampling_timeout): its process "
+            "hangs and is ended; restart it, or raise the limit if its samples may take longer",
+            engine=name,
+            sampling_timeout=self._limit,
+        )
+
+
+def collect(calls: Mapping[int, Any], names: Mapping[int, str], timeout: float) -> dict[int, Any]:
+    """Waits until every call has ended and returns each one's outcome (see :func:`outcome_of`).
+
+    An engine that has not answered after ``timeout`` seconds counts as dead.
+    """
+    done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout) if calls else ([], [])
+    ended = set(done)
+    return {
+        engine: outcome_of(reference, names[engine])
+        if reference in ended
+        else EngineDeadError(f"{names[engine]} did not answer for {timeout:g} s; restart it", engine=names[engine])
+        for engine, reference in calls.items()
+    }
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    # Of an actor that could not be made, Ray's text ends with the error that it raised.
+    return lines[-1] if "creation task" in lines[0] else lines[0]
+
+
+@dataclass(frozen=True)
+class _Call:
+    reference: Any
+    engine: int
+    prompts: range
+
+
+class PendingSamples:
+    """Samples in the making; :meth:`result` waits for them.
+
+    Args:
+        prompts: of the whole call.
+        n: samples of each.
+        note: told an engine's number and the error of its call.
+        sampling: knows how long an engine may take.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], n: int, note: Callable[[int, Any], None], sampling: SamplingCalls
+    ) -> None:
+        self._note = note
+        self._sampling = sampling
+        self._prompts = prompts
+        self._n = n
+        self._calls: dict[Any, _Call] = {}
+        self._samples: dict[int, list[Sample]] = {}
+        self._error: RLBackendError | None = None
+
+    def add(self, reference: Any, engine: int, prompts: range) -> None:
+        """One engine's share."""
+        self._calls[reference] = _Call(reference, engine, prompts)
+
+    def done(self) -> bool:
+        """Whether :meth:`result` would return, or raise, at once."""
+        if self._error is not None or not self._calls:
+            return True
+        ready, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
+        return len(ready) == len(self._calls)
+
+    def result(self, timeout: float | None = None) -> list[Sample]:
+        """The samples, in the caller's order; raises what ``RolloutGroup.generate`` raises, as soon as it is known."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._error is not None:
+            raise self._error
+        while self._calls:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            engines = {reference: call.engine for reference, call in self._calls.items()}
+            reference, overdue = self._sampling.wait_for_first(engines, left)
+            call = self._calls.pop(reference)
+            outcome = overdue or outcome_of(call.reference, f"engine {call.engine}")
+            if isinstance(outcome, RLBackendError):
+                self._error = outcome
+                self._note(call.engine, outcome)
+                raise outcome
+            self._take(call, outcome)
+        return [sample for prompt in range(len(self._prompts)) for sample in self._samples[prompt]]
+
+    def _take(self, call: _Call, generated: Generated) -> None:
+        flat = [response for request in generated.responses for response in request]
+        pairs = zip(generated.versions, generated.responses, strict=True)
+        versions = [version for version, request in pairs for _ in request]
+        prompts = [self._prompts[prompt] for prompt in call.prompts for _ in range(self._n)]
+        lengths = [len(prompt) + len(response.token_ids) for prompt, response in zip(prompts, flat, strict=True)]
+        routes: list[Routes] | list[None] = (
+            [None] * len(flat) if generated.routes is None else split_routes(generated.routes, lengths, versions)
+        )
+        for position, prompt in enumerate(call.prompts):
+            own = slice(position * self._n, (position + 1) * self._n)
+            self._samples[prompt] = [
+                Sample(
+                    prompt_index=prompt,
+                    sample_index=index,
+                    prompt_ids=list(self._prompts[prompt]),
+                    response_ids=response.token_ids,
+                    log_probs=response.log_probs,
+                    finish_reason=response.finish_reason,
+                    version_spans=(VersionSpan(version, len(response.token_ids)),),
+                    engine=call.engine,
+                    routes=of_sample,
+                )
+                for index, (response, version, of_sample) in enumerate(
+                    zip(flat[own], versions[own], routes[own], strict=True)
+                )
+            ]

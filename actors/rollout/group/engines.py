@@ -1,0 +1,215 @@
+"""Calls of several engines at once, and what is known of those that are lost."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import ray
+
+from actors.rollout.config import RolloutConfig
+from actors.rollout.group.calls import SamplingCalls, collect
+from actors.rollout.messages import EngineInfo
+from rl_backend.contracts import EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
+
+
+class EngineSet:
+    """Engines by number, and calls of all that are alive.
+
+    Args:
+        config: of every engine.
+
+    Attributes:
+        lock: of requests: held while they are made, and while engines change.
+        changing: of adapters, weights and engines that join: one of them changes at a time. Taken before :attr:`lock`.
+        sampling: the calls that sample.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self.config = config
+        self.lock = threading.Lock()
+        self.changing = threading.Lock()
+        self.sampling = SamplingCalls(config.sampling_timeout)
+        self._actors: dict[int, Any] = {}
+        self._infos: dict[int, EngineInfo] = {}
+        self._lost: dict[int, RLBackendError] = {}
+        self._origin: EngineSet | None = None
+
+    def fixed(self) -> Self:
+        """The present engines, whatever is restarted later.
+
+        A push goes to the same processes from its first step to its last. One that is restarted in between is dead to the
+        push, and its successor, which has verified nothing, is no part of it. This set is told of engines that the fixed
+        one loses.
+        """
+        fixed = copy.copy(self)
+        fixed._actors, fixed._infos, fixed._lost = dict(self._actors), dict(self._infos), dict(self._lost)
+        fixed._origin = self
+        return fixed
+
+    def add(self, actors: Mapping[int, Any], infos: Mapping[int, EngineInfo]) -> None:
+        """Engines that have started, in place of those of their numbers. To be called with the lock."""
+        self._infos.update(infos)
+        self._actors.update(actors)
+        for engine in actors:
+            self._lost.pop(engine, None)
+
+    def remove(self, engine: int, error: RLBackendError | None = None) -> Any:
+        """Takes an engine's actor out and returns it; None where there is none.
+
+        Args:
+            error: why the engine is lost from now on.
+        """
+        actor = self._actors.pop(engine, None)
+        if error is not None:
+            self._lost[engine] = error
+        return actor
+
+    def remove_all(self) -> list[Any]:
+        """Takes all actors out and returns them: the group is closed."""
+        actors, self._actors = self._actors, {}
+        return list(actors.values())
+
+    @property
+    def engines(self) -> tuple[int, ...]:
+        """Numbers of the engines that are alive."""
+        lost = self.lost_engines
+        return tuple(engine for engine in sorted(dict(self._actors)) if engine not in lost)
+
+    @property
+    def infos(self) -> dict[int, EngineInfo]:
+        """What each engine said when it started, even one that is being restarted."""
+        return dict(self._infos)
+
+    @property
+    def lost_engines(self) -> dict[int, RLBackendError]:
+        """Engines that died, are dirty or did not restart, with the error that says so."""
+        return dict(self._lost)
+
+    def actors(self) -> list[Any]:
+        """Ray handles of the living engines, in the order of their numbers."""
+        return list(self.living().values())
+
+    def living(self) -> dict[int, Any]:
+        """Actors by engine, taken at one time: another thread may be restarting one.
+
+        Raises:
+            EngineDeadError, EngineDirtyError: none is left.
+            RolloutError: the group is closed.
+        """
+        actors, lost = dict(self._actors), self.lost_engines
+        living = {engine: actors[engine] for engine in sorted(actors) if engine not in lost}
+        if not living:
+            if not lost:
+                raise RolloutError("the rollout group is closed")
+            reasons = "; ".join(str(error) for error in lost.values())
+            kind = type(next(iter(lost.values())))
+            raise kind(f"no rollout engine is left: {reasons}", engines=sorted(lost))
+        return living
+
+    def call(
+        self, method: str, *args: Any, each: Callable[[int], tuple[Any, ...]] | None = None, timeout: float = 600.0
+    ) -> dict[int, Any]:
+        """Calls a method of every living engine at once; each engine's result, or its error as a value.
+
+        Args:
+            method: of :class:`~actors.rollout.engine.engine.RolloutEngine`.
+            args: the same for every engine.
+            each: further arguments by engine number.
+            timeout: seconds after which an engine counts as dead, from when it has done the sampling asked of it before,
+                for which it has ``RolloutConfig.sampling_timeout``.
+        """
+        return self.gather(self.start_call(method, *args, each=each), timeout)
+
+    def start_call(self, method: str, *args: Any, each: Callable[[int], tuple[Any, ...]] | None = None) -> dict[int, Any]:
+        """:meth:`call` without waiting; hand the result to :meth:`gather`."""
+        return {
+            engine: getattr(actor, method).remote(*args, *(each(engine) if each else ()))
+            for engine, actor in self.living().items()
+        }
+
+    def gather(self, calls: dict[int, Any], timeout: float = 600.0) -> dict[int, Any]:
+        """Waits for :meth:`start_call`."""
+        actors = dict(self._actors)
+        hanging = self.sampling.wait(calls)
+        answering = {engine: call for engine, call in calls.items() if engine not in hanging}
+        outcomes = collect(answering, {engine: engine_name(engine) for engine in answering}, timeout)
+        outcomes = {engine: hanging[engine] if engine in hanging else outcomes[engine] for engine in calls}
+        for engine, outcome in outcomes.items():
+            if engine in actors:
+                self.note(engine, outcome, actors[engine])
+        return outcomes
+
+    def note(self, engine: int, outcome: Any, actor: Any = None) -> None:
+        """Takes an engine whose outcome says that it is dead or dirty out of service.
+
+        Args:
+            actor: the process that has this outcome; None for the engine's present one.
+        """
+        actor = self._actors.get(engine) if actor is None else actor
+        if actor is None:
+            return
+        if isinstance(outcome, EngineDeadError | EngineDirtyError):
+            self._lose(engine, actor, outcome)
+        if isinstance(outcome, EngineDeadError):
+            ray.kill(actor)
+
+    def abandon(self, engines: Iterable[int], reason: str, *, kill: bool) -> dict[int, EngineDirtyError]:
+        """Takes engines whose update began, and will not end, out of service; each one's error.
+
+        Args:
+            kill: end their processes, which may wait for ever in a collective.
+        """
+        errors: dict[int, EngineDirtyError] = {}
+        for engine in engines:
+            name, actor = engine_name(engine), self._actors.get(engine)
+            errors[engine] = EngineDirtyError(
+                f"{name}: a weight update had begun and was abandoned ({reason}); restart it", engine=name
+            )
+            if actor is None:
+                continue
+            self.note(engine, errors[engine], actor)
+            if kill:
+                ray.kill(actor)
+            else:
+                actor.abandon_update.remote(reason)
+        return errors
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Holds back new requests from this process, and pushes of adapters, while weights are loaded."""
+        with self.changing, self.lock:
+            yield
+
+    def trace_actors(self) -> dict[str, Any]:
+        """For a :class:`~actors.run.trace.TraceCollector`."""
+        actors = dict(self._actors)
+        return {engine_name(engine): actors[engine] for engine in self.engines if engine in actors}
+
+    def _lose(self, engine: int, actor: Any, error: RLBackendError) -> None:
+        """Says nothing about an engine that was restarted since. The first reason why one died is kept."""
+        if self._actors.get(engine) is actor and not isinstance(self._lost.get(engine), EngineDeadError):
+            self._lost[engine] = error
+            if self._origin is not None:
+                self._origin._lose(engine, actor, error)
+
+
+def engine_name(engine: int) -> str:
+    """What messages call an engine."""
+    return f"engine {engine}"
+
+
+def are_on_node(engines: EngineSet, node_id: str, host: str) -> bool:
+    """Whether all living engines are on that Ray node and share its /dev/shm."""
+    infos = engines.infos
+    return all((infos[engine].node_id, infos[engine].host) == (node_id, host) for engine in engines.engines)
+
+
+def raise_first(outcomes: Mapping[int, Any]) -> None:
+    """Raises the first outcome of :meth:`EngineSet.call` that is an error."""
+    for outcome in outcomes.values():
+        if isinstance(outcome, RLBackendError):
+            raise outcome

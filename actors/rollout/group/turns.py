@@ -1,0 +1,226 @@
+"""Turns of episodes on a group of engines: each goes to one engine, while other calls sample on all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+
+from actors.cluster.ray_watch import ray_is_usable
+from actors.rollout.config import SamplingConfig
+from actors.rollout.group.calls import outcome_of
+from actors.rollout.group.engines import EngineSet, engine_name
+from actors.rollout.messages import AdapterVersion, Request, TurnAnswer, TurnRequest
+from rl_backend.contracts import EngineDeadError, RLBackendError, RolloutError
+
+ANSWER_SECONDS = 30.0
+"""How long an engine lets a call wait that asks for answers, where there are none."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    future: Future[TurnAnswer]
+    since: float
+
+
+class EngineTurns:
+    """The turns of one engine's process, from the first to its end.
+
+    Args:
+        name: of the engine.
+        actor: its Ray handle.
+        limit: seconds for one turn, after which the engine counts as dead.
+        lose: told of the error by which the engine is lost.
+    """
+
+    def __init__(self, name: str, actor: Any, limit: float, lose: Callable[[RLBackendError], None]) -> None:
+        self._name = name
+        self.actor = actor
+        # See engine.turns.CONCURRENCY_GROUPS.
+        self._start_turns = actor.start_turns.options(concurrency_group="turns")
+        self._give_up_turns = actor.give_up_turns.options(concurrency_group="turns")
+        self._take_turns = actor.take_turns.options(concurrency_group="answers")
+        self._limit = limit
+        self._lose = lose
+        self._keys = itertools.count()
+        self._changed = threading.Condition()
+        self._asked: dict[int, _Asked] = {}
+        self._ended: RLBackendError | None = None
+        self._thread = threading.Thread(target=self._wait_for_answers, name=f"turns of {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def in_flight(self) -> int:
+        """Turns that are not answered."""
+        return len(self._asked)
+
+    def ask(
+        self, request: Request, sampling: SamplingConfig, adapter: AdapterVersion | None, require_version: int | None
+    ) -> Future[TurnAnswer]:
+        """Asks for a turn. Cancelling the future gives the turn up."""
+        future: Future[TurnAnswer] = Future()
+        key = next(self._keys)
+        with self._changed:
+            if self._ended is not None:
+                future.set_exception(self._ended)
+                return future
+            self._asked[key] = _Asked(future, time.monotonic())
+            self._changed.notify()
+        future.add_done_callback(partial(self._give_up_cancelled, key))
+        self._start_turns.remote([TurnRequest(key, request, sampling, adapter, require_version)])
+        return future
+
+    def give_up(self) -> None:
+        """Ends every turn in flight; each is answered with what there is of it."""
+        self._give_up_turns.remote(list(self._asked))
+
+    def end(self, error: RLBackendError) -> None:
+        """Fails every turn in flight, and all that are asked for from now on."""
+        with self._changed:
+            self._ended = self._ended or error
+            asked, self._asked = self._asked, {}
+            self._changed.notify()
+        for each in asked.values():
+            _set(each.future, error)
+
+    def _give_up_cancelled(self, key: int, future: Future[TurnAnswer]) -> None:
+        if future.cancelled() and self._ended is None:
+            self._give_up_turns.remote([key])
+
+    def _wait_for_answers(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked or self._ended is not None)
+                if self._ended is not None:
+                    return
+            try:
+                answers = self._next_answers()
+            except RLBackendError as error:
+                if self._ended is None:
+                    self._lose(error)
+                self.end(error)
+                return
+            except Exception as error:  # noqa: BLE001 Ray raises errors of any type while it shuts down
+                self.end(RolloutError(f"{self._name} cannot be asked any more: {type(error).__name__}: {error}"))
+                return
+            self._take(answers)
+
+    def _next_answers(self) -> Iterable[tuple[int, TurnAnswer | RLBackendError]]:
+        reference = self._take_turns.remote(ANSWER_SECONDS)
+        while not ray.wait([reference], timeout=self._seconds_left())[0]:
+            if self._ended is not None:
+                return ()
+            if not ray_is_usable():
+                raise RolloutError(f"{self._name} cannot be asked any more: Ray has been shut down", engine=self._name)
+            if self._seconds_left() <= 0:
+                raise EngineDeadError(
+                    f"{self._name} has not answered a turn for {self._limit:g} s (RolloutConfig.sampling_timeout): its "
+                    "process hangs and is ended; restart it, or raise the limit if its turns may take longer",
+                    engine=self._name,
+                    sampling_timeout=self._limit,
+                )
+        outcome = outcome_of(reference, self._name)
+        if isinstance(outcome, RLBackendError):
+            raise outcome
+        answers: Iterable[tuple[int, TurnAnswer | RLBackendError]] = outcome
+        return answers
+
+    def _seconds_left(self) -> float:
+        """Until the oldest turn has taken too long."""
+        with self._changed:
+            oldest = min((each.since for each in self._asked.values()), default=math.inf)
+        return min(max(oldest + self._limit - time.monotonic(), 0.0), ANSWER_SECONDS)
+
+    def _take(self, answers: Iterable[tuple[int, TurnAnswer | RLBackendError]]) -> None:
+        for key, answer in answers:
+            with self._changed:
+                asked = self._asked.pop(key, None)
+            if asked is not None:
+                _set(asked.future, answer)
+
+
+class GroupTurns:
+    """The turns of a group of engines; :class:`~actors.rollout.tokens.RolloutTokens` asks for them.
+
+    Args:
+        engines: sample them.
+    """
+
+    def __init__(self, engines: EngineSet) -> None:
+        self._engines = engines
+        self._turns: dict[int, EngineTurns] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether any turn has been asked for."""
+        return bool(self._turns)
+
+    @property
+    def in_flight(self) -> dict[int, int]:
+        """Of every living engine, turns that are not answered."""
+        turns = dict(self._turns)
+        return {engine: turns[engine].in_flight if engine in turns else 0 for engine in self._engines.engines}
+
+    def ask(
+        self,
+        engine: int,
+        request: Request,
+        sampling: SamplingConfig,
+        *,
+        adapter: AdapterVersion | None = None,
+        require_version: int | None = None,
+    ) -> Future[TurnAnswer]:
+        """Asks an engine for a turn; cancelling the future gives it up. One that comes during a push of weights begins
+        after it, with the new ones.
+
+        The future raises what :meth:`~actors.rollout.group.group.RolloutGroup.generate` raises; an error of one turn affects
+        only that turn.
+
+        Args:
+            request: of one response, with its seed.
+        """
+        return self._turns_of(engine).ask(request, sampling, adapter, require_version)
+
+    def give_up(self) -> None:
+        """Ends every turn in flight: each is answered with ``finish="abort"`` and what it had sampled."""
+        for turns in list(self._turns.values()):
+            turns.give_up()
+
+    def end(self, error: RLBackendError) -> None:
+        """Fails every turn in flight, and all that are asked of the same processes from now on."""
+        for turns in list(self._turns.values()):
+            turns.end(error)
+
+    def _turns_of(self, engine: int) -> EngineTurns:
+        """Of the process that is engine ``engine`` now."""
+        living = self._engines.living()
+        if engine not in living:
+            raise EngineDeadError(
+                f"{engine_name(engine)} is lost: {self._engines.lost_engines.get(engine)}", engine=engine_name(engine)
+            )
+        actor = living[engine]
+        with self._lock:
+            turns = self._turns.get(engine)
+            if turns is None or turns.actor is not actor:
+                lose = partial(self._engines.note, engine, actor=actor)
+                limit = self._engines.config.sampling_timeout
+                turns = self._turns[engine] = EngineTurns(engine_name(engine), actor, limit, lose)
+            return turns
+
+
+def _set(future: Future[TurnAnswer], answer: TurnAnswer | RLBackendError) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(answer, RLBackendError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)

@@ -1,0 +1,317 @@
+"""An engine from its start to its sleep, with stand-ins for vLLM and Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.engine import engine as engine_module
+from actors.rollout.engine import in_process
+from actors.rollout.engine import stepper as stepper_module
+from actors.rollout.engine.engine import RolloutEngine
+from actors.rollout.messages import AdapterVersion, EngineInfo, Request, Response
+from actors.rollout.placement import NodePlace
+from actors.rollout.vllm.expected import EngineParameters
+from actors.wire.segment import host_identity
+from rl_backend.contracts import (
+    UNVERSIONED,
+    ConfigError,
+    EngineDirtyError,
+    RolloutError,
+    UnsupportedError,
+    WeightVersionError,
+)
+from rl_backend.trace.recorder import recorder
+from tests.support.answering import AnsweringStepper, Llm
+
+POET, CLERK = AdapterVersion("poet", 5, 1, 8), AdapterVersion("clerk", 7, 2, 8)
+SAMPLING = SamplingConfig(n=2)
+
+
+class Made:
+    """An engine that serves, its stand-in for vLLM, and what it counted."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine, self.llm, self.stepper = engine, Llm(), AnsweringStepper()
+        engine._vllm.llm = self.llm
+        engine._vllm.loop.start(engine, lambda: self.stepper)
+        self.counted: list[tuple[Any, ...]] = []
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Made]]:
+    engines: list[Made] = []
+    monkeypatch.setattr("actors.rollout.engine.adapters.lora_request", lambda adapter: adapter.name)
+
+    def of(*, device: str = "cpu", require_push: bool = False, **settings: Any) -> Made:
+        config = RolloutConfig(model_path="x", num_engines=4, max_adapters=2, **settings)
+        made = Made(RolloutEngine(config, 3, device, require_push))
+        engines.append(made)
+
+        def count(name: str, amount: float, **tags: str) -> None:
+            made.counted.append((name.removeprefix("rl_backend_rollout_"), amount, tags))
+
+        monkeypatch.setattr("actors.cluster.prometheus.count", count)
+        return made
+
+    yield of
+    for made in engines:
+        made.engine._vllm.loop.stop()
+
+
+def keep(made: Made, *adapters: AdapterVersion) -> None:
+    for adapter in adapters:
+        made.engine._adapters._kept[adapter.number] = adapter
+
+
+REQUESTS = [
+    Request([1, 2], 2, None),
+    Request([3], 1, 11),
+    Request([4, 4, 4], 1, 20),
+    Request([5], 1, 31),
+    Request([6], 3, None),
+]
+
+
+def test_answers_come_in_the_order_of_the_requests_and_requests_of_one_adapter_begin_together(
+    make: Callable[..., Made],
+) -> None:
+    made = make()
+    keep(made, POET, CLERK)
+    made.engine._vllm.version = 4
+    found = made.engine.generate(REQUESTS, SAMPLING, None, [POET, None, CLERK, POET, None])
+    assert found.versions == [5, 4, 7, 5, 4] and found.routes is None
+    lengths = [[len(each.token_ids) for each in answer] for answer in found.responses]
+    assert lengths == [[2, 2], [1], [3], [1], [1, 1, 1]]
+    assert found.responses[1] == [Response([11], [-11 / 8], "stop")]
+    assert found.responses[2] == [Response([20, 21, 22], [-20 / 8, -21 / 8, -22 / 8], "length")]
+    begun = [(job.request.prompt_ids[0], job.adapter) for job in made.stepper.jobs]
+    assert begun == [(3, None), *[(6, None)] * 3, (1, POET), (1, POET), (5, POET), (4, CLERK)]
+    assert all(job.request.n == 1 and job.sampling is SAMPLING and not job.pausable for job in made.stepper.jobs)
+    assert [job.request.seed for job in made.stepper.jobs] == [11, None, None, None, None, None, 31, 20]
+
+
+def test_what_an_engine_samples_is_counted_and_traced_with_its_newest_version(make: Callable[..., Made]) -> None:
+    made = make()
+    keep(made, POET)
+    made.engine._vllm.version = 4
+    recorder.start()
+    made.engine.generate(REQUESTS[:3], SAMPLING, None, [POET, None, None])
+    made.engine.generate([], SAMPLING, None)
+    batch = made.engine.take_trace()
+    assert recorder.recording
+    assert made.engine.take_trace(stop=True).events == [] and not recorder.recording
+    first, second = [event.arguments for event in batch.events if event.name == "generate"]
+    assert first == {"weight_version": 5, "requests": 3, "responses": 4, "prompt_tokens": 6, "response_tokens": 8}
+    assert second["weight_version"] == 4 and second["requests"] == 0
+    assert made.counted[:2] == [("responses_total", 4, {"engine": "3"}), ("tokens_total", 8, {"engine": "3"})]
+    (name, seconds, tags) = made.counted[2]
+    assert (name, tags) == ("seconds_total", {"engine": "3"}) and 0 < seconds < 60
+
+
+def test_routes_are_of_all_responses_in_their_order_and_of_the_layers_with_experts_alone(make: Callable[..., Made]) -> None:
+    made = make(return_routed_experts=True)
+    made.engine._vllm.moe_layers = (0, 2)
+    found = made.engine.generate([REQUESTS[2], REQUESTS[0]], SAMPLING, None)
+    assert found.routes is not None and found.routes.shape == (5 + 3 + 3, 2, 1)
+    assert found.routes[:, :, 0].tolist() == [[10 * row, 10 * row + 2] for row in (*range(5), *range(3), *range(3))]
+    assert made.engine.generate([], SAMPLING, None).routes is None
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ("paused", "engine 3 does not sample now: a weight update is in progress"),
+        ("asleep", r"engine 3 does not sample now: it is asleep; call wake_up\(\) first"),
+    ],
+)
+def test_an_engine_that_does_not_serve_says_why(make: Callable[..., Made], state: Any, match: str) -> None:
+    made = make()
+    made.engine._vllm.state = state
+    with pytest.raises(RolloutError, match=match) as refused:
+        made.engine.generate(REQUESTS[:1], SAMPLING, None)
+    assert refused.value.details == {"engine": "engine 3", "state": state}
+    assert made.engine.probe_adapter(POET, REQUESTS[1], SAMPLING) is None and not made.stepper.jobs
+
+
+def test_an_engine_without_weights_or_with_a_failed_update_samples_nothing(make: Callable[..., Made]) -> None:
+    made = make(require_push=True)
+    assert made.engine._vllm.version == UNVERSIONED
+    with pytest.raises(RolloutError, match=r"engine 3 has no weights of the trainer yet \(UNVERSIONED\): push before"):
+        made.engine.generate(REQUESTS[:1], SAMPLING, None)
+    assert made.engine.probe_adapter(POET, REQUESTS[1], SAMPLING) is None
+    made.engine._vllm.version = 0
+    assert made.engine.generate(REQUESTS[:1], SAMPLING, None).versions == [0]
+    made.engine.abandon_update("the trainer failed")
+    for call in (lambda: made.engine.generate(REQUESTS[:1], SAMPLING, None), made.engine.forget_weights):
+        with pytest.raises(EngineDirtyError, match=r"begun \(the trainer failed\)"):
+            call()
+
+
+def test_each_of_the_versions_that_sample_must_be_new_enough(make: Callable[..., Made]) -> None:
+    made = make()
+    keep(made, POET, CLERK)
+    made.engine._vllm.version = 9
+    assert made.engine.generate(REQUESTS[:2], SAMPLING, 5, [CLERK, POET]).versions == [7, 5]
+    with pytest.raises(WeightVersionError, match="engine 3 serves 'poet' at version 5, version 6 is required"):
+        made.engine.generate(REQUESTS[:2], SAMPLING, 6, [CLERK, POET])
+    with pytest.raises(WeightVersionError, match="engine 3 serves weights of version 9, version 10 is required"):
+        made.engine.generate(REQUESTS[:2], SAMPLING, 10)
+    assert len(made.stepper.jobs) == 3
+
+
+def test_a_probe_samples_without_and_with_the_adapter(make: Callable[..., Made]) -> None:
+    made = make()
+    keep(made, CLERK)
+    made.engine._vllm.version = 2
+    found = made.engine.probe_adapter(CLERK, REQUESTS[1], SAMPLING)
+    assert found is not None and found.versions == [2, 7]
+    assert [job.adapter for job in made.stepper.jobs] == [None, CLERK]
+    assert [[each.token_ids for each in answer] for answer in found.responses] == [[[11]], [[11]]]
+
+
+def test_an_engine_prepares_for_another_model_whose_version_may_be_any(make: Callable[..., Made]) -> None:
+    made = make()
+    made.engine._vllm.version = 8
+    made.engine.require_push()
+    assert made.engine.generate(REQUESTS[:1], SAMPLING, None).versions == [8], "it has weights that were pushed"
+    made.engine.forget_weights()
+    assert made.engine._vllm.version == UNVERSIONED
+    with pytest.raises(RolloutError, match="has no weights of the trainer yet"):
+        made.engine.generate(REQUESTS[:1], SAMPLING, None)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_sleeps_without_its_adapters_and_samples_when_it_has_weights(
+    make: Callable[..., Made], level: int
+) -> None:
+    made = make(device="cuda", sleep_mode=True)
+    keep(made, POET)
+    made.engine._vllm.version = 3
+    made.engine._adapters.load(POET)
+    made.llm.told.clear()
+    made.engine.sleep(level)
+    assert made.llm.told == [("remove_lora", 1), ("sleep", {"level": level, "mode": "keep"})]
+    assert made.engine._vllm.state == "asleep" and made.engine._vllm.version == (3 if level == 1 else UNVERSIONED)
+    with pytest.raises(RolloutError, match=r"engine 3 is asleep and cannot take weights; call wake_up\(\) first"):
+        made.engine.begin_update()
+    made.engine.wake_up()
+    assert made.llm.told[2:] == [("wake_up",)]
+    if level == 2:
+        with pytest.raises(RolloutError, match="has no weights of the trainer yet"):
+            made.engine.generate(REQUESTS[:1], SAMPLING, None)
+        made.engine.finish_update(4)
+        made.engine.resume()
+    assert made.engine.generate(REQUESTS[:1], SAMPLING, None, [POET]).versions == [5], "it is loaded again"
+
+
+@pytest.mark.parametrize(("device", "sleep_mode"), [("cpu", False), ("cuda", False), ("cpu", True)])
+def test_only_engines_on_a_gpu_that_were_told_so_sleep(make: Callable[..., Made], device: str, sleep_mode: bool) -> None:
+    made = make(device=device, **({"sleep_mode": True} if sleep_mode else {}))
+    for call in (lambda: made.engine.sleep(1), made.engine.wake_up):
+        with pytest.raises(UnsupportedError, match=rf"engine 3 runs on {device} with sleep_mode={sleep_mode}: sleep\(\)"):
+            call()
+    assert not made.llm.told and made.engine._vllm.state == "serving"
+
+
+def test_a_dirty_engine_does_not_sleep(make: Callable[..., Made]) -> None:
+    made = make(device="cuda", sleep_mode=True)
+    made.engine.abandon_update("gone")
+    with pytest.raises(EngineDirtyError):
+        made.engine.sleep(1)
+    assert not made.llm.told
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What starting an engine does, in order; Ray and vLLM are stand-ins."""
+    done: Any = []
+    llm = Llm()
+    llm.answers = {
+        "moe_layers": [[1, 3]],
+        "describe_parameters": [EngineParameters({"a": "float32"}, {}, {}), "of worker 1"],
+    }
+
+    def start(config: RolloutConfig, device: str) -> Llm:
+        done.append(("start", device))
+        return llm
+
+    def expected(path: str, dtype: str, describe: Any) -> Any:
+        done.append(("expect", path, dtype, describe(["tensor"]).dtypes))
+        return "expected"
+
+    context = SimpleNamespace(get_node_id=lambda: "node 7")
+    address = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
+    monkeypatch.setattr(engine_module, "ray", SimpleNamespace(get_runtime_context=lambda: context, util=address))
+    monkeypatch.setattr(engine_module, "remove_stale_segments", lambda: done.append("remove"))
+    monkeypatch.setattr(in_process, "choose_cores", lambda config, *where: done.append(where) or (4, 5))
+    monkeypatch.setattr(in_process, "prepare_process", lambda *of: done.append(("prepare", *of)))
+    monkeypatch.setattr(in_process, "start_vllm", start)
+    monkeypatch.setattr(in_process, "expected_weights", expected)
+    monkeypatch.setattr(stepper_module, "VllmStepper", lambda given: done.append(given is llm) or AnsweringStepper())
+    return done
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("routed", [False, True])
+def test_an_engine_starts_on_cores_of_its_own_and_says_what_it_is(
+    started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, routed: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
+    (tmp_path / "config.json").write_text("{}")
+    config = RolloutConfig(model_path=str(tmp_path), dtype="float16", tensor_parallel=2, return_routed_experts=routed)
+    engine, place = RolloutEngine(config, 6, device, False), NodePlace(1, 3)
+    try:
+        info = engine.start(place)
+    finally:
+        engine._vllm.loop.stop()
+    cores = (4, 5) if device == "cpu" else ()
+    chosen: list[Any] = [(6, place)] if device == "cpu" else []
+    expect = ("expect", str(tmp_path), "float16", {"a": "float32"})
+    assert started == ["remove", *chosen, ("prepare", device, cores, 2), ("start", device), True, expect]
+    assert engine._vllm.llm.told == [("describe_parameters", ["tensor"]), *([("moe_layers",)] if routed else [])]
+    assert info == EngineInfo(
+        name="engine 6",
+        pid=os.getpid(),
+        node_id="node 7",
+        node_ip="10.0.0.7",
+        host=host_identity(),
+        cores=cores,
+        device=device,
+        dtype="float16",
+        workers=2,
+        device_ids=() if device == "cpu" else ("GPU-0", "GPU-1"),
+        vocab_size=50,
+        max_model_len=16,
+        version=UNVERSIONED,
+        state="serving",
+        moe_layers=(1, 3) if routed else (),
+    )
+    engine._vllm.version, engine._vllm.state = 4, "asleep"
+    assert (engine.describe().version, engine.describe().state) == (4, "asleep")
+
+
+def test_a_model_that_is_not_on_the_node_is_refused_with_the_node(started: list[Any], tmp_path: Path) -> None:
+    engine = RolloutEngine(RolloutConfig(model_path=str(tmp_path)), 2, "cpu", False)
+    with pytest.raises(
+        ConfigError, match=r"is not a Hugging Face directory on node 10\.0\.0\.7 \(Ray node node 7\).*engine 2"
+    ):
+        engine.start(NodePlace())
+    assert not started
+
+
+def test_an_engine_that_is_closed_leaves_no_segment() -> None:
+    engine = RolloutEngine(RolloutConfig(model_path="x"), 0, "cpu", False)
+    segment = engine.make_segment(100)
+    assert Path(segment.path).exists()
+    engine.close()
+    engine.close()
+    assert not Path(segment.path).exists()

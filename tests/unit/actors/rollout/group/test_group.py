@@ -1,0 +1,311 @@
+"""Engines of a group from their start to their end, with actors of this process in place of Ray's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from actors.rollout.config import RolloutConfig
+from actors.rollout.group import group as group_module
+from actors.rollout.group.engines import EngineSet
+from actors.rollout.group.group import CLOSE_SECONDS, RolloutGroup
+from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
+from actors.rollout.placement import NodePlace
+from actors.wire.factors import PackedFactors
+from rl_backend.contracts import (
+    ConfigError,
+    EngineDeadError,
+    EngineDirtyError,
+    RolloutError,
+    WeightCheckError,
+    WeightSyncError,
+)
+from tests.support.actors_in_process import Actor, RayInProcess, use
+
+NODES = {0: "node a", 1: "node b", 2: "node a"}
+
+
+def info(engine: int, pid: int) -> EngineInfo:
+    facts: dict[str, Any] = {"node_ip": "", "host": "host", "cores": (), "device": "cpu", "dtype": "float32", "workers": 1}
+    sizes: dict[str, Any] = {"device_ids": (), "vocab_size": 8, "max_model_len": 8, "version": 0, "state": "serving"}
+    return EngineInfo(name=f"engine {engine}", pid=pid, node_id=NODES[engine], **facts, **sizes)
+
+
+class Placement:
+    """Gives each engine options of its own."""
+
+    device = "cpu"
+
+    def __init__(self, config: RolloutConfig, scheduling: Any) -> None:
+        self.released = 0
+
+    def options(self, engine: int) -> dict[str, Any]:
+        return {"num_cpus": engine}
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class Cluster:
+    """Engines that start as they are told to: every actor that a group made is in ``made``."""
+
+    def __init__(self, ray: RayInProcess) -> None:
+        self.ray = ray
+        self.made: list[tuple[int, Actor]] = []
+        self.answers: dict[int, dict[str, Any]] = {engine: {} for engine in NODES}
+        self.asked: list[tuple[Any, ...]] = []
+        ray.remote = self._remote  # type: ignore[attr-defined]
+
+    def _remote(self, **options: Any) -> Any:
+        def of_class(kind: type) -> Any:
+            cluster = self
+
+            class Handle:
+                def __init__(self, own: dict[str, Any]) -> None:
+                    self.own = own
+
+                @staticmethod
+                def options(**own: Any) -> Handle:
+                    return Handle(own)
+
+                def remote(self, config: RolloutConfig, engine: int, device: str, require_push: bool) -> Actor:
+                    cluster.asked.append((kind, options, self.own, config, engine, device, require_push))
+                    number = len(cluster.made)
+                    answers = {"node": NODES[engine], "start": info(engine, number), **cluster.answers[engine]}
+                    actor = Actor(f"actor {number} of engine {engine}", answers)
+                    cluster.made.append((engine, actor))
+                    return actor
+
+            return Handle
+
+        return of_class
+
+    def of(self, engine: int) -> Actor:
+        """The last actor of an engine."""
+        return [actor for number, actor in self.made if number == engine][-1]
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> RayInProcess:
+    made = use(monkeypatch, *(f"actors.rollout.group.{name}" for name in ("group", "engines", "calls", "turns")))
+    monkeypatch.setattr(group_module, "ray_is_usable", lambda: made.initialized)
+    monkeypatch.setattr(group_module, "EnginePlacement", Placement)
+    return made
+
+
+@pytest.fixture
+def cluster(ray: RayInProcess) -> Cluster:
+    return Cluster(ray)
+
+
+def living(engines: EngineSet | RolloutGroup) -> tuple[int, ...]:
+    """Asked anew: mypy takes a property for what it was."""
+    return engines.engines
+
+
+def config(**settings: Any) -> RolloutConfig:
+    return RolloutConfig(model_path="x", num_engines=3, **settings)
+
+
+def test_every_engine_starts_at_its_place_among_those_of_its_node(cluster: Cluster) -> None:
+    with RolloutGroup(config(require_push=True)) as group:
+        assert [engine for engine, _ in cluster.made] == [0, 1, 2]
+        places = {0: NodePlace(0, 2), 1: NodePlace(0, 1), 2: NodePlace(1, 2)}
+        assert all(actor.asked == [("node",), ("start", places[engine])] for engine, actor in cluster.made)
+        assert group.infos == {engine: info(engine, engine) for engine in NODES} and living(group) == (0, 1, 2)
+        for kind, options, own, given, engine, device, require_push in cluster.asked:
+            assert kind is group.engine_class and options == {"concurrency_groups": {"turns": 1, "answers": 1}}
+            assert own == {"num_cpus": engine} and given == group.config and (device, require_push) == ("cpu", True)
+        placement: Any = group._placement
+        assert not cluster.ray.killed and not placement.released
+    assert sorted(cluster.ray.killed) == sorted(actor.name for _, actor in cluster.made) and placement.released == 1
+    assert all(actor.asked[-1] == ("close",) for _, actor in cluster.made)
+
+
+@pytest.mark.parametrize(("method", "engine"), [("node", 2), ("start", 1), ("start", 2)])
+def test_engines_that_started_are_ended_when_one_of_them_does_not(cluster: Cluster, method: str, engine: int) -> None:
+    cluster.answers[engine][method] = WeightCheckError("this one cannot")
+    with pytest.raises(WeightCheckError, match="this one cannot"):
+        RolloutGroup(config())
+    assert sorted(cluster.ray.killed) == sorted(actor.name for _, actor in cluster.made) and len(cluster.made) == 3
+
+
+def test_an_engine_may_take_so_long_to_start(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Actor, "__init__", silent_at("start", Actor.__init__))
+    with pytest.raises(EngineDeadError, match="engine 0 did not answer for 34 s; restart it"):
+        RolloutGroup(config(start_timeout=34.0))
+    assert cluster.ray.waited == [34.0] and len(cluster.ray.killed) == 3
+
+
+def silent_at(method: str, init: Callable[..., None]) -> Callable[..., None]:
+    def made(actor: Actor, name: str, answers: dict[str, Any], *, silent: Sequence[str] = ()) -> None:
+        init(actor, name, answers, silent=[method, *silent])
+
+    return made
+
+
+def test_a_group_needs_ray_and_a_strategy_for_each_engine(ray: RayInProcess, cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match="scheduling=2: expected one strategy for each of 3 engines"):
+        RolloutGroup(config(), scheduling=["a", "b"])
+    RolloutGroup(config(), scheduling=["a", "b", "c"]).close()
+    ray.initialized = False
+    with pytest.raises(RolloutError, match=r"Ray is not running in this process: call ray\.init\(\) first"):
+        RolloutGroup(config())
+
+
+def test_a_restart_replaces_one_engine_and_gives_it_every_tenant(cluster: Cluster) -> None:
+    group = RolloutGroup(config(max_adapters=2))
+    pushed = [
+        PushedAdapter(AdapterVersion(name, 3, number, 8), PackedFactors.of({}, "float32"), f"digest of {name}")
+        for number, name in enumerate(("poet", "clerk"), 1)
+    ]
+    for each in pushed:
+        group.lora.switch(each)
+    group.engine_set.note(2, EngineDirtyError("engine 2 is dirty"))
+    assert living(group) == (0, 1)
+    group._require_push = True
+    assert group.restart(2) == info(2, 3) == group.infos[2]
+    assert living(group) == (0, 1, 2) and not group.lost_engines
+    old, new = (actor for engine, actor in cluster.made if engine == 2)
+    assert old.asked[-1] == ("close",) and cluster.ray.killed == [old.name] and cluster.asked[-1][-1] is True
+    assert new.asked == [("node",), ("start", NodePlace(1, 2)), *(("push_adapter", *each) for each in pushed)]
+    assert not any(call[0] == "push_adapter" for engine, actor in cluster.made if engine != 2 for call in actor.asked)
+    assert group.restart(0) == info(0, 4), "a healthy one, too"
+    for engine in (3, -1):
+        with pytest.raises(ConfigError, match=f"engine={engine}: the group has engines 0 to 2"):
+            group.restart(engine)
+    group.close()
+
+
+@pytest.mark.parametrize("method", ["start", "push_adapter"])
+def test_an_engine_that_does_not_restart_is_lost_with_the_reason_until_it_does(cluster: Cluster, method: str) -> None:
+    group = RolloutGroup(config(max_adapters=1))
+    group.lora.switch(PushedAdapter(AdapterVersion("poet", 3, 1, 8), PackedFactors.of({}, "float32"), ""))
+    cluster.answers[1][method] = WeightSyncError("no memory")
+    with pytest.raises(WeightSyncError, match="no memory"):
+        group.restart(1)
+    assert living(group) == (0, 2) and str(group.lost_engines[1]) == "no memory"
+    assert cluster.ray.killed == ["actor 1 of engine 1", "actor 3 of engine 1"]
+    assert group.infos[1] == info(1, 1), "as it was"
+    cluster.answers[1].clear()
+    group.restart(1)
+    assert living(group) == (0, 1, 2) and not group.lost_engines
+    group.close()
+
+
+def test_an_interrupted_restart_is_said_of_the_engine(cluster: Cluster) -> None:
+    group = RolloutGroup(config())
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    cluster.answers[1]["start"] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        group.restart(1)
+    assert str(group.lost_engines[1]) == "engine 1 was ended by a restart that did not complete"
+    assert isinstance(group.lost_engines[1], EngineDeadError) and living(group) == (0, 2)
+    assert "actor 3 of engine 1" in cluster.ray.killed
+    group.close()
+
+
+def test_the_first_reason_of_a_death_is_kept_and_nothing_is_said_of_a_successor(cluster: Cluster) -> None:
+    group = RolloutGroup(config())
+    actor = cluster.of(1)
+    group.engine_set._lose(1, actor, EngineDirtyError("dirty"))
+    group.engine_set._lose(1, actor, EngineDeadError("first"))
+    group.engine_set._lose(1, actor, EngineDeadError("second"))
+    assert str(group.lost_engines[1]) == "first"
+    group.restart(1)
+    group.engine_set._lose(1, actor, EngineDeadError("of the one before"))
+    assert not group.lost_engines
+    group.lost_engines[0] = EngineDeadError("a copy")
+    group.infos.clear()
+    assert not group.lost_engines and len(group.infos) == 3
+    group.close()
+
+
+def test_a_group_that_is_closed_ends_all_and_waits_for_no_engine_for_long(cluster: Cluster) -> None:
+    group = RolloutGroup(config())
+    cluster.of(1).silent.add("close")
+    turn = group.turns.ask(0, None, None)  # type: ignore[arg-type]
+    cluster.ray.waited.clear()
+    group.close()
+    group.close()
+    assert CLOSE_SECONDS in cluster.ray.waited and len(cluster.ray.killed) == 3
+    with pytest.raises(RolloutError, match="the rollout group is closed"):
+        turn.result(5)
+    for use_it in (lambda: group.engine_set.call("describe"), lambda: group.restart(0)):
+        with pytest.raises(RolloutError, match=r"the rollout group (is closed|was closed while engine 0 started)"):
+            use_it()
+    assert cluster.ray.killed[-1] == "actor 3 of engine 0" and not group.engine_set._actors
+    with pytest.raises(WeightSyncError, match="the rollout group is closed"):
+        group.lora.memory.take(64)
+
+
+def test_a_group_is_closed_without_ray_too(cluster: Cluster) -> None:
+    group = RolloutGroup(config())
+    cluster.ray.initialized = False
+    segment = group.lora.memory.take(64)
+    group.close()
+    placement: Any = group._placement
+    assert not cluster.ray.killed and not placement.released
+    with pytest.raises(FileNotFoundError):
+        open(segment.path).close()
+
+
+def test_a_closing_group_lets_go_of_shared_memory_whatever_fails(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = RolloutGroup(config())
+
+    def fail() -> None:
+        raise ValueError("Ray is gone")
+
+    monkeypatch.setattr(group._placement, "release", fail)
+    with pytest.raises(ValueError, match="Ray is gone"):
+        group.close()
+    with pytest.raises(WeightSyncError, match="the rollout group is closed"):
+        group.lora.memory.take(64)
+
+
+def test_calls_of_the_whole_group_raise_the_first_refusal(cluster: Cluster) -> None:
+    group: RolloutGroup = RolloutGroup(config(sampling_timeout=55.0))
+    for method, call in {
+        "require_push": group.attach_weight_sync,
+        "forget_weights": group.forget_weights,
+        "sleep": lambda: group.sleep(2),
+        "wake_up": group.wake_up,
+        "describe": group.describe,
+    }.items():
+        group._require_push = False
+        call()
+        arguments = (2,) if method == "sleep" else ()
+        assert all(actor.asked[-1] == (method, *arguments) for _, actor in cluster.made)
+        assert group._require_push == (method in ("require_push", "forget_weights"))
+        cluster.of(2).answers[method] = WeightCheckError(f"{method} fails")
+        with pytest.raises(WeightCheckError, match=f"{method} fails"):
+            call()
+    for engine in NODES:
+        cluster.of(engine).answers["describe"] = replace(info(engine, engine), version=9)
+    assert {engine: each.version for engine, each in group.describe().items()} == {0: 9, 1: 9, 2: 9}
+    cluster.of(0).silent.add("sleep")
+    with pytest.raises(EngineDeadError, match="did not answer for 55 s"):
+        group.sleep()
+    group.close()
+
+
+def test_a_fixed_set_stays_with_the_processes_of_its_time(cluster: Cluster) -> None:
+    group = RolloutGroup(config())
+    group.engine_set.note(2, EngineDirtyError("dirty"))
+    fixed = group.engine_set.fixed()
+    before = cluster.of(0)
+    group.restart(0)
+    assert living(fixed) == (0, 1) and fixed.actors()[0] is before and list(fixed.lost_engines) == [2]
+    assert isinstance(fixed.call("describe")[0], EngineDeadError)
+    assert living(fixed) == (1,) and living(group) == (0, 1), "the successor lives"
+    fixed.note(1, EngineDeadError("engine 1 died"))
+    assert living(group) == (0,) and fixed.config == group.config
+    with fixed.updating():
+        assert group.engine_set.lock.locked() and group.engine_set.changing.locked()
+    group.close()

@@ -1,0 +1,250 @@
+"""Changes to vLLM: what each one does, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models.gpt_oss import GptOssModel
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from actors.rollout.vllm import patches
+
+
+def method(kind: Any, **fields: Any) -> Any:
+    made = kind.__new__(kind)
+    if isinstance(made, nn.Module):
+        nn.Module.__init__(made)
+    vars(made).update(fields)
+    return made
+
+
+class Layer(nn.Module):
+    def __init__(self, quant_method: Any) -> None:
+        super().__init__()
+        self.quant_method = quant_method
+
+
+def test_experts_are_packed_again_where_they_are_loaded_and_others_keep_their_kernel() -> None:
+    methods = [method(UnquantizedFusedMoEMethod, moe_kernel=f"kernel {number}") for number in range(3)]
+    other = SimpleNamespace(moe_kernel="of another kind")
+    model = nn.ModuleList([*(Layer(each) for each in methods), Layer(other), nn.Linear(1, 1)])
+    with patches.packing_experts_again(model):
+        assert [each.moe_kernel for each in methods] == [None] * 3
+        methods[1].moe_kernel = "packed again"
+    kernels = ["kernel 0", "packed again", "kernel 2"]
+    assert [each.moe_kernel for each in methods] == kernels and other.moe_kernel == "of another kind"
+    with pytest.raises(ZeroDivisionError), patches.packing_experts_again(model):
+        raise ZeroDivisionError
+    assert [each.moe_kernel for each in methods] == kernels
+
+
+def test_embeddings_that_vllm_does_not_pack_are_packed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[Any] = []
+
+    class Embeddings(UnquantizedEmbeddingMethod):
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            packed.append(layer)
+
+    embedding, head, third = (Layer(method(Embeddings)) for _ in range(3))
+    for each in (embedding, head):
+        vars(each)["cpu_linear"] = "old"
+    model = nn.ModuleList([embedding, head, third, Layer(SimpleNamespace())])
+    with patches.packing_embeddings_again(model):
+        assert "cpu_linear" not in vars(embedding) and "cpu_linear" not in vars(head)
+        vars(embedding)["cpu_linear"] = "new"
+        assert not packed
+    assert packed == [head, third] and vars(embedding)["cpu_linear"] == "new"
+    monkeypatch.setattr(patches, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    with patches.packing_embeddings_again(model):
+        assert vars(embedding)["cpu_linear"] == "new"
+    assert packed == [head, third]
+
+
+def test_views_of_heads_are_rotated_in_torch_and_rows_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rotary:
+        @staticmethod
+        def forward_native(rotary: Any, *args: Any) -> Any:
+            return "native", args
+
+    kernel: Any = lambda rotary, *args: ("kernel", args)  # noqa: E731
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", kernel)
+    patches.rotate_views_outside_the_kernel()
+    rotate: Any = RotaryEmbedding.forward_cpu
+    positions, rows, heads = torch.zeros(3), torch.zeros(3, 8), torch.zeros(3, 2, 4)
+    assert rotate(Rotary(), positions, rows) == ("kernel", (positions, rows, None))
+    assert rotate(Rotary(), positions, heads, rows) == ("native", (positions, heads, rows))
+    assert rotate(Rotary(), torch.zeros(3, 3), heads)[0] == "kernel", "positions of several axes"
+
+
+def router(scoring: str, grouped: bool, function: Any) -> Any:
+    def make(self: Any, groups: Any, *, scoring_func: str) -> None:
+        self.scoring_func, self.use_grouped_topk, self.custom_routing_function = scoring_func, grouped, function
+        self.num_expert_group = self.topk_group = groups
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("scoring", "grouped", "function", "changed"),
+    [
+        ("sigmoid", False, None, True),
+        ("softmax", False, None, False),
+        ("sigmoid", True, None, False),
+        ("sigmoid", False, len, False),
+    ],
+)
+def test_routers_with_sigmoid_scores_have_one_group_where_they_had_none(
+    monkeypatch: pytest.MonkeyPatch, scoring: str, grouped: bool, function: Any, changed: bool
+) -> None:
+    monkeypatch.setattr(CPURouter, "__init__", router(scoring, grouped, function))
+    patches.route_by_sigmoid_without_groups()
+    made: Any = CPURouter.__new__(CPURouter)
+    made.__init__(7, scoring_func=scoring)
+    groups = (1, 1) if changed else (7, 7)
+    assert (made.use_grouped_topk, made.num_expert_group, made.topk_group) == (grouped or changed, *groups)
+
+
+def test_loaders_without_a_name_have_that_of_their_type() -> None:
+    class Loader:
+        def __call__(self) -> None: ...
+
+    def named() -> None: ...
+
+    model: Any = nn.Module()
+    for number, loader in enumerate((Loader(), named, None)):
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.weight_loader = loader  # type: ignore[attr-defined]
+        model.register_parameter(f"p{number}", parameter)
+    model.register_buffer("state", torch.zeros(1))
+    model.state.weight_loader = Loader()
+    model.register_buffer("plain", torch.zeros(1))
+    patches.name_weight_loaders(model)
+    names = [getattr(each.weight_loader, "__name__", None) for each in (model.p0, model.p1, model.p2, model.state)]
+    assert names == ["Loader", "named", None, "Loader"]
+
+
+def test_experts_choose_their_kernels_as_without_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = "select_unquantized_moe_backend"
+    monkeypatch.setattr(unquantized_fused_moe_method, choose, lambda config: ("chosen", config.is_lora_enabled))
+    patches.keep_adapters_from_experts()
+    config = SimpleNamespace(is_lora_enabled=True)
+    assert getattr(unquantized_fused_moe_method, choose)(config) == ("chosen", False)
+
+
+def test_a_token_in_the_middle_of_a_prompt_leaves_its_generator_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = {index: torch.Generator().manual_seed(index) for index in (0, 1, 3, 4)}
+    mask = SimpleNamespace(np=[True, False, True, False, True, True])
+    runner: Any = SimpleNamespace(
+        discard_request_mask=mask, input_batch=SimpleNamespace(num_reqs=5, generators=dict(generators))
+    )
+    states = {index: each.get_state() for index, each in generators.items()}
+    noted: list[Any] = []
+
+    def sample(runner: Any, logits: str, *, spec: int) -> tuple[str, int]:
+        for each in runner.input_batch.generators.values():
+            torch.rand(3, generator=each)
+        return logits, spec
+
+    def note(runner: Any, *args: Any, **options: Any) -> Any:
+        noted.append((sorted(runner.input_batch.generators), args, options))
+        if len(noted) > 1:
+            raise ZeroDivisionError
+        return "noted"
+
+    monkeypatch.setattr(CPUModelRunner, "_sample", sample)
+    monkeypatch.setattr(CPUModelRunner, "_bookkeeping_sync", note)
+    patches.turn_generators_back()
+    functions: Any = CPUModelRunner
+    assert functions._sample(runner, "logits", spec=2) == ("logits", 2)
+    same = {index: torch.equal(each.get_state(), states[index]) for index, each in generators.items()}
+    assert same == {0: True, 1: False, 3: False, 4: True}
+    assert functions._bookkeeping_sync(runner, 7, a=8) == "noted" and runner.input_batch.generators == generators
+    with pytest.raises(ZeroDivisionError):
+        functions._bookkeeping_sync(runner)
+    assert noted == [([1, 3], (7,), {"a": 8}), ([1, 3], (), {})] and runner.input_batch.generators == generators
+
+
+@pytest.mark.parametrize(
+    ("change", "owner", "name"),
+    [
+        (patches.rotate_views_outside_the_kernel, RotaryEmbedding, "forward_cpu"),
+        (patches.route_by_sigmoid_without_groups, CPURouter, "__init__"),
+        (patches.turn_generators_back, CPUModelRunner, "_sample"),
+    ],
+)
+def test_a_gpu_keeps_vllms_own_functions(monkeypatch: pytest.MonkeyPatch, change: Any, owner: type, name: str) -> None:
+    before = getattr(owner, name)
+    monkeypatch.setattr(owner, name, before)
+    monkeypatch.setattr(patches, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    change()
+    assert getattr(owner, name) is before
+
+
+def test_a_store_listens_on_its_own_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(module, "TCPStore", module.TCPStore)
+    patches.bind_stores_to_their_address()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))
+        port = probe.getsockname()[1]
+    server = module.TCPStore("127.0.0.2", port, is_master=True, world_size=1, multi_tenant=True)
+    client = module.TCPStore("127.0.0.2", port, is_master=False, world_size=1)
+    server.set("key", "value")
+    assert client.get("key") == b"value"
+    with socket.socket() as elsewhere:
+        assert elsewhere.connect_ex(("127.0.0.1", port)) != 0
+
+
+class GptOss(nn.Module):
+    """vLLM's gpt-oss as far as its parameters go: ``sinks`` of two heads here."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.layer = nn.Module()
+        self.layer.attn = nn.Module()
+        sinks: Any = nn.Parameter(torch.zeros(2, device=device))
+        self.layer.attn.sinks = sinks
+        self.loaded: list[Any] = []
+        sinks.weight_loader = lambda parameter, value: self.loaded.append(value.tolist())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_of_gpt_oss_reaches_every_parameter_and_a_start_is_as_before(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr(
+        GptOssModel, "load_weights", lambda model, weights: [(name, each.tolist()) for name, each in weights]
+    )
+    monkeypatch.setattr(patches, "get_tensor_model_parallel_rank", lambda: rank)
+    patches.load_through_loaders()
+    stack = torch.arange(6.0).view(3, 2)
+    weights = [
+        ("layer.mlp.experts.w13_weight", stack),
+        ("layer.attn.sinks", torch.arange(4.0)),
+        ("layer.mlp.experts.w2_bias", stack[:1]),
+        ("layer.mlp.experts.w2_weight_scale", stack),
+        ("layer.mlp.router.weight", stack),
+    ]
+    load: Any = GptOssModel.load_weights
+    starting, updating = GptOss("cpu"), GptOss("meta")
+    assert load(starting, iter(weights)) == [(name, each.tolist()) for name, each in weights] and not starting.loaded
+    assert load(updating, iter(weights)) == [
+        *((f"layer.mlp.experts.{number}.w13_weight", row.tolist()) for number, row in enumerate(stack)),
+        ("layer.mlp.experts.0.w2_bias", stack[0].tolist()),
+        *((name, each.tolist()) for name, each in weights[3:]),
+    ]
+    assert updating.loaded == [[2.0 * rank, 2.0 * rank + 1]]
