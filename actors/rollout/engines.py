@@ -86,7 +86,7 @@ class EngineSet(ABC):
         return outcomes
 
     def trace_actors(self) -> dict[str, Any]:
-        """For a :class:`~actors.run.trace.TraceCollector`."""
+        """For a :class:`~actors.watch.trace.TraceCollector`."""
         members = self._members()
         return {engine_name(engine): members[engine][0] for engine in self.engines if engine in members}
 

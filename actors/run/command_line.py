@@ -18,10 +18,10 @@ from pydantic_settings.exceptions import SettingsError
 
 from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import EXIT_TERMINATED, RunTerminated
+from actors.folder.start import RunFinishedError
 from actors.run.config_file import ConfigFile, as_yaml, place_of
 from actors.run.help import nearest, write_help
 from actors.run.options import Options, declared, has, merged, sections_of
-from actors.run.start import RunFinishedError
 from rl_backend.contracts import (
     BaseConfig,
     ClusterLostError,

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from actors.cluster.placement import ClusterShare
+from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
+from actors.options.metric_writers import writer_names
 from actors.rollout.config import RolloutConfig
-from actors.run.eval_sets import EvalDatasets, EvalSet, sets_by_name
-from actors.run.metrics import writer_classes
 from actors.run.options import Follows
 from actors.run.rank_options import BACKEND, RankOptions
 from rl_backend.contracts import (
@@ -76,7 +76,7 @@ class TrainingConfig(RankOptions):
     """Model, data, resources, checkpoints.
 
     Fields declare with :data:`~rl_backend.contracts.MAY_CHANGE` what a run that continues from a checkpoint may have
-    otherwise, see :mod:`actors.run.resume`.
+    otherwise, see :mod:`actors.folder.resume`.
     """
 
     short: ClassVar[Mapping[str, str]] = {
@@ -182,7 +182,7 @@ class TrainingConfig(RankOptions):
                 optimizer.warmup_steps,
                 f"the run has {self.optimizer_steps} optimizer steps and would never reach lr={optimizer.lr:g}",
             )
-        writer_classes(self.metrics_to)
+        writer_names(self.metrics_to)
         return self
 
     @property

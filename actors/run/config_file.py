@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from actors.folder.state import read_object
 from actors.run.options import Options
-from actors.run.state import read_object
 from rl_backend.contracts import BaseConfig, ConfigError
 
 

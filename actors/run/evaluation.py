@@ -10,25 +10,26 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from actors.checks.machine import require_engines
+from actors.checks.model import require_readable_weights, require_whole_model
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
+from actors.collect.held_out import HeldOutResult, load_held_out, warn_of_unknown
+from actors.collect.prompts import answer
+from actors.collect.reward_scores import load_scorer
+from actors.collect.stop_tokens import Ends
+from actors.folder.lock import require_writable, usable_run_dir
+from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group import RolloutGroup
 from actors.rollout.lengths import more_than, positions_of
 from actors.rollout.placement import with_share
-from actors.run.console import Phases
 from actors.run.dtype import ChosenDtype, resolve_dtype
-from actors.run.ends import Ends
-from actors.run.eval_sets import EvalDatasets, EvalSet, load_held_out, sets_by_name
-from actors.run.held_out import HeldOutResult, answer, warn_of_unknown
 from actors.run.lengths import fitted_lengths
-from actors.run.lock import require_writable, usable_run_dir
 from actors.run.options import Follows, Options
-from actors.run.preflight.machine import require_engines
-from actors.run.preflight.model import require_readable_weights, require_whole_model
-from actors.run.reward_scores import load_scorer
 from actors.run.rl_config import REWARD_OPTIONS
 from actors.run.session import log_of_engines, ray_is
+from actors.watch.console import Phases
 from rl_backend.checkpoint.durable_commit import replace_text
 from rl_backend.contracts import ConfigError
 from rl_backend.data.config import DataConfig

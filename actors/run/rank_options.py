@@ -42,7 +42,7 @@ class RankOptions(Options):
     ranks: Annotated[int, MAY_CHANGE] = Field(
         default=1, ge=1, description="training ranks; data parallel as far as tp, pp and cp leave"
     )
-    # A resumed run is checked for the dtype that comes of it, see actors.run.resume.
+    # A resumed run is checked for the dtype that comes of it, see actors.folder.resume.
     dtype: Annotated[ChosenDtype, MAY_CHANGE] = Field(
         default="auto", description="of training and sampling; auto: bfloat16 with GPUs"
     )

@@ -19,7 +19,7 @@ from actors.run.dtype import resolve_dtype
 from actors.run.lengths import fitted_lengths
 from actors.run.options import Follows
 from actors.run.policy_options import PolicyLoRA, PolicyLoss
-from actors.sync.push import TransportName
+from actors.sync.transport.base import TransportName
 from actors.train.model import RouterReplayMode
 from rl_backend.contracts import MAY_CHANGE, ConfigError, HasEffect
 from rl_backend.model.blocks import divisors, nearest

@@ -16,14 +16,15 @@ import ray
 
 from actors.cluster.placement import ClusterShare, share_cluster
 from actors.cluster.session import raised_on_sigterm, ray_session
+from actors.folder.lock import usable_run_dir
 from actors.rollout.config import RolloutConfig
 from actors.rollout.group import RolloutGroup
 from actors.run.config import TrainingConfig
-from actors.run.console import Phases
-from actors.run.lock import usable_run_dir
-from actors.sync.push import TransportName, WeightSync
+from actors.sync.push import WeightSync
+from actors.sync.transport.base import TransportName
 from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
+from actors.watch.console import Phases
 from rl_backend.contracts import ConfigError, RolloutError, RuntimeConfig
 from rl_backend.lab.text import count
 
@@ -232,7 +233,7 @@ def log_of_engines(folder: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def lent_session(session: Session, config: TrainingConfig) -> Iterator[Session]:
+def borrowed_session(session: Session, config: TrainingConfig) -> Iterator[Session]:
     """``session`` for a run of ``config``, without the weights of the run before.
 
     Raises:

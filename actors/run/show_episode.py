@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from actors.checks.machine import require_engines
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
+from actors.collect.episode_stream import group_tasks
+from actors.collect.episodes import turn_sampling
+from actors.collect.inputs import load_episode_inputs
+from actors.collect.transcripts import transcript
 from actors.rollout.group import RolloutGroup
 from actors.rollout.placement import with_share
 from actors.rollout.tokens import RolloutTokens
-from actors.run.console import Phases, warn
 from actors.run.episode_config import EpisodeConfig
-from actors.run.episode_inputs import load_episode_inputs
-from actors.run.episode_run import turn_sampling
-from actors.run.episode_stream import group_tasks
-from actors.run.preflight.machine import require_engines
 from actors.run.session import ray_is
-from actors.run.transcripts import transcript
+from actors.watch.console import Phases, warn
 from rl_backend.contracts import ConfigError
 from rl_backend.environment.groups import PlayOptions, play_groups
 from rl_backend.environment.running import run_episodes

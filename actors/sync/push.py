@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from actors.rollout.engines import EngineSet, are_on_node
 from actors.rollout.group import RolloutGroup
@@ -19,6 +19,7 @@ from actors.sync.transport.base import (
     StagedTransport,
     StreamingTransport,
     Transport,
+    TransportName,
     describe_export,
     make_plan,
     raise_failures,
@@ -31,8 +32,6 @@ from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError, 
 from rl_backend.trace.recorder import span
 
 _CANARY = Canary()
-
-type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 
 
 class WeightSync:

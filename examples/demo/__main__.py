@@ -18,10 +18,10 @@ from pydantic import Field, model_validator
 from actors import Session
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
+from actors.folder.lock import usable_run_dir, written_to
 from actors.run import RunResult
 from actors.run.command_line import parse_config, run_command
 from actors.run.dtype import resolve_dtype
-from actors.run.lock import usable_run_dir, written_to
 from actors.run.options import Follows, merged
 from actors.run.rank_options import RankOptions
 from actors.train.model import RouterReplayMode

@@ -12,9 +12,9 @@ from torch import Tensor
 from actors.rollout.config import SamplingConfig
 from actors.rollout.engines import EngineSet
 from actors.rollout.group import RolloutGroup
-from actors.sync.push import TransportName, WeightSync, make_transport
+from actors.sync.push import WeightSync, make_transport
 from actors.sync.source import SourceRanks, WeightSource
-from actors.sync.transport.base import PushPlan, Staged
+from actors.sync.transport.base import PushPlan, Staged, TransportName
 from actors.sync.transport.shared_memory import SharedMemoryTransport, reserve_segment, write_segment
 from rl_backend.contracts import (
     ConfigError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import torch
@@ -14,6 +14,8 @@ from actors.rollout.engines import EngineSet
 from actors.sync.source import SourceContext, SourceHandle, SourceRanks
 from actors.wire.segment import Segment, host_identity
 from rl_backend.contracts import ConfigError, RLBackendError, TensorInfo, WeightManifest, WeightSyncError, dtype_from_name
+
+type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 
 SOURCE_RANK = 0
 """The training rank that sends; the others take part in the export."""

@@ -105,7 +105,7 @@ FAULTS = [
     ),
     Fault(
         "drawn-samples-keep-one-version-span",
-        "actors.rollout.stream:_from_dict",
+        "actors.collect.stream:_from_dict",
         """
         return Sample(
             **{

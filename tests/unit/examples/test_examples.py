@@ -14,11 +14,12 @@ from pydantic import Field
 
 from actors import Sample
 from actors.cluster.placement import gpus_each
-from actors.run.collect import TrainingBatch, load_inputs
+from actors.collect.inputs import load_inputs
+from actors.collect.prompts import TrainingBatch
+from actors.collect.reward_scores import score
+from actors.collect.stop_tokens import stop_token_ids
+from actors.folder.folder import RunFolder
 from actors.run.command_line import parse_config
-from actors.run.ends import stop_token_ids
-from actors.run.folder import RunFolder
-from actors.run.reward_scores import score
 from examples.demo.__main__ import RECIPES, Algorithm, DemoConfig, demo_settings
 from examples.demo.task import careless_answer, character_tokenizer, has_carry, right_answer, write_task
 from examples.episodes import EpisodesConfig

@@ -11,10 +11,10 @@ import pytest
 from pydantic import Field
 
 from actors.cluster.session import RunStopped, RunTerminated
+from actors.folder.start import RunFinishedError
 from actors.run import command_line
 from actors.run.command_line import in_flags, parse_config, run_command
 from actors.run.options import Options
-from actors.run.start import RunFinishedError
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, EngineDeadError, RLBackendError
 
 

@@ -14,8 +14,8 @@ import ray
 from actors import Session
 from actors.cluster.placement import ClusterShare
 from actors.run import session as session_module
-from actors.run.console import Phases
 from actors.run.session import lent_session, log_of_engines, open_session, ray_is
+from actors.watch.console import Phases
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig

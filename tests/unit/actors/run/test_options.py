@@ -12,9 +12,9 @@ import pytest
 import ray
 
 from actors.cluster.placement import ClusterShare
+from actors.folder.resume import deciding_options, saved_facts
+from actors.folder.start import checkpoints_of, find_start
 from actors.run.command_line import parse_config
-from actors.run.resume import deciding_options, saved_facts
-from actors.run.start import checkpoints_of, find_start
 from examples.demo.__main__ import RECIPES, DemoConfig, demo_settings
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
