@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.collect.episodes import turn_sampling
 from actors.collect.inputs import load_episode_inputs, load_episode_player
+from actors.rollout.tokens import RolloutTokens
 from actors.run.episode_config import EpisodeConfig, EpisodeLimits
-from actors.run.episode_run import EpisodeRun
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.models import write_tiny
@@ -39,9 +38,8 @@ def test_turns_of_players_end(tmp_path: Path, template: str | None) -> None:
     assert tokenizer.decode(inputs.ends) == ("</s><|im_end|>" if template else "</s>")
     assert turn_sampling(config.sampling, inputs.ends).stop_token_ids == (42, *inputs.ends)
     (hard,) = inputs.held_out
-    engines = Engines()
-    run: Any = SimpleNamespace(inputs=inputs, _rollout=engines, _adapter=None)
-    ask(EpisodeRun._source(run, hard.sampling))
+    engines: Any = Engines()
+    ask(RolloutTokens(engines, turn_sampling(hard.sampling, inputs.ends)))
     assert engines.asked[0][2].stop_token_ids == (9, 41, *inputs.ends), "the turn's, the set's and the model's"
 
 

@@ -155,9 +155,9 @@ def test_a_batch_is_as_old_as_its_oldest_episode(ages: tuple[int, ...], dropped:
     batches = iter([[{"age": each} for each in ages], [{"age": 0}, {"age": 1}, {"age": 0}], [{"age": 0}] * 3])
     options = PlayOptions(play_options(config).limits.replace(concurrent=1))
     with EpisodeStream(play, source, options, batches, n=1, seed=5, ahead=0) as stream:
-        source = source_of(config)
-        source.stream = stream
-        collector = Collector(config, source)
+        episodes = source_of(config)
+        episodes.stream = stream
+        collector = Collector(config, episodes)
         for age in range(3):
             collector.versions.pushed(10 - age, 6 - age)
         metrics = collector.collect(7, Clock()).metrics
