@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from actors.folder.folder import RunFolder, set_aside
+from actors.folder.progress import Progress
 from actors.folder.resume import require_same_run, saved_facts
 from actors.folder.start import RunFinishedError, RunStart, checkpoints_of, find_start
 from examples.grpo import GRPOConfig
@@ -102,9 +103,9 @@ def test_options_saved_under_their_places_are_compared_by_the_short_names_that_t
     assert checkpoint is not None
     saved = checkpoint.state["run"]["options"]
     saved["sampling.top_p"] = saved.pop("top_p")
-    require_same_run(config, checkpoint)
+    require_same_run(config, Progress.of(checkpoint))
     with pytest.raises(ConfigError, match=r"GRPOConfig\.top_p=0\.5"):
-        require_same_run(config.replace(top_p=0.5), checkpoint)
+        require_same_run(config.replace(top_p=0.5), Progress.of(checkpoint))
 
 
 def test_what_was_measured_before_the_first_step_does_not_occupy_a_folder(tmp_path: Path) -> None:
