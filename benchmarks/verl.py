@@ -6,9 +6,6 @@ time in batches, over training and inference steps of a second and more. Each tr
 on a mixture of experts with router replay, ``rollout_gap`` is what R3 makes of the difference between vLLM in bfloat16 and
 the trainer, ``resume`` a stopped and resumed GRPO beside one that went on, ``layouts`` first SFT steps on two ranks beside
 one's. With ``--only`` and ``--backend`` one part is measured anew and the others are kept.
-
-``--only example_scripts --scripts DIR`` tries verl's own scripts, from a checkout of its repository
-(:mod:`benchmarks.verl_scripts`).
 """
 
 from __future__ import annotations
@@ -29,12 +26,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.cluster.ports import with_free_port
-from benchmarks.report import RESULTS, machine, write_result
+from benchmarks.report import machine, read_result, write_result
 from benchmarks.verl_trainers import Backend, run_part
 
 BACKENDS: tuple[Backend, ...] = ("native", "bridge")
 PARTS = ("overhead", "sft", "grpo", "ppo", "grpo_R2", "grpo_R3", "rollout_gap", "resume", "resume_ppo", "layouts")
-EXAMPLE_SCRIPTS = "example_scripts"
 SEQUENCES, LENGTH, MICRO_BATCH_TOKENS, MEASURED_STEPS = 8, 256, 512, 3
 
 
@@ -132,44 +128,31 @@ def measure(part: str, backend: Backend, folder: Path, steps: int, sft_steps: in
 
 def record(part: str, backend: Backend, found: Mapping[str, Any]) -> None:
     """Puts one part into the result; the others stay as they were."""
-    path = RESULTS / "verl.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    known = read_result("verl")
     runs: dict[str, Any] = known.get("runs", {})
-    scripts: dict[str, Any] = known.get(EXAMPLE_SCRIPTS, {})
-    (scripts if part == EXAMPLE_SCRIPTS else runs.setdefault(part, {}))[backend] = {**found, "machine": machine()}
+    runs.setdefault(part, {})[backend] = {**found, "machine": machine()}
     fractions = [each["adapter_fraction"] for each in runs.get("overhead", {}).values()]
-    write_result(
-        "verl", {**({"adapter_fraction": max(fractions)} if fractions else {}), EXAMPLE_SCRIPTS: scripts, "runs": runs}
-    )
+    share = {"adapter_fraction": max(fractions)} if fractions else {}
+    write_result("verl", {**known, **share, "runs": runs, "machine": machine()})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", choices=(*PARTS, EXAMPLE_SCRIPTS), action="append", help="this part (may be given several times)"
-    )
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be given several times)")
     parser.add_argument("--backend", choices=BACKENDS, help="this runtime; without it, both")
     parser.add_argument("--steps", type=int, default=30, help="steps of GRPO and PPO")
     parser.add_argument("--sft-steps", type=int, default=700, help="steps of SFT")
     parser.add_argument("--folder", type=Path, help="where the runs are left, and SFT's model is taken from if it is there")
-    parser.add_argument("--scripts", type=Path, help="checkout of verl's repository, for example_scripts")
     parser.add_argument("--measure-overhead", choices=BACKENDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure_overhead:
         print(json.dumps(overhead(arguments.measure_overhead)))
         return
-    if EXAMPLE_SCRIPTS in (arguments.only or ()) and arguments.scripts is None:
-        parser.error("--only example_scripts reads verl's scripts from a checkout; give it as --scripts DIR")
     with tempfile.TemporaryDirectory() as temporary:
         for part in arguments.only or PARTS:
             for backend in [arguments.backend] if arguments.backend else BACKENDS:
                 folder = (arguments.folder or Path(temporary)) / backend
-                if part == EXAMPLE_SCRIPTS:
-                    from benchmarks.verl_scripts import example_scripts
-
-                    found = example_scripts(arguments.scripts, backend)
-                else:
-                    found = measure(part, backend, folder, arguments.steps, arguments.sft_steps)
+                found = measure(part, backend, folder, arguments.steps, arguments.sft_steps)
                 record(part, backend, found)
                 print(f"{part} {backend}: {json.dumps(found)}", flush=True)
 

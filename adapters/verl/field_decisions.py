@@ -1,5 +1,5 @@
-"""Decisions on the fields of verl 0.9.1's configurations. ``docs/verl.md`` shows these tables. A test compares them with
-verl's classes; a version of verl with another field fails there.
+"""Decisions on the fields of verl 0.9.1's configurations, shown by ``docs/reference/verl_fields.md``. A test compares them
+with verl's classes; a version of verl with another field fails there.
 """
 
 from __future__ import annotations

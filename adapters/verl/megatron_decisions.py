@@ -1,4 +1,4 @@
-"""Decisions on Megatron's own fields in verl's three ``override_`` dictionaries. ``docs/verl.md`` shows this table."""
+"""Decisions on Megatron's own fields in verl's three ``override_`` dictionaries, as in ``docs/reference/verl_fields.md``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from adapters.verl.pipeline_stages import STAGE_FIELDS, STAGE_SWITCHES
-from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE
+from rl_backend.runtime.bridge.config import NEEDS_TRANSFORMER_ENGINE
 
 
 @dataclass(frozen=True)

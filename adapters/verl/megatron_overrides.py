@@ -11,7 +11,7 @@ from adapters.verl.model_facts import DECIDED, ModelFacts
 from adapters.verl.pipeline_stages import STAGE_FIELDS, require_types, stage_layers
 from rl_backend.contracts import ConfigError, ParallelConfig
 from rl_backend.model import find_model
-from rl_backend.runtime import bridge_config
+from rl_backend.runtime.bridge import config as bridge_config
 
 TRANSFORMER_FIELD = "McoreEngineConfig.override_transformer_config"
 DDP_FIELD = "McoreEngineConfig.override_ddp_config"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 type Head = Literal["log_probs", "values"]
 """``log_probs``: a language-model head (a policy, a reference). ``values``: one number per token (a critic)."""
@@ -11,9 +11,8 @@ VALUE_HEAD_WEIGHTS = ("score.weight", "score.bias")
 """Hugging Face names of a critic's head, (1, hidden_size) and (1,), as in transformers' ``...ForTokenClassification``."""
 
 
-@dataclass(eq=False)
-class ModelHandle:
-    """What every atom takes. Runtimes subclass it and keep the model, optimizer and process groups in it.
+class ModelHandle(Protocol):
+    """What every atom takes. A runtime's own handle has these attributes, and keeps the model and its optimizer.
 
     Attributes:
         name: for messages.
@@ -33,11 +32,11 @@ class ModelHandle:
     weight_version: int
     data_parallel_rank: int
     data_parallel_size: int
-    head: Head = "log_probs"
-    micro_batch_multiple: int = 1
-    base: "ModelHandle | None" = None
-    lora_id: int = -1
-    kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    head: Head
+    micro_batch_multiple: int
+    base: "ModelHandle | None"
+    lora_id: int
+    kept: Mapping[str, tuple[int, ...]]
 
 
 type Part = Literal["model", "optimizer", "grad"]

@@ -30,6 +30,7 @@ from rl_backend.contracts import (
     TensorInfo,
     UnsupportedError,
     WeightCheckError,
+    WeightShard,
     export_dtype,
 )
 from rl_backend.contracts.atoms import ATOMS, Part
@@ -234,6 +235,13 @@ class GuardedRuntime[H: GuardedHandle](Runtime[H]):
         with self._atom(handle, "export_weights"):
             stream = self._weights(handle, dtype, byte_budget, names)
         return self.engine.stream(stream)
+
+    def export_shards(self, handle: H, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
+        """See the base class; what the rank holds itself, of an engine that has it."""
+        if not self.engine.has_shards:
+            return super().export_shards(handle, dtype=dtype)
+        with self._atom(handle, "export_shards"):
+            return self.engine.shards(handle, dtype)
 
     def export_gradients(self, handle: H, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """See the base class; tensors are on the training device."""

@@ -105,8 +105,6 @@ class StandingEngine(Engine[StandingHandle]):
             name=name,
             forward_only=forward_only,
             weight_version=7,
-            data_parallel_rank=1,
-            data_parallel_size=3,
             head=head,
             config=config,
             hf_config={"model_type": "standing"},

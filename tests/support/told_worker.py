@@ -13,6 +13,7 @@ from actors.train.context import HandleRef, RankContext
 from actors.train.order import Driver, OperationHeader
 from rl_backend.contracts import ModelHandle
 from rl_backend.contracts.atoms import Operation
+from tests.support.plain_handle import PlainHandle
 
 
 class ToldRuntime:
@@ -58,7 +59,7 @@ class ToldRank:
         runtime: Any = self.runtime
         self.worker = worker.TrainWorker("group-of-long-id", rank, 5, 1, Driver("1", "a driver"))
         self.context = self.worker._context = RankContext(runtime, "group-of-long-id", rank, 5)
-        self.trained, self.frozen = ModelHandle("policy", False, 3, 0, 1), ModelHandle("reference", True, 5, 0, 1)
+        self.trained, self.frozen = PlainHandle("policy", False, 3, 0, 1), PlainHandle("reference", True, 5, 0, 1)
         self.context._handles = {1: self.trained, 2: self.frozen}
         self.number = 0
 

@@ -1,6 +1,6 @@
-"""The tables of docs/verl.md: what becomes of each field of verl's configurations.
+"""The tables of docs/reference/verl_fields.md: what becomes of each field of verl's configurations.
 
-python -m tests.support.verl_fields      writes them into docs/verl.md
+python -m tests.support.verl_fields      writes them into docs/reference/verl_fields.md
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from adapters.verl.lora_settings import LORA
 from adapters.verl.megatron_decisions import MegatronField
 from tests.support.claims import ROOT
 
-PAGE = ROOT / "docs" / "verl.md"
+PAGE = ROOT / "docs" / "reference" / "verl_fields.md"
 MEGATRON_TABLES = {
     "override_transformer_config": megatron_decisions.TRANSFORMER,
     "override_ddp_config": megatron_decisions.DDP,
@@ -36,7 +36,7 @@ def tables() -> str:
     """The tables in Markdown; fields with one decision share a row."""
     parts = []
     for title, (classes, decisions) in TABLES.items():
-        rows = [f"### {title}: {classes}", "| field | what becomes of it |", "|---|---|"]
+        rows = [f"## {title}: {classes}", "| field | what becomes of it |", "|---|---|"]
         rows += [f"| {', '.join(f'`{name}`' for name in names)} | {becomes} |" for becomes, names in _rows(decisions)]
         parts.append("\n".join(rows))
     parts += [_megatron_table(title, fields) for title, fields in MEGATRON_TABLES.items()]
@@ -47,7 +47,7 @@ def _megatron_table(title: str, fields: Mapping[str, MegatronField]) -> str:
     rows: dict[tuple[str, str, tuple[object, ...]], list[str]] = {}
     for name, field in fields.items():
         rows.setdefault((field.native, field.bridge, field.at_rest), []).append(name)
-    lines = [f"### Megatron's fields in `{title}`", "| field | asks for nothing | native | bridge |", "|---|---|---|---|"]
+    lines = [f"## Megatron's fields in `{title}`", "| field | asks for nothing | native | bridge |", "|---|---|---|---|"]
     for (native, bridge, at_rest), names in rows.items():
         values = ", ".join(f"`{value!r}`" for value in at_rest)
         lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {values} | {native} | {bridge} |")
@@ -55,7 +55,7 @@ def _megatron_table(title: str, fields: Mapping[str, MegatronField]) -> str:
 
 
 def page_with_tables() -> str:
-    """docs/verl.md with the tables between its markers brought up to date."""
+    """docs/reference/verl_fields.md with the tables between its markers brought up to date."""
     head, rest = PAGE.read_text().split(START)
     _, tail = rest.split(END)
     return f"{head}{START}\n{tables()}\n{END}{tail}"

@@ -36,8 +36,6 @@ from rl_backend.runtime.tenants.passes import (
     results_of_tenants,
 )
 
-_IN_THE_MIDDLE = "forward_backward raised an error in the middle, so its gradients are incomplete"
-
 type StoredWeights = Callable[[Sequence[str]], Iterable[tuple[str, Tensor]]]
 """Names -> whole float32 weights of the base. A collective."""
 
@@ -101,10 +99,7 @@ class Tenants[H: GuardedHandle]:
         tenant = TenantHandle(
             name=name,
             forward_only=False,
-            weight_version=0,
             head=head,
-            data_parallel_rank=base.data_parallel_rank,
-            data_parallel_size=base.data_parallel_size,
             micro_batch_multiple=base.micro_batch_multiple,
             base=base,
             lora_id=self._num_made,
@@ -211,4 +206,4 @@ def _break_trained(tenants: PassTenants, data: Sequence[PackedBatch]) -> None:
     """After an error; one that was raised before anything ran leaves gradients as they were."""
     if tenants.begun and tenants.trains:
         for tenant in tenants.trained(data):
-            tenant.broken = _IN_THE_MIDDLE
+            tenant.mark_incomplete()

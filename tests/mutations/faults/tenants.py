@@ -180,7 +180,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-ranks-take-the-first-part",
-        "rl_backend.runtime.bridge.adapters:_part",
+        "rl_backend.runtime.bridge.model.adapters:_part",
         "return group.rank() * mine, (group.rank() + 1) * mine",
         "return 0, mine",
         (f"{_LAYOUTS}[bridge-tp2]",),
@@ -252,7 +252,7 @@ FAULTS = [
     ),
     Fault(
         "latent-attention-scaled-by-value-dim",
-        "rl_backend.runtime.bridge.adapters:_attend",
+        "rl_backend.runtime.bridge.model.adapters:_attend",
         "query.shape[-1] ** 0.5",
         "value.shape[-1] ** 0.5",
         ("test_attention_beside_adapters_has_the_models_own_scale_and_values_of_any_width",),
@@ -284,7 +284,7 @@ FAULTS = [
     ),
     Fault(
         "expert-rows-go-back-in-the-wrong-order",
-        "rl_backend.runtime.bridge.expert_adapters:_forward",
+        "rl_backend.runtime.bridge.model.adapters:_forward",
         "output.index_select(0, order.argsort())",
         "output.index_select(0, order)",
         ("test_rows_of_experts_come_back_as_they_were_sent",),

@@ -238,7 +238,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import rl_backend
 for module in pkgutil.walk_packages(rl_backend.__path__, "rl_backend.", onerror=lambda name: None):
-    of_megatron = module.name.startswith("rl_backend.runtime.bridge")
+    of_megatron = module.name.startswith("rl_backend.runtime.bridge.") and module.ispkg
     if not of_megatron and module.name != "rl_backend.cli.__main__":
         importlib.import_module(module.name)
 assert rl_backend.create_runtime

@@ -23,7 +23,7 @@ from actors.wire.factors import FactorMemories, FactorMemory, PackedFactors, Sha
 from actors.wire.segment import Segment, SharedSegment, host_identity
 from rl_backend.contracts import ConfigError, UnsupportedError, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
 from tests.support.native import open_runtime
 
 SEQUENCES = [(5, 9, 3, 77, 21), (8, 8, 1)]

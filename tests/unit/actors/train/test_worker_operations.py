@@ -15,12 +15,12 @@ from rl_backend.contracts import (
     ForwardResult,
     HandleError,
     Metric,
-    ModelHandle,
     OperationOrderError,
     RLBackendError,
     StepResult,
 )
 from rl_backend.contracts.atoms import Operation
+from tests.support.plain_handle import PlainHandle
 from tests.support.told_worker import ToldRank, ref
 
 pytestmark = pytest.mark.usefixtures("exported")
@@ -72,7 +72,7 @@ def test_a_pass_without_a_loss_has_none() -> None:
 
 def test_a_built_model_is_kept_under_its_operation() -> None:
     rank = ToldRank()
-    made = ModelHandle("critic", True, 0, 2, 4, "values", 3, lora_id=6)
+    made = PlainHandle("critic", True, 0, 2, 4, "values", 3, lora_id=6)
     rank.context.operation = 9
     for name, given in (("build_model", {"head": "values"}), ("create_lora_adapter", {"handle": ref(2), "lora": "lora"})):
         for is_source in (True, False):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,27 +15,10 @@ from adapters.verl.lora_modules import Naming, TargetModules
 from adapters.verl.lora_settings import LoRASettings
 from rl_backend.contracts import ConfigError
 from rl_backend.contracts.lora import LoRAConfig
-from tests.support.deepseek import change_config, write_latent
-from tests.support.models import write_tiny
-from tests.support.moe import write_moe
+from tests.support.deepseek import change_config
 from tests.support.native import open_runtime
-from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
-from tests.support.sparse_models import reference, write_sparse
-from tests.support.variants import VARIANTS, write_variant
-
-WRITERS: dict[str, Callable[[Path], Path]] = {
-    **{family: partial(write_tiny, family) for family in ("llama", "mistral", "qwen2", "qwen3")},
-    **{family: partial(write_variant, family) for family in VARIANTS},
-    **{family: partial(write_moe, family) for family in ("mixtral", "qwen3_moe", "gpt_oss", "minimax_m2", "glm4_moe")},
-    "qwen3_moe, dense layers between": partial(write_moe, "qwen3_moe, dense layers between"),
-    "glm4_moe, two shared experts": partial(write_moe, "glm4_moe, no biases, no norms, two shared experts"),
-    **{family: partial(write_latent, family) for family in ("deepseek_v3", "kimi_k2", "glm4_moe_lite")},
-    "deepseek_v3, no latent of queries": partial(write_latent, "deepseek_v3", q_lora_rank=None),
-    **{family: partial(write_sparse, model_type=family) for family in ("deepseek_v32", "glm_moe_dsa")},
-    "qwen3_5": partial(write_qwen3_5, moe=False),
-    "qwen3_5_moe": partial(write_qwen3_5, moe=True),
-    "qwen3_next": write_qwen3_next,
-}
+from tests.support.small_models import WRITERS
+from tests.support.sparse_models import reference
 
 
 def all_linear(naming: Naming = "peft", *, experts: bool = False) -> LoRASettings:

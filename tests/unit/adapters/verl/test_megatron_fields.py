@@ -16,8 +16,8 @@ from adapters.verl.run_config import require_run
 from adapters.verl.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, NativeConfig, UnsupportedError
 from rl_backend.model.options import DecoderOptions
-from rl_backend.runtime import bridge_config
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge import config as bridge_config
+from rl_backend.runtime.bridge.config import BridgeConfig
 from tests.support.verl_configs import RoleConfigs, changed, role_configs, write_config
 
 BACKENDS = ("native", "bridge")

@@ -10,8 +10,8 @@ import pytest
 
 from adapters.verl.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError
-from rl_backend.runtime import bridge_config
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge import config as bridge_config
+from rl_backend.runtime.bridge.config import BridgeConfig
 from tests.support.verl_configs import changed, role_configs, write_config
 
 BACKENDS = ("native", "bridge")

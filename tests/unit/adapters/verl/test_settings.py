@@ -15,7 +15,7 @@ from adapters.verl.field_decisions import Decision, require_supported
 from adapters.verl.settings import EngineSettings, engine_settings, optimizer_settings
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
 from rl_backend.model.options import DecoderOptions
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.lr_schedule import ParameterSchedule
 from tests.support.verl_configs import ROLES, RoleConfigs, changed, role_configs, write_config
 

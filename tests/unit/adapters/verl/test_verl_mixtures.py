@@ -60,7 +60,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**LATENT, "first_k_dense_replace": 1}),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
-        {**LATENT, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
+        {**LATENT, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     ),
 }
 DECIDED: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
@@ -111,7 +111,7 @@ DECIDED: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
     },
     "glm4_moe_lite": {
         "multi_latent_attention": (True, False),
-        "moe_layer_freq": ([0, 0, 1, 1], [0, 1, 1, 1]),
+        "moe_layer_freq": ([0, 1, 0, 1], [0, 1, 1, 1]),
         "moe_router_num_groups": (4, None),
         "num_moe_experts": (8, 4),
     },

@@ -1,4 +1,4 @@
-"""docs/verl.md is true: its lines are what verl takes, its tables are the decisions."""
+"""docs/verl.md and docs/reference/verl_fields.md are true: verl takes the lines, and the tables are the decisions."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
 
 from adapters.verl.megatron_decisions import TRANSFORMER
-from benchmarks.family_models import FAMILIES
+from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.model import find_model
+from tests.support.claims import ROOT
+from tests.support.small_models import FAMILIES, WRITERS
 from tests.support.verl_configs import TARGET, write_config
 from tests.support.verl_fields import PAGE, page_with_tables
 
 SWITCHES = re.findall(
-    r"^    (.*(?:megatron|engine).*)$", PAGE.read_text().split("**Without an override.**")[0], re.MULTILINE
+    r"^    (.*(?:megatron|engine).*)$",
+    (ROOT / "docs" / "verl.md").read_text().split("**Without an override.**")[0],
+    re.MULTILINE,
 )
 
 
@@ -23,15 +26,14 @@ def test_the_tables_are_those_of_the_decisions() -> None:
     assert PAGE.read_text() == page_with_tables(), "run: python -m tests.support.verl_fields"
 
 
-def test_families_whose_routers_round_logits_are_named() -> None:
+def test_families_whose_routers_round_logits_are_named(tmp_path: Path) -> None:
     rounding = set()
-    for name, family in FAMILIES.items():
-        if family.is_mixture and not family.corrected:
-            config = AutoConfig.for_model(family.model_type, **family.settings("small")).to_dict()
-            blocks = [layer.feed_forward for layer in find_model("auto", config).parse_config(config).layers]
-            routers = [router for block in blocks if (router := getattr(block, "router", None)) is not None]
-            if any(router.rounded_logits for router in routers):
-                rounding.add(name)
+    for name in FAMILIES:
+        config = read_hf_config(WRITERS[name](tmp_path / name))
+        blocks = [layer.feed_forward for layer in find_model("auto", config).parse_config(config).layers]
+        routers = [router for block in blocks if (router := getattr(block, "router", None)) is not None]
+        if any(router.rounded_logits for router in routers):
+            rounding.add(name)
     assert rounding == set(re.findall("`(.*?)`", TRANSFORMER["moe_router_dtype"].native))
 
 

@@ -15,7 +15,7 @@ from actors.train.worker import run
 from rl_backend.contracts import HandleError, OptimizerConfig
 from rl_backend.contracts.atoms import ATOMS, PARTS, Operation
 from rl_backend.runtime import Runtime
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
 from tests.support.native import micro_batches, open_runtime, token_loss
 
 OF_RANKS = {"build_model", "forward_backward", "optimizer_step", "weight_version", "run_on_ranks", "shutdown"}
