@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     from actors.run.console import Phases as Phases
     from actors.run.console import announce as announce
     from actors.run.episode_collect import EpisodeBatch as EpisodeBatch
-    from actors.run.episode_config import EpisodeConfig as EpisodeConfig
     from actors.run.eval_sets import EvalSet as EvalSet
     from actors.run.evaluation import EvalConfig as EvalConfig
     from actors.run.evaluation import evaluate as evaluate
     from actors.run.held_out import HeldOutResult as HeldOutResult
     from actors.run.metrics import MetricsWriter as MetricsWriter
-    from actors.run.options import Follows as Follows
     from actors.run.policy_options import PolicyLoss as PolicyLoss
     from actors.run.result import RunResult as RunResult
-    from actors.run.rl_config import RLConfig as RLConfig
     from actors.run.run import OnStep as OnStep
+    from actors.run.sampled_config import EpisodeConfig as EpisodeConfig
+    from actors.run.sampled_config import RLConfig as RLConfig
     from actors.run.start import RunFinishedError as RunFinishedError
     from actors.run.stop import StopRequest as StopRequest
     from actors.train.model import GroupModel as GroupModel
@@ -43,21 +42,24 @@ if TYPE_CHECKING:
     from rl_backend.algorithm.sequences import with_episode_gae as with_episode_gae
     from rl_backend.algorithm.sequences import with_outputs as with_outputs
     from rl_backend.lab.report.page import write_report as write_report
+    from rl_backend.options.option_set import Follows as Follows
+    from rl_backend.options.option_set import OptionSet as OptionSet
 
 _MODULES = {
     "Advantage": "rl_backend.algorithm.sequences",
     "EpisodeBatch": "actors.run.episode_collect",
-    "EpisodeConfig": "actors.run.episode_config",
+    "EpisodeConfig": "actors.run.sampled_config",
     "EvalConfig": "actors.run.evaluation",
     "EvalSet": "actors.run.eval_sets",
-    "Follows": "actors.run.options",
+    "Follows": "rl_backend.options.option_set",
     "GroupModel": "actors.train.model",
     "HeldOutResult": "actors.run.held_out",
     "MetricsWriter": "actors.run.metrics",
     "OnStep": "actors.run.run",
+    "OptionSet": "rl_backend.options.option_set",
     "Phases": "actors.run.console",
     "PolicyLoss": "actors.run.policy_options",
-    "RLConfig": "actors.run.rl_config",
+    "RLConfig": "actors.run.sampled_config",
     "RunFinishedError": "actors.run.start",
     "RunModel": "actors.run.config",
     "RunResult": "actors.run.result",
@@ -91,6 +93,7 @@ __all__ = [
     "HeldOutResult",
     "MetricsWriter",
     "OnStep",
+    "OptionSet",
     "Phases",
     "PolicyLoss",
     "RLConfig",

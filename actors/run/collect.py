@@ -16,7 +16,7 @@ from actors.run.clock import Clock
 from actors.run.ends import Ends
 from actors.run.eval_sets import HeldOutSet, load_held_out
 from actors.run.reward_scores import begin_scoring, load_scorer
-from actors.run.rl_config import RLConfig
+from actors.run.sampled_config import RLConfig
 from actors.run.versions import VersionedCollector
 from actors.run.vital_signs import sample_metrics
 from actors.train.model import require_experts, require_known_end

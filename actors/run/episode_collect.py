@@ -11,9 +11,9 @@ from typing import Any
 from actors.rollout.stream import DrawnBatch
 from actors.run.clock import Clock
 from actors.run.console import warn
-from actors.run.episode_config import EpisodeConfig
 from actors.run.episode_metrics import episode_metrics
 from actors.run.episode_stream import EpisodeStream, Row
+from actors.run.sampled_config import EpisodeConfig
 from actors.run.versions import VersionedCollector
 from rl_backend.algorithm import episode_rewards
 from rl_backend.algorithm.episodes import is_cut

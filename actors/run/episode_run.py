@@ -9,11 +9,11 @@ from actors.rollout.config import SamplingConfig
 from actors.rollout.tokens import RolloutTokens
 from actors.run.console import warn
 from actors.run.episode_collect import EpisodeBatch, EpisodeCollector
-from actors.run.episode_config import EpisodeConfig
 from actors.run.episode_inputs import EpisodeInputs, load_episode_inputs
 from actors.run.episode_stream import EpisodeStream
 from actors.run.held_out import HeldOutResult
 from actors.run.held_out_episodes import play_held_out
+from actors.run.sampled_config import EpisodeConfig
 from actors.run.sampled_run import SampledRun
 from actors.run.saver import stream_position
 from actors.run.transcripts import describe_episodes
@@ -21,6 +21,7 @@ from rl_backend.contracts import ConfigError
 from rl_backend.environment import Limits
 from rl_backend.environment.groups import PlayOptions
 from rl_backend.lab.text import count
+from rl_backend.options.option_set import filled
 
 
 class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
@@ -69,7 +70,7 @@ class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
             EpisodeStream(
                 self.inputs.player,
                 self._source(config.sampling),
-                self._play_options(config.filled("limits")),
+                self._play_options(filled(config, "limits")),
                 self.inputs.batches,
                 n=config.sampling.n,
                 seed=config.seed,
@@ -85,7 +86,7 @@ class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
         return RolloutTokens(self._rollout, turn_sampling(sampling, self.inputs.ends), adapter=self._adapter)
 
     def _answer_held_out(self) -> list[HeldOutResult]:
-        limits = self.config.filled("limits")
+        limits = filled(self.config, "limits")
         return [
             play_held_out(
                 held_out,

@@ -8,7 +8,7 @@ from actors.rollout.stream import SampleStream
 from actors.run.collect import BatchCollector, Inputs, TrainingBatch, load_inputs
 from actors.run.held_out import HeldOutResult, answer
 from actors.run.reward_scores import describe
-from actors.run.rl_config import RLConfig
+from actors.run.sampled_config import RLConfig
 from actors.run.sampled_run import SampledRun
 from actors.run.saver import stream_position
 from rl_backend.lab.text import count

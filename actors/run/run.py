@@ -13,11 +13,13 @@ import xxhash
 
 from actors.rollout.stream import StreamPosition
 from actors.run.clock import Clock
-from actors.run.config import LoRAOptions, TrainingConfig
+from actors.run.config import with_local_model
 from actors.run.console import Phases, StepLines, command_began, say, say_facts, warn
 from actors.run.folder import RunFolder
 from actors.run.lock import RunLock, usable_run_dir
+from actors.run.policy_options import tenant_config
 from actors.run.preflight import check_start
+from actors.run.sampled_config import RunConfig
 from actors.run.saver import RunSaver
 from actors.run.session import Session, lent_session, open_session, require_paths
 from actors.run.start import find_start
@@ -29,8 +31,10 @@ from actors.train.group import TrainGroup
 from actors.train.model import GroupModel, RouterReplayMode
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import Head, OptimizerConfig, RLBackendError
+from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.hub import local_model
 from rl_backend.lab.text import as_number, finite
+from rl_backend.options.option_set import filled
 
 _METRICS = "metrics"
 """Of a checkpoint's state: those of its step, as :func:`~rl_backend.lab.text.json_text` writes them."""
@@ -39,7 +43,7 @@ type OnStep = Callable[[int, dict[str, float]], None]
 """Called after each step with its number and metrics."""
 
 
-class Run[C: TrainingConfig]:
+class Run[C: RunConfig]:
     """A training run in a folder, from its first step, or from a checkpoint, to its last step.
 
     The loop is yours; the run locks its folder, opens Ray, training groups and engines, restores and saves checkpoints,
@@ -86,7 +90,7 @@ class Run[C: TrainingConfig]:
     ) -> None:
         self._began = command_began(take=session is None)
         self._phases = Phases(label, self._began)
-        self.config = config = config.with_local_model()
+        self.config = config = with_local_model(config)
         self.label = label
         self.start = find_start(config)
         check_start(config, session_is_open=session is not None)
@@ -165,10 +169,10 @@ class Run[C: TrainingConfig]:
             base = self.session.base(trainer, path)
         if forward_only:
             return GroupModel(trainer, base)
-        lora: LoRAOptions = config.filled("lora")
+        lora: LoRAConfig = filled(config, "lora")
         # Folders of several runs on the session may end alike; whole paths would be too long for names.
         owner = f"{self.folder.path.name}-{xxhash.xxh32_hexdigest(bytes(self.folder.path))}"
-        tenant = trainer.create_lora_adapter(base, lora.adapter(), optimizer, name=f"{owner}/{name}", head=head)
+        tenant = trainer.create_lora_adapter(base, tenant_config(lora), optimizer, name=f"{owner}/{name}", head=head)
         if self._lent is not None:
             self._stack.callback(self._remove, trainer, tenant)
         return GroupModel(trainer, tenant, router_replay, base, path)
@@ -245,7 +249,7 @@ class Run[C: TrainingConfig]:
             model.group.save_checkpoint(model.handle, path, hf=True)
             return path
         factors = model.group.export_lora_adapter(model.handle)
-        write_peft_directory(path, factors.items(), lora.adapter(), model.hf_path)
+        write_peft_directory(path, factors.items(), tenant_config(lora), model.hf_path)
         if lora.save_merged:
             model.group.save_checkpoint(model.handle, self.folder.place(f"{name}_merged"), hf=True)
         return path

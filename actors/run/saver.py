@@ -10,9 +10,9 @@ from typing import Any, Self
 
 from actors.rollout.stream import StreamPosition, load_drawn, save_drawn
 from actors.run.clock import Clock
-from actors.run.config import TrainingConfig
 from actors.run.folder import RunFolder
 from actors.run.resume import require_same_dtype, saved_facts
+from actors.run.sampled_config import RunConfig
 from actors.run.start import RunStart
 from actors.run.store import CHECKPOINTS, RunCheckpoints
 from actors.train.model import GroupModel
@@ -42,7 +42,7 @@ class RunSaver:
         ConfigError: the checkpoint's run has another dtype than this cluster gives it.
     """
 
-    def __init__(self, config: TrainingConfig, folder: RunFolder, models: Mapping[str, GroupModel], start: RunStart) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, models: Mapping[str, GroupModel], start: RunStart) -> None:
         self._config = config
         self._folder = folder
         self._models = models

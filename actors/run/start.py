@@ -10,11 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
-from actors.run.config import TrainingConfig
 from actors.run.lock import usable_run_dir
 from actors.run.log_file import require_unchanged
 from actors.run.manifest import RunCheckpoint, read_run_checkpoint
 from actors.run.resume import deciding_options, require_same_run
+from actors.run.sampled_config import RunConfig
 from actors.run.state import read_object
 from actors.run.store import CHECKPOINTS, RunCheckpoints
 from rl_backend.checkpoint.manifest import FileFacts
@@ -27,7 +27,7 @@ class RunFinishedError(ConfigError):
     """A run that is continued with ``resume=auto`` has taken all its steps: nothing is left to do."""
 
     @classmethod
-    def in_folder(cls, config: TrainingConfig) -> Self:
+    def in_folder(cls, config: RunConfig) -> Self:
         """Of a run whose folder says so."""
         return cls(f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue")
 
@@ -79,7 +79,7 @@ class RunStart:
         return [] if self.checkpoint is None else [f"continuing after step {self.step}, from {self.checkpoint.path}"]
 
 
-def find_start(config: TrainingConfig) -> RunStart:
+def find_start(config: RunConfig) -> RunStart:
     """Follows ``config.resume``. Reads the run folder and changes nothing.
 
     Raises:
@@ -146,7 +146,7 @@ def _require_checkpoint(path: str) -> None:
         raise ConfigError.of("resume", path, problem)
 
 
-def _kept_logs(checkpoint: RunCheckpoint, config: TrainingConfig) -> dict[str, FileFacts]:
+def _kept_logs(checkpoint: RunCheckpoint, config: RunConfig) -> dict[str, FileFacts]:
     """Facts of the run folder's logs, after checking that they are as when ``checkpoint`` was saved."""
     try:
         kept = {name: FileFacts(**facts) for name, facts in checkpoint.state["logs"].items()}
@@ -172,12 +172,12 @@ def require_new_run(path: Path | str) -> None:
         )
 
 
-def checkpoints_of(config: TrainingConfig) -> RunCheckpoints:
+def checkpoints_of(config: RunConfig) -> RunCheckpoints:
     """The store in the run's folder."""
     return RunCheckpoints(Path(config.run_dir) / CHECKPOINTS, config.keep_checkpoints or None)
 
 
-def _may_be_replaced(config: TrainingConfig) -> bool:
+def _may_be_replaced(config: RunConfig) -> bool:
     """Whether the folder has steps of an interrupted run without a checkpoint, which may then be repeated.
 
     Raises:
@@ -211,7 +211,7 @@ def _may_be_replaced(config: TrainingConfig) -> bool:
     return True
 
 
-def _earlier_config[C: TrainingConfig](config: C, earlier: Mapping[str, Any]) -> C:
+def _earlier_config[C: RunConfig](config: C, earlier: Mapping[str, Any]) -> C:
     try:
         return type(config)(**earlier)
     except ConfigError as error:

@@ -16,8 +16,7 @@ from actors.rollout.sample import VersionSpan
 from actors.run.collect import Inputs
 from actors.run.episode_inputs import EpisodeInputs
 from actors.run.eval_sets import HeldOutSet
-from actors.run.rl_config import RLConfig
-from actors.run.sampled_config import SampledConfig
+from actors.run.sampled_config import RLConfig, SampledConfig
 from actors.sync.report import PushReport
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.data.rewards import LoadedReward, RewardScorer

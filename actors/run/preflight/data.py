@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actors.run.collect import load_inputs
-from actors.run.config import TrainingConfig
-from actors.run.episode_config import EpisodeConfig
 from actors.run.episode_inputs import load_episode_inputs
 from actors.run.eval_sets import HeldOutSet
-from actors.run.rl_config import RLConfig
+from actors.run.sampled_config import EpisodeConfig, RLConfig, RunConfig
 
 
-def find_data(config: TrainingConfig) -> str:
+def find_data(config: RunConfig) -> str:
     """Reads all data that the run reads, as it reads them.
 
     Raises:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from actors.run.config import TrainingConfig
 from actors.run.lock import RunLock, without_new_folders
+from actors.run.sampled_config import RunConfig
 from actors.run.start import find_start
 
 
-def find_run_folder(config: TrainingConfig) -> str:
+def find_run_folder(config: RunConfig) -> str:
     """Makes the folder and takes its lock, and leaves nothing behind.
 
     Raises:

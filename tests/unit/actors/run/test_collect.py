@@ -14,7 +14,7 @@ from actors.rollout.sample import VersionSpan
 from actors.rollout.stream import SampledBatch
 from actors.run.clock import Clock
 from actors.run.collect import BatchCollector, Inputs, TrainingBatch
-from actors.run.rl_config import RLConfig
+from actors.run.sampled_config import RLConfig
 from rl_backend.contracts import RewardError, WeightVersionError
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.data.rewards import LoadedReward, RewardScorer

@@ -11,12 +11,13 @@ import pytest
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.run.clock import Clock
 from actors.run.episode_collect import EpisodeCollector
-from actors.run.episode_config import EpisodeConfig
 from actors.run.episode_run import EpisodeRun
 from actors.run.episode_stream import EpisodeStream, group_tasks
 from actors.run.eval_sets import HeldOutSet
+from actors.run.sampled_config import EpisodeConfig
 from rl_backend.environment import Result, Sampler
 from rl_backend.environment.groups import GroupTask, PlayOptions
+from rl_backend.options.option_set import filled
 from tests.support.token_sources import RandomSource
 from tests.unit.actors.rollout.test_tokens import Engines, ask
 
@@ -77,7 +78,7 @@ def test_the_sampling_of_a_run_and_of_a_held_out_set_reaches_turns() -> None:
 
 def play_options(config: EpisodeConfig) -> PlayOptions:
     run: Any = SimpleNamespace(config=config, inputs=SimpleNamespace(score=None), label="")
-    return EpisodeRun._play_options(run, config.filled("limits"))
+    return EpisodeRun._play_options(run, filled(config, "limits"))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import ray
 
 from actors import EpisodeRun, Session
 from actors.rollout.config import SamplingConfig
-from actors.run.episode_config import EpisodeConfig
 from actors.run.episode_inputs import EpisodeInputs
 from actors.run.episode_run import turn_sampling
 from actors.run.eval_sets import HeldOutSet
+from actors.run.sampled_config import EpisodeConfig
 from rl_backend.contracts import ConfigError
 from rl_backend.environment import Episode, Result, Sampler
 from tests.support.sampled_runs import Words, config_of, without_ray
