@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 from actors.collect.held_out import HeldOutSet
 from actors.collect.inputs import load_episode_inputs, load_inputs
-from actors.run.config import TrainingConfig
-from actors.run.episode_config import EpisodeConfig
-from actors.run.rl_config import RLConfig
+from actors.run.sampled_config import EpisodeConfig, RLConfig, RunConfig
 
 
-def find_data(config: TrainingConfig) -> str:
+def find_data(config: RunConfig) -> str:
     """Reads all data that the run reads, as it reads them.
 
     Raises:

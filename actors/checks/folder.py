@@ -7,10 +7,10 @@ from pathlib import Path
 
 from actors.folder.lock import RunLock, without_new_folders
 from actors.folder.start import find_start
-from actors.run.config import TrainingConfig
+from actors.run.sampled_config import RunConfig
 
 
-def find_run_folder(config: TrainingConfig) -> str:
+def find_run_folder(config: RunConfig) -> str:
     """Makes the folder and takes its lock, and leaves nothing behind.
 
     Raises:

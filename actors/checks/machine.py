@@ -15,8 +15,7 @@ import torch
 from actors.cluster.placement import cores_each, gpus_each, usable_cores
 from actors.rollout.config import RolloutConfig, check_engine_device
 from actors.rollout.vllm.capabilities import check_served
-from actors.run.config import TrainingConfig
-from actors.run.sampled_config import SampledConfig
+from actors.run.sampled_config import RunConfig, SampledConfig
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, UnsupportedError, text_config
 from rl_backend.model.blocks import divisors, nearest
@@ -25,7 +24,7 @@ from rl_backend.runtime.bridge.checks import require_installed
 OF_A_CLUSTER = "are those of the cluster's machines"
 
 
-def find_packages(config: TrainingConfig) -> str:
+def find_packages(config: RunConfig) -> str:
     """Looks for what the run imports, without importing it.
 
     Raises:
@@ -43,7 +42,7 @@ def find_packages(config: TrainingConfig) -> str:
     return ", ".join(found)
 
 
-def find_devices(config: TrainingConfig) -> str:
+def find_devices(config: RunConfig) -> str:
     """Divides this machine's GPUs and cores over ranks and engines.
 
     Raises:

@@ -8,17 +8,18 @@ import torch.distributed as dist
 from actors.checks.machine import OF_A_CLUSTER, is_on_cluster
 from actors.checks.model import find_layout, runtime_of
 from actors.rollout.lengths import positions_of
-from actors.run.config import RunModel, TrainingConfig
-from actors.run.options import has
-from actors.run.sampled_config import SampledConfig
+from actors.run.config import RunModel
+from actors.run.policy_options import tenant_config
+from actors.run.sampled_config import RunConfig, SampledConfig
 from rl_backend.contracts import BatchError, ConfigError, NativeConfig, RLBackendError, UnsupportedError
 from rl_backend.lab.doctor.machine import read_memory
 from rl_backend.lab.plan import Workload, make_plan
 from rl_backend.lab.plan.make import GIB, Plan
+from rl_backend.options.option_set import has
 from rl_backend.runtime.native.layout import micro_batch_multiple
 
 
-def find_memory(config: TrainingConfig) -> str:
+def find_memory(config: RunConfig) -> str:
     """Estimates what ranks and engines take; see ``rl-backend plan``.
 
     Raises:
@@ -50,7 +51,7 @@ def find_memory(config: TrainingConfig) -> str:
     return f"training takes up to {most / GIB:.2f} GiB in full micro-batches, {has}"
 
 
-def _plan(config: TrainingConfig, model: RunModel, gpus: int) -> Plan:
+def _plan(config: RunConfig, model: RunModel, gpus: int) -> Plan:
     runtime, options = runtime_of(config, model), config.train.backend_cfg
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpus else "float32"
     changes: dict[str, object] = {} if gpus else {"device": "cpu"}
@@ -61,7 +62,7 @@ def _plan(config: TrainingConfig, model: RunModel, gpus: int) -> Plan:
     )
     tokens = runtime.max_tokens_per_micro_batch
     multiple = micro_batch_multiple(options) if isinstance(options, NativeConfig) else 1
-    lora = {"tenants": 1, "lora": config.lora.adapter()} if config.lora.rank else {}
+    lora = {"tenants": 1, "lora": tenant_config(config.lora)} if config.lora.rank else {}
     work = Workload(
         sequence_length=min(filter(None, (config.longest_sequence, positions_of(model.path), tokens))),
         micro_batch_tokens=tokens,
@@ -73,7 +74,7 @@ def _plan(config: TrainingConfig, model: RunModel, gpus: int) -> Plan:
     return make_plan(runtime, config.ranks, work)
 
 
-def _bytes(config: TrainingConfig, plans: dict[RunModel, Plan], gpus: int, *, held: bool) -> int:
+def _bytes(config: RunConfig, plans: dict[RunModel, Plan], gpus: int, *, held: bool) -> int:
     """Of the GPU that has most, or of all processes of this machine.
 
     Args:

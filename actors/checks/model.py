@@ -11,9 +11,8 @@ import torch
 
 from actors.checks.machine import is_on_cluster
 from actors.rollout.lengths import more_than, positions_of
-from actors.run.config import RunModel, TrainingConfig
-from actors.run.episode_config import EpisodeConfig
-from actors.run.sampled_config import SampledConfig
+from actors.run.config import RunModel
+from actors.run.sampled_config import EpisodeConfig, RunConfig, SampledConfig
 from actors.train.model import require_known_end
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.checkpoint.hf_weights import require_same_head
@@ -25,7 +24,7 @@ from rl_backend.model import model_kept_prefixes
 from rl_backend.runtime import check_config, check_weights
 
 
-def find_model(config: TrainingConfig) -> str:
+def find_model(config: RunConfig) -> str:
     """Looks for the directory of each model, its ``config.json``, and plugins that its family may come from.
 
     Raises:
@@ -63,7 +62,7 @@ def require_readable_weights(option: str, path: str) -> None:
         require_same_head(path)
 
 
-def find_layout(config: TrainingConfig) -> str:
+def find_layout(config: RunConfig) -> str:
     """Divides the models over the ranks.
 
     Raises:
@@ -80,7 +79,7 @@ def find_layout(config: TrainingConfig) -> str:
     return config.describe_ranks()
 
 
-def find_weights(config: TrainingConfig) -> str:
+def find_weights(config: RunConfig) -> str:
     """Reads the headers of the weight files, and a head that should be the embeddings.
 
     Raises:
@@ -100,7 +99,7 @@ def find_weights(config: TrainingConfig) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def find_lengths(config: TrainingConfig) -> str:
+def find_lengths(config: RunConfig) -> str:
     """Compares the longest sequence with the positions of the models.
 
     Raises:
@@ -118,7 +117,7 @@ def find_lengths(config: TrainingConfig) -> str:
     return has if longest is None else f"sequences of up to {longest} tokens, {has}"
 
 
-def find_tokenizer(config: TrainingConfig) -> str:
+def find_tokenizer(config: RunConfig) -> str:
     """Loads the tokenizer.
 
     Raises:
@@ -130,7 +129,7 @@ def find_tokenizer(config: TrainingConfig) -> str:
     return f"{len(tokenizer)} tokens, a text ends with {tokenizer.eos_token}, {template} chat template"
 
 
-def runtime_of(config: TrainingConfig, model: RunModel) -> RuntimeConfig:
+def runtime_of(config: RunConfig, model: RunModel) -> RuntimeConfig:
     """Of a model of the run, without what only Ray knows."""
     return config.train if model.path == config.model else config.train.replace(hf_path=model.path)
 

@@ -12,7 +12,8 @@ from actors.checks.folder import find_run_folder
 from actors.checks.machine import find_devices, find_packages
 from actors.checks.memory import find_memory
 from actors.checks.model import find_layout, find_lengths, find_model, find_tokenizer, find_weights
-from actors.run.config import TrainingConfig
+from actors.run.config import with_local_model
+from actors.run.sampled_config import RunConfig
 from rl_backend.contracts import RLBackendError
 
 
@@ -25,7 +26,7 @@ class Check(NamedTuple):
     """
 
     name: str
-    find: Callable[[TrainingConfig], str]
+    find: Callable[[RunConfig], str]
     of_machine: bool = False
     read_by_run: bool = False
 
@@ -61,10 +62,10 @@ class Finding:
     error: RLBackendError | None = None
 
 
-def findings(config: TrainingConfig) -> Iterator[Finding]:
+def findings(config: RunConfig) -> Iterator[Finding]:
     """Makes every check, even after one that refuses the run; where the model is nowhere, that is all there is to say."""
     try:
-        config = config.with_local_model()
+        config = with_local_model(config)
     except RLBackendError as error:
         yield Finding("model", str(error), 0.0, error)
         return
@@ -72,7 +73,7 @@ def findings(config: TrainingConfig) -> Iterator[Finding]:
         yield _made(check, config)
 
 
-def preflight(config: TrainingConfig) -> list[Finding]:
+def preflight(config: RunConfig) -> list[Finding]:
     """Checks all that can be known of a run before Ray, ranks or engines are started.
 
     That is: the run folder can be made and is free, or can be resumed; the model's ``config.json``, weights and tokenizer
@@ -95,14 +96,14 @@ def preflight(config: TrainingConfig) -> list[Finding]:
     return found
 
 
-def check_start(config: TrainingConfig, *, session_is_open: bool) -> None:
+def check_start(config: RunConfig, *, session_is_open: bool) -> None:
     """The part of :func:`preflight` that a run does not do anyway before it starts; raises the same."""
     for check in CHECKS:
         if not check.read_by_run and not (check.of_machine and session_is_open):
             check.find(config)
 
 
-def _made(check: Check, config: TrainingConfig) -> Finding:
+def _made(check: Check, config: RunConfig) -> Finding:
     started = time.perf_counter()
     try:
         text, error = check.find(config), None

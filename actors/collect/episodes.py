@@ -16,7 +16,7 @@ from actors.collect.stream import DrawnBatch
 from actors.collect.transcripts import describe_episodes
 from actors.folder.progress import StreamPosition
 from actors.rollout.config import SamplingConfig
-from actors.run.episode_config import EpisodeConfig
+from actors.run.sampled_config import EpisodeConfig
 from actors.watch.clock import Clock
 from actors.watch.console import warn
 from rl_backend.algorithm import episode_rewards
@@ -29,6 +29,7 @@ from rl_backend.environment.playing import with_reward, without_reward
 from rl_backend.environment.protocol import Player
 from rl_backend.environment.running import run_episodes
 from rl_backend.lab.text import count
+from rl_backend.options.option_set import filled
 
 _MOST_IN_VAIN = 10
 """Batches in a row of which nothing can be trained on."""
@@ -80,7 +81,7 @@ class EpisodeSource(Source[Group, EpisodeBatch]):
         self.stream = EpisodeStream(
             inputs.player,
             engines(config.sampling),
-            self.play_options(config.filled("limits")),
+            self.play_options(filled(config, "limits")),
             inputs.batches,
             n=config.sampling.n,
             seed=config.seed,
@@ -119,7 +120,7 @@ class EpisodeSource(Source[Group, EpisodeBatch]):
         return count(number, "episode")
 
     def answer_held_out(self) -> list[HeldOutResult]:
-        limits = self._config.filled("limits")
+        limits = filled(self._config, "limits")
         return [
             play_held_out(
                 held_out,

@@ -11,8 +11,7 @@ from actors.collect.held_out import HeldOutSet, load_held_out
 from actors.collect.reward_scores import load_scorer
 from actors.collect.stop_tokens import Ends, stop_token_ids
 from actors.rollout.config import SamplingConfig
-from actors.run.episode_config import EpisodeConfig
-from actors.run.rl_config import RLConfig
+from actors.run.sampled_config import EpisodeConfig, RLConfig
 from actors.train.model import require_experts, require_known_end
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError
 from rl_backend.data.chat import turn_end
@@ -25,6 +24,7 @@ from rl_backend.environment.loading import load_environment, load_player, load_s
 from rl_backend.environment.protocol import Player
 from rl_backend.environment.running import run_episodes
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
+from rl_backend.options.option_set import filled
 
 type Row = Mapping[str, Any]
 
@@ -149,7 +149,7 @@ def load_episode_player(
         stop_token_ids=(*config.sampling.stop_token_ids, *stop_token_ids),
         tool_format=config.tool_format,
         on_cut=config.on_cut,
-        limits=config.filled("limits"),
+        limits=filled(config, "limits"),
     )
     player = SteppedPlayer(load_environment(config.environment), tokenizer, options)
     found = run_episodes(_checked(player, row, config))

@@ -17,7 +17,7 @@ from actors.collect.transcripts import describe_samples
 from actors.folder.progress import StreamPosition
 from actors.rollout.group import RolloutGroup
 from actors.rollout.sample import Sample, sample_seeds
-from actors.run.rl_config import RLConfig
+from actors.run.sampled_config import RLConfig
 from actors.watch.clock import Clock
 from rl_backend.algorithm import groups_with_signal
 from rl_backend.contracts import RewardError

@@ -14,8 +14,7 @@ from typing import Any
 import xxhash
 
 from actors.folder.progress import Progress
-from actors.run.config import TrainingConfig
-from actors.run.options import get, has
+from actors.run.sampled_config import RunConfig
 from rl_backend.checkpoint.model_files import TEMPLATES
 from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import SAME_CONTENTS, BaseConfig, ConfigError, OnResume
@@ -23,6 +22,7 @@ from rl_backend.data.gym import is_gym
 from rl_backend.data.hub import hub_name, local_model
 from rl_backend.data.rewards import WeightedReward
 from rl_backend.data.sources import data_files
+from rl_backend.options.option_set import get, has, options_of, value_and_default
 
 _WHOLE = (".json", ".jinja", ".model", ".txt")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -30,7 +30,7 @@ _DATA_SETS: Mapping[str, str | None] = {"dataset": "train", "eval_dataset": None
 """Option -> the split that it means where it names none of several."""
 
 
-def saved_facts(config: TrainingConfig) -> dict[str, Any]:
+def saved_facts(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint says of its run; only the same run may continue from it.
 
     Raises:
@@ -39,11 +39,11 @@ def saved_facts(config: TrainingConfig) -> dict[str, Any]:
     return {"example": type(config).__name__, "options": deciding_options(config), "contents": _contents(config)}
 
 
-def deciding_options(config: TrainingConfig) -> dict[str, Any]:
+def deciding_options(config: RunConfig) -> dict[str, Any]:
     """Name -> value, as JSON, of those that a resumed run must have too, where they are not the default."""
     values = config.model_dump(mode="json")
     deciding = (path for path, owner, name in _places(config, None) if owner.is_set(name) and has(values, path))
-    return {config.name_of(path): get(values, path) for path in deciding}
+    return {options_of(type(config)).name_of(path): get(values, path) for path in deciding}
 
 
 def _places(config: BaseConfig, kind: OnResume | None, prefix: str = "") -> Iterator[tuple[str, BaseConfig, str]]:
@@ -57,22 +57,7 @@ def _places(config: BaseConfig, kind: OnResume | None, prefix: str = "") -> Iter
             yield prefix + name, config, name
 
 
-def _saved_options(config: TrainingConfig, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Deciding options of a checkpoint; those of the version before, which had them all, by their names of today."""
-    if "backend_options" not in saved:
-        # Under a place, where it has got a short name since.
-        return {config.name_of(name): value for name, value in saved.items()}
-    ours = config.model_dump()
-    for path, _, name in _places(config, None):
-        if has(ours, path):
-            (get(ours, path.rpartition(".")[0]) if "." in path else ours).pop(name)
-    given = {config.renamed.get(name, name): value for name, value in saved.items() if value not in ("", {})}
-    if not given.get("lr_warmup_steps"):
-        given.pop("lr_warmup_steps", None)  # 0 says what -1 says
-    return deciding_options(type(config)(**{**ours, **given}))
-
-
-def require_same_run(config: TrainingConfig, progress: Progress) -> None:
+def require_same_run(config: RunConfig, progress: Progress) -> None:
     """Checks everything except ``dtype=auto``, see :func:`require_same_dtype`.
 
     Raises:
@@ -82,10 +67,12 @@ def require_same_run(config: TrainingConfig, progress: Progress) -> None:
     name, path, saved = type(config).__name__, progress.path, progress.identity
     if saved.example != name:
         raise ConfigError.of("resume", config.resume, f"{path} is of a run of {saved.example}, this is one of {name}")
-    here, options = deciding_options(config), _saved_options(config, saved.options)
+    here, named = deciding_options(config), options_of(type(config))
+    # Under a place, where it has got a short name since.
+    options = {named.name_of(option): value for option, value in saved.options.items()}
     for option in here | options:
         if options.get(option) != here.get(option):
-            value, default = config.value_and_default(option)
+            value, default = value_and_default(config, option)
             there = options.get(option, default)
             problem = f"the run of {path} has {there!r}, and would not go on as it was; use that, or a new run"
             raise ConfigError.of(f"{name}.{option}", value, problem)
@@ -93,14 +80,14 @@ def require_same_run(config: TrainingConfig, progress: Progress) -> None:
         if saved.contents.get(option) != found:
             raise ConfigError.of(
                 f"{name}.{option}",
-                get(config, config.short.get(option, option)),
+                value_and_default(config, option)[0],
                 f"is not, byte for byte, what the run of {path} has; use that, or a new run",
             )
     if config.dtype != "auto":
         require_same_dtype(config, progress)
 
 
-def require_same_dtype(config: TrainingConfig, progress: Progress) -> None:
+def require_same_dtype(config: RunConfig, progress: Progress) -> None:
     """Raises :class:`ConfigError` unless ``config`` trains in the dtype of the run that it continues; auto needs Ray."""
     saved, dtype = progress.identity.dtype, config.trained_dtype
     if saved != dtype:
@@ -111,8 +98,10 @@ def require_same_dtype(config: TrainingConfig, progress: Progress) -> None:
         )
 
 
-def _contents(config: TrainingConfig) -> dict[str, Any]:
-    found = {config.name_of(path): getattr(owner, name) for path, owner, name in _places(config, SAME_CONTENTS)}
+def _contents(config: RunConfig) -> dict[str, Any]:
+    found = {
+        options_of(type(config)).name_of(path): getattr(owner, name) for path, owner, name in _places(config, SAME_CONTENTS)
+    }
     if not isinstance(config.eval_dataset, str | None):
         found["eval_dataset"] = {name: each.path for name, each in config.eval_sets.items()}
     return {name: _data(name, value) if name in _DATA_SETS else _content(value) for name, value in found.items()}

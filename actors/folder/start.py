@@ -16,7 +16,7 @@ from actors.folder.log_file import require_unchanged
 from actors.folder.progress import Progress
 from actors.folder.resume import deciding_options, require_same_run
 from actors.folder.state import read_object
-from actors.run.config import TrainingConfig
+from actors.run.sampled_config import RunConfig
 from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.contracts import ConfigError
 
@@ -27,7 +27,7 @@ class RunFinishedError(ConfigError):
     """A run that is continued with ``resume=auto`` has taken all its steps: nothing is left to do."""
 
     @classmethod
-    def in_folder(cls, config: TrainingConfig) -> Self:
+    def in_folder(cls, config: RunConfig) -> Self:
         """Of a run whose folder says so."""
         return cls(f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue")
 
@@ -68,7 +68,7 @@ class RunStart:
         return [] if self.checkpoint is None else [f"continuing after step {self.step}, from {self.checkpoint.path}"]
 
 
-def find_start(config: TrainingConfig) -> RunStart:
+def find_start(config: RunConfig) -> RunStart:
     """Follows ``config.resume``. Reads the run folder and changes nothing.
 
     Raises:
@@ -135,7 +135,7 @@ def _require_checkpoint(path: str) -> None:
         raise ConfigError.of("resume", path, problem)
 
 
-def _kept_logs(checkpoint: RunCheckpoint, config: TrainingConfig) -> dict[str, FileFacts]:
+def _kept_logs(checkpoint: RunCheckpoint, config: RunConfig) -> dict[str, FileFacts]:
     """Facts of the run folder's logs, after checking that they are as when ``checkpoint`` was saved."""
     kept = Progress.of(checkpoint).logs
     for name in LOGS:
@@ -154,12 +154,12 @@ def require_new_run(path: Path | str) -> None:
         )
 
 
-def checkpoints_of(config: TrainingConfig) -> RunCheckpoints:
+def checkpoints_of(config: RunConfig) -> RunCheckpoints:
     """The store in the run's folder."""
     return RunCheckpoints(Path(config.run_dir) / CHECKPOINTS, config.keep_checkpoints or None)
 
 
-def _may_be_replaced(config: TrainingConfig) -> bool:
+def _may_be_replaced(config: RunConfig) -> bool:
     """Whether the folder has steps of an interrupted run without a checkpoint, which may then be repeated.
 
     Raises:
@@ -193,7 +193,7 @@ def _may_be_replaced(config: TrainingConfig) -> bool:
     return True
 
 
-def _earlier_config[C: TrainingConfig](config: C, earlier: Mapping[str, Any]) -> C:
+def _earlier_config[C: RunConfig](config: C, earlier: Mapping[str, Any]) -> C:
     try:
         return type(config)(**earlier)
     except ConfigError as error:

@@ -20,14 +20,13 @@ if TYPE_CHECKING:
     from actors.run.command_line import run_command as run_command
     from actors.run.config import RunModel as RunModel
     from actors.run.config import TrainingConfig as TrainingConfig
-    from actors.run.episode_config import EpisodeConfig as EpisodeConfig
     from actors.run.evaluation import EvalConfig as EvalConfig
     from actors.run.evaluation import evaluate as evaluate
-    from actors.run.options import Follows as Follows
     from actors.run.policy_options import PolicyLoss as PolicyLoss
     from actors.run.result import RunResult as RunResult
-    from actors.run.rl_config import RLConfig as RLConfig
     from actors.run.run import OnStep as OnStep
+    from actors.run.sampled_config import EpisodeConfig as EpisodeConfig
+    from actors.run.sampled_config import RLConfig as RLConfig
     from actors.run.stop import StopRequest as StopRequest
     from actors.train.model import GroupModel as GroupModel
     from actors.train.model import update_metrics as update_metrics
@@ -43,21 +42,24 @@ if TYPE_CHECKING:
     from rl_backend.algorithm.sequences import with_episode_gae as with_episode_gae
     from rl_backend.algorithm.sequences import with_outputs as with_outputs
     from rl_backend.lab.report.page import write_report as write_report
+    from rl_backend.options.option_set import Follows as Follows
+    from rl_backend.options.option_set import OptionSet as OptionSet
 
 _MODULES = {
     "Advantage": "rl_backend.algorithm.sequences",
     "EpisodeBatch": "actors.collect.episodes",
-    "EpisodeConfig": "actors.run.episode_config",
+    "EpisodeConfig": "actors.run.sampled_config",
     "EvalConfig": "actors.run.evaluation",
     "EvalSet": "actors.options.eval_sets",
-    "Follows": "actors.run.options",
+    "Follows": "rl_backend.options.option_set",
     "GroupModel": "actors.train.model",
     "HeldOutResult": "actors.collect.held_out",
     "MetricsWriter": "actors.watch.metrics",
     "OnStep": "actors.run.run",
+    "OptionSet": "rl_backend.options.option_set",
     "Phases": "actors.watch.console",
     "PolicyLoss": "actors.run.policy_options",
-    "RLConfig": "actors.run.rl_config",
+    "RLConfig": "actors.run.sampled_config",
     "RunFinishedError": "actors.folder.start",
     "RunModel": "actors.run.config",
     "RunResult": "actors.run.result",
@@ -91,6 +93,7 @@ __all__ = [
     "HeldOutResult",
     "MetricsWriter",
     "OnStep",
+    "OptionSet",
     "Phases",
     "PolicyLoss",
     "RLConfig",

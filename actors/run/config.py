@@ -2,56 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 
 from actors.cluster.placement import ClusterShare
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
 from actors.options.metric_writers import writer_names
 from actors.rollout.config import RolloutConfig
-from actors.run.options import Follows
-from actors.run.rank_options import BACKEND, RankOptions
+from actors.run.policy_options import LoRAOptions
+from actors.run.rank_options import BACKEND, RANKS, Ranks, RunDtype, Runtime, check_ranks, resolve_dtype
 from rl_backend.contracts import (
     MAY_CHANGE,
     SAME_CONTENTS,
+    BaseConfig,
     ConfigError,
     HasEffect,
     Head,
     OptimizerConfig,
+    ParallelConfig,
+    RuntimeConfig,
 )
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.config import DataConfig
 from rl_backend.data.examples import read_examples
 from rl_backend.data.hub import local_model
+from rl_backend.options.option_set import Follows, OptionSet, filled, get, gives, has, read_options, write_options
 
 _OPTIMIZER = f"{BACKEND}.optimizer"
 _SAVES = HasEffect(lambda config: config.save_every, "save_every=0 saves no checkpoints; set it too")
-
-
-class LoRAOptions(LoRAConfig):
-    """Adapters that a run trains in place of its models.
-
-    Attributes:
-        rank: of both factors; 0 trains whole models.
-        save_merged: at the end also write the model with the adapter added, ``run_dir/<name>_merged``.
-    """
-
-    rank: int = Field(default=0, ge=0)
-    save_merged: Annotated[bool, MAY_CHANGE] = False
-
-    @model_validator(mode="after")
-    def _has_effect(self) -> Self:
-        given = [name for name in type(self).model_fields if name != "rank" and self.is_set(name)]
-        if given and not self.rank:
-            because = "has no effect: rank=0 trains whole models; set lora.rank too"
-            raise ConfigError.of(f"{type(self).__name__}.{given[0]}", getattr(self, given[0]), because)
-        return self
-
-    def adapter(self) -> LoRAConfig:
-        """What a tenant is made with."""
-        return LoRAConfig(**{name: getattr(self, name) for name in LoRAConfig.model_fields})
 
 
 class RunModel(NamedTuple):
@@ -72,35 +52,23 @@ class RunModel(NamedTuple):
     group: int = 0
 
 
-class TrainingConfig(RankOptions):
-    """Model, data, resources, checkpoints.
-
-    Fields declare with :data:`~rl_backend.contracts.MAY_CHANGE` what a run that continues from a checkpoint may have
-    otherwise, see :mod:`actors.folder.resume`.
-    """
-
-    short: ClassVar[Mapping[str, str]] = {
+TRAINING = RANKS | OptionSet(
+    short={
         "model": "train.hf_path",
-        **RankOptions.short,
         "max_tokens_per_micro_batch": "train.max_tokens_per_micro_batch",
         **{name: f"{_OPTIMIZER}.{name}" for name in ("lr", "lr_warmup_steps", "lr_decay_style")},
         **{name: f"data.{name}" for name in DataConfig.model_fields},
-    }
-    renamed: ClassVar[Mapping[str, str]] = {
-        **RankOptions.renamed,
-        **{name: f"{_OPTIMIZER}.{name}" for name in ("weight_decay", "clip_grad")},
-    }
-    preset: ClassVar[Mapping[str, Any]] = {"train.max_tokens_per_micro_batch": 16384, f"{_OPTIMIZER}.lr": 1e-6}
-    follows: ClassVar[Mapping[str, Follows]] = {
-        **RankOptions.follows,
+    },
+    preset={"train.max_tokens_per_micro_batch": 16384, f"{_OPTIMIZER}.lr": 1e-6},
+    follows={
         f"{_OPTIMIZER}.total_training_steps": Follows(
             lambda config: config.optimizer_steps,
             "follows from steps; set lr_decay_steps for a decay of another length",
             until=1 << 31,
         ),
         "lora.seed": Follows(lambda config: config.seed),
-    }
-    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
+    },
+    groups={
         "model": ("model", "dtype", "lora."),
         "data": ("dataset", "eval_dataset", "max_prompt_tokens", "data."),
         "training": ("steps", "lr", "lr_warmup_steps", "lr_decay_style"),
@@ -112,28 +80,50 @@ class TrainingConfig(RankOptions):
         ),
         "checkpoints": ("run_dir", "save_every", "keep_checkpoints", "async_save", "resume"),
         "logging": ("metrics_to", "trace"),
-    }
-    metavars: ClassVar[Mapping[str, str]] = {
-        **RankOptions.metavars,
+    },
+    metavars={
         "model": "DIR",
         "dataset": "FILE",
         "eval_dataset": "FILE",
         "run_dir": "DIR",
         "metrics_to": "NAME,...",
         "resume": "auto|DIR",
-    }
+    },
+)
 
-    lora: LoRAOptions = Field(default=LoRAOptions(), description="adapters over a frozen model, see docs/lora.md")
+HeldOutSets = Annotated[
+    EvalDatasets,
+    SAME_CONTENTS,
+    Field(
+        description="held-out rows, named likewise, once for each set; or a mapping {NAME: {path: ..., n: 8}} of sets with "
+        "options of their own, see docs/evaluation.md",
+    ),
+]
+
+
+class TrainingOptions(BaseModel):
+    """Model, data, resources and checkpoints: the options that every run has, for a configuration to take in.
+
+    Fields declare with :data:`~rl_backend.contracts.MAY_CHANGE` what a run that continues from a checkpoint may have
+    otherwise, see :mod:`actors.folder.resume`.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    option_set: ClassVar[OptionSet] = TRAINING
+    _read = model_validator(mode="wrap")(read_options)
+    _write = model_serializer(mode="wrap")(write_options)
+
+    train: Runtime
+    ranks: Ranks = 1
+    dtype: RunDtype = "auto"
+    lora: LoRAConfig = Field(default=LoRAOptions(), description="adapters over a frozen model, see docs/lora.md")
     dataset: Annotated[str, SAME_CONTENTS] = Field(
         min_length=1,
         description="rows to train on: a .jsonl, .json, .csv or .parquet file, a folder of datasets, or a name on the Hub "
         "such as openai/gsm8k:main:train; see docs/data.md",
     )
-    eval_dataset: Annotated[EvalDatasets, SAME_CONTENTS] = Field(
-        default=None,
-        description="held-out rows, named likewise, once for each set; or a mapping {NAME: {path: ..., n: 8}} of sets with "
-        "options of their own, see docs/evaluation.md",
-    )
+    eval_dataset: HeldOutSets = None
     data: DataConfig = Field(default=DataConfig(), description="how rows are read, see docs/data.md")
     run_dir: Annotated[str, MAY_CHANGE] = Field(
         min_length=1, description="new folder for all that the run writes, with the trained model"
@@ -172,6 +162,7 @@ class TrainingConfig(RankOptions):
     @model_validator(mode="after")
     def _check_training(self) -> Self:
         name, optimizer = type(self).__name__, self.train.backend_cfg.optimizer
+        check_ranks(name, self.train, self.ranks, self.dtype)
         if self.seed < 0:
             raise ConfigError.of(f"{name}.seed", self.seed, "must be at least 0")
         if not optimizer.lr:
@@ -190,21 +181,36 @@ class TrainingConfig(RankOptions):
         """Hugging Face directory with config, safetensors and tokenizer, or a name on the Hub: ``train.hf_path``."""
         return self.train.hf_path
 
-    def with_local_model(self) -> Self:
-        """With the folder of the model in place of a name on the Hub, see :func:`~rl_backend.data.hub.local_model`.
-
-        Raises:
-            ConfigError: there is no such model.
-        """
-        folder = local_model(self.model, field=f"{type(self).__name__}.model")
-        return self if folder == self.model else self.replace(train=self.train.replace(hf_path=folder))
-
     @property
     def seed(self) -> int:
         """Fixes data order, samples and training: ``train.seed``."""
         return self.train.seed
 
-    def runs(self) -> Mapping[str, TrainingConfig]:
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.train.backend_cfg.parallel
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.parallel.data_parallel_size(self.ranks)
+
+    @property
+    def trained_dtype(self) -> str:
+        """Dtype of the trained parameters; unless it is chosen, needs Ray, which knows the GPUs."""
+        place = f"{BACKEND}.param_dtype"
+        return str(get(self, place)) if has(self, place) and gives(self, place) else resolve_dtype(self.dtype)
+
+    def describe_ranks(self) -> str:
+        """Runtime, ranks and layout, for a run's first line."""
+        layout = "".join(f", {name}={size}" for name, size in self.parallel.model_dump().items() if size > 1)
+        return f"{self.ranks} training rank(s) of {self.train.backend}{layout}"
+
+    def runtime_config(self) -> RuntimeConfig:
+        """Of the trained model, with what follows from other options; needs Ray, which knows the GPUs."""
+        config: RuntimeConfig = filled(self, "train")
+        return config
+
+    def runs(self) -> Mapping[str, Any]:
         """The runs that these options ask for, by name; one has none."""
         return {"": self}
 
@@ -280,3 +286,22 @@ class TrainingConfig(RankOptions):
     def rollout_config(self, share: ClusterShare) -> RolloutConfig | None:
         """Of the engines, with their share of the cluster; None without any."""
         return None
+
+
+def with_local_model[C: TrainingOptions](config: C) -> C:
+    """With the folder of the model in place of a name on the Hub, see :func:`~rl_backend.data.hub.local_model`.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    folder = local_model(config.model, field=f"{type(config).__name__}.model")
+    if folder == config.model:
+        return config
+    values = {name: getattr(config, name) for name in type(config).model_fields}
+    return type(config)(**{**values, "train": config.train.replace(hf_path=folder)})
+
+
+class TrainingConfig(TrainingOptions, BaseConfig):
+    """Options of a run that samples nothing."""
+
+    lora: LoRAOptions = Field(default=LoRAOptions(), description="adapters over a frozen model, see docs/lora.md")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from actors.rollout.group import RolloutGroup
-from actors.run.config import LoRAOptions, TrainingConfig
+from actors.run.policy_options import tenant_config
+from actors.run.sampled_config import RunConfig
 from actors.run.session import Session
 from actors.sync.push import WeightSync
 from actors.sync.report import PushReport
@@ -19,6 +20,7 @@ from actors.train.model import GroupModel, RouterReplayMode
 from actors.watch.console import Phases
 from rl_backend.contracts import Head, OptimizerConfig, RLBackendError
 from rl_backend.data.hub import local_model
+from rl_backend.options.option_set import filled
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Parts:
         groups: training groups, by number.
     """
 
-    def __init__(self, config: TrainingConfig, session: Session, phases: Phases, *, owner: str, borrowed: bool) -> None:
+    def __init__(self, config: RunConfig, session: Session, phases: Phases, *, owner: str, borrowed: bool) -> None:
         self._config, self._session, self._phases = config, session, phases
         self._owner, self._borrowed = owner, borrowed
         self.groups = list(session.groups)
@@ -136,8 +138,8 @@ class Parts:
             base = self._session.base(group, path)
         if recipe.forward_only:
             return GroupModel(group, base)
-        lora: LoRAOptions = config.filled("lora")
-        tenant = group.create_lora_adapter(base, lora.adapter(), optimizer, name=f"{self._owner}/{name}", head=recipe.head)
+        lora, name = tenant_config(filled(config, "lora")), f"{self._owner}/{name}"
+        tenant = group.create_lora_adapter(base, lora, optimizer, name=name, head=recipe.head)
         if self._borrowed:
             self._tenants.callback(_remove, group, tenant)
         return GroupModel(group, tenant, recipe.router_replay, base, path)

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from actors.rollout.config import MAX_ADAPTER_RANK
-from actors.run.config import LoRAOptions
 from actors.train.loss import Loss
 from rl_backend.algorithm import LossAggMode
-from rl_backend.contracts import BaseConfig, ConfigError, HasEffect
+from rl_backend.contracts import MAY_CHANGE, BaseConfig, ConfigError, HasEffect
+from rl_backend.contracts.lora import LoRAConfig
 
 _DIVIDES = HasEffect(
     lambda loss: loss.loss_agg_mode == "seq-mean-token-sum-norm", "only loss_agg_mode='seq-mean-token-sum-norm' divides"
@@ -44,15 +44,43 @@ class PolicyLoss(BaseConfig):
         return Loss(f"rl_backend.algorithm:{self.name}_loss", **given, **options)
 
 
-class PolicyLoRA(LoRAOptions):
+def _needs_a_rank[C: LoRAConfig](self: C) -> C:
+    given = [name for name in type(self).model_fields if name != "rank" and self.is_set(name)]
+    if given and not self.rank:
+        because = "has no effect: rank=0 trains whole models; set lora.rank too"
+        raise ConfigError.of(f"{type(self).__name__}.{given[0]}", getattr(self, given[0]), because)
+    return self
+
+
+class LoRAOptions(LoRAConfig):
+    """Adapters that a run trains in place of its models.
+
+    Attributes:
+        rank: of both factors; 0 trains whole models.
+        save_merged: at the end also write the model with the adapter added, ``run_dir/<name>_merged``.
+    """
+
+    rank: int = Field(default=0, ge=0)
+    save_merged: Annotated[bool, MAY_CHANGE] = False
+
+    _has_effect = model_validator(mode="after")(_needs_a_rank)
+
+
+class PolicyLoRA(LoRAConfig):
     """Adapters of a run that samples.
 
     Attributes:
+        rank: of both factors; 0 trains whole models.
+        save_merged: at the end also write the model with the adapter added, ``run_dir/<name>_merged``.
         push: what engines get after each step: the ``adapter`` alone, served beside the weights, or all weights with the
             adapter added (``merged``), which also works where vLLM serves no adapters.
     """
 
+    rank: int = Field(default=0, ge=0)
+    save_merged: Annotated[bool, MAY_CHANGE] = False
     push: Literal["adapter", "merged"] = "adapter"
+
+    _has_effect = model_validator(mode="after")(_needs_a_rank)
 
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
@@ -62,3 +90,8 @@ class PolicyLoRA(LoRAOptions):
         if self.use_dora and self.push == "adapter":
             raise ConfigError.of("PolicyLoRA.push", "adapter", "vLLM serves no adapters with DoRA; set lora.push to merged")
         return self
+
+
+def tenant_config(lora: LoRAConfig) -> LoRAConfig:
+    """What a tenant is made with: these options without those of the run alone."""
+    return LoRAConfig(**{name: getattr(lora, name) for name in LoRAConfig.model_fields})

@@ -18,9 +18,10 @@ from actors.folder.lock import RunLock, usable_run_dir
 from actors.folder.progress import StreamPosition
 from actors.folder.start import find_start
 from actors.rollout.group import RolloutGroup
-from actors.run.config import TrainingConfig
+from actors.run.config import with_local_model
 from actors.run.parts import ModelRecipe, Parts
-from actors.run.sampled_config import SampledConfig
+from actors.run.policy_options import tenant_config
+from actors.run.sampled_config import RunConfig, SampledConfig
 from actors.run.sampling import SampledInputs, Sampling
 from actors.run.saver import RunSaver
 from actors.run.session import Session, borrowed_session, open_session, require_paths
@@ -41,7 +42,7 @@ type OnStep = Callable[[int, dict[str, float]], None]
 """Called after each step with its number and metrics."""
 
 
-class Run[C: TrainingConfig]:
+class Run[C: RunConfig]:
     """A training run in a folder, from its first step, or from a checkpoint, to its last step.
 
     The loop is yours; the run locks its folder, opens Ray, training groups and engines, restores and saves checkpoints,
@@ -88,7 +89,7 @@ class Run[C: TrainingConfig]:
     ) -> None:
         self._began = command_began(take=session is None)
         self._phases = Phases(label, self._began)
-        self.config = config = config.with_local_model()
+        self.config = config = with_local_model(config)
         self.label = label
         self.start = find_start(config)
         check_start(config, session_is_open=session is not None)
@@ -238,7 +239,7 @@ class Run[C: TrainingConfig]:
             model.group.save_checkpoint(model.handle, path, hf=True)
             return path
         factors = model.group.export_lora_adapter(model.handle)
-        write_peft_directory(path, factors.items(), lora.adapter(), model.hf_path)
+        write_peft_directory(path, factors.items(), tenant_config(lora), model.hf_path)
         if lora.save_merged:
             model.group.save_checkpoint(model.handle, self.folder.place(f"{name}_merged"), hf=True)
         return path

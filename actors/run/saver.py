@@ -13,7 +13,7 @@ from actors.folder.folder import RunFolder
 from actors.folder.progress import Progress, StreamPosition
 from actors.folder.resume import require_same_dtype, saved_facts
 from actors.folder.start import RunStart
-from actors.run.config import TrainingConfig
+from actors.run.sampled_config import RunConfig
 from actors.train.model import GroupModel
 from actors.watch.clock import Clock
 from rl_backend.contracts import CheckpointError
@@ -42,7 +42,7 @@ class RunSaver:
         ConfigError: the checkpoint's run has another dtype than this cluster gives it.
     """
 
-    def __init__(self, config: TrainingConfig, folder: RunFolder, models: Mapping[str, GroupModel], start: RunStart) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, models: Mapping[str, GroupModel], start: RunStart) -> None:
         self._config = config
         self._folder = folder
         self._models = models

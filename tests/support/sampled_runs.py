@@ -15,8 +15,7 @@ from actors.cluster.placement import ClusterShare
 from actors.collect.held_out import HeldOutSet
 from actors.collect.inputs import EpisodeInputs, Inputs
 from actors.rollout.sample import VersionSpan
-from actors.run.rl_config import RLConfig
-from actors.run.sampled_config import SampledConfig
+from actors.run.sampled_config import RLConfig, SampledConfig
 from actors.sync.report import PushReport
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.data.rewards import LoadedReward, RewardScorer

@@ -22,11 +22,12 @@ from actors.collect.sample_metrics import episode_metrics
 from actors.collect.transcripts import describe_episodes, transcript
 from actors.folder.progress import StreamPosition
 from actors.rollout.config import SamplingConfig
-from actors.run.episode_config import EpisodeConfig
+from actors.run.sampled_config import EpisodeConfig
 from actors.watch.clock import Clock
 from rl_backend.contracts import ConfigError, EpisodeFailedError, WeightVersionError
 from rl_backend.environment import Limits, Result, Sampler, play_episode
 from rl_backend.environment.groups import PlayOptions
+from rl_backend.options.option_set import filled
 from tests.support.token_sources import RandomSource
 
 CLOSED: list[int] = []
@@ -75,7 +76,7 @@ def over(stream: EpisodeStream, config: EpisodeConfig, **options: Any) -> Collec
 def collector_of(
     config: EpisodeConfig, source: RandomSource | None = None, start: StreamPosition | None = None, **row: Any
 ) -> Collector[EpisodeBatch]:
-    options = PlayOptions(config.filled("limits"), config.on_episode_failure, config.least_episodes)
+    options = PlayOptions(filled(config, "limits"), config.on_episode_failure, config.least_episodes)
     batches = ([{"task": 3 * number + each, **row} for each in range(3)] for number in count())
     size, ahead = config.sampling.n, config.batches_ahead
     source = source or RandomSource(version=1)
@@ -284,7 +285,10 @@ def test_metrics_of_an_environment_replace_none_of_every_episodes() -> None:
         ({"least_episodes": 5}, "a group has samples_per_prompt=4 episodes; use at most that"),
         ({"least_episodes": 3, "on_episode_failure": "zero"}, "only on_episode_failure='drop' leaves episodes out"),
         ({"push_during_episodes": True}, "max_staleness=0 samples nothing ahead"),
-        ({"limits": {"episode_tokens": None}}, "EpisodeLimits.episode_tokens=null: input should be a valid integer"),
+        (
+            {"limits": {"episode_tokens": None}},
+            "EpisodeConfig.max_episode_tokens=None: sequences need a bound to be trained on",
+        ),
         ({"max_tokens_per_micro_batch": 100}, "must hold one sequence: max_episode_tokens = 4096"),
         ({"limits": {"turn_tokens": 7}}, "follows from max_response_tokens; set that"),
     ],
@@ -303,6 +307,6 @@ def test_single_episodes_need_no_number_that_only_groups_have() -> None:
 
 def test_lengths_follow_from_one_another() -> None:
     config = settings(max_response_tokens=64, max_episode_tokens=512, max_turns=3)
-    assert (config.filled("limits").turn_tokens, config.limits.turns) == (64, 3)
+    assert (filled(config, "limits").turn_tokens, config.limits.turns) == (64, 3)
     assert (config.longest_sequence, config.rollout.max_model_len) == (512, 512)
     assert "3 x 4 episodes of up to 3 turns a step" in config.facts()

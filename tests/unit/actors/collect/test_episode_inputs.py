@@ -10,7 +10,8 @@ import pytest
 from actors.collect.episodes import turn_sampling
 from actors.collect.inputs import load_episode_inputs, load_episode_player
 from actors.rollout.tokens import RolloutTokens
-from actors.run.episode_config import EpisodeConfig, EpisodeLimits
+from actors.run.sampled_config import EpisodeConfig
+from rl_backend.environment import Limits
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.models import write_tiny
@@ -71,7 +72,7 @@ def test_options_of_a_run_reach_the_player_of_its_environment(tmp_path: Path) ->
     )
     player, notes = load_episode_player(config, chat_tokenizer(CHATML), {}, (7,))
     assert isinstance(player, SteppedPlayer) and notes == ()
-    limits = EpisodeLimits(turns=3, turn_tokens=9, step_seconds=2.5, tool_calls=4, episode_tokens=4096)
+    limits = Limits(turns=3, turn_tokens=9, step_seconds=2.5, tool_calls=4, episode_tokens=4096)
     assert player.options == StepOptions(
         history="branch", other_end="keep", stop_token_ids=(42, 7), tool_format="pythonic", on_cut="end", limits=limits
     )

@@ -14,10 +14,11 @@ from actors.collect.held_out import HeldOutSet
 from actors.collect.inputs import EpisodeInputs
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.tokens import RolloutTokens
-from actors.run.episode_config import EpisodeConfig
+from actors.run.sampled_config import EpisodeConfig
 from actors.watch.clock import Clock
 from rl_backend.environment import Result, Sampler
 from rl_backend.environment.groups import GroupTask, PlayOptions
+from rl_backend.options.option_set import filled
 from tests.support.token_sources import RandomSource
 from tests.unit.actors.rollout.test_tokens import Engines, ask
 
@@ -82,7 +83,7 @@ def source_of(config: EpisodeConfig, held_out: list[HeldOutSet] | None = None) -
 
 
 def play_options(config: EpisodeConfig) -> PlayOptions:
-    return source_of(config).play_options(config.filled("limits"))
+    return source_of(config).play_options(filled(config, "limits"))
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from actors.cluster.placement import ClusterShare
 from actors.collect.inputs import EpisodeInputs
 from actors.run import evaluation as evaluation_module
 from actors.run import show_episode as show_module
-from actors.run.episode_config import EpisodeConfig
 from actors.run.evaluation import EvalConfig, evaluate
+from actors.run.sampled_config import EpisodeConfig
 from actors.run.show_episode import show_episode
 from rl_backend.contracts import ConfigError
 from rl_backend.data.examples import Examples

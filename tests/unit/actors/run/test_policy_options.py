@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.run.config import LoRAOptions
-from actors.run.policy_options import PolicyLoss
+from actors.run.policy_options import LoRAOptions, PolicyLoss, tenant_config
 from actors.train.loss import Loss
 from rl_backend.contracts import ConfigError
 from rl_backend.contracts.lora import LoRAConfig
@@ -56,5 +55,5 @@ def test_adapters_of_the_largest_rank_are_served_and_larger_or_dora_ones_are_mer
     assert config_of(lora={"rank": 512}).rollout.max_adapter_rank == 512
     merged = config_of(lora={"rank": 600, "use_dora": True, "push": "merged"})
     assert (merged.rollout.max_adapters, merged.rollout.max_adapter_rank) == (0, 16)
-    assert LoRAOptions(rank=3, alpha=5.0, save_merged=True).adapter() == LoRAConfig(rank=3, alpha=5.0)
+    assert tenant_config(LoRAOptions(rank=3, alpha=5.0, save_merged=True)) == LoRAConfig(rank=3, alpha=5.0)
     assert LoRAOptions(alpha=LoRAConfig.model_fields["alpha"].default) == LoRAOptions(), "a default asks for nothing"

@@ -11,13 +11,14 @@ import ray
 
 from actors.cluster.placement import ClusterShare
 from actors.rollout.config import SamplingConfig
-from actors.run.config import LoRAOptions, RunModel, TrainingConfig
-from actors.run.dtype import resolve_dtype
-from actors.run.episode_config import EpisodeConfig
-from actors.run.rl_config import RLConfig
+from actors.run.config import RunModel, TrainingConfig, with_local_model
+from actors.run.policy_options import LoRAOptions
+from actors.run.rank_options import resolve_dtype
+from actors.run.sampled_config import EpisodeConfig, RLConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import ConfigError, NativeConfig, OptimizerConfig
+from rl_backend.options.option_set import filled
 
 SFT: Any = SFTConfig
 EPISODES: Any = EpisodeConfig
@@ -213,7 +214,7 @@ def test_gpus_decide_a_dtype_that_nobody_chooses(monkeypatch: pytest.MonkeyPatch
     assert [resolve_dtype(each) for each in ("auto", "float32", "bfloat16")] == ["float32", "float32", "bfloat16"]
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 0.5})
     assert [resolve_dtype(each) for each in ("auto", "float32", "bfloat16")] == ["bfloat16", "float32", "bfloat16"]
-    assert config_of().trained_dtype == "bfloat16" and config_of().filled("rollout").dtype == "bfloat16"
+    assert config_of().trained_dtype == "bfloat16" and filled(config_of(), "rollout").dtype == "bfloat16"
 
 
 def test_a_name_on_the_hub_becomes_a_folder_and_a_folder_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,8 +226,8 @@ def test_a_name_on_the_hub_becomes_a_folder_and_a_folder_stays(monkeypatch: pyte
 
     monkeypatch.setattr("actors.run.config.local_model", local)
     here, hub = config_of(), config_of(model="org/model")
-    assert here.with_local_model() is here
-    assert hub.with_local_model().model == hub.with_local_model().rollout.model_path == "/cache/org/model"
+    assert with_local_model(here) is here
+    assert with_local_model(hub).model == with_local_model(hub).rollout.model_path == "/cache/org/model"
     assert asked[:2] == [("m", "RLConfig.model"), ("org/model", "RLConfig.model")] and hub.model == "org/model"
 
 
