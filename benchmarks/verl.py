@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,22 +61,60 @@ def _overhead(backend: Backend, port: int) -> dict[str, Any]:
         )
         worker.reset()
         worker.set_loss_fn(partial(sft_loss, config=None))
-        seconds, before = [], (0.0, 0.0)
+        seconds = []
         for step in range(-1, MEASURED_STEPS):
+            if step == 0:
+                # The first step compiles and allocates.
+                spent = Spent(worker.engine)
             started = time.perf_counter()
             worker.train_batch(tu.get_tensordict(*make_batch(step)))
             worker.infer_batch(tu.get_tensordict(*make_batch(step)))
-            if step < 0:
-                # The first step compiles and allocates.
-                before = worker.engine.time.total, worker.engine.time.adapter
-            else:
-                seconds.append(time.perf_counter() - started)
-        total, adapter = (now - then for now, then in zip(spent(worker), before, strict=True))
-    return {"adapter_fraction": adapter / total, "step_seconds": seconds, "tokens_per_step": SEQUENCES * LENGTH}
+            seconds.append(time.perf_counter() - started)
+    return {
+        "adapter_fraction": spent.adapter / spent.total,
+        "step_seconds": seconds[1:],
+        "tokens_per_step": SEQUENCES * LENGTH,
+    }
 
 
-def spent(worker: Any) -> tuple[float, float]:
-    return worker.engine.time.total, worker.engine.time.adapter
+class Spent:
+    """Seconds that an engine spends in batches.
+
+    Attributes:
+        total: in all.
+        adapter: of these, outside the runtime's atoms and verl's losses: cutting, packing, and putting outputs together.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.total = self.adapter = 0.0
+        runtime = engine._runtime
+        batch, update = self._timed(engine.forward_backward_batch, 1, 1), self._timed(engine.optimizer_step, 1, 1)
+        run = self._timed(runtime.forward_backward, 0, -1)
+
+        def forward_backward_batch(data: Any, loss: Any, forward_only: bool = False) -> Any:
+            return batch(data, loss and self._timed(loss, 0, -1), forward_only)
+
+        def forward_backward(model: Any, packed: Any, loss: Any, **options: Any) -> Any:
+            # The runtime calls the adapter back, and that calls verl's loss.
+            return run(model, packed, loss and self._timed(loss, 0, 1), **options)
+
+        engine.forward_backward_batch, engine.optimizer_step = forward_backward_batch, update
+        runtime.forward_backward = forward_backward
+        runtime.optimizer_step = self._timed(runtime.optimizer_step, 0, -1)
+
+    def _timed(self, function: Callable[..., Any], total: int, adapter: int) -> Callable[..., Any]:
+        """``function``, whose seconds are added so many times to each sum."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                elapsed = time.perf_counter() - start
+                self.total += total * elapsed
+                self.adapter += adapter * elapsed
+
+        return call
 
 
 def write_model(path: Path) -> Path:

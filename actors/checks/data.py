@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from actors.collect.held_out import HeldOutSet
 from actors.collect.inputs import load_episode_inputs, load_inputs
-from actors.run.sampled_config import EpisodeConfig, RLConfig, RunConfig
+from actors.options.sampled_config import EpisodeConfig, RLConfig, RunConfig
 
 
 def find_data(config: RunConfig) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actors.folder.lock import RunLock, without_new_folders
 from actors.folder.start import find_start
-from actors.run.sampled_config import RunConfig
+from actors.options.sampled_config import RunConfig
 
 
 def find_run_folder(config: RunConfig) -> str:

@@ -13,9 +13,9 @@ import ray
 import torch
 
 from actors.cluster.placement import cores_each, gpus_each, usable_cores
+from actors.options.sampled_config import RunConfig, SampledConfig
 from actors.rollout.config import RolloutConfig, check_engine_device
 from actors.rollout.vllm.capabilities import check_served
-from actors.run.sampled_config import RunConfig, SampledConfig
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, UnsupportedError, text_config
 from rl_backend.model.blocks import divisors, nearest

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from actors.checks.machine import is_on_cluster
+from actors.options.config import RunModel
+from actors.options.sampled_config import EpisodeConfig, RunConfig, SampledConfig
 from actors.rollout.lengths import more_than, positions_of
-from actors.run.config import RunModel
-from actors.run.sampled_config import EpisodeConfig, RunConfig, SampledConfig
 from actors.train.model import require_known_end
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.checkpoint.hf_weights import require_same_head

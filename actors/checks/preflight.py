@@ -12,8 +12,8 @@ from actors.checks.folder import find_run_folder
 from actors.checks.machine import find_devices, find_packages
 from actors.checks.memory import find_memory
 from actors.checks.model import find_layout, find_lengths, find_model, find_tokenizer, find_weights
-from actors.run.config import with_local_model
-from actors.run.sampled_config import RunConfig
+from actors.options.config import with_local_model
+from actors.options.sampled_config import RunConfig
 from rl_backend.contracts import RLBackendError
 
 

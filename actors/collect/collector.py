@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 
 from actors.collect.held_out import HeldOutResult
 from actors.collect.stream import BatchStream, DrawnBatch
-from actors.run.sampled_config import SampledConfig
+from actors.options.sampled_config import SampledConfig
 from actors.watch.clock import Clock
 from rl_backend.contracts import WeightVersionError
 

@@ -15,8 +15,8 @@ from actors.collect.sample_metrics import episode_metrics
 from actors.collect.stream import DrawnBatch
 from actors.collect.transcripts import describe_episodes
 from actors.folder.progress import StreamPosition
+from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import SamplingConfig
-from actors.run.sampled_config import EpisodeConfig
 from actors.watch.clock import Clock
 from actors.watch.console import warn
 from rl_backend.algorithm import episode_rewards

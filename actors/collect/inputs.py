@@ -10,8 +10,8 @@ from typing import Any
 from actors.collect.held_out import HeldOutSet, load_held_out
 from actors.collect.reward_scores import load_scorer
 from actors.collect.stop_tokens import Ends, stop_token_ids
+from actors.options.sampled_config import EpisodeConfig, RLConfig
 from actors.rollout.config import SamplingConfig
-from actors.run.sampled_config import EpisodeConfig, RLConfig
 from actors.train.model import require_experts, require_known_end
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError
 from rl_backend.data.chat import turn_end

@@ -15,9 +15,9 @@ from actors.collect.sample_metrics import sample_metrics
 from actors.collect.stream import SampledBatch, SampleStream
 from actors.collect.transcripts import describe_samples
 from actors.folder.progress import StreamPosition
+from actors.options.sampled_config import RLConfig
 from actors.rollout.group import RolloutGroup
 from actors.rollout.sample import Sample, sample_seeds
-from actors.run.sampled_config import RLConfig
 from actors.watch.clock import Clock
 from rl_backend.algorithm import groups_with_signal
 from rl_backend.contracts import RewardError

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from actors.folder.progress import Progress
-from actors.run.sampled_config import RunConfig
+from actors.options.sampled_config import RunConfig
 from rl_backend.checkpoint.model_files import TEMPLATES
 from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import SAME_CONTENTS, BaseConfig, ConfigError, OnResume

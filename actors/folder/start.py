@@ -16,7 +16,7 @@ from actors.folder.log_file import require_unchanged
 from actors.folder.progress import Progress
 from actors.folder.resume import deciding_options, require_same_run
 from actors.folder.state import read_object
-from actors.run.sampled_config import RunConfig
+from actors.options.sampled_config import RunConfig
 from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.contracts import ConfigError
 

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from actors.collect.held_out import HeldOutResult as HeldOutResult
     from actors.collect.prompts import TrainingBatch as TrainingBatch
     from actors.folder.start import RunFinishedError as RunFinishedError
+    from actors.options.config import RunModel as RunModel
+    from actors.options.config import TrainingConfig as TrainingConfig
     from actors.options.eval_sets import EvalSet as EvalSet
+    from actors.options.policy_options import PolicyLoss as PolicyLoss
+    from actors.options.sampled_config import EpisodeConfig as EpisodeConfig
+    from actors.options.sampled_config import RLConfig as RLConfig
     from actors.rollout.lengths import positions_of as positions_of
     from actors.run.command_line import parse_config as parse_config
     from actors.run.command_line import run_command as run_command
-    from actors.run.config import RunModel as RunModel
-    from actors.run.config import TrainingConfig as TrainingConfig
     from actors.run.evaluation import EvalConfig as EvalConfig
     from actors.run.evaluation import evaluate as evaluate
-    from actors.run.policy_options import PolicyLoss as PolicyLoss
     from actors.run.result import RunResult as RunResult
     from actors.run.run import OnStep as OnStep
-    from actors.run.sampled_config import EpisodeConfig as EpisodeConfig
-    from actors.run.sampled_config import RLConfig as RLConfig
     from actors.run.stop import StopRequest as StopRequest
     from actors.train.model import GroupModel as GroupModel
     from actors.train.model import update_metrics as update_metrics
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Advantage": "rl_backend.algorithm.sequences",
     "EpisodeBatch": "actors.collect.episodes",
-    "EpisodeConfig": "actors.run.sampled_config",
+    "EpisodeConfig": "actors.options.sampled_config",
     "EvalConfig": "actors.run.evaluation",
     "EvalSet": "actors.options.eval_sets",
     "Follows": "rl_backend.options.option_set",
@@ -58,14 +58,14 @@ _MODULES = {
     "OnStep": "actors.run.run",
     "OptionSet": "rl_backend.options.option_set",
     "Phases": "actors.watch.console",
-    "PolicyLoss": "actors.run.policy_options",
-    "RLConfig": "actors.run.sampled_config",
+    "PolicyLoss": "actors.options.policy_options",
+    "RLConfig": "actors.options.sampled_config",
     "RunFinishedError": "actors.folder.start",
-    "RunModel": "actors.run.config",
+    "RunModel": "actors.options.config",
     "RunResult": "actors.run.result",
     "StopRequest": "actors.run.stop",
     "TrainingBatch": "actors.collect.prompts",
-    "TrainingConfig": "actors.run.config",
+    "TrainingConfig": "actors.options.config",
     "announce": "actors.watch.console",
     "evaluate": "actors.run.evaluation",
     "kl_metrics": "rl_backend.algorithm.sequences",

@@ -7,11 +7,11 @@ from functools import partial
 
 from actors.collect.episodes import EpisodeBatch, EpisodeSource, turn_sampling
 from actors.collect.inputs import load_episode_inputs
+from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.group import RolloutGroup
 from actors.rollout.tokens import RolloutTokens
 from actors.run.result import RunResult
 from actors.run.run import OnStep, Run
-from actors.run.sampled_config import EpisodeConfig
 from actors.run.session import Session
 from actors.run.stop import StopRequest
 from actors.sync.report import PushReport

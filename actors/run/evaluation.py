@@ -20,12 +20,12 @@ from actors.collect.reward_scores import load_scorer
 from actors.collect.stop_tokens import Ends
 from actors.folder.lock import require_writable, usable_run_dir
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
+from actors.options.rank_options import ChosenDtype, resolve_dtype
+from actors.options.sampled_config import REWARDS, fitted_lengths
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group import RolloutGroup
 from actors.rollout.lengths import more_than, positions_of
 from actors.rollout.placement import with_share
-from actors.run.rank_options import ChosenDtype, resolve_dtype
-from actors.run.sampled_config import REWARDS, fitted_lengths
 from actors.run.session import log_of_engines, ray_is
 from actors.watch.console import Phases
 from rl_backend.checkpoint.durable_commit import replace_text

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from actors.options.policy_options import tenant_config
+from actors.options.sampled_config import RunConfig
 from actors.rollout.group import RolloutGroup
-from actors.run.policy_options import tenant_config
-from actors.run.sampled_config import RunConfig
 from actors.run.session import Session
 from actors.sync.push import WeightSync
 from actors.sync.report import PushReport

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from actors.collect.inputs import load_inputs
 from actors.collect.prompts import PromptSource, TrainingBatch
+from actors.options.sampled_config import RLConfig
 from actors.rollout.group import RolloutGroup
 from actors.run.result import RunResult
 from actors.run.run import OnStep, Run
-from actors.run.sampled_config import RLConfig
 from actors.run.session import Session
 from actors.run.stop import StopRequest
 from actors.sync.report import PushReport

@@ -17,11 +17,11 @@ from actors.folder.folder import RunFolder
 from actors.folder.lock import RunLock, usable_run_dir
 from actors.folder.progress import StreamPosition
 from actors.folder.start import find_start
+from actors.options.config import with_local_model
+from actors.options.policy_options import tenant_config
+from actors.options.sampled_config import RunConfig, SampledConfig
 from actors.rollout.group import RolloutGroup
-from actors.run.config import with_local_model
 from actors.run.parts import ModelRecipe, Parts
-from actors.run.policy_options import tenant_config
-from actors.run.sampled_config import RunConfig, SampledConfig
 from actors.run.sampling import SampledInputs, Sampling
 from actors.run.saver import RunSaver
 from actors.run.session import Session, borrowed_session, open_session, require_paths

@@ -11,8 +11,8 @@ from actors.collect.held_out import HeldOutResult, HeldOutSet, warn_of_unknown
 from actors.collect.sample_metrics import unknown_tokens
 from actors.folder.folder import RunFolder
 from actors.folder.progress import Progress, StreamPosition
+from actors.options.sampled_config import SampledConfig
 from actors.run.result import RunResult, Totals
-from actors.run.sampled_config import SampledConfig
 from actors.sync.report import PushReport
 from actors.watch.clock import Clock
 from actors.watch.console import Phases, say

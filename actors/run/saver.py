@@ -13,7 +13,7 @@ from actors.folder.folder import RunFolder
 from actors.folder.progress import Progress, StreamPosition
 from actors.folder.resume import require_same_dtype, saved_facts
 from actors.folder.start import RunStart
-from actors.run.sampled_config import RunConfig
+from actors.options.sampled_config import RunConfig
 from actors.train.model import GroupModel
 from actors.watch.clock import Clock
 from rl_backend.contracts import CheckpointError

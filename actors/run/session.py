@@ -17,10 +17,10 @@ import ray
 from actors.cluster.placement import ClusterShare, share_cluster
 from actors.cluster.session import raised_on_sigterm, ray_session
 from actors.folder.lock import usable_run_dir
+from actors.options.config import with_local_model
+from actors.options.sampled_config import RunConfig
 from actors.rollout.config import RolloutConfig
 from actors.rollout.group import RolloutGroup
-from actors.run.config import with_local_model
-from actors.run.sampled_config import RunConfig
 from actors.sync.push import WeightSync
 from actors.sync.transport.base import TransportName
 from actors.train.context import HandleRef, RankContext

@@ -11,11 +11,11 @@ from actors.collect.episode_stream import group_tasks
 from actors.collect.episodes import turn_sampling
 from actors.collect.inputs import load_episode_inputs
 from actors.collect.transcripts import transcript
+from actors.options.config import with_local_model
+from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.group import RolloutGroup
 from actors.rollout.placement import with_share
 from actors.rollout.tokens import RolloutTokens
-from actors.run.config import with_local_model
-from actors.run.sampled_config import EpisodeConfig
 from actors.run.session import ray_is
 from actors.watch.console import Phases, warn
 from rl_backend.contracts import ConfigError

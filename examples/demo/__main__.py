@@ -18,9 +18,9 @@ from actors import Session
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
 from actors.folder.lock import usable_run_dir, written_to
+from actors.options.rank_options import RANKS, Ranks, RunDtype, Runtime, check_ranks, resolve_dtype
 from actors.run import RunResult
 from actors.run.command_line import parse_config, run_command
-from actors.run.rank_options import RANKS, Ranks, RunDtype, Runtime, check_ranks, resolve_dtype
 from actors.train.model import RouterReplayMode
 from examples import grpo, ppo, sft
 from examples.demo.task import BFLOAT16_ALONE, HELD_OUT, MIXTURES, ModelName, layers_for, write_task

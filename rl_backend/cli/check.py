@@ -12,7 +12,7 @@ from typing import Any
 from rl_backend.cli.example import EXAMPLES, example_file, import_from_here
 
 if typing.TYPE_CHECKING:
-    from actors.run.config import TrainingConfig
+    from actors.options.config import TrainingConfig
 
 EXIT_REFUSED = 2
 

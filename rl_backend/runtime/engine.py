@@ -146,8 +146,8 @@ class GuardedHandle[O: ScheduledOptimizer](ABC):
         """Drops all gradients, those in host memory too."""
 
     @abstractmethod
-    def step(self) -> contracts.StepResult:
-        """Clips and steps, or changes nothing."""
+    def step(self, adam: contracts.AdamParams | None = None) -> contracts.StepResult:
+        """Clips and steps, with the values of this step, or changes nothing."""
 
     def mark_incomplete(self) -> None:
         """After an error in the middle of a backward pass."""
@@ -223,7 +223,7 @@ class Engine[H: GuardedHandle](ABC):
 
     @abstractmethod
     def record_activations(self, handle: H, request: PassRequest) -> list[Mapping[str, Tensor]]:
-        """Runs checked micro-batches forward; see :meth:`~rl_backend.runtime.Runtime.activations`."""
+        """Checks the data over all ranks, then runs it forward; see :meth:`~rl_backend.runtime.Runtime.activations`."""
 
     @abstractmethod
     def gather_weights(

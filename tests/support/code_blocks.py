@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.claims import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PROGRAMS = ("make", "rl-backend", "pip", "ray", "chmod", "export", "python", ".venv/bin/python")
+PROGRAMS = ("make", "rl-backend", "pip", "ray", "chmod", "unzip", "export", "python", ".venv/bin/python")
 
 
 @dataclass(frozen=True)

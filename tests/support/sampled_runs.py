@@ -14,8 +14,8 @@ from actors import Sample, SamplingConfig, Session
 from actors.cluster.placement import ClusterShare
 from actors.collect.held_out import HeldOutSet
 from actors.collect.inputs import EpisodeInputs, Inputs
+from actors.options.sampled_config import RLConfig, SampledConfig
 from actors.rollout.sample import VersionSpan
-from actors.run.sampled_config import RLConfig, SampledConfig
 from actors.sync.report import PushReport
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.data.rewards import LoadedReward, RewardScorer

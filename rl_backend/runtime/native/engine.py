@@ -66,6 +66,7 @@ class NativeEngine(Engine[NativeHandle]):
         return run_pipeline(handle, request) if handle.stages else run_micro_batches(handle, request)
 
     def record_activations(self, handle: NativeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
+        check_micro_batches(handle, request)
         return record_activations(handle, request)
 
     def gather_weights(

@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "verl-offload-never-leaves-the-device",
-        "adapters.verl.engine_mode:EngineMode._context_switch",
+        "adapters.verl.engine:EngineMode._context_switch",
         '"cpu" if self._leaving else "device",',
         '"device",',
         ("test_parts_are_on_the_device_only_in_the_modes_that_use_them",),
@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "verl-r3-one-row-too-far",
-        "adapters.verl.routes:BatchRoutes.of",
+        "adapters.verl.batches:BatchRoutes.of",
         "fields[ROUTES_MASK][length - 1 if response else 0 :] = False",
         "fields[ROUTES_MASK][length if response else 0 :] = False",
         ("test_the_last_token_of_a_rollout_and_sequences_without_response_are_not_replayed",),

@@ -53,8 +53,8 @@ FAULTS = [
     Fault(
         "bridge-does-not-clip",
         "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer.step",
-        "if self._config.clip_grad > 0:",
-        "if self._config.clip_grad < 0:",
+        "if clip_grad > 0:",
+        "if clip_grad < 0:",
         (
             "test_clipping_can_be_switched_off",
             "test_bridge_layouts.py::test_a_dense_model_trains_the_same_in_every_layout[2-ranks-dp]",

@@ -171,7 +171,7 @@ FAULTS = [
     ),
     Fault(
         "one-batch-ahead-is-not-said",
-        "actors.run.sampled_config:SampledOptions.sampling_facts",
+        "actors.options.sampled_config:SampledOptions.sampling_facts",
         "if self.batches_ahead:",
         "if self.batches_ahead > 1:",
         ("test_the_first_line_says_what_is_asked_for",),

@@ -92,7 +92,7 @@ FAULTS = [
     ),
     Fault(
         "longer-held-out-responses-do-not-count",
-        "actors.run.sampled_config:RLConfig.longest_sampled",
+        "actors.options.sampled_config:RLConfig.longest_sampled",
         "longest = (each.max_new_tokens for each in (self.sampling, *self.eval_sampling.values()))",
         "longest = (each.max_new_tokens for each in (self.sampling,))",
         (_SAMPLED,),

@@ -205,7 +205,7 @@ FAULTS = [
     Fault(
         "removed-tenants-come-back",
         "actors.train.group:TrainGroup._submit.finish",
-        "ranks.forget(handle.key)",
+        'ranks.forget(arguments["handle"].key)',
         "pass",
         ("test_tenants_of_a_lost_group_are_made_again_on_the_new_base",),
         "a rebuilt group would hold tenants that were removed, or refuse the second one of a name",
@@ -311,7 +311,7 @@ FAULTS = [
     ),
     Fault(
         "option-of-adapters-without-adapters-taken",
-        "actors.run.policy_options:_needs_a_rank",
+        "actors.options.policy_options:_needs_a_rank",
         "if given and not self.rank:",
         "if False:",
         ("test_options_of_adapters_without_effect_are_refused",),
@@ -319,7 +319,7 @@ FAULTS = [
     ),
     Fault(
         "checkpoint-of-the-base-forgotten",
-        "rl_backend.runtime.guarded:GuardedRuntime._load_model",
+        "rl_backend.runtime.guarded:GuardedRuntime.load_checkpoint",
         "handle.loaded = manifest.digest",
         "pass",
         ("test_a_tenant_is_refused_on_a_base_with_another_checkpoint",),

@@ -121,7 +121,7 @@ FAULTS = [
         "adapters.verl.model_facts:_of_latent",
         'kinds[layer] == "sparse" if kinds else layer >= dense',
         'layer >= (kinds.index("sparse") if kinds else dense)',
-        ("test_verl_mixtures.py::test_what_config_json_decides_may_be_repeated_and_not_changed",),
+        ("test_settings_mixtures.py::test_what_config_json_decides_may_be_repeated_and_not_changed",),
         "verl would be told of experts in layers that have none",
     ),
     Fault(

@@ -217,7 +217,7 @@ FAULTS = [
     ),
     Fault(
         "checkpoint-options-without-checkpoints",
-        "actors.run.config:",
+        "actors.options.config:",
         "lambda config: config.save_every,",
         "lambda config: True,",
         (_REFUSED,),
@@ -225,7 +225,7 @@ FAULTS = [
     ),
     Fault(
         "importance-cap-without-weights",
-        "actors.run.sampled_config:",
+        "actors.options.sampled_config:",
         "lambda config: config.importance_options(),",
         "lambda config: True,",
         (_REFUSED,),

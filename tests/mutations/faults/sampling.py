@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "cuts-weighed-by-importance",
-        "actors.run.sampled_config:SampledOptions._check_sampling",
+        "actors.options.sampled_config:SampledOptions._check_sampling",
         "for cut in self.sampling.cuts if self.importance_options() else ():",
         "for cut in ():",
         (_REFUSED,),
@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "stop-strings-of-held-out-sets-without-a-tokenizer",
-        "actors.run.sampled_config:SampledOptions.stops_at_strings",
+        "actors.options.sampled_config:SampledOptions.stops_at_strings",
         "return any(each.stop_strings for each in (self.sampling, *self.eval_sampling.values()))",
         "return any(each.stop_strings for each in (self.sampling,))",
         ("test_one_response_is_greedy_and_several_are_sampled_as_in_training",),

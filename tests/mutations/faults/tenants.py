@@ -164,7 +164,7 @@ FAULTS = [
     ),
     Fault(
         "a-group-joins-the-outputs-of-all-tenants",
-        "actors.train.dispatch:_tenant_result",
+        "actors.train.passes:_tenant_result",
         "each == lora_id",
         "each >= 0",
         (_JOURNAL,),
@@ -172,9 +172,9 @@ FAULTS = [
     ),
     Fault(
         "optimizers-of-tenants-not-sent",
-        "actors.train.group:TrainGroup.create_lora_adapter",
-        "optimizer=optimizer,",
-        "optimizer=None,",
+        "actors.train.group:TrainGroup.submit",
+        "chosen = {name: value for name, value in given.items() if value is not signature.parameters[name].default}",
+        "chosen = {name: value for name, value in given.items() if name != 'optimizer'}",
         (_JOURNAL,),
         "all tenants of a group would train with one learning rate",
     ),
@@ -292,7 +292,7 @@ FAULTS = [
     ),
     Fault(
         "interrupted-tenant-keeps-its-gradients",
-        "rl_backend.runtime.tenants.tenants:Tenants.run_alone",
+        "rl_backend.runtime.tenants.tenants:Tenants.run_passes",
         "except BaseException:",
         "except Exception:",
         ("test_tenants_of_an_interrupted_pass_do_not_step_and_those_beside_it_do[alone]",),

@@ -126,7 +126,7 @@ BAD_IMPORTS = {
     "rl_backend/__init__.py": "import actors",
     "actors/__init__.py": "import adapters",
     "adapters/__init__.py": "import examples",
-    "rl_backend/data/prompts.py": "import adapters.verl.settings",
+    "rl_backend/data/prompts.py": "import adapters.verl.options.settings",
     "examples/sft.py": "import examples.demo.task",
     "examples/ppo.py": "import examples.grpo",
     "examples/__init__.py": "import benchmarks.report",

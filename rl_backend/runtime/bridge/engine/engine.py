@@ -82,6 +82,7 @@ class BridgeEngine(Engine[BridgeHandle]):
 
     def record_activations(self, handle: BridgeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
         """See the base class. With Transformer Engine some norms are a part of the projection behind them, and missing."""
+        check_micro_batches(handle, request)
         with torch.no_grad():
             return record_activations(handle, request)
 

@@ -8,6 +8,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from rl_backend.contracts import (
+    AdamParams,
     BatchError,
     RoutedLayers,
     StepResult,
@@ -108,10 +109,10 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         """What a pass that begins adds to the counts by which biases of routers move."""
         return PassLoads(None if forward_only or self.optimizer is None else self.optimizer.balance)
 
-    def step(self) -> StepResult:
+    def step(self, adam: AdamParams | None = None) -> StepResult:
         optimizer = self.trainer("optimizer_step")
         wait_for_gathers(self.chunks)
-        result = optimizer.step(self.name, has_gradients=self.has_gradients)
+        result = optimizer.step(self.name, adam, has_gradients=self.has_gradients)
         if result.ok:
             gather_again(self.chunks)
         return result

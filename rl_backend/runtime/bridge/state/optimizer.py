@@ -15,13 +15,14 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from rl_backend.contracts import HandleError, OptimizerConfig, StepResult
+from rl_backend.contracts import AdamParams, HandleError, OptimizerConfig, StepResult
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.runtime.bridge.config import SAME_IN_MEGATRON, BridgeConfig
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.model.provider import override
 from rl_backend.runtime.bridge.passes.balance import ExpertBalance
 from rl_backend.runtime.gradient_statistics import judge, rank_statistics
+from rl_backend.runtime.lr_schedule import values_of_step
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class BridgeOptimizer:
         self._padding = sum(_padded_elements(self.megatron, chunks, groups, vocab_size))
         self.scheduler = _scheduler(self.megatron, self._config)
 
-    def step(self, handle_name: str, *, has_gradients: bool) -> StepResult:
+    def step(self, handle_name: str, adam: AdamParams | None = None, *, has_gradients: bool) -> StepResult:
         """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite.
 
         Megatron's own ``step`` clips by a norm that is not finite, and so writes it into every parameter.
@@ -80,13 +81,16 @@ class BridgeOptimizer:
         if not result.ok:
             logger.warning("optimizer step of %r skipped: the gradient norm is %s", handle_name, result.grad_norm)
             return result
-        if self._config.clip_grad > 0:
+        given = {} if adam is None else adam.given
+        clip_grad = given.get("clip_grad", self._config.clip_grad)
+        if clip_grad > 0:
             for optimizer in distributed_optimizers(self.megatron):
                 parameters = optimizer.get_parameters()
                 if parameters:
                     decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                    clip_grad_by_total_norm_fp32(parameters, self._config.clip_grad, result.grad_norm, decoupled)
-        self.megatron.step_with_ready_grads()
+                    clip_grad_by_total_norm_fp32(parameters, clip_grad, result.grad_norm, decoupled)
+        with values_of_step(self.param_groups, given):
+            self.megatron.step_with_ready_grads()
         return result
 
     def _judge(self, *, found_not_finite: bool) -> StepResult:

@@ -16,8 +16,8 @@ from actors.checks import machine, memory
 from actors.checks.machine import find_devices, find_packages, is_on_cluster, require_engines
 from actors.checks.memory import find_memory
 from actors.checks.preflight import Check, check_start, findings, preflight
+from actors.options.config import RunModel
 from actors.rollout.config import RolloutConfig
-from actors.run.config import RunModel
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
@@ -228,7 +228,7 @@ def test_checks_are_made_in_order_and_those_of_a_session_or_of_the_run_left_out(
     refusing: list[str] = []
     checks = (check("a"), check("b", of_machine=True), check("c", read_by_run=True), check("d"))
     monkeypatch.setattr("actors.checks.preflight.CHECKS", checks)
-    monkeypatch.setattr("actors.run.config.local_model", lambda model, field: model)
+    monkeypatch.setattr("actors.options.config.local_model", lambda model, field: model)
     config = config_of()
     assert [(found.name, found.text, found.error) for found in preflight(config)] == [(n, f"a {n}", None) for n in "abcd"]
     for is_open, names in ((False, "abd"), (True, "ad")):

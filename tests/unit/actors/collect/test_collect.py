@@ -14,8 +14,8 @@ from actors.collect.collector import Collector
 from actors.collect.inputs import Inputs
 from actors.collect.prompts import PromptSource, TrainingBatch
 from actors.collect.stream import SampledBatch
+from actors.options.sampled_config import RLConfig
 from actors.rollout.sample import VersionSpan
-from actors.run.sampled_config import RLConfig
 from actors.watch.clock import Clock
 from rl_backend.contracts import RewardError, WeightVersionError
 from rl_backend.data.prompts import Prompt, PromptExample

@@ -21,8 +21,8 @@ from actors.collect.prompts import PromptSource
 from actors.collect.sample_metrics import episode_metrics
 from actors.collect.transcripts import describe_episodes, transcript
 from actors.folder.progress import StreamPosition
+from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import SamplingConfig
-from actors.run.sampled_config import EpisodeConfig
 from actors.watch.clock import Clock
 from rl_backend.contracts import ConfigError, EpisodeFailedError, WeightVersionError
 from rl_backend.environment import Limits, Result, Sampler, play_episode

@@ -9,8 +9,8 @@ import pytest
 
 from actors.collect.episodes import turn_sampling
 from actors.collect.inputs import load_episode_inputs, load_episode_player
+from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.tokens import RolloutTokens
-from actors.run.sampled_config import EpisodeConfig
 from rl_backend.environment import Limits
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
 from tests.support.chat_templates import CHATML, chat_tokenizer

@@ -14,8 +14,8 @@ from actors import EpisodeRun, Session
 from actors.collect.episodes import turn_sampling
 from actors.collect.held_out import HeldOutSet
 from actors.collect.inputs import EpisodeInputs
+from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import SamplingConfig
-from actors.run.sampled_config import EpisodeConfig
 from rl_backend.environment import Episode, Result, Sampler
 from tests.support.sampled_runs import Words, config_of, without_ray
 from tests.support.token_sources import RandomSource

@@ -13,9 +13,9 @@ import pytest
 from actors.checks import folder
 from actors.checks import preflight as checks
 from actors.folder.start import RunStart, find_start
+from actors.options.config import TrainingConfig
 from actors.run import run as run_module
 from actors.run.command_line import run_command
-from actors.run.config import TrainingConfig
 from actors.run.run import Run
 from examples import tenants
 from rl_backend.contracts import ConfigError, EngineDeadError, RLBackendError

@@ -56,7 +56,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         kind = "engines"
 
     monkeypatch.setattr(ray, "cluster_resources", dict)
-    monkeypatch.setattr("actors.run.config.local_model", lambda model, field: f"/cache/{model}")
+    monkeypatch.setattr("actors.options.config.local_model", lambda model, field: f"/cache/{model}")
     for name, made in (
         ("ray_session", ray_session),
         ("share_cluster", share_cluster),

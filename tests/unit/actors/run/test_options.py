@@ -13,8 +13,8 @@ import ray
 
 from actors.cluster.placement import ClusterShare
 from actors.folder.resume import deciding_options, saved_facts
+from actors.options.policy_options import tenant_config
 from actors.run.command_line import parse_config
-from actors.run.policy_options import tenant_config
 from examples.demo.__main__ import RECIPES, DemoConfig, demo_settings
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_backend.contracts import BatchError, StepResult
+from rl_backend.contracts import AdamParams, BatchError, StepResult
 from rl_backend.runtime.bridge.engine import build as module
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from rl_backend.runtime.bridge.passes.gradients import drop_reductions, gather_again, wait_for_gathers
@@ -80,14 +80,15 @@ def test_a_step_waits_before_it_writes_and_gathers_only_what_was_written(ok: boo
     told: list[Any] = []
     result = StepResult(ok, 1.0, None)
 
-    def step(name: str, *, has_gradients: bool) -> StepResult:
-        told.append((name, has_gradients))
+    def step(name: str, adam: Any, *, has_gradients: bool) -> StepResult:
+        told.append((name, adam, has_gradients))
         return result
 
     made = handle_of([Chunk(told, "0", overlaps=True)], optimizer=SimpleNamespace(step=step), has_gradients=True)
     made.forward_only = False
-    assert made.step() is result
-    expected = [("0", "free_overlap_buffers", {}), ("actor", True)]
+    adam = AdamParams(lr=0.5)
+    assert made.step(adam) is result
+    expected = [("0", "free_overlap_buffers", {}), ("actor", adam, True)]
     assert told == expected + ([("0", "reset_param_sync_dispatch_state", {})] if ok else [])
 
 

@@ -123,7 +123,7 @@ def test_a_step_clips_every_optimizer_by_the_norm_of_all(monkeypatch: pytest.Mon
     parts = [part(None, get_parameters=lambda each=each: each, config=config) for each in (["a"], [], ["b", "c"])]
     made = object.__new__(BridgeOptimizer)
     made.megatron = megatron(*parts)
-    made.megatron.prepare_grads = lambda: False
+    made.megatron.prepare_grads, made.megatron.param_groups = lambda: False, []
     made.megatron.step_with_ready_grads = lambda: told.append("step")
     made.balance = SimpleNamespace(step=lambda *, taken: told.append(taken))  # type: ignore[assignment]
     made._config = OptimizerConfig(clip_grad=clip)
