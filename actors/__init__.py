@@ -9,8 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from actors.checks.preflight import preflight as preflight
     from actors.cluster.local_ray import init_local_ray as init_local_ray
     from actors.cluster.local_ray import join_ray as join_ray
+    from actors.folder.checkpoints import RunCheckpoints as RunCheckpoints
+    from actors.folder.folder import RunFolder as RunFolder
     from actors.rollout.config import RolloutConfig as RolloutConfig
     from actors.rollout.config import SamplingConfig as SamplingConfig
     from actors.rollout.group.group import RolloutGroup as RolloutGroup
@@ -18,13 +21,10 @@ if TYPE_CHECKING:
     from actors.rollout.sample import sample_seeds as sample_seeds
     from actors.rollout.tokens import RolloutTokens as RolloutTokens
     from actors.run.episode_run import EpisodeRun as EpisodeRun
-    from actors.run.folder import RunFolder as RunFolder
-    from actors.run.preflight import preflight as preflight
     from actors.run.rl_run import RLRun as RLRun
     from actors.run.run import Run as Run
     from actors.run.session import Session as Session
     from actors.run.session import open_session as open_session
-    from actors.run.store import RunCheckpoints as RunCheckpoints
     from actors.sync.canary import Canary as Canary
     from actors.sync.push import WeightSync as WeightSync
     from actors.sync.report import PushReport as PushReport
@@ -48,8 +48,8 @@ _MODULES = {
     "RolloutGroup": "actors.rollout.group.group",
     "RolloutTokens": "actors.rollout.tokens",
     "Run": "actors.run.run",
-    "RunCheckpoints": "actors.run.store",
-    "RunFolder": "actors.run.folder",
+    "RunCheckpoints": "actors.folder.checkpoints",
+    "RunFolder": "actors.folder.folder",
     "Sample": "actors.rollout.sample",
     "SamplingConfig": "actors.rollout.config",
     "Session": "actors.run.session",
@@ -59,7 +59,7 @@ _MODULES = {
     "init_local_ray": "actors.cluster.local_ray",
     "join_ray": "actors.cluster.local_ray",
     "open_session": "actors.run.session",
-    "preflight": "actors.run.preflight",
+    "preflight": "actors.checks.preflight",
     "sample_seeds": "actors.rollout.sample",
 }
 

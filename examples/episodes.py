@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from actors.run import announce
@@ -27,6 +27,7 @@ from actors.run import (
     Advantage,
     EpisodeConfig,
     OnStep,
+    OptionSet,
     PolicyLoss,
     RunModel,
     RunResult,
@@ -115,8 +116,9 @@ _GRPO = HasEffect(lambda config: config.algorithm == "grpo", "algorithm='ppo' ha
 class EpisodesConfig(EpisodeConfig):
     """All options of a run."""
 
-    preset: ClassVar[Mapping[str, Any]] = {**EpisodeConfig.preset, "run_dir": "runs/episodes"}
-    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {"training": ("algorithm", "advantage", "kl_coef")}
+    option_set: ClassVar[OptionSet] = EpisodeConfig.option_set | OptionSet(
+        preset={"run_dir": "runs/episodes"}, groups={"training": ("algorithm", "advantage", "kl_coef")}
+    )
 
     algorithm: Literal["grpo", "ppo"] = Field(default="grpo", description="compares episodes of a row, or has a critic")
     advantage: Annotated[Advantage, _GRPO] = Field(

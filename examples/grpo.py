@@ -10,8 +10,7 @@ cluster, else on this machine. The file stands alone: copy it to begin a loop of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from actors.run import announce
 
@@ -23,6 +22,7 @@ from actors import Loss, RLRun, Session
 from actors.run import (
     Advantage,
     OnStep,
+    OptionSet,
     PolicyLoss,
     RLConfig,
     RunModel,
@@ -46,12 +46,13 @@ _DYNAMIC = HasEffect(lambda config: config.dynamic_sampling, "only dynamic_sampl
 class GRPOConfig(RLConfig):
     """All options of a run."""
 
-    preset: ClassVar[Mapping[str, Any]] = {**RLConfig.preset, "run_dir": "runs/grpo"}
-
-    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
-        "reward": ("overlong_buffer_tokens",),
-        "sampling": ("dynamic_sampling", "max_batches_per_step"),
-    }
+    option_set: ClassVar[OptionSet] = RLConfig.option_set | OptionSet(
+        preset={"run_dir": "runs/grpo"},
+        groups={
+            "reward": ("overlong_buffer_tokens",),
+            "sampling": ("dynamic_sampling", "max_batches_per_step"),
+        },
+    )
 
     advantage: Advantage = Field(
         default="grpo", description="grpo, dr_grpo, rloo, reinforce_plus_plus or reinforce_plus_plus_baseline"

@@ -10,8 +10,8 @@ file stands alone: copy it to begin a loop of your own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, Self
 
 from actors.run import announce
 
@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from actors import Loss, RLRun, Session
 from actors.run import (
     OnStep,
+    OptionSet,
     PolicyLoss,
     RLConfig,
     RunModel,
@@ -44,15 +45,11 @@ from rl_backend.data import local_model, pack
 class PPOConfig(RLConfig):
     """All options of a run."""
 
-    preset: ClassVar[Mapping[str, Any]] = {
-        **RLConfig.preset,
-        "run_dir": "runs/ppo",
-        "prompts_per_step": 256,
-        "sampling.n": 1,
-    }
-
-    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {"model": ("critic_model",), "layout": ("groups",)}
-    metavars: ClassVar[Mapping[str, str]] = {**RLConfig.metavars, "critic_model": "DIR"}
+    option_set: ClassVar[OptionSet] = RLConfig.option_set | OptionSet(
+        preset={"run_dir": "runs/ppo", "prompts_per_step": 256, "sampling.n": 1},
+        groups={"model": ("critic_model",), "layout": ("groups",)},
+        metavars={"critic_model": "DIR"},
+    )
 
     epochs: int = Field(
         default=1, ge=1, description="passes over a step's samples, each of updates_per_step optimizer steps"

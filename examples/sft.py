@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from actors.run import announce
 
@@ -23,7 +23,17 @@ announce(__name__)  # the first line, before imports that take seconds
 from pydantic import Field, model_validator
 
 from actors import Loss, Run, Session
-from actors.run import GroupModel, OnStep, Phases, TrainingConfig, parse_config, positions_of, run_command, update_metrics
+from actors.run import (
+    GroupModel,
+    OnStep,
+    OptionSet,
+    Phases,
+    TrainingConfig,
+    parse_config,
+    positions_of,
+    run_command,
+    update_metrics,
+)
 from rl_backend import TokenSequence
 from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, ConfigError
 from rl_backend.data import Examples, load_sft_examples, load_tokenizer, local_model
@@ -33,15 +43,11 @@ from rl_backend.data.prompts import batches_per_epoch, endless_batches, epoch_ba
 class SFTConfig(TrainingConfig):
     """All options of a run."""
 
-    preset: ClassVar[Mapping[str, Any]] = {
-        **TrainingConfig.preset,
-        "run_dir": "runs/sft",
-        "max_prompt_tokens": 2048,
-        "train.backend_cfg.optimizer.lr": 1e-5,
-    }
-
-    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {"data": ("train_on",), "evaluation": ("eval_every",)}
-    example: ClassVar[str] = "--model models/Qwen3-0.6B --dataset train.jsonl --steps 500 --run-dir runs/mine"
+    option_set: ClassVar[OptionSet] = TrainingConfig.option_set | OptionSet(
+        preset={"run_dir": "runs/sft", "max_prompt_tokens": 2048, "train.backend_cfg.optimizer.lr": 1e-5},
+        groups={"data": ("train_on",), "evaluation": ("eval_every",)},
+        example="--model models/Qwen3-0.6B --dataset train.jsonl --steps 500 --run-dir runs/mine",
+    )
 
     batch_size: int = Field(default=64, ge=1, description="examples in each step, packed without padding")
     epochs: int = Field(default=0, ge=0, description="passes over all examples, in place of steps; 0: as steps says")

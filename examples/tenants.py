@@ -12,7 +12,7 @@ its last checkpoint. The file stands alone: copy it to begin a loop of your own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Annotated, Any, ClassVar, Self
@@ -26,6 +26,7 @@ from pydantic import Field, StringConstraints, model_validator
 from actors import RLRun, Session, open_session, preflight
 from actors.run import (
     Follows,
+    OptionSet,
     PolicyLoss,
     RLConfig,
     RunFinishedError,
@@ -41,50 +42,59 @@ from actors.run import (
     write_report,
 )
 from rl_backend.contracts import ConfigError, RLBackendError
+from rl_backend.options.option_set import overlaid
 
 type UserName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
+
+
+USER = RLConfig.option_set | OptionSet(preset={"run_dir": "runs/tenants", "lora.rank": 16})
+
+
+def check_user(config: RLConfig) -> None:
+    """Raises :class:`ConfigError` for options that users who share ranks and engines cannot have."""
+    name = type(config).__name__
+    if not config.pushes_adapters:
+        raise ConfigError.of(f"{name}.lora.push", config.lora.push, "users share engines; push adapters, of a rank above 0")
+    if config.trace:
+        raise ConfigError.of(f"{name}.trace", True, "records one run, and all users' actors are the same; leave it out")
+    if config.sampling.n < 2:
+        raise ConfigError.of(f"{name}.samples_per_prompt", config.sampling.n, "the loop compares at least 2 responses")
 
 
 class UserConfig(RLConfig):
     """Options of one user's run."""
 
-    preset: ClassVar[Mapping[str, Any]] = {**RLConfig.preset, "run_dir": "runs/tenants", "lora.rank": 16}
+    option_set: ClassVar[OptionSet] = USER
 
     loss: PolicyLoss = Field(default=PolicyLoss(), description="what a policy minimises")
 
     @model_validator(mode="after")
     def _check_user(self) -> Self:
-        name = type(self).__name__
-        if not self.pushes_adapters:
-            raise ConfigError.of(
-                f"{name}.lora.push", self.lora.push, "users share engines; push adapters, of a rank above 0"
-            )
-        if self.trace:
-            raise ConfigError.of(f"{name}.trace", True, "records one run, and all users' actors are the same; leave it out")
-        if self.sampling.n < 2:
-            raise ConfigError.of(f"{name}.samples_per_prompt", self.sampling.n, "the loop compares at least 2 responses")
+        check_user(self)
         return self
 
 
-class TenantsConfig(UserConfig):
+class TenantsConfig(RLConfig):
     """Options of all users, and their own."""
 
-    follows: ClassVar[Mapping[str, Follows]] = {
-        **UserConfig.follows,
-        "rollout.max_adapters": Follows(lambda config: len(config.users)),
-        "rollout.max_adapter_rank": Follows(lambda config: max(user.lora.rank for user in config.each().values())),
-        "rollout.load_tokenizer": Follows(lambda config: any(user.stops_at_strings for user in config.each().values())),
-    }
+    option_set: ClassVar[OptionSet] = USER | OptionSet(
+        follows={
+            "rollout.max_adapters": Follows(lambda config: len(config.users)),
+            "rollout.max_adapter_rank": Follows(lambda config: max(user.lora.rank for user in config.each().values())),
+            "rollout.load_tokenizer": Follows(lambda config: any(user.stops_at_strings for user in config.each().values())),
+        },
+        groups={"users": ("users",)},
+        example=f"""{USER.example} --users '{{"ann": {{}}, "bob": {{"lora.rank": 4, "lr": 1e-3}}}}'""",
+    )
 
-    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {"users": ("users",)}
-    example: ClassVar[str] = f"""{UserConfig.example} --users '{{"ann": {{}}, "bob": {{"lora.rank": 4, "lr": 1e-3}}}}'"""
-
+    loss: PolicyLoss = Field(default=PolicyLoss(), description="what a policy minimises")
     users: dict[UserName, dict[str, Any]] = Field(
         min_length=1, description="name -> options in which that user differs, by their names or places"
     )
 
     @model_validator(mode="after")
     def _check_users(self) -> Self:
+        check_user(self)
         for name, user in self.each().items():
             if user.longest_sampled > self.rollout.max_model_len:
                 problem = f"user {name!r} has sequences of up to {user.longest_sampled} tokens; set it for all"
@@ -103,7 +113,7 @@ class TenantsConfig(UserConfig):
         try:
             if "run_dir" in own:
                 raise ConfigError.of("UserConfig.run_dir", own["run_dir"], f"is run_dir/{name}; leave it out")
-            return UserConfig.overlaid(shared, {**own, "run_dir": f"{self.run_dir}/{name}"})
+            return overlaid(UserConfig, shared, {**own, "run_dir": f"{self.run_dir}/{name}"})
         except ConfigError as error:
             raise ConfigError(f"user {name!r}: {error}") from None
 

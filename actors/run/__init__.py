@@ -10,30 +10,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from actors.collect.episodes import EpisodeBatch as EpisodeBatch
+    from actors.collect.held_out import HeldOutResult as HeldOutResult
+    from actors.collect.prompts import TrainingBatch as TrainingBatch
+    from actors.folder.start import RunFinishedError as RunFinishedError
+    from actors.options.config import RunModel as RunModel
+    from actors.options.config import TrainingConfig as TrainingConfig
+    from actors.options.eval_sets import EvalSet as EvalSet
+    from actors.options.policy_options import PolicyLoss as PolicyLoss
+    from actors.options.sampled_config import EpisodeConfig as EpisodeConfig
+    from actors.options.sampled_config import RLConfig as RLConfig
     from actors.rollout.lengths import positions_of as positions_of
-    from actors.run.collect import TrainingBatch as TrainingBatch
     from actors.run.command_line import parse_config as parse_config
     from actors.run.command_line import run_command as run_command
-    from actors.run.config import RunModel as RunModel
-    from actors.run.config import TrainingConfig as TrainingConfig
-    from actors.run.console import Phases as Phases
-    from actors.run.console import announce as announce
-    from actors.run.episode_collect import EpisodeBatch as EpisodeBatch
-    from actors.run.episode_config import EpisodeConfig as EpisodeConfig
-    from actors.run.eval_sets import EvalSet as EvalSet
     from actors.run.evaluation import EvalConfig as EvalConfig
     from actors.run.evaluation import evaluate as evaluate
-    from actors.run.held_out import HeldOutResult as HeldOutResult
-    from actors.run.metrics import MetricsWriter as MetricsWriter
-    from actors.run.options import Follows as Follows
-    from actors.run.policy_options import PolicyLoss as PolicyLoss
     from actors.run.result import RunResult as RunResult
-    from actors.run.rl_config import RLConfig as RLConfig
     from actors.run.run import OnStep as OnStep
-    from actors.run.start import RunFinishedError as RunFinishedError
     from actors.run.stop import StopRequest as StopRequest
     from actors.train.model import GroupModel as GroupModel
     from actors.train.model import update_metrics as update_metrics
+    from actors.watch.console import Phases as Phases
+    from actors.watch.console import announce as announce
+    from actors.watch.metrics import MetricsWriter as MetricsWriter
     from rl_backend.algorithm.sequences import Advantage as Advantage
     from rl_backend.algorithm.sequences import kl_metrics as kl_metrics
     from rl_backend.algorithm.sequences import rewards_of_tokens as rewards_of_tokens
@@ -43,28 +42,31 @@ if TYPE_CHECKING:
     from rl_backend.algorithm.sequences import with_episode_gae as with_episode_gae
     from rl_backend.algorithm.sequences import with_outputs as with_outputs
     from rl_backend.lab.report.page import write_report as write_report
+    from rl_backend.options.option_set import Follows as Follows
+    from rl_backend.options.option_set import OptionSet as OptionSet
 
 _MODULES = {
     "Advantage": "rl_backend.algorithm.sequences",
-    "EpisodeBatch": "actors.run.episode_collect",
-    "EpisodeConfig": "actors.run.episode_config",
+    "EpisodeBatch": "actors.collect.episodes",
+    "EpisodeConfig": "actors.options.sampled_config",
     "EvalConfig": "actors.run.evaluation",
-    "EvalSet": "actors.run.eval_sets",
-    "Follows": "actors.run.options",
+    "EvalSet": "actors.options.eval_sets",
+    "Follows": "rl_backend.options.option_set",
     "GroupModel": "actors.train.model",
-    "HeldOutResult": "actors.run.held_out",
-    "MetricsWriter": "actors.run.metrics",
+    "HeldOutResult": "actors.collect.held_out",
+    "MetricsWriter": "actors.watch.metrics",
     "OnStep": "actors.run.run",
-    "Phases": "actors.run.console",
-    "PolicyLoss": "actors.run.policy_options",
-    "RLConfig": "actors.run.rl_config",
-    "RunFinishedError": "actors.run.start",
-    "RunModel": "actors.run.config",
+    "OptionSet": "rl_backend.options.option_set",
+    "Phases": "actors.watch.console",
+    "PolicyLoss": "actors.options.policy_options",
+    "RLConfig": "actors.options.sampled_config",
+    "RunFinishedError": "actors.folder.start",
+    "RunModel": "actors.options.config",
     "RunResult": "actors.run.result",
     "StopRequest": "actors.run.stop",
-    "TrainingBatch": "actors.run.collect",
-    "TrainingConfig": "actors.run.config",
-    "announce": "actors.run.console",
+    "TrainingBatch": "actors.collect.prompts",
+    "TrainingConfig": "actors.options.config",
+    "announce": "actors.watch.console",
     "evaluate": "actors.run.evaluation",
     "kl_metrics": "rl_backend.algorithm.sequences",
     "parse_config": "actors.run.command_line",
@@ -91,6 +93,7 @@ __all__ = [
     "HeldOutResult",
     "MetricsWriter",
     "OnStep",
+    "OptionSet",
     "Phases",
     "PolicyLoss",
     "RLConfig",

@@ -7,8 +7,7 @@ import re
 import sys
 from argparse import SUPPRESS, ArgumentParser
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,10 +17,9 @@ from pydantic_settings.exceptions import SettingsError
 
 from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import EXIT_TERMINATED, RunTerminated
-from actors.run.config_file import ConfigFile, as_yaml, place_of
+from actors.folder.start import RunFinishedError
+from actors.run.config_file import ConfigFile, as_yaml
 from actors.run.help import nearest, write_help
-from actors.run.options import Options, declared, has, merged, sections_of
-from actors.run.start import RunFinishedError
 from rl_backend.contracts import (
     BaseConfig,
     ClusterLostError,
@@ -30,6 +28,7 @@ from rl_backend.contracts import (
     RegistryError,
     RLBackendError,
 )
+from rl_backend.options.option_set import OptionSet, has, merged, options_of, sections_of
 
 _EARLY = ("backend", "train.backend", "plugins", "train.plugins")
 """Flags that decide which others there are."""
@@ -56,8 +55,7 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
     given = _with_signs([_as_field(argument) for argument in (sys.argv[1:] if arguments is None else arguments)])
     printing = "--print_config" in given
     given = [argument for argument in given if argument != "--print_config"]
-    says = declared(config_type)
-    _refuse_renamed(says, given)
+    says = options_of(config_type)
     given, repeated = _take_repeated(says, given)
     if len(files := [argument for argument in given if argument.partition("=")[0] == "--config"]) > 1:
         raise ConfigError(f"--config: is given {len(files)} times, and only the last would be read; put all into one file")
@@ -66,7 +64,7 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
         early.add_argument(f"--{name}", default=SUPPRESS)
     found = vars(early.parse_known_args(given)[0])
     file = ConfigFile.read(found.pop("config")) if "config" in found else ConfigFile()
-    types: dict[str, type[BaseConfig]] = {}
+    types: Mapping[str, type[BaseConfig]] = {}
     from_flags: dict[str, Any] = {}
     try:
         values = says.nest(file.values)
@@ -104,24 +102,28 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
             of_file = None if has(from_flags, place) else file.line_of(place, says)
             return of_file or _shown(f"--{says.name_of(place)}")
 
-        raise ConfigError(_with_short_names(_with_places(str(error), sections, shown), says)) from None
+        raise ConfigError(
+            _with_short_names(_with_places(str(error), sections, shown), says, config_type.model_fields)
+        ) from None
     if printing:
         print(as_yaml(config), end="")
         raise SystemExit(0)
     return config
 
 
-_read_last: list[tuple[type[Options], Mapping[str, type[BaseConfig]]]] = []
+_read_last: list[tuple[OptionSet, Mapping[str, type[BaseConfig]]]] = []
 
 
 def in_flags(message: str) -> str:
     """``message`` with flags in place of the fields of the configuration that :func:`parse_config` read last."""
     for says, sections in _read_last:
 
-        def shown(place: str, names: type[Options] = says) -> str:
+        def shown(place: str, names: OptionSet = says) -> str:
             return _shown(f"--{names.name_of(place)}")
 
-        message = _with_short_names(_with_places(message, sections, shown, bases_of_all=True), says)
+        message = _with_short_names(
+            _with_places(message, sections, shown, bases_of_all=True), says, sections[""].model_fields
+        )
     return message
 
 
@@ -254,18 +256,18 @@ def _with_places(
     return re.sub(rf"\b({names})\.([\w.]*\w)", lambda match: shown(prefixes[match[1]] + match[2]), message)
 
 
-def _with_short_names(message: str, says: type[Options]) -> str:
+def _with_short_names(message: str, says: OptionSet, fields: Iterable[str]) -> str:
     """The message with a flag in place of an option that begins it: ``model='m'`` -> ``--model='m'``."""
-    fields = "|".join(map(re.escape, {*says.model_fields, *says.short}))
-    return re.sub(rf"^({fields})=", lambda match: f"{_shown('--' + match[1])}=", message)
+    names = "|".join(map(re.escape, {*says.short, *fields}))
+    return re.sub(rf"^({names})=", lambda match: f"{_shown('--' + match[1])}=", message)
 
 
 def _refuse_unknown(file: ConfigFile, config_type: type[BaseConfig], sections: Mapping[str, type[BaseConfig]]) -> None:
-    says = declared(config_type)
+    says = options_of(config_type)
     for name, line in file.lines.items():
-        prefix, dot, last = place_of(name, says).rpartition(".")
+        prefix, dot, last = says.place_of(name).rpartition(".")
         kind = sections.get(prefix + dot)
-        if kind is not None and last not in kind.model_fields and name not in says.renamed:
+        if kind is not None and last not in kind.model_fields:
             near = nearest(name, config_type, sections)
             raise ConfigError(f"--config {file.path}, line {line}: {name}: {_unknown('option', near)}")
 
@@ -274,8 +276,8 @@ def _unknown(what: str, near: str | None) -> str:
     return f"there is no such {what}; {f'did you mean {near}?' if near else 'see --help'}"
 
 
-def _take_repeated(says: type[Options], given: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Arguments without the flags of :attr:`Options.repeated`, and their values by name."""
+def _take_repeated(says: OptionSet, given: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Arguments without the flags of :attr:`OptionSet.repeated`, and their values by name."""
     left: list[str] = []
     found: dict[str, list[str]] = {}
     rest = deque(given)
@@ -288,12 +290,3 @@ def _take_repeated(says: type[Options], given: Sequence[str]) -> tuple[list[str]
         else:
             found.setdefault(place, []).append(value if inline else rest.popleft())
     return left, found
-
-
-def _refuse_renamed(says: type[Options], given: Sequence[str]) -> None:
-    for argument, following in pairwise([*given, ""]):
-        flag, inline, value = argument.partition("=")
-        name, value = flag.removeprefix("--").removeprefix("no-"), value if inline else following
-        # A section may have the name that an option had; it takes a JSON object.
-        if flag.startswith("--") and name in says.renamed and not (name in says.model_fields and value.startswith("{")):
-            raise ConfigError(f"{_shown(flag)} {value}".rstrip() + f": is --{says.renamed[name]} now; use that")

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from actors.run.options import Options
-from actors.run.state import read_object
+from actors.folder.state import read_object
 from rl_backend.contracts import BaseConfig, ConfigError
+from rl_backend.options.option_set import OptionSet, followed
 
 
 @dataclass(frozen=True)
@@ -54,26 +54,19 @@ class ConfigFile:
             place, problem = str(path), f"cannot be read as options: {' '.join(str(error).split())}"
         raise ConfigError(f"--config {place}: {problem}")
 
-    def line_of(self, place: str, says: type[Options]) -> str | None:
+    def line_of(self, place: str, says: OptionSet) -> str | None:
         """``mine.yaml, line 3: name`` of the value at a place of the configuration; None where the file has none."""
         for name, line in self.lines.items():
-            if place_of(name, says) == place:
+            if says.place_of(name) == place:
                 return f"--config {self.path}, line {line}: {name}"
         return None
-
-
-def place_of(name: str, says: type[Options]) -> str:
-    """The place of what a file calls ``tp`` or ``loss.name``."""
-    first, dot, rest = name.partition(".")
-    return f"{says.short.get(first, first)}{dot}{rest}"
 
 
 def as_yaml(config: BaseConfig) -> str:
     """All values of a configuration, for ``--config``; what follows from others is a comment."""
     values = config.model_dump(mode="json")
     text: str = yaml.safe_dump(values, sort_keys=False, width=1 << 20, allow_unicode=True)
-    followed = config.followed() if isinstance(config, Options) else ()
-    comments = [f"#   {path}: {json.dumps(value)}\n" for path, value in followed]
+    comments = [f"#   {path}: {json.dumps(value)}\n" for path, value in followed(config)]
     return text + "".join(["# follows from the values above:\n", *comments] if comments else [])
 
 

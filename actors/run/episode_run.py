@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from actors.rollout.config import SamplingConfig
+from actors.collect.episodes import EpisodeBatch, EpisodeSource, turn_sampling
+from actors.collect.inputs import load_episode_inputs
+from actors.options.sampled_config import EpisodeConfig
+from actors.rollout.group.group import RolloutGroup
 from actors.rollout.tokens import RolloutTokens
-from actors.run.console import warn
-from actors.run.episode_collect import EpisodeBatch, EpisodeCollector
-from actors.run.episode_config import EpisodeConfig
-from actors.run.episode_inputs import EpisodeInputs, load_episode_inputs
-from actors.run.episode_stream import EpisodeStream
-from actors.run.held_out import HeldOutResult
-from actors.run.held_out_episodes import play_held_out
-from actors.run.sampled_run import SampledRun
-from actors.run.saver import stream_position
-from actors.run.transcripts import describe_episodes
-from rl_backend.contracts import ConfigError
-from rl_backend.environment import Limits
-from rl_backend.environment.groups import PlayOptions
-from rl_backend.lab.text import count
+from actors.run.result import RunResult
+from actors.run.run import OnStep, Run
+from actors.run.session import Session
+from actors.run.stop import StopRequest
+from actors.sync.report import PushReport
+from actors.train.model import GroupModel
+from actors.watch.console import warn
 
 
-class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
+class EpisodeRun(Run[EpisodeConfig]):
     """A run that plays groups of episodes, and trains on them::
 
         with EpisodeRun(config) as run:
@@ -46,78 +42,44 @@ class EpisodeRun(SampledRun[EpisodeConfig, EpisodeInputs, EpisodeBatch]):
         inputs: tokenizer, player and rows.
     """
 
-    @property
-    def _sources(self) -> str:
-        return f"{self.config.dataset}, and {self.config.task}"
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        session: Session | None = None,
+        on_step: OnStep | None = None,
+        *,
+        label: str = "",
+        stop: StopRequest | None = None,
+    ) -> None:
+        super().__init__(config, session, on_step, label=label, stop=stop)
+        with self.phase("data", f"reading {self.config.dataset}, and {self.config.task}"):
+            self.inputs = load_episode_inputs(self.config)
 
-    def _load_inputs(self) -> EpisodeInputs:
-        return load_episode_inputs(self.config)
+    def begin(self, title: str, trained: Mapping[str, GroupModel], facts: Sequence[str] = ()) -> None:
+        """Restores a checkpoint, if any, pushes the weights of the first of ``trained`` and evaluates them."""
+        config, inputs, start = self.config, self.inputs, self.start
 
-    @property
-    def _data_facts(self) -> Sequence[str]:
-        return [f"{len(self.inputs.rows)} rows", self.config.task, *self.inputs.notes]
-
-    def _failed(self, number: int) -> str:
-        return count(number, "episode")
-
-    def _open_stream(self, batches_with_signal: int | None) -> None:
-        if batches_with_signal is not None:
-            problem = "episodes are not sampled anew for groups of equal rewards; leave it out"
-            raise ConfigError.of("batches_with_signal", batches_with_signal, problem)
-        config = self.config
-        self._stream = stream = self._stack.enter_context(
-            EpisodeStream(
-                self.inputs.player,
-                self._source(config.sampling),
-                self._play_options(config.filled("limits")),
-                self.inputs.batches,
-                n=config.sampling.n,
-                seed=config.seed,
-                ahead=config.batches_ahead,
-                during_episodes=config.push_during_episodes,
-                start=stream_position(self.start),
+        def open_source(rollout: RolloutGroup, adapter: str | None) -> EpisodeSource:
+            return EpisodeSource(
+                config,
+                inputs,
+                lambda sampling: RolloutTokens(rollout, turn_sampling(sampling, inputs.ends), adapter=adapter),
+                start=start.progress.position,
+                on_warning=partial(warn, label=self.label),
             )
-        )
-        warned = partial(warn, label=self.label)
-        self._collector = EpisodeCollector(config, stream, earlier=self.start.state("collector"), on_skipped=warned)
 
-    def _source(self, sampling: SamplingConfig) -> RolloutTokens:
-        return RolloutTokens(self._rollout, turn_sampling(sampling, self.inputs.ends), adapter=self._adapter)
+        known = [f"{len(inputs.rows)} rows", config.task, *inputs.notes, *config.facts(), *facts]
+        self._begin_sampling(title, trained, known, config, inputs, open_source)
 
-    def _answer_held_out(self) -> list[HeldOutResult]:
-        limits = self.config.filled("limits")
-        return [
-            play_held_out(
-                held_out,
-                self.inputs.player,
-                self._source(held_out.sampling),
-                self._play_options(limits.replace(turn_tokens=held_out.sampling.max_new_tokens)),
-                seed=self.config.seed,
-                index=index,
-            )
-            for index, held_out in enumerate(self.inputs.held_out)
-        ]
+    def collect(self) -> EpisodeBatch:
+        """What the step trains on, see :meth:`~actors.run.sampling.Sampling.collect`."""
+        batch: EpisodeBatch = self._sampled.collect(self._step, self._clock)
+        return batch
 
-    def _play_options(self, limits: Limits) -> PlayOptions:
-        config, warned = self.config, partial(warn, label=self.label)
-        return PlayOptions(limits, config.on_episode_failure, config.least_episodes, self.inputs.score, warned)
+    def push(self) -> PushReport:
+        """Sends the policy's weights to the engines, between two batches: phases ``wait_for_samples`` and ``sync``."""
+        return self._sampled.push(self._step, self.lap)
 
-    def _sampled_ids(self) -> Iterable[Sequence[int]]:
-        return (turn.token_ids for episode in self._batch.episodes for turn in episode.turns)
-
-    def _log_samples(self, step: int) -> None:
-        batch, most, tokenizer = self._batch, self.config.samples_logged, self.inputs.tokenizer
-        lines = describe_episodes(batch.episodes[:most], tokenizer)
-        left = max(most - len(lines), 0)
-        self.folder.log_samples(step, [*lines, *describe_episodes(batch.dropped[:left], tokenizer, dropped=True)])
-
-
-def turn_sampling(sampling: SamplingConfig, ends: Sequence[int]) -> SamplingConfig:
-    """How turns are sampled; lengths come with each turn, and further stop tokens.
-
-    Args:
-        ends: tokens that end any turn, see :class:`~actors.run.episode_inputs.EpisodeInputs`.
-    """
-    names = ("temperature", "top_p", "top_k", "min_p", "stop_strings")
-    given = {name: getattr(sampling, name) for name in names if sampling.is_set(name)}
-    return SamplingConfig(**given, stop_token_ids=tuple(dict.fromkeys([*sampling.stop_token_ids, *ends])))
+    def finish(self) -> RunResult:
+        """After the last step; also writes ``summary.json``."""
+        return self._sampled.finish()

@@ -2,72 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, model_serializer, model_validator
 
+from actors.checks.machine import require_engines
+from actors.checks.model import require_readable_weights, require_whole_model
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
+from actors.collect.held_out import HeldOutResult, load_held_out, warn_of_unknown
+from actors.collect.prompts import answer
+from actors.collect.reward_scores import load_scorer
+from actors.collect.stop_tokens import Ends
+from actors.folder.lock import require_writable, usable_run_dir
+from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
+from actors.options.rank_options import ChosenDtype, resolve_dtype
+from actors.options.sampled_config import REWARDS, fitted_lengths
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.lengths import more_than, positions_of
 from actors.rollout.placement import with_share
-from actors.run.console import Phases
-from actors.run.dtype import ChosenDtype, resolve_dtype
-from actors.run.ends import Ends
-from actors.run.eval_sets import EvalDatasets, EvalSet, load_held_out, sets_by_name
-from actors.run.held_out import HeldOutResult, answer, warn_of_unknown
-from actors.run.lengths import fitted_lengths
-from actors.run.lock import require_writable, usable_run_dir
-from actors.run.options import Follows, Options
-from actors.run.preflight.machine import require_engines
-from actors.run.preflight.model import require_readable_weights, require_whole_model
-from actors.run.reward_scores import load_scorer
-from actors.run.rl_config import REWARD_OPTIONS
 from actors.run.session import log_of_engines, ray_is
+from actors.watch.console import Phases
 from rl_backend.checkpoint.durable_commit import replace_text
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import BaseConfig, ConfigError
 from rl_backend.data.config import DataConfig
 from rl_backend.data.hub import local_model
 from rl_backend.data.prompts import load_prompts, load_tokenizer
 from rl_backend.data.rewards import RewardConfig
 from rl_backend.lab.text import count, json_text
+from rl_backend.options.option_set import Follows, OptionSet, filled, gives, read_options, write_options
 
 ANSWERS, RESULTS = "held_out.jsonl", "evaluation.json"
 _OUT = "EvalConfig.out"
 
 
-class EvalConfig(Options):
+class EvalConfig(BaseConfig):
     """An evaluation alone: engines answer held-out sets with the weights of a Hugging Face directory."""
 
-    short: ClassVar[Mapping[str, str]] = {
-        "model": "rollout.model_path",
-        "engines": "rollout.num_engines",
-        "seed": "rollout.seed",
-        "samples_per_prompt": "sampling.n",
-        **REWARD_OPTIONS,
-        "max_response_tokens": "sampling.max_new_tokens",
-        **{name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop_strings")},
-        **{name: f"data.{name}" for name in DataConfig.model_fields},
-    }
-    preset: ClassVar[Mapping[str, Any]] = {"sampling.max_new_tokens": 512}
-    follows: ClassVar[Mapping[str, Follows]] = {
-        "rollout.dtype": Follows(lambda config: resolve_dtype(config.dtype)),
-        "rollout.max_model_len": Follows(lambda config: config.longest_sequence, until=2),
-        "rollout.load_format": Follows(lambda config: "auto", "an evaluation pushes no weights; leave it out"),
-        "rollout.require_push": Follows(lambda config: False, "an evaluation pushes no weights; leave it out"),
-        "rollout.load_tokenizer": Follows(
-            lambda config: any(each.stop_strings for each in config.eval_sampling.values()),
-            "follows from stop_strings; leave it out",
-        ),
-        "sampling.temperature": Follows(lambda config: 0.0 if config.sampling.n == 1 else 1.0, until=1.0),
-        "sampling.log_probs": Follows(lambda config: False, "nobody asks for them; leave it out"),
-    }
-    repeated: ClassVar[tuple[str, ...]] = ("sampling.stop_strings", "eval_dataset")
+    option_set: ClassVar[OptionSet] = REWARDS | OptionSet(
+        short={
+            "model": "rollout.model_path",
+            "engines": "rollout.num_engines",
+            "seed": "rollout.seed",
+            "samples_per_prompt": "sampling.n",
+            "max_response_tokens": "sampling.max_new_tokens",
+            **{name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop_strings")},
+            **{name: f"data.{name}" for name in DataConfig.model_fields},
+        },
+        preset={"sampling.max_new_tokens": 512},
+        follows={
+            "rollout.dtype": Follows(lambda config: resolve_dtype(config.dtype)),
+            "rollout.max_model_len": Follows(lambda config: config.longest_sequence, until=2),
+            "rollout.load_format": Follows(lambda config: "auto", "an evaluation pushes no weights; leave it out"),
+            "rollout.require_push": Follows(lambda config: False, "an evaluation pushes no weights; leave it out"),
+            "rollout.load_tokenizer": Follows(
+                lambda config: any(each.stop_strings for each in config.eval_sampling.values()),
+                "follows from stop_strings; leave it out",
+            ),
+            "sampling.temperature": Follows(lambda config: 0.0 if config.sampling.n == 1 else 1.0, until=1.0),
+            "sampling.log_probs": Follows(lambda config: False, "nobody asks for them; leave it out"),
+        },
+        fitted=lambda kind, given: fitted_lengths(kind, given, "rollout.model_path"),
+        repeated=("sampling.stop_strings", "eval_dataset"),
+    )
+    _read = model_validator(mode="wrap")(read_options)
+    _write = model_serializer(mode="wrap")(write_options)
 
     rollout: RolloutConfig = Field(description="vLLM's engines")
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="how prompts are answered")
@@ -85,16 +89,11 @@ class EvalConfig(Options):
     dtype: ChosenDtype = Field(default="auto", description="of weights and activations; auto: bfloat16 with GPUs")
     out: str | None = Field(default=None, description=f"new folder for {RESULTS} and {ANSWERS}; none: nothing is written")
 
-    @classmethod
-    def fitted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Lengths that are not given are what the model has positions for, where that is less than their defaults."""
-        return fitted_lengths(cls, given, "rollout.model_path")
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.eval_dataset is None:
             raise ConfigError.of("EvalConfig.eval_dataset", None, "there is nothing to answer; give a path")
-        if self.gives("rollout.max_model_len") and self.longest_sequence > self.rollout.max_model_len:
+        if gives(self, "rollout.max_model_len") and self.longest_sequence > self.rollout.max_model_len:
             raise ConfigError.of(
                 "EvalConfig.rollout.max_model_len",
                 self.rollout.max_model_len,
@@ -122,7 +121,7 @@ class EvalConfig(Options):
     @property
     def eval_sampling(self) -> dict[str, SamplingConfig]:
         """How each set is answered."""
-        one, given = self.sampling, self.gives("sampling.temperature")
+        one, given = self.sampling, gives(self, "sampling.temperature")
         several = one if one.temperature or given else one.replace(temperature=1.0)
         sets = self.eval_sets.items()
         return {name: each.sampling(several if each.n != 1 else one, greedy=not given) for name, each in sets}
@@ -173,7 +172,7 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
         if rollout is None:
             with phases.phase("ray", ray_is()):
                 stack.enter_context(ray_session(0, engines))
-            wanted = with_share(config.filled("rollout"), share_cluster(0, engines))
+            wanted = with_share(filled(config, "rollout"), share_cluster(0, engines))
             with (
                 phases.phase("engines", f"starting {count(engines, 'vLLM engine')}, each of which loads the model"),
                 log_of_engines(config.out),

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 from actors.run.option_table import OptionRow, option_rows
-from actors.run.options import declared
 from rl_backend.contracts import BaseConfig
+from rl_backend.options.option_set import options_of
 
 WIDTH, INDENT = 100, 30
 ORDER = ("model", "data", "reward", "sampling", "evaluation", "training", "layout", "memory", "checkpoints", "logging")
@@ -64,7 +64,7 @@ def write_help(prog: str, config_type: type[BaseConfig], text: str, sections: Ma
     for title, described in groups.items():
         if described:
             lines += ["", f"{title}:", *described]
-    if example := declared(config_type).example:
+    if example := options_of(config_type).example:
         lines += ["", "example:", *_filled([prog, *_pairs(example)], "  ")]
     return "\n".join(lines) + "\n"
 
@@ -72,7 +72,7 @@ def write_help(prog: str, config_type: type[BaseConfig], text: str, sections: Ma
 def nearest(name: str, config_type: type[BaseConfig], sections: Mapping[str, type[BaseConfig]]) -> str | None:
     """The option that was probably meant: its place or short name."""
     places = [prefix + name for prefix, kind in sections.items() for name in kind.model_fields]
-    short = declared(config_type).short
+    short = options_of(config_type).short
     asked = name.lstrip("-").replace("-", "_")
     ends = {place.rpartition(".")[2]: place for place in reversed(places)} | {name: name for name in short}
     options = {*places, *short}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeAliasType, get_args, get_origin
 
-from actors.run.options import declared
 from rl_backend.contracts import BaseConfig
+from rl_backend.options.option_set import options_of
 
 ROOT_GROUP = "options"
 """Of options at the top of a configuration that has no groups."""
@@ -44,8 +44,8 @@ def option_rows(config_type: type[BaseConfig], sections: Mapping[str, type[BaseC
     Args:
         sections: as of :func:`~actors.run.options.sections_of`.
     """
-    says = declared(config_type)
-    named = [(says.short.get(name, name), title) for title, names in says.all_groups().items() for name in names]
+    says = options_of(config_type)
+    named = [(says.short.get(name, name), title) for title, names in says.groups.items() for name in names]
     groups, position = dict(named), {place: index for index, (place, _) in enumerate(named)}
     rows: list[tuple[int, OptionRow]] = []
     for prefix, kind in sections.items():

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
-from actors.rollout.stream import SampleStream
-from actors.run.collect import BatchCollector, Inputs, TrainingBatch, load_inputs
-from actors.run.held_out import HeldOutResult, answer
-from actors.run.reward_scores import describe
-from actors.run.rl_config import RLConfig
-from actors.run.sampled_run import SampledRun
-from actors.run.saver import stream_position
-from rl_backend.lab.text import count
+from actors.collect.inputs import load_inputs
+from actors.collect.prompts import PromptSource, TrainingBatch
+from actors.options.sampled_config import RLConfig
+from actors.rollout.group.group import RolloutGroup
+from actors.run.result import RunResult
+from actors.run.run import OnStep, Run
+from actors.run.session import Session
+from actors.run.stop import StopRequest
+from actors.sync.report import PushReport
+from actors.train.model import GroupModel
 
 
-class RLRun(SampledRun[RLConfig, Inputs, TrainingBatch]):
+class RLRun(Run[RLConfig]):
     """A run that samples: batches of prompts are answered by engines, scored, and trained on::
 
         with RLRun(config) as run:
@@ -29,54 +31,59 @@ class RLRun(SampledRun[RLConfig, Inputs, TrainingBatch]):
             run.save_model(policy)
             result = run.finish()
 
+    Args:
+        config, session, on_step, label, stop: see :class:`~actors.run.run.Run`.
+
     Attributes:
         inputs: tokenizer, reward functions and prompts.
     """
 
-    @property
-    def _sources(self) -> str:
-        return self.config.dataset
+    def __init__(
+        self,
+        config: RLConfig,
+        session: Session | None = None,
+        on_step: OnStep | None = None,
+        *,
+        label: str = "",
+        stop: StopRequest | None = None,
+    ) -> None:
+        super().__init__(config, session, on_step, label=label, stop=stop)
+        with self.phase("data", f"reading {self.config.dataset}"):
+            self.inputs = load_inputs(self.config)
 
-    def _load_inputs(self) -> Inputs:
-        return load_inputs(self.config)
+    def begin(
+        self,
+        title: str,
+        trained: Mapping[str, GroupModel],
+        facts: Sequence[str] = (),
+        *,
+        batches_with_signal: int | None = None,
+    ) -> None:
+        """Restores a checkpoint, if any, pushes the weights of the first of ``trained`` and evaluates them.
 
-    @property
-    def _data_facts(self) -> Sequence[str]:
-        return [f"{len(self.inputs.prompts)} prompts", *self.inputs.notes]
-
-    def _failed(self, number: int) -> str:
-        return f"{count(number, 'call')} of reward functions"
-
-    def _open_stream(self, batches_with_signal: int | None) -> None:
+        Args:
+            batches_with_signal: dynamic sampling, see :class:`~actors.collect.prompts.PromptSource`.
+        """
         config, inputs, start = self.config, self.inputs, self.start
-        self._stack.callback(inputs.reward.close)
-        collector: BatchCollector
-        stream = self._stack.enter_context(
-            SampleStream(
-                self._rollout,
-                inputs.batches,
-                inputs.sampling,
-                seed=config.seed,
-                ahead=config.batches_ahead,
-                adapter=self._adapter,
-                start=stream_position(start),
-                on_sampled=lambda batch: collector.sampled(batch),
+
+        def open_source(rollout: RolloutGroup, adapter: str | None) -> PromptSource:
+            position = start.progress.position
+            return PromptSource(
+                config, inputs, rollout, adapter=adapter, start=position, batches_with_signal=batches_with_signal
             )
-        )
-        earlier = start.state("collector")
-        collector = BatchCollector(config, stream, inputs, batches_with_signal=batches_with_signal, earlier=earlier)
-        self._stream, self._collector = stream, collector
 
-    def _answer_held_out(self) -> list[HeldOutResult]:
-        inputs, config = self.inputs, self.config
-        return answer(
-            self._rollout, inputs.held_out, inputs.tokenizer, inputs.reward, seed=config.seed, adapter=self._adapter
-        )
+        known = [f"{len(inputs.prompts)} prompts", *inputs.notes, *config.facts(), *facts]
+        self._begin_sampling(title, trained, known, config, inputs, open_source)
 
-    def _sampled_ids(self) -> Iterable[Sequence[int]]:
-        return (sample.response_ids for sample in self._batch.samples)
+    def collect(self) -> TrainingBatch:
+        """What the step trains on, see :meth:`~actors.run.sampling.Sampling.collect`."""
+        batch: TrainingBatch = self._sampled.collect(self._step, self._clock)
+        return batch
 
-    def _log_samples(self, step: int) -> None:
-        batch, logged = self._batch, slice(self.config.samples_logged)
-        lines = describe(batch.samples[logged], batch.prompts[logged], batch.scores[logged], self.inputs.tokenizer)
-        self.folder.log_samples(step, lines)
+    def push(self) -> PushReport:
+        """Sends the policy's weights to the engines, between two batches: phases ``wait_for_samples`` and ``sync``."""
+        return self._sampled.push(self._step, self.lap)
+
+    def finish(self) -> RunResult:
+        """After the last step; also writes ``summary.json``."""
+        return self._sampled.finish()

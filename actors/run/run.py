@@ -5,41 +5,44 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import xxhash
 
-from actors.rollout.stream import StreamPosition
-from actors.run.clock import Clock
-from actors.run.config import LoRAOptions, TrainingConfig
-from actors.run.console import Phases, StepLines, command_began, say, say_facts, warn
-from actors.run.folder import RunFolder
-from actors.run.lock import RunLock, usable_run_dir
-from actors.run.preflight import check_start
+from actors.checks.preflight import check_start
+from actors.collect.collector import CollectedBatch, Source
+from actors.folder.folder import RunFolder
+from actors.folder.lock import RunLock, usable_run_dir
+from actors.folder.progress import StreamPosition
+from actors.folder.start import find_start
+from actors.options.config import with_local_model
+from actors.options.policy_options import tenant_config
+from actors.options.sampled_config import RunConfig, SampledConfig
+from actors.rollout.group.group import RolloutGroup
+from actors.run.parts import ModelRecipe, Parts
+from actors.run.sampling import SampledInputs, Sampling
 from actors.run.saver import RunSaver
-from actors.run.session import Session, lent_session, open_session, require_paths
-from actors.run.start import find_start
+from actors.run.session import Session, borrowed_session, open_session, require_paths
 from actors.run.stop import StopRequest
-from actors.run.trace import TraceSource
-from actors.run.vital_signs import VitalSigns
-from actors.train.context import HandleRef
-from actors.train.group import TrainGroup
 from actors.train.model import GroupModel, RouterReplayMode
+from actors.watch.clock import Clock
+from actors.watch.console import Phases, StepLines, command_began, say, say_facts, warn
+from actors.watch.health_metrics import HealthWarnings
+from actors.watch.trace import TraceSource
 from rl_backend.checkpoint.peft_files import write_peft_directory
-from rl_backend.contracts import Head, OptimizerConfig, RLBackendError
-from rl_backend.data.hub import local_model
+from rl_backend.contracts import Head, OptimizerConfig
 from rl_backend.lab.text import as_number, finite
 
-_METRICS = "metrics"
-"""Of a checkpoint's state: those of its step, as :func:`~rl_backend.lab.text.json_text` writes them."""
+_METRICS, _HEALTH = "metrics", "vital_signs"
+"""Of a checkpoint's state: metrics of its step, as :func:`~rl_backend.lab.text.json_text` writes them, and health."""
 
 type OnStep = Callable[[int, dict[str, float]], None]
 """Called after each step with its number and metrics."""
 
 
-class Run[C: TrainingConfig]:
+class Run[C: RunConfig]:
     """A training run in a folder, from its first step, or from a checkpoint, to its last step.
 
     The loop is yours; the run locks its folder, opens Ray, training groups and engines, restores and saves checkpoints,
@@ -86,11 +89,11 @@ class Run[C: TrainingConfig]:
     ) -> None:
         self._began = command_began(take=session is None)
         self._phases = Phases(label, self._began)
-        self.config = config = config.with_local_model()
+        self.config = config = with_local_model(config)
         self.label = label
         self.start = find_start(config)
         check_start(config, session_is_open=session is not None)
-        self._lent = session
+        self._borrowed = session
         self._on_step = on_step
         self._stop = stop or StopRequest()
         self._answers_signals = stop is None
@@ -99,10 +102,10 @@ class Run[C: TrainingConfig]:
         self._clock = Clock()
         self._lines = StepLines(config.steps, self._began, label)
         self._trained: tuple[GroupModel, ...] = ()
-        saved = {} if self.start.checkpoint is None else self.start.checkpoint.state
-        self._vital_signs = VitalSigns(saved.get("vital_signs"))  # which checkpoints of earlier versions do not have
-        self._warnings: list[str] = []
-        known = saved.get(_METRICS, {}).items()  # likewise
+        self._sampling: Sampling[Any] | None = None
+        saved = self.start.progress.state
+        self._health = HealthWarnings(saved.get(_HEALTH))
+        known = saved.get(_METRICS, {}).items()
         self.last_metrics = {name: number for name, value in known if (number := as_number(value)) is not None}
 
     def __enter__(self) -> Self:
@@ -113,7 +116,7 @@ class Run[C: TrainingConfig]:
             self.folder = RunFolder(config.run_dir, config, start=self.start, lock=lock, metrics_to=config.metrics_to)
             with ExitStack() as start_fails:
                 start_fails.push(self.folder)
-                opened = lent_session(self._lent, config) if self._lent else open_session(config, self._phases)
+                opened = borrowed_session(self._borrowed, config) if self._borrowed else open_session(config, self._phases)
                 self.session = stack.enter_context(opened)
                 start_fails.pop_all()
             stack.push(self.folder)
@@ -123,6 +126,11 @@ class Run[C: TrainingConfig]:
                     self.folder.record(sources)
             for group in self.session.groups:
                 require_paths(group, config.model, self.folder.path)
+            path, borrowed = self.folder.path, self._borrowed is not None
+            # Folders of several runs on the session may end alike; whole paths would be too long for names.
+            owner = f"{path.name}-{xxhash.xxh32_hexdigest(bytes(path))}"
+            self._parts = Parts(config, self.session, self._phases, owner=owner, borrowed=borrowed)
+            stack.push(self._parts)
             self._stack = stack.pop_all()
         return self
 
@@ -151,27 +159,7 @@ class Run[C: TrainingConfig]:
             optimizer: None takes the run's.
             router_replay: for a policy that is updated.
         """
-        config, groups = self.config, self.session.groups
-        trainer, path = groups[min(group, len(groups) - 1)], local_model(hf_path or config.model)
-        if not forward_only:
-            optimizer = optimizer or config.train.backend_cfg.optimizer
-        if not config.lora.rank:
-            with self.phase("model", f"loading {name}"):
-                handle = trainer.build_model(
-                    name=name, forward_only=forward_only, head=head, hf_path=path, optimizer=optimizer
-                )
-            return GroupModel(trainer, handle, router_replay)
-        with self.phase("model", f"loading the frozen model below {name}"):
-            base = self.session.base(trainer, path)
-        if forward_only:
-            return GroupModel(trainer, base)
-        lora: LoRAOptions = config.filled("lora")
-        # Folders of several runs on the session may end alike; whole paths would be too long for names.
-        owner = f"{self.folder.path.name}-{xxhash.xxh32_hexdigest(bytes(self.folder.path))}"
-        tenant = trainer.create_lora_adapter(base, lora.adapter(), optimizer, name=f"{owner}/{name}", head=head)
-        if self._lent is not None:
-            self._stack.callback(self._remove, trainer, tenant)
-        return GroupModel(trainer, tenant, router_replay, base, path)
+        return self._parts.build(ModelRecipe(name, group, forward_only, head, hf_path, optimizer, router_replay))
 
     def phase(self, name: str, waits_for: str) -> AbstractContextManager[None]:
         """Prints a phase of your own of the start, with its time: ``with run.phase("data", "reading train.jsonl"):``."""
@@ -219,21 +207,27 @@ class Run[C: TrainingConfig]:
         """Saves a checkpoint if one is due, logs and prints the step, warns, and commits what is saved by now.
 
         Args:
-            metrics: those of :data:`~actors.run.console.SHOWN` are printed, as many as a line has room for. The run adds
+            metrics: those of :data:`~actors.watch.console.SHOWN` are printed, as many as a line has room for. The run adds
                 ``tokens_per_second/<phase>`` and ``peak_memory_gib``, of the rank that has held most so far.
         """
+        step, clock, sampling = self._step, self._clock, self._sampling
         self.last_metrics = dict(metrics)
-        self._saver.save(self._step, self._clock)
-        memory = max(group.peak_memory for group in self.session.groups)
-        measured = {**metrics, **self._clock.rates, "peak_memory_gib": memory / 2**30}
-        self._warnings = self._vital_signs.warnings(self._step, measured)
-        logged = self._log(measured)
-        self._lines.end(self._step, logged, self._clock.seconds)
-        for warning in self._warnings:
+        self._saver.save(step, clock)
+        measured = {**metrics, **clock.rates, "peak_memory_gib": self._parts.peak_memory / 2**30}
+        warnings = self._health.warnings(step, measured)
+        also: dict[str, float] = {}
+        if sampling is not None:
+            measured |= sampling.end_step(step, measured.get("log_prob_gap", 0.0), clock)
+            also["weight_version"] = sampling.version
+        self.folder.log(step, measured | clock.seconds | also, warnings)
+        if sampling is not None:
+            sampling.log_samples(step)
+        self._lines.end(step, measured, clock.seconds)
+        for warning in warnings:
             warn(warning, self.label)
-        self._saver.commit(self._step, self._whole_state(), self._position())
+        self._saver.commit(step, self._state(), self._position)
         if self._on_step:
-            self._on_step(self._step, logged)
+            self._on_step(step, measured)
 
     def save_model(self, model: GroupModel, name: str = "model") -> Path:
         """Writes a model as a Hugging Face directory of the run's folder.
@@ -245,13 +239,13 @@ class Run[C: TrainingConfig]:
             model.group.save_checkpoint(model.handle, path, hf=True)
             return path
         factors = model.group.export_lora_adapter(model.handle)
-        write_peft_directory(path, factors.items(), lora.adapter(), model.hf_path)
+        write_peft_directory(path, factors.items(), tenant_config(lora), model.hf_path)
         if lora.save_merged:
             model.group.save_checkpoint(model.handle, self.folder.place(f"{name}_merged"), hf=True)
         return path
 
     def _end_after(self, step: int) -> NoReturn:
-        checkpoint = self._saver.end(step, self._whole_state(), self._position())
+        checkpoint = self._saver.end(step, self._state(), self._position)
         how = f"after step {step} of {self.config.steps}"
         if checkpoint is None:
             how += ", without a checkpoint (save_every=0)"
@@ -261,8 +255,14 @@ class Run[C: TrainingConfig]:
         say(f"{self.label}ended by {stopped}")
         raise stopped
 
-    def _whole_state(self) -> dict[str, Any]:
-        return {**self._state(), "vital_signs": self._vital_signs.state, _METRICS: finite(self.last_metrics, json.dumps)}
+    def _state(self) -> dict[str, Any]:
+        """What a run that continues after this step takes over, by the part that wants it back."""
+        sampling = {} if self._sampling is None else self._sampling.state
+        return {**sampling, _HEALTH: self._health.state, _METRICS: finite(self.last_metrics, json.dumps)}
+
+    @property
+    def _position(self) -> StreamPosition | None:
+        return None if self._sampling is None else self._sampling.position
 
     def _restore(self, trained: Mapping[str, GroupModel]) -> None:
         checkpoint = self.start.checkpoint
@@ -270,24 +270,39 @@ class Run[C: TrainingConfig]:
             self._saver = self._stack.enter_context(RunSaver(self.config, self.folder, trained, self.start))
         self._trained = tuple(trained.values())
 
+    def _begin_sampling[B: CollectedBatch](
+        self,
+        title: str,
+        trained: Mapping[str, GroupModel],
+        facts: Sequence[str],
+        config: SampledConfig,
+        inputs: SampledInputs,
+        open_source: Callable[[RolloutGroup, str | None], Source[Any, B]],
+    ) -> None:
+        """As :meth:`begin`; also pushes the weights of the first of ``trained``, and evaluates them.
+
+        Args:
+            config: of this run.
+            inputs: that it has read.
+            open_source: of engines, and of the adapter that samples; None for the weights alone.
+        """
+        self._restore(trained)
+        policy = next(iter(trained.values()))
+        self._parts.connect(policy, config.transport)
+        adapter = policy.handle.name if config.pushes_adapters else None
+        source = self._stack.enter_context(open_source(self._parts.rollout, adapter))
+        push, progress = self._parts.push, self.start.progress
+        self._sampling = Sampling(config, inputs, source, push, self.folder, progress, began=self._began, label=self.label)
+        pushed, results = self._sampling.begin(self.start.step, self._phases, first=self.start.checkpoint is None)
+        say_facts(f"{self.label}{title}", [*facts, f"weights by {pushed.transport}", *self.start.describe()])
+        self._sampling.begin_steps(results)
+
+    @property
+    def _sampled(self) -> Sampling[Any]:
+        assert self._sampling is not None, "begin comes first"
+        return self._sampling
+
     def write_summary(self, results: Mapping[str, float]) -> None:
         """``summary.json`` of a loop's own results, with ``steps`` and the ``seconds`` since the command, or its resume."""
         seconds = time.monotonic() - self._began
         self.folder.write_summary({**results, "steps": self.config.steps, "seconds": seconds})
-
-    @staticmethod
-    def _remove(group: TrainGroup, tenant: HandleRef) -> None:
-        with suppress(RLBackendError):  # a group that has ended has no tenants any more
-            group.remove_lora_adapter(tenant)
-
-    def _log(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Writes the step's lines to the folder; what is printed, and what ``on_step`` sees."""
-        self.folder.log(self._step, metrics | self._clock.seconds, self._warnings)
-        return metrics
-
-    def _state(self) -> dict[str, Any]:
-        """What a run that continues after this step takes over, by the part of the loop that wants it back."""
-        return {}
-
-    def _position(self) -> StreamPosition | None:
-        return None

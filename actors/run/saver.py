@@ -8,14 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from actors.rollout.stream import StreamPosition, load_drawn, save_drawn
-from actors.run.clock import Clock
-from actors.run.config import TrainingConfig
-from actors.run.folder import RunFolder
-from actors.run.resume import require_same_dtype, saved_facts
-from actors.run.start import RunStart
-from actors.run.store import CHECKPOINTS, RunCheckpoints
+from actors.folder.checkpoints import CHECKPOINTS, RunCheckpoints
+from actors.folder.folder import RunFolder
+from actors.folder.progress import Progress, StreamPosition
+from actors.folder.resume import require_same_dtype, saved_facts
+from actors.folder.start import RunStart
+from actors.options.sampled_config import RunConfig
 from actors.train.model import GroupModel
+from actors.watch.clock import Clock
 from rl_backend.contracts import CheckpointError
 
 _WAIT_SECONDS = 300.0
@@ -42,7 +42,7 @@ class RunSaver:
         ConfigError: the checkpoint's run has another dtype than this cluster gives it.
     """
 
-    def __init__(self, config: TrainingConfig, folder: RunFolder, models: Mapping[str, GroupModel], start: RunStart) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, models: Mapping[str, GroupModel], start: RunStart) -> None:
         self._config = config
         self._folder = folder
         self._models = models
@@ -52,9 +52,9 @@ class RunSaver:
         self._run = {**saved_facts(config), "dtype": config.trained_dtype} if config.save_every else {}
         self._saving: int | None = None
         self._saved: int | None = None
-        self._state: dict[str, Any] = {}
+        self._state: Mapping[str, Any] = {}
         if start.checkpoint is not None:
-            require_same_dtype(config, start.checkpoint)
+            require_same_dtype(config, start.progress)
             for name, model in models.items():
                 model.group.load_checkpoint(model.handle, start.checkpoint.model(name))
 
@@ -64,11 +64,11 @@ class RunSaver:
             self._begin(step)
             clock.lap("save")
 
-    def end(self, step: int, state: Mapping[str, Any], position: StreamPosition | None = None) -> Path | None:
+    def end(self, step: int, parts: Mapping[str, Any], position: StreamPosition | None = None) -> Path | None:
         """Commits a checkpoint of ``step``, after which a run ends early, if it was not due; waits until it is written.
 
         Args:
-            state, position: as of :meth:`commit`.
+            parts, position: as of :meth:`commit`.
 
         Returns:
             The checkpoint; None for a run that saves none.
@@ -77,7 +77,7 @@ class RunSaver:
             return None
         if self._saved != step:
             self._begin(step)
-            self.commit(step, state, position)
+            self.commit(step, parts, position)
         self.finish()
         committed = self._store.latest()
         return None if committed is None else committed.path
@@ -94,20 +94,17 @@ class RunSaver:
         for name, model in self._models.items():
             model.group.save_checkpoint(model.handle, draft / name, asynchronous=self._config.async_save)
 
-    def commit(self, step: int, state: Mapping[str, Any], position: StreamPosition | None = None) -> None:
+    def commit(self, step: int, parts: Mapping[str, Any], position: StreamPosition | None = None) -> None:
         """Adds the loop's state to the checkpoint of ``step``, if one was begun, and commits what is written by now.
 
         Args:
-            state: of JSON, by the part of the loop that wants it back from :meth:`RunStart.state`.
-            position: of the stream of samples; :func:`stream_position` reads it back.
+            parts: of JSON, by the part of the loop that wants it back from :meth:`~actors.folder.progress.Progress.part`.
+            position: of the stream of samples; None for a loop without one.
         """
         if self._saving == step:
-            whole = {"run": self._run, "logs": self._folder.sync_logs(), **state}
-            if position is not None:
-                whole["batches"] = {"taken": position.taken}
-                save_drawn(position.drawn, self._store.draft(step))
-            # Last: what ends in between is not committed.
-            self._state = whole
+            draft, logs = self._store.draft(step), self._folder.sync_logs()
+            # Assigned last: what ends in between is not committed.
+            self._state = Progress.saved(draft, step, self._run, logs, parts, position).state
         if self._saving is not None and not self._is_being_written():
             self.finish()
 
@@ -153,10 +150,3 @@ class RunSaver:
 
     def _is_being_written(self) -> bool:
         return any(model.group.checkpoint_is_pending(model.handle) for model in self._models.values())
-
-
-def stream_position(start: RunStart) -> StreamPosition:
-    """Where a stream of samples begins."""
-    if start.checkpoint is None:
-        return StreamPosition()
-    return StreamPosition(start.state("batches")["taken"], load_drawn(start.checkpoint.path))

@@ -16,15 +16,16 @@ import ray
 
 from actors.cluster.placement import ClusterShare, share_cluster
 from actors.cluster.session import raised_on_sigterm, ray_session
+from actors.folder.lock import usable_run_dir
+from actors.options.config import with_local_model
+from actors.options.sampled_config import RunConfig
 from actors.rollout.config import RolloutConfig
 from actors.rollout.group.group import RolloutGroup
-from actors.run.config import TrainingConfig
-from actors.run.console import Phases
-from actors.run.lock import usable_run_dir
 from actors.sync.push import WeightSync
 from actors.sync.transport.staged import TransportName
 from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
+from actors.watch.console import Phases
 from rl_backend.contracts import ConfigError, RolloutError, RuntimeConfig
 from rl_backend.lab.text import count
 
@@ -120,7 +121,7 @@ class Session:
             if self.rollout is not None:
                 self.rollout.forget_weights()
 
-    def require(self, config: TrainingConfig) -> None:
+    def require(self, config: RunConfig) -> None:
         """Raises :class:`ConfigError` unless a run of ``config`` would open such a session itself, apart from its cores."""
         wanted: dict[str, Any] = {"training groups": config.training_groups, "ranks": config.ranks}
         found: dict[str, Any] = {"training groups": len(self.groups), "ranks": self.groups[0].num_ranks}
@@ -169,7 +170,7 @@ def _flat(config: RuntimeConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def open_session(config: TrainingConfig, phases: Phases | None = None) -> Iterator[Session]:
+def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Session]:
     """Joins or starts Ray, and starts the training groups and engines that ``config`` asks for.
 
     Args:
@@ -178,7 +179,7 @@ def open_session(config: TrainingConfig, phases: Phases | None = None) -> Iterat
     Raises:
         ConfigError, UnsupportedError: the cluster does not have what they need.
     """
-    config = config.with_local_model()
+    config = with_local_model(config)
     ranks, engines = config.ranks * config.training_groups, config.num_engines
     phases = phases or Phases()
     with ExitStack() as stack:
@@ -233,7 +234,7 @@ def log_of_engines(folder: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def lent_session(session: Session, config: TrainingConfig) -> Iterator[Session]:
+def borrowed_session(session: Session, config: RunConfig) -> Iterator[Session]:
     """``session`` for a run of ``config``, without the weights of the run before.
 
     Raises:

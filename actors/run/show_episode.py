@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from actors.checks.machine import require_engines
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
+from actors.collect.episode_stream import group_tasks
+from actors.collect.episodes import turn_sampling
+from actors.collect.inputs import load_episode_inputs
+from actors.collect.transcripts import transcript
+from actors.options.config import with_local_model
+from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.placement import with_share
 from actors.rollout.tokens import RolloutTokens
-from actors.run.console import Phases, warn
-from actors.run.episode_config import EpisodeConfig
-from actors.run.episode_inputs import load_episode_inputs
-from actors.run.episode_run import turn_sampling
-from actors.run.episode_stream import group_tasks
-from actors.run.preflight.machine import require_engines
 from actors.run.session import ray_is
-from actors.run.transcripts import transcript
+from actors.watch.console import Phases, warn
 from rl_backend.contracts import ConfigError
 from rl_backend.environment.groups import PlayOptions, play_groups
 from rl_backend.environment.running import run_episodes
+from rl_backend.options.option_set import filled
 
 
 def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | None = None) -> str:
@@ -33,7 +35,7 @@ def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | No
         ConfigError, BatchError, UnsupportedError: as a run with these options, before anything is started.
         EpisodeFailedError: the score of the episode failed.
     """
-    config = config.with_local_model()
+    config = with_local_model(config)
     phases = Phases()
     with phases.phase("data", f"reading {config.dataset}, and {config.task}"):
         inputs = load_episode_inputs(config)
@@ -44,12 +46,12 @@ def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | No
             require_engines(config.rollout)
             with phases.phase("ray", ray_is()):
                 stack.enter_context(ray_session(0, 1))
-            wanted = config.filled("rollout").replace(num_engines=1, require_push=False)
+            wanted = filled(config, "rollout").replace(num_engines=1, require_push=False)
             with phases.phase("engines", "starting a vLLM engine, which loads the model"):
                 rollout = stack.enter_context(RolloutGroup(with_share(wanted, share_cluster(0, 1))))
         source = RolloutTokens(rollout, turn_sampling(config.sampling, inputs.ends))
         tasks = group_tasks([inputs.rows[row]], 0, 1, config.seed)
-        options = PlayOptions(config.filled("limits"), "zero", score=inputs.score, on_blocked=warn)
+        options = PlayOptions(filled(config, "limits"), "zero", score=inputs.score, on_blocked=warn)
         with phases.phase("episode", f"row {row} of {config.dataset}"):
             (group,) = run_episodes(play_groups(inputs.player, tasks, source, options))
     return transcript(group.episodes[0], inputs.tokenizer)

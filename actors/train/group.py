@@ -170,7 +170,7 @@ class TrainGroup:
         return self._ranks.peak_memory
 
     def trace_actors(self) -> Mapping[str, Any]:
-        """For a :class:`~actors.run.trace.TraceCollector`; empty once the group has ended."""
+        """For a :class:`~actors.watch.trace.TraceCollector`; empty once the group has ended."""
         workers = () if self.ended else self._ranks.members.workers
         return {f"rank {rank}": worker for rank, worker in enumerate(workers)}
 

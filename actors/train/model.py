@@ -64,10 +64,11 @@ class TokenCount:
         return tokens
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GroupModel:
-    """A handle and the training group that it lives on.
+    """The reference to a model of a run: a handle, and the training group that it lives on now.
 
+    A run hands out one for each model and keeps it: when a group is lost, :meth:`point_at` points it at another one.
     Operations on models of one group run one after the other, on models of different groups at the same time.
 
     Attributes:
@@ -82,7 +83,11 @@ class GroupModel:
     router_replay: RouterReplayMode = "off"
     base: HandleRef | None = None
     hf_path: str = ""
-    tokens: TokenCount = field(default_factory=TokenCount, compare=False, repr=False)
+    tokens: TokenCount = field(default_factory=TokenCount, repr=False)
+
+    def point_at(self, group: TrainGroup, handle: HandleRef, base: HandleRef | None = None) -> None:
+        """The model lives on another group from now on; operations that were submitted before are not repeated there."""
+        self.group, self.handle, self.base = group, handle, base
 
     def submit_outputs(
         self,

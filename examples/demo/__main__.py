@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -13,22 +12,21 @@ from actors.run import announce
 
 announce(__name__)  # the first line, before imports that take seconds
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_serializer, model_validator
 
 from actors import Session
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
+from actors.folder.lock import usable_run_dir, written_to
+from actors.options.rank_options import RANKS, Ranks, RunDtype, Runtime, check_ranks, resolve_dtype
 from actors.run import RunResult
 from actors.run.command_line import parse_config, run_command
-from actors.run.dtype import resolve_dtype
-from actors.run.lock import usable_run_dir, written_to
-from actors.run.options import Follows, merged
-from actors.run.rank_options import RankOptions
 from actors.train.model import RouterReplayMode
 from examples import grpo, ppo, sft
 from examples.demo.task import BFLOAT16_ALONE, HELD_OUT, MIXTURES, ModelName, layers_for, write_task
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import BaseConfig, ConfigError
 from rl_backend.lab.text import json_text
+from rl_backend.options.option_set import Follows, OptionSet, merged, read_options, write_options
 
 type Algorithm = Literal["grpo", "ppo", "cispo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo"]
 
@@ -49,14 +47,23 @@ LARGEST_ROUNDING = {"float32": 1e-5, "bfloat16": 3e-2}
 """dtype -> mean log-prob gap in a step that is rounding at most, nats. Weights that are not the trainer's come to 0.1."""
 
 
-class DemoConfig(RankOptions):
+class DemoConfig(BaseConfig):
     """Options of the demo; those of ``train`` are passed on to both of its runs."""
 
-    follows: ClassVar[Mapping[str, Follows]] = {
-        **RankOptions.follows,
-        "train.hf_path": Follows(lambda config: f"{config.run_dir}/task/model", "the demo makes its model", until="-"),
-    }
+    model_config = ConfigDict(allow_inf_nan=False)
 
+    option_set: ClassVar[OptionSet] = RANKS | OptionSet(
+        follows={
+            "train.hf_path": Follows(lambda config: f"{config.run_dir}/task/model", "the demo makes its model", until="-"),
+        },
+        fitted=lambda _, given: {"dtype": "bfloat16"} if given.get("model") in BFLOAT16_ALONE else {},
+    )
+    _read = model_validator(mode="wrap")(read_options)
+    _write = model_serializer(mode="wrap")(write_options)
+
+    train: Runtime
+    ranks: Ranks = 1
+    dtype: RunDtype = "auto"
     run_dir: str = Field(default="runs/demo", description="folder for everything; an earlier demo in it is replaced")
     model: ModelName = Field(
         default="qwen3",
@@ -76,12 +83,9 @@ class DemoConfig(RankOptions):
     trace: bool = Field(default=True, description="record all actors, for Perfetto and the report's timeline")
     shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
 
-    @classmethod
-    def fitted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        return {"dtype": "bfloat16"} if given.get("model") in BFLOAT16_ALONE else {}
-
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_ranks("DemoConfig", self.train, self.ranks, self.dtype)
         if self.model in BFLOAT16_ALONE and self.dtype != "bfloat16":
             raise ConfigError.of(
                 "DemoConfig.dtype", self.dtype, f"vLLM serves model={self.model!r} in bfloat16 alone; leave dtype out"
@@ -169,10 +173,10 @@ def main() -> None:
     started = time.perf_counter()
     run_dir = Path(config.run_dir)
     fresh_folder(run_dir)
-    task = run_dir / "task"
+    task, parallel = run_dir / "task", config.train.backend_cfg.parallel
     with usable_run_dir(run_dir):
         (run_dir / "demo.json").write_text(config.model_dump_json(indent=2) + "\n")
-        write_task(task, config.train.seed, config.model, num_layers=layers_for(config.parallel.pp * config.parallel.vpp))
+        write_task(task, config.train.seed, config.model, num_layers=layers_for(parallel.pp * parallel.vpp))
     print("The task: add two two-digit numbers; the answer is written last digit first, as in 47+38=58.")
     with ray_session(config.ranks, config.engines):
         share_cluster(config.ranks, config.engines)  # refuses what would not fit, before the warm start

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, field_validator
 
 from actors.cluster.placement import usable_cores
-from actors.run.lock import usable_run_dir
+from actors.folder.lock import usable_run_dir
 from examples.demo.task import ModelName, layers_for
 from examples.verl.task import write_verl_task
 from rl_backend.contracts import BaseConfig, ConfigError, HasEffect

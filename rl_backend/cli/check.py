@@ -12,7 +12,7 @@ from typing import Any
 from rl_backend.cli.example import EXAMPLES, example_file, import_from_here
 
 if typing.TYPE_CHECKING:
-    from actors.run.config import TrainingConfig
+    from actors.options.config import TrainingConfig
 
 EXIT_REFUSED = 2
 
@@ -32,9 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: options that the example refuses.
     """
+    from actors.checks.preflight import findings
+    from actors.folder.start import RunFinishedError
     from actors.run.command_line import in_flags, parse_config
-    from actors.run.preflight import findings
-    from actors.run.start import RunFinishedError
 
     import_from_here()  # as the run would
     kind: type[TrainingConfig] = config_type(arguments.name)

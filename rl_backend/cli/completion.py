@@ -8,9 +8,9 @@ import importlib
 from collections.abc import Iterable, Iterator
 
 from actors.run.option_table import option_rows
-from actors.run.options import declared, sections_of
 from rl_backend.cli.check import config_type
 from rl_backend.cli.example import EXAMPLES
+from rl_backend.options.option_set import options_of, sections_of
 
 GENERAL = ("--config", "--print-config", "--help")
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _of_example(name: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Flag and choices of its value."""
     kind = config_type(name)
-    sections = dict(sections_of(kind, declared(kind).section_types({})))
+    sections = dict(sections_of(kind, options_of(kind).section_types({})))
     for row in option_rows(kind, sections):
         for flag in row.flags:
             yield f"--{flag}", row.choices

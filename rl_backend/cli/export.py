@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from actors.run.manifest import RUN_FILE, read_run_checkpoint
-from actors.run.store import CHECKPOINTS, LATEST, RunCheckpoints
+from actors.folder.checkpoints import CHECKPOINTS, LATEST, RUN_FILE, RunCheckpoints, read_run_checkpoint
 from rl_backend.checkpoint.hf_export import TrainingWeights, export_checkpoint, source_of
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES

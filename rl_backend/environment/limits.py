@@ -6,13 +6,13 @@ from rl_backend.contracts import BaseConfig
 
 
 class Limits(BaseConfig):
-    """What an episode may come to; None is endless.
+    """What an episode may come to; None is endless, as far as the engine's context reaches.
 
     Attributes:
         turns: of an episode.
         turn_tokens: sampled in one turn.
         sampled_tokens: sampled in an episode.
-        episode_tokens: of an episode's longest prompt and turn together; the engine's context bounds it too.
+        episode_tokens: of an episode's longest prompt and turn together.
         tool_calls: of an episode.
         step_seconds: of one step of the environment, and of one call of a tool.
         episode_seconds: of an episode, from its beginning.

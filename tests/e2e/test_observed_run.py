@@ -12,9 +12,9 @@ import ray
 
 from actors import HandleRef, Loss, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from actors.cluster.prometheus import METRICS
-from actors.run.clock import Clock
-from actors.run.folder import RunFolder
-from actors.run.trace import TraceCollector
+from actors.folder.folder import RunFolder
+from actors.watch.clock import Clock
+from actors.watch.trace import TraceCollector
 from rl_backend.contracts import BaseConfig, ConfigError, NativeConfig, OptimizerConfig, RuntimeConfig
 from rl_backend.lab.report.timeline import read_step
 from rl_backend.trace.recorder import TraceBatch, TraceRecorder, recorder

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import pytest
 import ray
 
+from actors.folder.start import checkpoints_of
 from actors.run import RunResult
 from actors.run.session import Session, open_session
-from actors.run.start import checkpoints_of
 from examples import grpo, ppo, sft
 from examples.demo.__main__ import DemoConfig, demo_settings
 from tests.e2e.conftest import LEARNED_STEPS

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
-from actors.run.manifest import RUN_FILE, RunManifest
+from actors.folder.checkpoints import RUN_FILE, RunManifest
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest
 from rl_backend.checkpoint.training_state import file_facts
 

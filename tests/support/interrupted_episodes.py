@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from itertools import repeat
 
+from actors.collect.episode_stream import EpisodeStream
+from actors.collect.episodes import play_held_out
+from actors.collect.held_out import HeldOutSet
 from actors.rollout.config import SamplingConfig
 from actors.run import run_command
-from actors.run.episode_stream import EpisodeStream
-from actors.run.eval_sets import HeldOutSet
-from actors.run.held_out_episodes import play_held_out
 from actors.run.stop import StopRequest
 from rl_backend.environment import PlayOptions, SteppedPlayer
 from tests.support.chat_templates import CHATML, chat_tokenizer

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from actors.run.manifest import read_run_checkpoint
-from actors.run.store import RunCheckpoints
+from actors.folder.checkpoints import RunCheckpoints, read_run_checkpoint
 from rl_backend import NativeConfig, OptimizerConfig, RuntimeConfig, create_runtime
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import CheckpointError

@@ -16,8 +16,8 @@ import psutil
 
 from actors import RankContext, TrainGroup
 from actors.cluster.session import ray_session
+from actors.folder.folder import RunFolder
 from actors.run.command_line import run_command
-from actors.run.folder import RunFolder
 from rl_backend.contracts import BaseConfig, NativeConfig, RuntimeConfig
 
 

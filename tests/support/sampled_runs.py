@@ -12,12 +12,10 @@ import pytest
 
 from actors import Sample, SamplingConfig, Session
 from actors.cluster.placement import ClusterShare
+from actors.collect.held_out import HeldOutSet
+from actors.collect.inputs import EpisodeInputs, Inputs
+from actors.options.sampled_config import RLConfig, SampledConfig
 from actors.rollout.sample import VersionSpan
-from actors.run.collect import Inputs
-from actors.run.episode_inputs import EpisodeInputs
-from actors.run.eval_sets import HeldOutSet
-from actors.run.rl_config import RLConfig
-from actors.run.sampled_config import SampledConfig
 from actors.sync.report import PushReport
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.data.rewards import LoadedReward, RewardScorer
@@ -174,7 +172,7 @@ def without_ray(
     monkeypatch.setattr("actors.run.run.check_start", lambda config, session_is_open: None)
     monkeypatch.setattr("actors.run.rl_run.load_inputs", lambda config: inputs())
     monkeypatch.setattr("actors.run.episode_run.load_episode_inputs", lambda config: inputs())
-    for room in ("sampled_run", "session"):
+    for room in ("parts", "session"):
         monkeypatch.setattr(f"actors.run.{room}.WeightSync", Sync)
-    monkeypatch.setattr("actors.run.sampled_run.time", SimpleNamespace(monotonic=engines.monotonic))
+    monkeypatch.setattr("actors.run.result.time", SimpleNamespace(monotonic=engines.monotonic))
     return Session([trainer], engines), engines, trainer  # type: ignore[list-item, arg-type]

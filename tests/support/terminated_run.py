@@ -16,9 +16,9 @@ import ray
 
 from actors import Sample
 from actors.cluster.session import raised_on_sigterm, ray_session
+from actors.collect.reward_scores import load_scorer, score
+from actors.folder.folder import RunFolder
 from actors.run.command_line import run_command
-from actors.run.folder import RunFolder
-from actors.run.reward_scores import load_scorer, score
 from rl_backend.contracts import BaseConfig
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.data.rewards import RewardConfig

@@ -185,7 +185,7 @@ class EngineSet:
             yield
 
     def trace_actors(self) -> dict[str, Any]:
-        """For a :class:`~actors.run.trace.TraceCollector`."""
+        """For a :class:`~actors.watch.trace.TraceCollector`."""
         actors = dict(self._actors)
         return {engine_name(engine): actors[engine] for engine in self.engines if engine in actors}
 

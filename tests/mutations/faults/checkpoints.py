@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "latest-points-to-a-draft",
-        "actors.run.store:RunCheckpoints.commit",
+        "actors.folder.checkpoints:RunCheckpoints.commit",
         "rename_synced(draft, path)",
         """
         self._point_latest_to(path)
@@ -114,7 +114,7 @@ FAULTS = [
     ),
     Fault(
         "newest-by-its-name",
-        "actors.run.store:RunCheckpoints._committed",
+        "actors.folder.checkpoints:RunCheckpoints._committed",
         "return sorted((int(match[1]), entry) for match, entry in found if match and entry.is_dir())",
         "return [(int(m[1]), e) for _, m, e in sorted((e.name, m, e) for m, e in found if m and e.is_dir())]",
         ("test_the_last_checkpoints_are_kept_and_the_newest_is_the_one_of_the_most_steps",),
@@ -122,7 +122,7 @@ FAULTS = [
     ),
     Fault(
         "one-checkpoint-too-few-kept",
-        "actors.run.store:RunCheckpoints._remove_old",
+        "actors.folder.checkpoints:RunCheckpoints._remove_old",
         "for _, path in self._committed()[: -self.keep_last]:",
         "for _, path in self._committed()[: -self.keep_last + 1 or None]:",
         ("test_the_last_checkpoints_are_kept_and_the_newest_is_the_one_of_the_most_steps",),
@@ -130,7 +130,7 @@ FAULTS = [
     ),
     Fault(
         "drafts-not-removed",
-        "actors.run.store:RunCheckpoints.clean_up",
+        "actors.folder.checkpoints:RunCheckpoints.clean_up",
         "_discard(entry)",
         "pass",
         ("test_a_save_that_did_not_finish_is_no_checkpoint_and_is_removed_by_the_next_run",),
@@ -138,7 +138,7 @@ FAULTS = [
     ),
     Fault(
         "files-of-a-commit-not-verified",
-        "actors.run.manifest:read_run_checkpoint",
+        "actors.folder.checkpoints:read_run_checkpoint",
         "if file_facts(path / name) != facts:",
         "if False:",
         ("test_a_damaged_checkpoint_is_refused_and_no_earlier_one_is_taken_in_its_place",),

@@ -7,7 +7,7 @@ from tests.mutations.fault import Fault
 FAULTS = [
     Fault(
         "torch-imported-before-the-first-line",
-        "actors.run.console:",
+        "actors.watch.console:",
         "from tqdm import tqdm",
         """
         import torch
@@ -18,7 +18,7 @@ FAULTS = [
     ),
     Fault(
         "modules-announce-themselves-when-imported",
-        "actors.run.console:announce",
+        "actors.watch.console:announce",
         'if module == "__main__":',
         "if module:",
         ("test_a_module_that_another_imports_announces_nothing",),
@@ -26,7 +26,7 @@ FAULTS = [
     ),
     Fault(
         "every-run-begins-with-the-command",
-        "actors.run.console:command_began",
+        "actors.watch.console:command_began",
         "return _command_began.pop() if take else _command_began[0]",
         "return _command_began[0]",
         ("test_the_start_of_a_command_belongs_to_its_first_run",),
@@ -34,7 +34,7 @@ FAULTS = [
     ),
     Fault(
         "time-left-counts-the-first-step",
-        "actors.run.console:StepLines.end",
+        "actors.watch.console:StepLines.end",
         """
         if self._count == 2:
             self._durations.clear()
@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         "skipped-updates-are-not-said",
-        "actors.run.console:StepLines.end",
+        "actors.watch.console:StepLines.end",
         "if skipped:",
         "if skipped and evaluated:",
         ("test_a_steps_line_has_elapsed_time_and_time_left",),
@@ -58,7 +58,7 @@ FAULTS = [
     ),
     Fault(
         "skipped-updates-of-quick-steps-are-not-printed",
-        "actors.run.console:StepLines.end",
+        "actors.watch.console:StepLines.end",
         ("self._count > 1 and step < self._steps and now - self._printed < _LINE_SECONDS and not skipped and not evaluated"),
         "self._count > 1 and step < self._steps and now - self._printed < _LINE_SECONDS and not evaluated",
         ("test_of_quick_steps_a_line_is_printed_each_second",),
@@ -66,7 +66,7 @@ FAULTS = [
     ),
     Fault(
         "lines-as-long-as-their-metrics",
-        "actors.run.console:StepLines.end",
+        "actors.watch.console:StepLines.end",
         """
         if len(line) + len(part) + 2 > _columns():
             break
@@ -77,7 +77,7 @@ FAULTS = [
     ),
     Fault(
         "a-phase-that-failed-ends-like-others",
-        "actors.run.console:_Phase.shown",
+        "actors.watch.console:_Phase.shown",
         'how = "failed after "',
         'how = ""',
         ("test_without_a_terminal_a_phase_is_a_line_and_a_long_one_says_so_while_it_lasts",),
@@ -149,7 +149,7 @@ FAULTS = [
     ),
     Fault(
         "trace-is-not-flushed",
-        "actors.run.trace:TraceCollector.collect",
+        "actors.watch.trace:TraceCollector.collect",
         """
         self._draw_arrows()
         self._writer.flush()
@@ -160,7 +160,7 @@ FAULTS = [
     ),
     Fault(
         "facts-of-full-lines-are-lost",
-        "actors.run.console:say_facts",
+        "actors.watch.console:say_facts",
         """
         lines.append(line)
         line = "   "
@@ -171,7 +171,7 @@ FAULTS = [
     ),
     Fault(
         "one-batch-ahead-is-not-said",
-        "actors.run.sampled_config:SampledConfig.facts",
+        "actors.options.sampled_config:SampledOptions.sampling_facts",
         "if self.batches_ahead:",
         "if self.batches_ahead > 1:",
         ("test_the_first_line_says_what_is_asked_for",),

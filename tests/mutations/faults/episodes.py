@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "groups-of-episodes-mixed-up",
-        "actors.run.episode_collect:EpisodeCollector.collect",
+        "actors.collect.episodes:EpisodeDraft.finish",
         "groups=[number for number, group in enumerate(groups) for _ in group],",
         "groups=[number for group in groups for number, _ in enumerate(group)],",
         ("test_a_batch_has_groups_of_episodes_in_the_order_of_their_rows",),
@@ -79,7 +79,7 @@ FAULTS = [
     ),
     Fault(
         "episodes-of-every-batch-alike",
-        "actors.run.episode_stream:group_tasks",
+        "actors.collect.episode_stream:group_tasks",
         "index, sample,",
         "index, 0,",
         ("test_a_batch_has_groups_of_episodes_in_the_order_of_their_rows",),
@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "environments-left-open",
-        "actors.run.episode_stream:EpisodeStream.__exit__",
+        "actors.collect.episode_stream:EpisodeStream.__exit__",
         "loop.call_soon_threadsafe(task.cancel)",
         "pass",
         ("test_a_run_that_ends_closes_its_environments",),
@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         "transcripts-mark-what-was-given",
-        "actors.run.transcripts:_pieces",
+        "actors.collect.transcripts:_pieces",
         "runs = groupby(zip(segment.token_ids, segment.sampled, strict=True), key=lambda pair: bool(pair[1]))",
         "runs = groupby(zip(segment.token_ids, segment.sampled, strict=True), key=lambda pair: not pair[1])",
         ("test_a_transcript_says_what_was_trained",),
@@ -115,7 +115,7 @@ FAULTS = [
     ),
     Fault(
         "transcripts-without-special-tokens",
-        "actors.run.transcripts:_turn",
+        "actors.collect.transcripts:_turn",
         "decode(turn.token_ids, tokenizer)",
         "decode(turn.token_ids, tokenizer, special=False)",
         ("test_a_transcript_shows_special_tokens_wherever_they_were_sampled_or_given",),

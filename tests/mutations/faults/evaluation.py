@@ -36,7 +36,7 @@ FAULTS = [
     ),
     Fault(
         "responses-counted-as-independent",
-        "actors.run.held_out:HeldOutResult.estimates",
+        "actors.collect.held_out:HeldOutResult.estimates",
         'found = {f"mean@{n}": mean_over_prompts([statistics.fmean(rewards) for rewards in of_prompts])}',
         'found = {f"mean@{n}": mean_over_prompts(self.rewards)}',
         (_MEANS,),
@@ -44,7 +44,7 @@ FAULTS = [
     ),
     Fault(
         "every-reward-passes",
-        "actors.run.held_out:HeldOutResult.estimates",
+        "actors.collect.held_out:HeldOutResult.estimates",
         "passed = [sum(reward >= sampled.pass_threshold for reward in rewards) for rewards in of_prompts]",
         "passed = [sum(reward > 0 for reward in rewards) for rewards in of_prompts]",
         (_MEANS,),
@@ -52,7 +52,7 @@ FAULTS = [
     ),
     Fault(
         "responses-dealt-to-prompts-in-turn",
-        "actors.run.held_out:HeldOutResult.estimates",
+        "actors.collect.held_out:HeldOutResult.estimates",
         "list(batched(self.rewards, n))",
         "[self.rewards[prompt :: len(self.rewards) // n] for prompt in range(len(self.rewards) // n)]",
         (_MEANS,),
@@ -60,7 +60,7 @@ FAULTS = [
     ),
     Fault(
         "sets-share-their-seeds",
-        "actors.run.held_out:answer",
+        "actors.collect.held_out:answer",
         "-1 - index,",
         "-1,",
         (_SEEDS,),
@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "held-out-seeds-of-training-steps",
-        "actors.run.held_out:answer",
+        "actors.collect.held_out:answer",
         "-1 - index,",
         "index,",
         (_SEEDS,),
@@ -76,7 +76,7 @@ FAULTS = [
     ),
     Fault(
         "held-out-answers-without-seeds",
-        "actors.run.held_out:answer",
+        "actors.collect.held_out:answer",
         "sampling.temperature",
         "False",
         (_SEEDS,),
@@ -84,7 +84,7 @@ FAULTS = [
     ),
     Fault(
         "one-response-is-sampled",
-        "actors.run.eval_sets:EvalSet.sampling",
+        "actors.collect.eval_sets:EvalSet.sampling",
         'if given.get("temperature", 0.0 if greedy and n == 1 else 1.0) == 0:',
         'if given.get("temperature", 1.0) == 0:',
         (_SAMPLED,),
@@ -92,7 +92,7 @@ FAULTS = [
     ),
     Fault(
         "longer-held-out-responses-do-not-count",
-        "actors.run.sampled_config:SampledConfig.longest_sampled",
+        "actors.options.sampled_config:RLConfig.longest_sampled",
         "longest = (each.max_new_tokens for each in (self.sampling, *self.eval_sampling.values()))",
         "longest = (each.max_new_tokens for each in (self.sampling,))",
         (_SAMPLED,),
@@ -100,7 +100,7 @@ FAULTS = [
     ),
     Fault(
         "held-out-responses-do-not-end",
-        "actors.run.eval_sets:load_held_out",
+        "actors.collect.eval_sets:load_held_out",
         "how = ends.added_to(sampling[name])",
         "how = sampling[name]",
         ("test_inputs_have_every_set_with_the_tokens_that_end_a_response",),
@@ -116,7 +116,7 @@ FAULTS = [
     ),
     Fault(
         "the-first-chat-says-what-ends-responses",
-        "actors.run.ends:Ends.see",
+        "actors.collect.stop_tokens:Ends.see",
         "if form in self._of_turns:",
         "if self._of_turns:",
         ("test_a_response_to_messages_ends_where_the_chat_template_ends_a_turn",),
@@ -124,7 +124,7 @@ FAULTS = [
     ),
     Fault(
         "more-passes-than-responses",
-        "actors.run.eval_sets:EvalSet._check_pass_at",
+        "actors.collect.eval_sets:EvalSet._check_pass_at",
         "if k > n:",
         "if k > 2 * n:",
         ("test_sets_that_cannot_work_are_refused",),
@@ -132,7 +132,7 @@ FAULTS = [
     ),
     Fault(
         "only-the-first-of-several-held-out-files",
-        "actors.run.eval_sets:_as_given",
+        "actors.collect.eval_sets:_as_given",
         "isinstance(value, list | tuple) and len(value) == 1",
         "isinstance(value, list | tuple) and value",
         ("test_sets_are_a_path_several_or_a_mapping",),

@@ -311,7 +311,7 @@ FAULTS = [
     ),
     Fault(
         "option-of-adapters-without-adapters-taken",
-        "actors.run.config:LoRAOptions._has_effect",
+        "actors.options.policy_options:_needs_a_rank",
         "if given and not self.rank:",
         "if False:",
         ("test_options_of_adapters_without_effect_are_refused",),

@@ -11,7 +11,7 @@ _CONFIG = "test_a_config_that_the_runtime_or_the_weights_do_not_fit"
 FAULTS = [
     Fault(
         "lengths-not-among-the-checks",
-        "actors.run.preflight.checks:",
+        "actors.checks.preflight:",
         'Check("lengths", find_lengths), Check("devices", find_devices, of_machine=True),',
         'Check("devices", find_devices, of_machine=True),',
         (f"{_OPTIONS}[max_response_tokens-]",),
@@ -19,7 +19,7 @@ FAULTS = [
     ),
     Fault(
         "a-run-starts-without-its-checks",
-        "actors.run.preflight.checks:check_start",
+        "actors.checks.preflight:check_start",
         "if not check.read_by_run and not (check.of_machine and session_is_open):",
         "if check.read_by_run and not (check.of_machine and session_is_open):",
         (_DIRECTORY,),
@@ -27,7 +27,7 @@ FAULTS = [
     ),
     Fault(
         "checks-end-at-the-first-refusal",
-        "actors.run.preflight.checks:findings",
+        "actors.checks.preflight:findings",
         "yield _made(check, config)",
         """
         made = _made(check, config)
@@ -40,7 +40,7 @@ FAULTS = [
     ),
     Fault(
         "weights-are-not-read",
-        "actors.run.preflight.model:find_weights",
+        "actors.checks.model:find_weights",
         "check_weights(runtime_of(config, model), model.head)",
         "pass",
         (_CONFIG,),
@@ -48,7 +48,7 @@ FAULTS = [
     ),
     Fault(
         "prompts-may-fill-all-positions-twice",
-        "actors.run.preflight.model:_require_positions",
+        "actors.checks.model:_require_positions",
         "if longest > positions:",
         "if longest > 2 * positions:",
         (f"{_OPTIONS}[max_prompt_tokens max_response_tokens-]",),
@@ -56,7 +56,7 @@ FAULTS = [
     ),
     Fault(
         "memory-of-engines-not-counted",
-        "actors.run.preflight.memory:_bytes",
+        "actors.checks.memory:_bytes",
         "return sum(groups) + config.num_engines * engine",
         "return sum(groups)",
         (f"{_OPTIONS}[rollout.kv_cache_gib-]",),
@@ -64,7 +64,7 @@ FAULTS = [
     ),
     Fault(
         "memory-never-refuses",
-        "actors.run.preflight.memory:find_memory",
+        "actors.checks.memory:find_memory",
         "if held > device:",
         "if held > device * 1e9:",
         (f"{_OPTIONS}[rollout.kv_cache_gib-]",),
@@ -72,7 +72,7 @@ FAULTS = [
     ),
     Fault(
         "heads-of-engines-not-divided",
-        "actors.run.preflight.machine:_check_engines",
+        "actors.checks.machine:_check_engines",
         "if isinstance(heads, int) and heads % parts:",
         "if isinstance(heads, int) and parts % heads == 0:",
         (f"{_OPTIONS}[rollout.tensor_parallel-]",),
@@ -80,7 +80,7 @@ FAULTS = [
     ),
     Fault(
         "gpus-asked-of-a-machine-without",
-        "actors.run.preflight.machine:_check_engines",
+        "actors.checks.machine:_check_engines",
         'if engines.device == "cuda" and not gpus:',
         'if engines.device == "cuda" and gpus:',
         (f"{_OPTIONS}[rollout.device-]",),
@@ -88,7 +88,7 @@ FAULTS = [
     ),
     Fault(
         "a-named-cluster-is-taken-for-this-machine",
-        "actors.run.preflight.machine:is_on_cluster",
+        "actors.checks.machine:is_on_cluster",
         'return "RAY_ADDRESS" in os.environ or ray.is_initialized()',
         "return ray.is_initialized()",
         ("test_a_cluster_is_left_to_decide_about_devices_and_memory",),
@@ -96,7 +96,7 @@ FAULTS = [
     ),
     Fault(
         "a-check-leaves-its-lock-file",
-        "actors.run.preflight.folder:find_run_folder",
+        "actors.checks.folder:find_run_folder",
         "if folder.is_dir() and not has_lock:",
         "if folder.is_dir() and has_lock:",
         ("test_a_run_folder_in_use_or_of_another_run_is_refused_and_a_resumed_one_is_taken",),
@@ -104,7 +104,7 @@ FAULTS = [
     ),
     Fault(
         "too-few-prompts-for-a-batch",
-        "actors.run.collect:load_inputs",
+        "actors.collect.collect:load_inputs",
         "if len(prompts) < config.prompts_per_step:",
         "if not prompts:",
         (f"{_OPTIONS}[prompts_per_step-]",),
@@ -112,7 +112,7 @@ FAULTS = [
     ),
     Fault(
         "check-does-not-read-examples",
-        "actors.run.preflight.data:find_data",
+        "actors.checks.data:find_data",
         "return config.read_data()",
         'return f"examples of {config.dataset}"',
         ("test_rows_that_the_run_could_not_read_refuse_it",),

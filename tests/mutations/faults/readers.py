@@ -142,7 +142,7 @@ FAULTS = [
     ),
     Fault(
         "template-end-zero-dropped",
-        "actors.run.episode_inputs:_template_end",
+        "actors.collect.episode_inputs:_template_end",
         "return [] if end is None else [end]",
         "return [end] if end else []",
         ("test_turns_of_players_end",),

@@ -73,19 +73,19 @@ FAULTS = [
     ),
     Fault(
         "dropped-groups-are-trained-on",
-        "actors.run.collect:BatchCollector.collect",
+        "actors.collect.prompts:PromptDraft.add",
         """
-        groups_dropped += 1
+        self._dropped += 1
         continue
         """,
-        "groups_dropped += 1",
+        "self._dropped += 1",
         ("test_a_group_whose_reward_failed_leaves_the_batch",),
         "a failed call would count as a reward of 0 in a group that is said to be dropped",
     ),
     Fault(
         "failures-of-dropped-groups-not-counted",
-        "actors.run.collect:BatchCollector.collect",
-        "failures += [failure for score in group.scores for failure in score.failures]",
+        "actors.collect.prompts:PromptDraft.add",
+        "self._failures += [failure for score in group.scores for failure in score.failures]",
         "pass",
         ("test_a_group_whose_reward_failed_leaves_the_batch",),
         "a run whose reward function fails would report no failure",

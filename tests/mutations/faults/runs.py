@@ -20,7 +20,7 @@ FAULTS = [
     ),
     Fault(
         "logs-not-cut-back",
-        "actors.run.log_file:LogFile.__init__",
+        "actors.folder.log_file:LogFile.__init__",
         "self._file.truncate(self._size)",
         "pass",
         ("test_a_run_that_was_killed_goes_on_after_its_newest_checkpoint_and_logs_every_step_once",),
@@ -28,7 +28,7 @@ FAULTS = [
     ),
     Fault(
         "changed-lines-not-noticed",
-        "actors.run.log_file:require_unchanged",
+        "actors.folder.log_file:require_unchanged",
         "if found != facts:",
         "if False:",
         ("test_logs_that_are_damaged_or_shorter_are_refused",),
@@ -44,7 +44,7 @@ FAULTS = [
     ),
     Fault(
         "a-run-that-has-finished-goes-on",
-        "actors.run.start:find_start",
+        "actors.folder.start:find_start",
         "finished == config.steps == checkpoint.step",
         "False",
         ("test_a_run_that_has_finished_goes_on_only_with_more_steps",),
@@ -52,7 +52,7 @@ FAULTS = [
     ),
     Fault(
         "a-finished-run-without-its-last-checkpoint-does-not-go-on",
-        "actors.run.start:find_start",
+        "actors.folder.start:find_start",
         "finished == config.steps == checkpoint.step",
         "finished == config.steps",
         ("test_a_finished_run_whose_later_checkpoints_were_removed_goes_on_from_the_newest_that_is_left",),
@@ -60,7 +60,7 @@ FAULTS = [
     ),
     Fault(
         "earlier-checkpoints-in-their-own-folder",
-        "actors.run.start:find_start",
+        "actors.folder.start:find_start",
         "if newest is not None and newest > checkpoint.step:",
         "if False:",
         ("test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones_alone",),
@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "options-not-compared",
-        "actors.run.resume:require_same_run",
+        "actors.folder.resume:require_same_run",
         "if options.get(option) != here.get(option):",
         "if False:",
         ("test_options_that_decide_what_is_learned_may_not_change",),
@@ -76,8 +76,8 @@ FAULTS = [
     ),
     Fault(
         "contents-not-compared",
-        "actors.run.resume:require_same_run",
-        "if contents.get(option) != found:",
+        "actors.folder.resume:require_same_run",
+        "if saved.contents.get(option) != found:",
         "if False:",
         ("test_other_contents_of_the_files_of_a_run_are_refused",),
         "a run would go on with other data",
@@ -111,15 +111,15 @@ FAULTS = [
     ),
     Fault(
         "drawn-samples-not-kept",
-        "actors.run.saver:RunSaver.commit",
-        "save_drawn(position.drawn, self._store.draft(step))",
-        "save_drawn([], self._store.draft(step))",
+        "actors.folder.progress:Progress.saved",
+        "save_drawn(position.drawn, draft)",
+        "save_drawn([], draft)",
         ("test_samples_drawn_ahead_are_in_the_checkpoint_with_the_place_in_the_stream",),
         "a resumed run would draw other samples",
     ),
     Fault(
         "a-lock-that-two-runs-share",
-        "actors.run.lock:_lock",
+        "actors.folder.lock:_lock",
         "return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "return fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
         ("test_one_run_at_a_time_writes_to_a_folder",),
@@ -175,7 +175,7 @@ FAULTS = [
     ),
     Fault(
         "no-room-for-the-last-state",
-        "actors.run.state:RunState._take_room",
+        "actors.folder.state:RunState._take_room",
         "file.write(bytes(size + _SPARE_BYTES))",
         "pass",
         ("test_a_disk_that_fills_up_ends_the_run_with_a_name_and_a_last_state[samples]",),
@@ -183,7 +183,7 @@ FAULTS = [
     ),
     Fault(
         "full-disk-is-a-raw-error",
-        "actors.run.lock:written_to",
+        "actors.folder.lock:written_to",
         "raise RunFolderError(cannot_write(run_dir, error), path=str(run_dir), errno=error.errno) from error",
         "raise",
         ("test_a_disk_that_fills_up_ends_the_run_with_a_name_and_a_last_state[samples]",),
@@ -191,7 +191,7 @@ FAULTS = [
     ),
     Fault(
         "full-disk-hides-the-first-error",
-        "actors.run.folder:RunFolder.__exit__",
+        "actors.folder.folder:RunFolder.__exit__",
         """
         try:
             end()
@@ -217,7 +217,7 @@ FAULTS = [
     ),
     Fault(
         "checkpoint-options-without-checkpoints",
-        "actors.run.config:",
+        "actors.options.config:",
         "lambda config: config.save_every,",
         "lambda config: True,",
         (_REFUSED,),
@@ -225,7 +225,7 @@ FAULTS = [
     ),
     Fault(
         "importance-cap-without-weights",
-        "actors.run.sampled_config:",
+        "actors.options.sampled_config:",
         "lambda config: config.importance_options(),",
         "lambda config: True,",
         (_REFUSED,),
@@ -257,7 +257,7 @@ FAULTS = [
     ),
     Fault(
         "auto-dtype-is-not-compared",
-        "actors.run.resume:require_same_dtype",
+        "actors.folder.resume:require_same_dtype",
         "if saved != dtype:",
         'if config.dtype != "auto" and saved != dtype:',
         ("test_a_dtype_that_the_cluster_decides_must_be_the_one_that_was_saved",),

@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "cuts-weighed-by-importance",
-        "actors.run.sampled_config:SampledConfig._check_sizes",
+        "actors.options.sampled_config:SampledOptions._check_sampling",
         "for cut in self.sampling.cuts if self.importance_options() else ():",
         "for cut in ():",
         (_REFUSED,),
@@ -73,7 +73,7 @@ FAULTS = [
     ),
     Fault(
         "an-option-that-the-run-decides-taken",
-        "actors.run.options:Options._read",
+        "rl_backend.options.option_set:read_options",
         "if has(given, path) and found not in (default, wanted):",
         "if False:",
         (_REFUSED,),
@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "stop-strings-of-held-out-sets-without-a-tokenizer",
-        "actors.run.sampled_config:SampledConfig.stops_at_strings",
+        "actors.options.sampled_config:SampledOptions.stops_at_strings",
         "return any(each.stop_strings for each in (self.sampling, *self.eval_sampling.values()))",
         "return any(each.stop_strings for each in (self.sampling,))",
         ("test_one_response_is_greedy_and_several_are_sampled_as_in_training",),
@@ -105,7 +105,7 @@ FAULTS = [
     ),
     Fault(
         "drawn-samples-keep-one-version-span",
-        "actors.rollout.stream:_from_dict",
+        "actors.collect.stream:_from_dict",
         """
         return Sample(
             **{

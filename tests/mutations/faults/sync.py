@@ -202,7 +202,7 @@ FAULTS = [
     ),
     Fault(
         "staleness-of-the-newest-token",
-        "actors.run.versions:VersionedCollector._age_of",
+        "actors.collect.collector:WeightVersions.age",
         "return step - 1 - min(self._step_of_version[version] for version in versions)",
         "return step - 1 - max(self._step_of_version[version] for version in versions)",
         ("test_a_sample_of_several_versions_is_as_old_as_its_oldest_token",),
@@ -210,7 +210,7 @@ FAULTS = [
     ),
     Fault(
         "stale-samples-are-trained-on",
-        "actors.run.collect:BatchCollector.collect",
+        "actors.collect.collector:Collector.collect",
         'if age > config.max_staleness and config.stale_samples == "drop":',
         'if age > config.max_staleness + 1 and config.stale_samples == "drop":',
         ("test_samples_that_are_too_old_are_left_out",),
@@ -218,7 +218,7 @@ FAULTS = [
     ),
     Fault(
         "rewards-of-other-samples",
-        "actors.run.collect:BatchCollector._score",
+        "actors.collect.prompts:PromptSource.scored_groups",
         "yield _Group(batch.prompts[rows], batch.samples[rows], scores[rows])",
         "yield _Group(batch.prompts[rows], batch.samples[rows], scores[:size])",
         ("test_a_batch_is_scored_and_keeps_its_order",),
@@ -226,7 +226,7 @@ FAULTS = [
     ),
     Fault(
         "a-push-does-not-wait-for-samples",
-        "actors.rollout.stream:BatchStream.between_batches",
+        "actors.collect.stream:BatchStream.between_batches",
         """
         with self._sampling_now:
             yield
@@ -237,7 +237,7 @@ FAULTS = [
     ),
     Fault(
         "a-resumed-stream-draws-the-prompts-again",
-        "actors.rollout.stream:BatchStream._go_to",
+        "actors.collect.stream:BatchStream._go_to",
         """
         for _ in range(position.taken):
             next(self._batches)
@@ -248,7 +248,7 @@ FAULTS = [
     ),
     Fault(
         "samples-of-every-batch-alike",
-        "actors.rollout.stream:SampleStream._draw",
+        "actors.collect.stream:SampleStream._draw",
         "self._seed, number,",
         "self._seed, 0,",
         ("test_every_batch_has_seeds_of_its_own",),

@@ -10,7 +10,7 @@ _SAMPLES = "test_metrics_of_samples_count_lengths_ends_and_groups_of_equal_rewar
 FAULTS = [
     Fault(
         "warned-at-the-first-sign",
-        "actors.run.vital_signs:VitalSigns.warnings",
+        "actors.watch.health_metrics:HealthWarnings.warnings",
         "if self._lasted[name] >= cause.steps and name not in self._told and not explained:",
         "if self._lasted[name] and name not in self._told and not explained:",
         (_TOLD,),
@@ -18,7 +18,7 @@ FAULTS = [
     ),
     Fault(
         "steps-in-between-do-not-count",
-        "actors.run.vital_signs:VitalSigns.warnings",
+        "actors.watch.health_metrics:HealthWarnings.warnings",
         "self._lasted[name] = self._lasted.get(name, 0) + 1 if shown else 0",
         "self._lasted[name] = self._lasted.get(name, 0) + int(shown)",
         (_TOLD,),
@@ -26,7 +26,7 @@ FAULTS = [
     ),
     Fault(
         "told-in-every-step",
-        "actors.run.vital_signs:VitalSigns.warnings",
+        "actors.watch.health_metrics:HealthWarnings.warnings",
         "if self._lasted[name] >= cause.steps and name not in self._told and not explained:",
         "if self._lasted[name] >= cause.steps and not explained:",
         (_TOLD,),
@@ -34,7 +34,7 @@ FAULTS = [
     ),
     Fault(
         "consequences-told-beside-their-cause",
-        "actors.run.vital_signs:VitalSigns.warnings",
+        "actors.watch.health_metrics:HealthWarnings.warnings",
         "if self._lasted[name] >= cause.steps and name not in self._told and not explained:",
         "if self._lasted[name] >= cause.steps and name not in self._told:",
         ("test_several_causes_are_several_sentences_and_a_consequence_is_none",),
@@ -42,7 +42,7 @@ FAULTS = [
     ),
     Fault(
         "equal-groups-warned-of-where-advantages-differ",
-        "actors.run.vital_signs:_equal_groups",
+        "actors.watch.health_metrics:_equal_groups",
         'return metrics["equal_groups"] == 1 and metrics.get("zero_advantages", 1.0) == 1',
         'return metrics["equal_groups"] == 1',
         ("test_equal_rewards_of_groups_are_no_cause_where_advantages_compare_more_than_a_group",),
@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         "warnings-told-again-after-a-resume",
-        "actors.run.vital_signs:VitalSigns.__init__",
+        "actors.watch.health_metrics:HealthWarnings.__init__",
         'self._told: set[str] = set(earlier.get("told", ()))',
         "self._told: set[str] = set()",
         ("test_what_lasts_and_what_was_told_survive_a_resume",),
@@ -59,8 +59,8 @@ FAULTS = [
     Fault(
         "a-resumed-run-forgets-what-lasts",
         "actors.run.run:Run.__init__",
-        'self._vital_signs = VitalSigns(saved.get("vital_signs"))',
-        "self._vital_signs = VitalSigns()",
+        "self._health = HealthWarnings(saved.get(_HEALTH))",
+        "self._health = HealthWarnings()",
         ("test_a_resumed_run_goes_on_counting_what_lasts",),
         "a run that is resumed every few steps would never be warned",
     ),
@@ -74,7 +74,7 @@ FAULTS = [
     ),
     Fault(
         "equal-groups-are-those-without-reward",
-        "actors.run.vital_signs:sample_metrics",
+        "actors.watch.health_metrics:sample_metrics",
         'metrics["equal_groups"] = statistics.fmean(len(set(rewards)) == 1 for rewards in compared)',
         'metrics["equal_groups"] = statistics.fmean(not any(rewards) for rewards in compared)',
         (_SAMPLES,),
@@ -82,7 +82,7 @@ FAULTS = [
     ),
     Fault(
         "spread-of-a-sample-of-rewards",
-        "actors.run.vital_signs:sample_metrics",
+        "actors.watch.health_metrics:sample_metrics",
         '"reward_std": statistics.pstdev(rewards),',
         '"reward_std": statistics.stdev(rewards),',
         (_SAMPLES,),
@@ -90,7 +90,7 @@ FAULTS = [
     ),
     Fault(
         "responses-that-ended-count-as-cut-off",
-        "actors.run.vital_signs:sample_metrics",
+        "actors.watch.health_metrics:sample_metrics",
         '(sample.finish_reason == "length" for sample in samples),',
         "(bool(sample.finish_reason) for sample in samples),",
         (_SAMPLES,),
@@ -98,8 +98,8 @@ FAULTS = [
     ),
     Fault(
         "unknown-tokens-of-a-step-are-not-counted",
-        "actors.run.sampled_run:SampledRun.collect",
-        'self._batch.metrics["unknown_tokens"] = unknown',
+        "actors.run.sampling:Sampling.collect",
+        'batch.metrics["unknown_tokens"] = unknown',
         "pass",
         ("test_a_steps_unknown_tokens_are_a_metric",),
         "a run would train on ids that decode to nothing, without a word",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from actors.run.transcripts import describe_episodes, transcript
+from actors.collect.transcripts import describe_episodes, transcript
 from benchmarks.environment_tasks import CALL, HIGH, TURNS, bpe_tokenizer
 from examples.episodes import Calculator, EpisodesConfig, GuessingGame
 from rl_backend.algorithm import episode_sequences

@@ -14,11 +14,12 @@ from pydantic import Field
 
 from actors import Sample
 from actors.cluster.placement import gpus_each
-from actors.run.collect import TrainingBatch, load_inputs
+from actors.collect.inputs import load_inputs
+from actors.collect.prompts import TrainingBatch
+from actors.collect.reward_scores import score
+from actors.collect.stop_tokens import stop_token_ids
+from actors.folder.folder import RunFolder
 from actors.run.command_line import parse_config
-from actors.run.ends import stop_token_ids
-from actors.run.folder import RunFolder
-from actors.run.reward_scores import score
 from examples.demo.__main__ import RECIPES, Algorithm, DemoConfig, demo_settings
 from examples.demo.task import careless_answer, character_tokenizer, has_carry, right_answer, write_task
 from examples.episodes import EpisodesConfig
@@ -122,7 +123,6 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"backend": "bridge", "tp": 2, "ranks": 3}, r"world size 3 is not a multiple of tp\*pp\*cp = 2\*1\*1 = 2"),
         ({"backend": "bridge", "pp": 2, "ranks": 1000, "dtype": "float32"}, "each of 500 data-parallel ranks needs one"),
         ({"train.backend_cfg.no_such": 1}, r"NativeConfig\.no_such=1: unknown field"),
-        ({"backend_options": {"param_dtype": "bfloat16"}}, r"backend_options=.*: is train\.backend_cfg now; set that"),
         ({"lr": 0}, r"lr=0\.0: must be above 0"),
         ({"seed": -1}, r"seed=-1: must be at least 0"),
         ({"temperature": 0, "samples_per_prompt": 1}, r"temperature=0\.0: must be above 0"),
@@ -139,10 +139,8 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"loss": {"loss_scale_factor": 2.0}}, "only loss_agg_mode='seq-mean-token-sum-norm' divides"),
         ({"advantage": "nothing"}, "advantage"),
         ({"loss": {"loss_agg_mode": "sum"}}, "loss_agg_mode"),
-        ({"loss_agg_mode": "token-mean"}, r"loss_agg_mode='token-mean': is loss\.loss_agg_mode now"),
         ({"temperature": float("inf")}, r"temperature=inf: must be above 0 and finite"),
         ({"loss.clip_ratio_low": float("nan")}, "finite number"),
-        ({"loss": "gspo"}, r"loss='gspo': is loss\.name now"),
     ],
 )
 def test_grpo_options_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:

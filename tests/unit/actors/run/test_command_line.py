@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from actors.cluster.session import RunStopped, RunTerminated
+from actors.folder.start import RunFinishedError
 from actors.run import command_line
 from actors.run.command_line import in_flags, parse_config, run_command
-from actors.run.options import Options
-from actors.run.start import RunFinishedError
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, EngineDeadError, RLBackendError
+from rl_backend.options.option_set import OptionSet, read_options
 
 
 class Part(BaseConfig):
@@ -32,11 +31,11 @@ class Deeper(BaseConfig):
     depth: float = 1.0
 
 
-class Mine(Options):
-    short: ClassVar[Mapping[str, str]] = {"size": "part.size", "names": "deeper_names"}
-    renamed: ClassVar[Mapping[str, str]] = {"old_size": "part.size", "deeper": "deeper.depth", "quiet": "loud"}
-    repeated: ClassVar[tuple[str, ...]] = ("deeper_names", "words")
-    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {}
+class Mine(BaseConfig):
+    option_set: ClassVar[OptionSet] = OptionSet(
+        short={"size": "part.size", "names": "deeper_names"}, repeated=("deeper_names", "words")
+    )
+    _read = model_validator(mode="wrap")(read_options)
 
     part: Part = Part()
     deeper: Deeper = Deeper()
@@ -66,11 +65,6 @@ def test_flags_are_read_with_dashes_signs_and_repeats() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--old-size", "4"), "--old-size 4: is --part.size now; use that"),
-        (("--old_size=4",), "--old-size 4: is --part.size now; use that"),
-        (("--no-quiet",), "--no-quiet: is --loud now; use that"),
-        (("--run-dir", "y", "--deeper", "3"), "--deeper 3: is --deeper.depth now; use that"),
-        (("--old-size",), "--old-size: is --part.size now; use that"),
         (("--deeper.part.rate", "2"), '--deeper.part.rate="2": input should be less than or equal to 1'),
         (("--rate", "2"), "--rate 2: there is no such flag; did you mean --"),
         (("--size=x",), '--size="x": input should be a valid integer'),
@@ -88,7 +82,7 @@ def test_wrong_flags_are_refused_as_they_were_given(arguments: tuple[str, ...], 
     assert str(refused.value).startswith(message)
 
 
-def test_a_section_that_has_the_name_of_an_old_option_takes_an_object() -> None:
+def test_a_section_takes_an_object() -> None:
     assert read("--deeper", '{"depth": 2}').deeper.depth == 2
 
 

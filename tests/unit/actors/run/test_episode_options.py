@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from actors.collect.collector import Collector
+from actors.collect.episode_stream import EpisodeStream, group_tasks
+from actors.collect.episodes import EpisodeSource, turn_sampling
+from actors.collect.held_out import HeldOutSet
+from actors.collect.inputs import EpisodeInputs
+from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.run.clock import Clock
-from actors.run.episode_collect import EpisodeCollector
-from actors.run.episode_config import EpisodeConfig
-from actors.run.episode_run import EpisodeRun
-from actors.run.episode_stream import EpisodeStream, group_tasks
-from actors.run.eval_sets import HeldOutSet
+from actors.rollout.tokens import RolloutTokens
+from actors.watch.clock import Clock
 from rl_backend.environment import Result, Sampler
 from rl_backend.environment.groups import GroupTask, PlayOptions
+from rl_backend.options.option_set import filled
 from tests.support.token_sources import RandomSource
 from tests.unit.actors.rollout.test_tokens import Engines, ask
 
@@ -65,19 +67,23 @@ def test_the_sampling_of_a_run_and_of_a_held_out_set_reaches_turns() -> None:
     config = settings(**of_run, sampling={"stop_token_ids": [42]}, eval_dataset={"hard": {"path": "x", "n": 2, **of_set}})
     engines = Engines()
     engines.config = RolloutConfig(model_path="x", num_engines=2, load_tokenizer=True)
-    run: Any = SimpleNamespace(inputs=SimpleNamespace(ends=(5, STOP)), _rollout=engines, _adapter=None)
     for sampling, expected, stops in (
         (config.sampling, of_run, (9, 42, 5, STOP)),
         (config.eval_sampling["hard"], of_set, (9, 42, 5, STOP)),
     ):
-        ask(EpisodeRun._source(run, sampling))
+        tokens: Any = engines
+        ask(RolloutTokens(tokens, turn_sampling(sampling, (5, STOP))))
         given = {**expected, "stop_strings": tuple(expected["stop_strings"])}  # type: ignore[arg-type]
         assert engines.asked[-1][2] == SamplingConfig(**given, max_new_tokens=7, stop_token_ids=stops)  # type: ignore[arg-type]
 
 
+def source_of(config: EpisodeConfig, held_out: list[HeldOutSet] | None = None) -> EpisodeSource:
+    player: Any = None
+    return EpisodeSource(config, EpisodeInputs(None, player, None, [], held_out or [], iter(())), lambda _: player)
+
+
 def play_options(config: EpisodeConfig) -> PlayOptions:
-    run: Any = SimpleNamespace(config=config, inputs=SimpleNamespace(score=None), label="")
-    return EpisodeRun._play_options(run, config.filled("limits"))
+    return source_of(config).play_options(filled(config, "limits"))
 
 
 @pytest.mark.parametrize(
@@ -121,12 +127,8 @@ def test_a_held_out_sets_own_length_bounds_its_turns(monkeypatch: pytest.MonkeyP
     def played(held_out: Any, player: Any, source: Any, options: PlayOptions, **more: Any) -> Any:
         asked.append((options.limits.turn_tokens, options.limits.turns))
 
-    monkeypatch.setattr("actors.run.episode_run.play_held_out", played)
-    run: Any = SimpleNamespace(
-        config=config, inputs=SimpleNamespace(held_out=sets, player=None), _source=lambda sampling: None
-    )
-    run._play_options = lambda limits: PlayOptions(limits)
-    EpisodeRun._answer_held_out(run)
+    monkeypatch.setattr("actors.collect.episodes.play_held_out", played)
+    source_of(config, sets).answer_held_out()
     assert asked == [(13, 3), (8, 3)]
 
 
@@ -154,9 +156,11 @@ def test_a_batch_is_as_old_as_its_oldest_episode(ages: tuple[int, ...], dropped:
     batches = iter([[{"age": each} for each in ages], [{"age": 0}, {"age": 1}, {"age": 0}], [{"age": 0}] * 3])
     options = PlayOptions(play_options(config).limits.replace(concurrent=1))
     with EpisodeStream(play, source, options, batches, n=1, seed=5, ahead=0) as stream:
-        collector = EpisodeCollector(config, stream)
+        episodes = source_of(config)
+        episodes.stream = stream
+        collector = Collector(config, episodes)
         for age in range(3):
-            collector.pushed(10 - age, 6 - age)
+            collector.versions.pushed(10 - age, 6 - age)
         metrics = collector.collect(7, Clock()).metrics
     expected = (0, 1, 0) if dropped else ages
     assert metrics["samples_dropped"] == (3 if dropped else 0)

@@ -11,12 +11,11 @@ import pytest
 import ray
 
 from actors import EpisodeRun, Session
+from actors.collect.episodes import turn_sampling
+from actors.collect.held_out import HeldOutSet
+from actors.collect.inputs import EpisodeInputs
+from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import SamplingConfig
-from actors.run.episode_config import EpisodeConfig
-from actors.run.episode_inputs import EpisodeInputs
-from actors.run.episode_run import turn_sampling
-from actors.run.eval_sets import HeldOutSet
-from rl_backend.contracts import ConfigError
 from rl_backend.environment import Episode, Result, Sampler
 from tests.support.sampled_runs import Words, config_of, without_ray
 from tests.support.token_sources import RandomSource
@@ -68,13 +67,13 @@ def run_of(
     return config, session, sources
 
 
-def take_steps(config: EpisodeConfig, session: Session, **options: Any) -> list[list[Episode]]:
+def take_steps(config: EpisodeConfig, session: Session) -> list[list[Episode]]:
     found = []
     with EpisodeRun(config, session, label="bob ") as run:
         policy = run.build_model("policy")
-        run.begin("Mine", {"policy": policy}, **options)
+        run.begin("Mine", {"policy": policy})
         for _ in run.steps():
-            run._collector._step_of_version[10] = run._step - 1  # the stand-in knows no other version
+            run._sampled.collector.versions._step_of_version[10] = run._step - 1  # the stand-in knows no other version
             batch = run.collect()
             found.append(list(batch.episodes))
             run.push()
@@ -158,14 +157,6 @@ def test_a_groups_score_is_added_to_its_episodes(tmp_path: Path, monkeypatch: py
     config, session, _ = run_of(tmp_path, monkeypatch, score=scored, on_episode_failure="zero")
     rewards = [episode.reward for step in take_steps(config, session) for episode in step if episode.stop != "error"]
     assert {101.0, 103.0} <= set(rewards) <= {101.0, 102.0, 103.0, 104.0}
-
-
-def test_episodes_have_no_dynamic_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, session, _ = run_of(tmp_path, monkeypatch)
-    with pytest.raises(
-        ConfigError, match=r"^batches_with_signal=3: episodes are not sampled anew for groups of equal rewards"
-    ):
-        take_steps(config, session, batches_with_signal=3)
 
 
 def test_turns_are_sampled_with_what_was_asked_and_end_with_every_end_once() -> None:

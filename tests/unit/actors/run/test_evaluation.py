@@ -13,10 +13,10 @@ import pytest
 import ray
 
 from actors.cluster.placement import ClusterShare
+from actors.collect.inputs import EpisodeInputs
+from actors.options.sampled_config import EpisodeConfig
 from actors.run import evaluation as evaluation_module
 from actors.run import show_episode as show_module
-from actors.run.episode_config import EpisodeConfig
-from actors.run.episode_inputs import EpisodeInputs
 from actors.run.evaluation import EvalConfig, evaluate
 from actors.run.show_episode import show_episode
 from rl_backend.contracts import ConfigError
@@ -185,7 +185,7 @@ def test_one_episode_of_a_row_is_shown(monkeypatch: pytest.MonkeyPatch, is_open:
 
     monkeypatch.setattr(show_module, "load_episode_inputs", lambda config: inputs)
     monkeypatch.setattr(show_module, "RolloutTokens", tokens)
-    monkeypatch.setattr("actors.run.config.local_model", lambda model, field: f"/cache/{model}")
+    monkeypatch.setattr("actors.options.config.local_model", lambda model, field: f"/cache/{model}")
     options = {"model": "m", "dataset": "d", "player": "m:play", "run_dir": "x", "dtype": "float32", "engines": 3}
     config = EpisodeConfig(**options, max_response_tokens=4, temperature=0.5)
     engines: Any = object() if is_open else None

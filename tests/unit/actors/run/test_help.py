@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
 from pydantic import Field
 
 from actors.run.help import nearest, write_help
-from actors.run.options import Options, sections_of
 from examples.grpo import GRPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig
+from rl_backend.options.option_set import OptionSet, options_of, sections_of
 from rl_backend.runtime.bridge.config import BridgeConfig
 
 LONG = "a word of this text is never divided, and a line that is full goes on in the next one below the text before it"
@@ -23,11 +22,11 @@ class Part(BaseConfig):
     size: int = 3
 
 
-class Whole(Options):
-    short: ClassVar[Mapping[str, str]] = {"size": "part.size"}
-    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {"logging": ("loud",), "mine": ("needed",), "data": ("size",)}
-    example: ClassVar[str] = "--needed 'two words' --loud --size 12345 " + " ".join(
-        f"--flag-{number} value" for number in range(7)
+class Whole(BaseConfig):
+    option_set: ClassVar[OptionSet] = OptionSet(
+        short={"size": "part.size"},
+        groups={"logging": ("loud",), "mine": ("needed",), "data": ("size",)},
+        example="--needed 'two words' --loud --size 12345 " + " ".join(f"--flag-{number} value" for number in range(7)),
     )
 
     needed: str = Field(description=LONG)
@@ -54,7 +53,7 @@ def test_help_is_usage_groups_and_an_example() -> None:
     assert title == "example:" and all(line.endswith(" \\") for line in lines[:-1]) and not lines[-1].endswith("\\")
     assert all(len(line) <= 100 for line in lines) and len(lines) == 2
     words = shlex.split("".join(line.removesuffix("\\") for line in lines))
-    assert words == ["rl-backend", "mine", *shlex.split(Whole.example)]
+    assert words == ["rl-backend", "mine", *shlex.split(Whole.option_set.example)]
     assert "example" not in write_help("x", Part, "", {"": Part}) and "\n\n\n" not in text
     assert text.endswith("\n") and not text.endswith("\n\n")
 
@@ -102,8 +101,10 @@ def test_usage_of_many_options_goes_on_without_a_backslash() -> None:
         ("loss.zzzzzzz", GRPOConfig, None),
     ],
 )
-def test_a_name_that_others_use_or_a_slip_is_taken_for_the_option(name: str, kind: type[Options], found: str | None) -> None:
-    assert nearest(name, kind, dict(sections_of(kind, kind.section_types({})))) == found
+def test_a_name_that_others_use_or_a_slip_is_taken_for_the_option(
+    name: str, kind: type[BaseConfig], found: str | None
+) -> None:
+    assert nearest(name, kind, dict(sections_of(kind, options_of(kind).section_types({})))) == found
 
 
 def test_only_options_of_the_chosen_runtime_are_offered() -> None:

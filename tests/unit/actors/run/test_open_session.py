@@ -14,8 +14,8 @@ import ray
 from actors import Session
 from actors.cluster.placement import ClusterShare
 from actors.run import session as session_module
-from actors.run.console import Phases
-from actors.run.session import lent_session, log_of_engines, open_session, ray_is
+from actors.run.session import borrowed_session, log_of_engines, open_session, ray_is
+from actors.watch.console import Phases
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
@@ -56,7 +56,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         kind = "engines"
 
     monkeypatch.setattr(ray, "cluster_resources", dict)
-    monkeypatch.setattr("actors.run.config.local_model", lambda model, field: f"/cache/{model}")
+    monkeypatch.setattr("actors.options.config.local_model", lambda model, field: f"/cache/{model}")
     for name, made in (
         ("ray_session", ray_session),
         ("share_cluster", share_cluster),
@@ -161,7 +161,7 @@ def test_a_session_of_other_engines_or_ranks_is_refused(
     monkeypatch.setattr(ray, "cluster_resources", dict)
     config = GRPOConfig(**OPTIONS, reward="r")
     session = session_of(config, **engines)
-    with pytest.raises(ConfigError, match=message), lent_session(session, config.replace(**changes)):
+    with pytest.raises(ConfigError, match=message), borrowed_session(session, config.replace(**changes)):
         raise AssertionError("it was lent")
     assert session.rollout.forgotten == 0  # type: ignore[union-attr]
 
@@ -180,7 +180,7 @@ def test_a_session_with_more_than_a_run_needs_is_lent(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ray, "cluster_resources", dict)
     config = GRPOConfig(**OPTIONS, reward="r")
     session = session_of(config, **engines)
-    with lent_session(session, config.replace(**changes)) as lent:
+    with borrowed_session(session, config.replace(**changes)) as lent:
         assert lent is session
     pushes_adapters = changes.get("lora.rank") and "lora.push" not in changes
     assert session.rollout.forgotten == (0 if pushes_adapters else 1)  # type: ignore[union-attr]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 from pydantic import Field
 
 from actors.run.option_table import OptionRow, option_rows
-from actors.run.options import Follows, Options, sections_of
 from rl_backend.contracts import BaseConfig
+from rl_backend.options.option_set import Follows, OptionSet, sections_of
 
 type Kind = Literal["a", "b"]
 
@@ -27,15 +26,14 @@ class Part(BaseConfig):
     kind: Kind | None = None
 
 
-class Whole(Options):
-    short: ClassVar[Mapping[str, str]] = {"part_size": "part.size", "odd.name": "part.kind"}
-    preset: ClassVar[Mapping[str, Any]] = {"part.size": 7}
-    follows: ClassVar[Mapping[str, Follows]] = {
-        "rate": Follows(lambda config: 1.0),
-        "hidden": Follows(lambda config: 1, "it follows"),
-    }
-    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {"late": ("names",), "first": ("part.", "switch")}
-    metavars: ClassVar[Mapping[str, str]] = {"names": "NAME,..."}
+class Whole(BaseConfig):
+    option_set: ClassVar[OptionSet] = OptionSet(
+        short={"part_size": "part.size", "odd.name": "part.kind"},
+        preset={"part.size": 7},
+        follows={"rate": Follows(lambda config: 1.0), "hidden": Follows(lambda config: 1, "it follows")},
+        groups={"late": ("names",), "first": ("part.", "switch")},
+        metavars={"names": "NAME,..."},
+    )
 
     needed: str = Field(description="must be there")
     rate: float = 0.5

@@ -12,9 +12,9 @@ import pytest
 import ray
 
 from actors.cluster.placement import ClusterShare
+from actors.folder.resume import deciding_options, saved_facts
+from actors.options.policy_options import tenant_config
 from actors.run.command_line import parse_config
-from actors.run.resume import deciding_options, saved_facts
-from actors.run.start import checkpoints_of, find_start
 from examples.demo.__main__ import RECIPES, DemoConfig, demo_settings
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
@@ -22,6 +22,7 @@ from examples.sft import SFTConfig
 from examples.tenants import TenantsConfig, UserConfig
 from rl_backend.contracts import MAY_CHANGE, BaseConfig, ConfigError, HasEffect, NativeConfig
 from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.options.option_set import filled
 from rl_backend.runtime.bridge.config import BridgeConfig
 
 REQUIRED = ("--model", "m", "--dataset", "d", "--reward", "r")
@@ -122,11 +123,8 @@ def test_a_flag_of_a_dictionary_replaces_that_of_a_file_and_several_flags_add_up
         (("--batch-size", "8"), "--batch-size 8: there is no such flag; did you mean --prompts-per-step?"),
         (("--zzzzzz",), "--zzzzzz: there is no such flag; see --help"),
         (("yes",), "yes: is not a flag; flags begin with --, see --help"),
-        (("--backend-options", "{}"), "--backend-options {}: is --train.backend_cfg now; use that"),
-        (("--weight-decay", "0.1"), "--weight-decay 0.1: is --train.backend_cfg.optimizer.weight_decay now; use that"),
-        (("--clip-grad=2",), "--clip-grad 2: is --train.backend_cfg.optimizer.clip_grad now; use that"),
-        (("--loss", "gspo"), "--loss gspo: is --loss.name now; use that"),
-        (("--clip-ratio-low", "0.1"), "--clip-ratio-low 0.1: is --loss.clip_ratio_low now; use that"),
+        (("--clip-grad=2",), "--clip-grad 2: there is no such flag; did you mean --train.backend_cfg.optimizer.clip_grad?"),
+        (("--loss", "gspo"), "--loss: neither JSON nor NAME=VALUE; give one of them"),
         (("--lr", "fast"), '--lr="fast": input should be a valid number, unable to parse string as a number'),
         (("--lr", "-1e-4"), '--lr="-1e-4": input should be greater than or equal to 0'),
         (("--run-dir", ""), '--run-dir="": string should have at least 1 character'),
@@ -229,56 +227,6 @@ def test_a_field_declares_when_it_has_no_effect() -> None:
         Mine(size=4)
 
 
-def old_options(config: GRPOConfig | PPOConfig, **changes: Any) -> dict[str, Any]:
-    """What the version before saved of a run: flat, with all defaults."""
-    names = ("steps", "run_dir", "ranks", "placement", "save_every", "keep_checkpoints", "async_save", "resume", "trace")
-    nested = ("train", "rollout", "sampling", "loss", "dtype", "dataset", "eval_dataset", "rewards", "critic_model")
-    moved = ("metrics_to", "transport", "samples_logged", "eval_every", "groups")
-    own = {name: value for name, value in config.model_dump(mode="json").items() if name not in (*names, *nested, *moved)}
-    optimizer, policy = config.train.backend_cfg.optimizer, config.loss
-    return {
-        **own,
-        **{name: getattr(optimizer, name) for name in ("lr", "lr_decay_style", "weight_decay", "clip_grad")},
-        **{name: value for name, value in policy.model_dump().items() if name != "name"},
-        **({"loss": policy.name} if isinstance(config, GRPOConfig) else {}),
-        "lr_warmup_steps": max(optimizer.lr_warmup_steps, 0),
-        "plugins": "",
-        "seed": config.train.seed,
-        "samples_per_prompt": config.sampling.n,
-        "max_response_tokens": config.sampling.max_new_tokens,
-        "temperature": config.sampling.temperature,
-        "backend_options": {},
-        **changes,
-    }
-
-
-@pytest.mark.shows("resume: a run folder of the version before, with flat options, is continued, or refused by name")
-@pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig])
-def test_a_checkpoint_of_the_version_before_is_continued(tmp_path: Path, kind: Any) -> None:
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    files = {"model": str(tmp_path), "dataset": str(tmp_path / "train.jsonl"), "reward": "json:dumps"}
-    given = {**files, "run_dir": str(tmp_path / "run"), "steps": 4, "save_every": 2, "lr": 3e-5, "lr_decay_style": "linear"}
-    config = kind(**given, temperature=0.8, **{"train.backend_cfg.optimizer.weight_decay": 0.0})
-
-    def save(step: int, options: dict[str, Any]) -> None:
-        store = checkpoints_of(config)
-        (store.draft(step) / "policy").mkdir(parents=True)
-        (store.draft(step) / "policy" / "manifest.json").write_text("{}")
-        store.commit(step, {"run": saved_facts(config) | {"dtype": "float32", "options": options}, "logs": {}})
-
-    again = config.replace(resume=str(tmp_path / "run" / "checkpoints" / "latest"), run_dir=str(tmp_path / "new"))
-    for step, backend in ((2, {}), (3, {"reduce_dtype": "bfloat16"})):
-        save(step, old_options(config, backend_options=backend))
-        changes = {f"train.backend_cfg.{name}": value for name, value in backend.items()}
-        assert find_start(again.replace(ranks=2, tp=2, **changes)).step == step
-    with pytest.raises(ConfigError, match=r"train\.backend_cfg\.reduce_dtype='float32': the run of .* has 'bfloat16'"):
-        find_start(again)
-    save(4, old_options(config))
-    for option, changes in (("lr", {"lr": 1e-5}), ("seed", {"seed": 2}), ("temperature", {"temperature": 1.0})):
-        with pytest.raises(ConfigError, match=rf"{kind.__name__}\.{option}="):
-            find_start(again.replace(**changes))
-
-
 def test_stop_strings_are_taken_from_the_command_line_as_they_stand(tmp_path: Path) -> None:
     for given, expected in (
         (["--stop-strings", "\n\n"], ("\n\n",)),
@@ -294,14 +242,6 @@ def test_stop_strings_are_taken_from_the_command_line_as_they_stand(tmp_path: Pa
     assert not read().rollout.load_tokenizer
     with pytest.raises(ConfigError, match="--stop-strings: needs a value"):
         read("--stop-strings", "--top-p", "0.5")
-
-
-def test_a_configuration_of_the_version_before_is_refused_by_the_new_name(tmp_path: Path) -> None:
-    (tmp_path / "old.json").write_text('{"backend_options": {"log_prob_chunk_tokens": 8}, "clip_ratio_low": null}')
-    with pytest.raises(
-        ConfigError, match=r"--backend_options=.*: is train\.backend_cfg now|backend_options.*train\.backend_cfg"
-    ):
-        read("--config", str(tmp_path / "old.json"))
 
 
 def test_what_decides_what_is_learned_is_declared_on_the_fields() -> None:
@@ -349,7 +289,7 @@ def test_the_demos_options_go_to_both_of_its_runs(tmp_path: Path) -> None:
 @pytest.mark.shows("options: --lora.rank trains adapters over a frozen model, which engines serve as adapters or merged")
 def test_options_of_adapters_decide_what_engines_serve() -> None:
     config = read("--lora.rank", "40", "--lora.targets", "q_proj,v_proj", "--seed", "3")
-    adapter = config.filled("lora").adapter()
+    adapter = tenant_config(filled(config, "lora"))
     assert (adapter.rank, adapter.targets, adapter.seed) == (40, ("q_proj", "v_proj"), 3)
     engines = config.rollout_config(ClusterShare(1, 1, 0))
     assert (engines.max_adapters, engines.max_adapter_rank) == (1, 40)
@@ -358,12 +298,12 @@ def test_options_of_adapters_decide_what_engines_serve() -> None:
     merged = read("--lora.rank", "40", "--lora.push", "merged").rollout_config(ClusterShare(1, 1, 0))
     assert merged.max_adapters == read().rollout.max_adapters == 0
     each = {"kl_coef": 0.1, "model": "m", "dataset": "d", "reward": "r"}
-    assert GRPOConfig(**each, lora={"rank": 8}).filled("lora").adapter() == LoRAConfig(rank=8, alpha=32.0, dropout=0.0)
+    assert tenant_config(filled(GRPOConfig(**each, lora={"rank": 8}), "lora")) == LoRAConfig(rank=8, alpha=32.0, dropout=0.0)
     given = {"rank": 5, "alpha": 7.0, "dropout": 0.3, "use_rslora": True, "use_dora": True, "seed": 4, "targets": ("head",)}
     assert set(given) == set(LoRAConfig.model_fields), "every option of a tenant"
     for kind in (GRPOConfig, PPOConfig):
         config = kind(**each, lora={**given, "push": "merged"})
-        assert config.filled("lora").adapter() == LoRAConfig(**given)
+        assert tenant_config(filled(config, "lora")) == LoRAConfig(**given)
     assert PPOConfig(**each, groups="each").training_groups == 3
     assert PPOConfig(**each, groups="each", **{"lora.rank": 4}).training_groups == 2
 
@@ -398,9 +338,9 @@ def test_a_user_has_the_options_of_all_and_its_own() -> None:
     engines = config.rollout_config(ClusterShare(1, 1, 0))
     assert (engines.max_adapters, engines.max_adapter_rank, engines.max_model_len) == (2, 16, 1024)
     assert TenantsConfig.model_validate_json(config.model_dump_json()) == config
-    assert not config.filled("rollout").load_tokenizer
+    assert not filled(config, "rollout").load_tokenizer
     stops = read("--users", '{"ann": {}, "bob": {"stop_strings": ["END"]}}', kind=TenantsConfig)
-    assert stops.filled("rollout").load_tokenizer
+    assert filled(stops, "rollout").load_tokenizer
 
 
 def test_a_users_reward_functions_replace_those_of_all() -> None:
@@ -427,7 +367,6 @@ def test_a_users_reward_functions_replace_those_of_all() -> None:
             '{"a": {"eval_dataset": {"h": {"path": "p", "max_new_tokens": 900}}}}',
             "--rollout.max_model_len=1024: user 'a' has sequences of up to 1412 tokens",
         ),
-        ('{"a": {"loss": "gspo"}}', "is loss.name now; set that"),
     ],
 )
 def test_a_wrong_option_of_a_user_is_refused_with_its_name(users: str, message: str) -> None:

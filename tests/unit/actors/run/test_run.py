@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from actors import Run, Session
-from actors.run.start import find_start
+from actors.folder.start import find_start
 from actors.train.model import GroupModel
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
@@ -181,7 +181,7 @@ def test_a_trace_has_every_group_and_the_engines(tmp_path: Path, monkeypatch: py
         def close(self) -> None:
             traced.append("closed")
 
-    monkeypatch.setattr("actors.run.folder.TraceCollector", Collector)
+    monkeypatch.setattr("actors.folder.folder.TraceCollector", Collector)
     config = config_of(tmp_path, PPOConfig, reward="r", groups="each", trace=True)
     session, trainers = session_of(config, 2)
     with pytest.raises(KeyError, match="mine"), Run(config, session):

@@ -14,9 +14,9 @@ import ray
 
 from actors import RLRun, Session
 from actors.cluster.session import RunStopped
+from actors.folder.start import find_start
 from actors.rollout.sample import sample_seeds
 from actors.run import RunResult
-from actors.run.start import find_start
 from actors.run.stop import StopRequest
 from rl_backend.contracts import RLBackendError
 from tests.support.sampled_runs import config_of, held_out_sets, inputs_of, without_ray
@@ -142,13 +142,13 @@ def test_a_run_that_was_stopped_has_the_times_and_results_of_all_its_parts(
     with pytest.raises(RunStopped):
         take_steps(config, session, {1: 0.5}, stop=stop, during=lambda step: stop.ask("SIGTERM") if step == 2 else None)
     start = find_start(config)
-    saved = start.state("log")
+    saved = start.progress.part("log")
     assert (start.step, saved["held_out_reward_before"], saved["max_log_prob_gap"]) == (2, 1.0, 0.5)
     assert saved["start_seconds"] == pytest.approx(800, abs=50)  # a push, and a held-out set
     assert saved["step_seconds"] == pytest.approx(2 * (STEP_SECONDS + 100), abs=50)
     assert saved["seconds"] == pytest.approx(1400, abs=50)
-    assert start.state("collector")["step_of_version"] == [[10, 0], [20, 1], [30, 2]][2 - ahead :]
-    assert start.state("batches") == {"taken": 2}
+    assert start.progress.part("collector")["step_of_version"] == [[10, 0], [20, 1], [30, 2]][2 - ahead :]
+    assert start.progress.part("batches") == {"taken": 2}
     session, engines, _ = without_ray(monkeypatch, config, lambda: inputs_of(config, held_out))
     engines.version = 30
     result = take_steps(config, session, {3: 0.25})

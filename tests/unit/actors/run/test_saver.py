@@ -10,13 +10,13 @@ import pytest
 import ray
 
 from actors import Sample
+from actors.folder.folder import RunFolder
+from actors.folder.progress import StreamPosition
+from actors.folder.start import RunStart, find_start
 from actors.rollout.sample import VersionSpan
-from actors.rollout.stream import StreamPosition
-from actors.run.clock import Clock
-from actors.run.folder import RunFolder
-from actors.run.saver import RunSaver, stream_position
-from actors.run.start import RunStart, find_start
+from actors.run.saver import RunSaver
 from actors.train.model import GroupModel
+from actors.watch.clock import Clock
 from examples.sft import SFTConfig
 from rl_backend.contracts import CheckpointError, ConfigError
 
@@ -109,7 +109,7 @@ def test_a_save_in_the_background_is_committed_after_the_step_in_which_its_last_
         saver.finish()
     assert committed(tmp_path) == ["step-00000004", "step-00000005"]
     start = find_start(config.replace(steps=9, resume="auto"))
-    assert (start.step, start.state("mine")) == (5, {"step": 5})
+    assert (start.step, start.progress.part("mine")) == (5, {"step": 5})
     longer = config.replace(steps=9, resume="auto")
     with RunFolder(config.run_dir, longer, start=start, report_seconds=0) as folder:
         RunSaver(longer, folder, models, start)
@@ -150,7 +150,7 @@ def test_a_checkpoint_whose_samples_were_not_written_is_not_committed(
         (draft / "drawn_samples.pt").write_text("x")
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr("actors.run.saver.save_drawn", fail)
+    monkeypatch.setattr("actors.folder.progress.save_drawn", fail)
 
     def work(saver: RunSaver) -> None:
         saver.save(2, Clock())
@@ -280,7 +280,7 @@ def test_samples_drawn_ahead_are_in_the_checkpoint_with_the_place_in_the_stream(
         saver = RunSaver(config, folder, {"sft": GroupModel(group, None)}, RunStart())  # type: ignore[arg-type]
         saver.save(2, Clock())
         saver.commit(2, {}, StreamPosition(4, drawn))
-    assert stream_position(find_start(config.replace(steps=9, resume="auto"))) == StreamPosition(4, drawn)
+    assert find_start(config.replace(steps=9, resume="auto")).progress.position == StreamPosition(4, drawn)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -297,7 +297,7 @@ def test_a_run_that_ends_early_has_a_checkpoint_of_its_last_step_when_that_is_wr
         assert path is not None and path.name == f"step-{last:08d}" and (path / "sft" / "manifest.json").exists()
         assert saver.end(last, {"mine": {"step": last}}) == path
     start = find_start(config.replace(resume="auto"))
-    assert (start.step, start.state("mine")) == (last, {"step": last})
+    assert (start.step, start.progress.part("mine")) == (last, {"step": last})
 
 
 def test_without_save_every_nothing_is_saved(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.run.store import RunCheckpoints
+from actors.folder.checkpoints import RunCheckpoints
 from rl_backend.checkpoint.durable_commit import rename_synced
 from rl_backend.contracts import CheckpointError
 from tests.support.native import open_runtime

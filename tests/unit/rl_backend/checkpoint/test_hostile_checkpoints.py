@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.rollout.stream import DRAWN_SAMPLES, load_drawn
-from actors.run.manifest import RUN_FILE, RunManifest, read_run_checkpoint
-from actors.run.store import RunCheckpoints
+from actors.folder.checkpoints import RUN_FILE, RunCheckpoints, RunManifest, read_run_checkpoint
+from actors.folder.progress import DRAWN_SAMPLES, load_drawn
 from rl_backend.checkpoint.hf_export import TrainingWeights
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest, read_manifest

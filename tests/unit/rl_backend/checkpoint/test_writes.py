@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.run.store import RunCheckpoints
+from actors.folder.checkpoints import RunCheckpoints
 from rl_backend.checkpoint.training_state import DigestingWriter
 from rl_backend.runtime import checkpoints
 from tests.support.native import assert_equal_tensors, open_runtime, optimizer_state, train, weights

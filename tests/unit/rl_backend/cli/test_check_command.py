@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import ray
 
+from actors.folder.folder import RunFolder
+from actors.folder.start import RunStart
 from actors.run import parse_config
-from actors.run.folder import RunFolder
-from actors.run.start import RunStart
 from examples.demo.task import write_task
 from examples.grpo import GRPOConfig
 from rl_backend.cli.main import main

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM
 
-from actors.run.store import RunCheckpoints
+from actors.folder.checkpoints import RunCheckpoints
 from rl_backend.checkpoint.hf_export import PREFIX, TrainingWeights, export_checkpoint
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest
 from rl_backend.checkpoint.training_state import DigestingWriter

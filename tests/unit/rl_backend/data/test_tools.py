@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from actors.collect.stop_tokens import Ends
 from actors.rollout.config import SamplingConfig
-from actors.run.ends import Ends
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.chat import encode_messages
 from rl_backend.data.config import DataConfig

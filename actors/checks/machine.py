@@ -1,0 +1,162 @@
+"""Checks that this machine has the packages, GPUs and cores of a run. Machines of a cluster are left to Ray."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+import ray
+import torch
+
+from actors.cluster.placement import cores_each, gpus_each, usable_cores
+from actors.options.sampled_config import RunConfig, SampledConfig
+from actors.rollout.config import RolloutConfig, check_engine_device
+from actors.rollout.vllm.capabilities import check_served
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import ConfigError, UnsupportedError, text_config
+from rl_backend.model.blocks import divisors, nearest
+from rl_backend.runtime.bridge.checks import require_installed
+
+OF_A_CLUSTER = "are those of the cluster's machines"
+
+
+def find_packages(config: RunConfig) -> str:
+    """Looks for what the run imports, without importing it.
+
+    Raises:
+        UnsupportedError: a package is missing or of another version.
+    """
+    if is_on_cluster():
+        return f"packages {OF_A_CLUSTER}"
+    found = ["torch", "ray"]
+    if config.train.backend == "bridge":
+        require_installed()
+        found.append("Megatron")
+    if config.num_engines:
+        _require_vllm()
+        found.append("vllm")
+    return ", ".join(found)
+
+
+def find_devices(config: RunConfig) -> str:
+    """Divides this machine's GPUs and cores over ranks and engines.
+
+    Raises:
+        ConfigError: there are too few, or options are of devices that are not here.
+        UnsupportedError: engines on this machine cannot serve the model.
+    """
+    if is_on_cluster():
+        return f"cores and GPUs {OF_A_CLUSTER}"
+    gpus, ranks, engines = torch.cuda.device_count(), config.ranks * config.training_groups, config.num_engines
+    try:
+        gpus_each(ranks, engines, gpus)
+    except ConfigError as error:
+        raise ConfigError.of(f"{type(config).__name__}.ranks", config.ranks, str(error)) from None
+    device = getattr(config.train.backend_cfg, "device", "auto")
+    owner = f"{type(config.train.backend_cfg).__name__}.device"
+    if device == "cuda" and not gpus:
+        raise ConfigError.of(owner, device, "this machine has no GPU that PyTorch sees; use auto or cpu")
+    if device == "cpu" and gpus:
+        raise ConfigError.of(
+            owner, device, "every rank gets a GPU of this machine; use auto, or hide them with CUDA_VISIBLE_DEVICES="
+        )
+    if isinstance(config, SampledConfig):
+        served = config.rollout.replace(model_path=config.model)
+        on_gpus = _check_engines(served, gpus, beside=ranks if config.batches_ahead else 0)
+        if not on_gpus and config.transport in ("nccl", "cuda_ipc"):
+            problem = "sends from GPU to GPU; on CPUs use auto, shared_memory or gloo"
+            raise ConfigError.of(f"{type(config).__name__}.transport", config.transport, problem)
+    return f"{usable_cores()} cores, {gpus} GPUs for {ranks} rank(s) and {engines} engine(s)"
+
+
+def is_on_cluster() -> bool:
+    """Whether a run joins Ray that is there already, here or elsewhere."""
+    return "RAY_ADDRESS" in os.environ or ray.is_initialized()
+
+
+def require_engines(engines: RolloutConfig) -> None:
+    """Checks that this machine can start engines, without any training rank; a cluster's machines are left to Ray.
+
+    Raises:
+        ConfigError: options of devices that are not here, or that do not divide the model.
+        UnsupportedError: vLLM is missing, or cannot serve the model here.
+    """
+    if is_on_cluster():
+        return
+    _require_vllm()
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < engines.num_engines:
+        problem = f"each takes a GPU, and this machine has {gpus}; use at most that"
+        raise ConfigError.of("RolloutConfig.num_engines", engines.num_engines, problem)
+    _check_engines(engines, gpus)
+
+
+def _require_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise UnsupportedError("vllm is not installed, which samples responses; pip install 'rl-backend[vllm]'")
+
+
+def _check_engines(engines: RolloutConfig, gpus: int, *, beside: int = 0) -> bool:
+    """Whether they are on GPUs; ``beside`` processes have cores of their own at the same time."""
+    if engines.device == "cuda" and not gpus:
+        raise ConfigError.of("RolloutConfig.device", "cuda", "this machine has no GPU that PyTorch sees; use auto or cpu")
+    on_gpus = engines.device == "cuda" or (engines.device == "auto" and gpus and engines.cores is None)
+    device = "cuda" if on_gpus else "cpu"
+    check_engine_device(engines, device)
+    check_served(engines, device)
+    _check_arguments(engines)
+    heads, parts = text_config(read_hf_config(engines.model_path)).get("num_attention_heads"), engines.tensor_parallel
+    if isinstance(heads, int) and heads % parts:
+        raise ConfigError.of(
+            "RolloutConfig.tensor_parallel",
+            parts,
+            f"does not divide num_attention_heads={heads} of {engines.model_path}; {nearest(parts, divisors(heads))}",
+        )
+    if not on_gpus:
+        _check_cores(engines, beside)
+    return bool(on_gpus)
+
+
+def _check_arguments(engines: RolloutConfig) -> None:
+    known = _vllm_arguments() if engines.engine_args else frozenset()
+    if known and (unknown := sorted(set(engines.engine_args) - known)):
+        near = get_close_matches(unknown[0], known, 1)
+        advice = f"did you mean {near[0]}?" if near else "leave it out"
+        raise ConfigError.of("RolloutConfig.engine_args", unknown, f"vllm.EngineArgs has no such argument; {advice}")
+
+
+@cache
+def _vllm_arguments() -> frozenset[str]:
+    """Fields of ``vllm.EngineArgs`` by its source, which takes long to import; empty where they are not found there."""
+    spec = importlib.util.find_spec("vllm")
+    files = [Path(folder, "engine", "arg_utils.py") for folder in (spec and spec.submodule_search_locations) or ()]
+    statements = (each for file in files if file.is_file() for each in ast.parse(file.read_bytes()).body)
+    (fields,) = [each.body for each in statements if isinstance(each, ast.ClassDef) and each.name == "EngineArgs"] or [[]]
+    return frozenset(
+        each.target.id for each in fields if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    )
+
+
+def _check_cores(engines: RolloutConfig, beside: int) -> None:
+    cores, parts = sorted(os.sched_getaffinity(0)), engines.tensor_parallel
+    missing = sorted({core for group in engines.cores or () for core in group} - set(cores))
+    if missing:
+        raise ConfigError.of("RolloutConfig.cores", missing, f"this process may only use cores {cores}; use some of them")
+    if (engines.cores_per_engine or 0) > len(cores):
+        raise ConfigError.of(
+            "RolloutConfig.cores_per_engine",
+            engines.cores_per_engine,
+            f"this machine has {len(cores)} cores; use at most that",
+        )
+    each = cores_each(engines.num_engines + beside)
+    if engines.cores is None and engines.cores_per_engine is None and each % parts:
+        raise ConfigError.of(
+            "RolloutConfig.tensor_parallel",
+            parts,
+            f"each engine has {each} of this machine's {len(cores)} cores, which it must divide; "
+            f"{nearest(parts, divisors(each))}",
+        )

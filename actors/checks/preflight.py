@@ -1,0 +1,112 @@
+"""The checks of a run that come before Ray, each with what it found and how long it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from actors.checks.data import find_data
+from actors.checks.folder import find_run_folder
+from actors.checks.machine import find_devices, find_packages
+from actors.checks.memory import find_memory
+from actors.checks.model import find_layout, find_lengths, find_model, find_tokenizer, find_weights
+from actors.options.config import with_local_model
+from actors.options.sampled_config import RunConfig
+from rl_backend.contracts import RLBackendError
+
+
+class Check(NamedTuple):
+    """Attributes:
+    name: of what is checked.
+    find: says in words what there is; raises what refuses the run.
+    of_machine: decided by the machines of a session that is open already.
+    read_by_run: the run does the same before it opens Ray.
+    """
+
+    name: str
+    find: Callable[[RunConfig], str]
+    of_machine: bool = False
+    read_by_run: bool = False
+
+
+CHECKS = (
+    Check("packages", find_packages),
+    Check("run folder", find_run_folder, read_by_run=True),
+    Check("model", find_model),
+    Check("layout", find_layout),
+    Check("weights", find_weights),
+    Check("lengths", find_lengths),
+    Check("devices", find_devices, of_machine=True),
+    Check("memory", find_memory, of_machine=True),
+    Check("tokenizer", find_tokenizer, read_by_run=True),
+    Check("data", find_data, read_by_run=True),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        name: of the check.
+        text: what there is, or why the run is refused.
+        seconds: that it took.
+        error: what refuses the run; None where nothing does.
+    """
+
+    name: str
+    text: str
+    seconds: float
+    error: RLBackendError | None = None
+
+
+def findings(config: RunConfig) -> Iterator[Finding]:
+    """Makes every check, even after one that refuses the run; where the model is nowhere, that is all there is to say."""
+    try:
+        config = with_local_model(config)
+    except RLBackendError as error:
+        yield Finding("model", str(error), 0.0, error)
+        return
+    for check in CHECKS:
+        yield _made(check, config)
+
+
+def preflight(config: RunConfig) -> list[Finding]:
+    """Checks all that can be known of a run before Ray, ranks or engines are started.
+
+    That is: the run folder can be made and is free, or can be resumed; the model's ``config.json``, weights and tokenizer
+    are there and fit each other; lengths fit the model's positions; the layout fits the model; this machine has the devices
+    and the memory; data and reward function can be read, and there are enough of them for a batch. Where ``RAY_ADDRESS``
+    names a cluster, devices and memory are left to it.
+
+    Returns:
+        What was found, for people.
+
+    Raises:
+        ConfigError, UnsupportedError, CheckpointError, BatchError: the first that refuses the run, in one sentence that
+            names the option.
+    """
+    found = []
+    for finding in findings(config):
+        if finding.error is not None:
+            raise finding.error
+        found.append(finding)
+    return found
+
+
+def check_start(config: RunConfig, *, session_is_open: bool) -> None:
+    """The part of :func:`preflight` that a run does not do anyway before it starts; raises the same."""
+    for check in CHECKS:
+        if not check.read_by_run and not (check.of_machine and session_is_open):
+            check.find(config)
+
+
+def _made(check: Check, config: RunConfig) -> Finding:
+    started = time.perf_counter()
+    try:
+        text, error = check.find(config), None
+    except RLBackendError as refusal:
+        text, error = str(refusal), refusal
+    return Finding(check.name, text, time.perf_counter() - started, error)

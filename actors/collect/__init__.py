@@ -1,0 +1,1 @@
+"""Collecting what steps train on: prompts or episodes, their rewards, staleness, held-out sets."""

@@ -1,0 +1,166 @@
+"""Held-out sets with their prompts, and what the rewards of the answers come to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import batched
+from typing import Any, Self
+
+from actors.collect.sample_metrics import unknown_tokens
+from actors.collect.stop_tokens import Ends
+from actors.collect.transcripts import describe_episodes, describe_samples
+from actors.options.eval_sets import EvalSet
+from actors.rollout.config import SamplingConfig
+from actors.rollout.sample import Sample
+from actors.watch.console import warn
+from actors.watch.health_metrics import KNOWN, UNKNOWN
+from rl_backend.algorithm.estimates import Estimate, mean_over_prompts, pass_at_k
+from rl_backend.data.examples import Examples
+from rl_backend.data.prompts import Prompt
+from rl_backend.data.rewards import Score
+from rl_backend.environment import Episode
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """Prompts that are not trained on.
+
+    Attributes:
+        prompts: of class :class:`~rl_backend.data.prompts.Prompt`; of episodes, the rows that they are played with.
+        sampling: how they are answered.
+        pass_at: each k of pass@k.
+        pass_threshold: a response passes whose reward is at least this.
+        note: what was done with prompts that are too long.
+    """
+
+    name: str
+    prompts: Sequence[Any]
+    sampling: SamplingConfig
+    pass_at: tuple[int, ...]
+    pass_threshold: float = 1.0
+    note: str = ""
+
+    @classmethod
+    def of(cls, given: EvalSet, name: str, prompts: Sequence[Any], sampling: SamplingConfig, note: str = "") -> Self:
+        """As the options of the set say."""
+        pass_at = tuple(dict.fromkeys((1, sampling.n))) if given.pass_at is None else given.pass_at
+        threshold = 1.0 if given.pass_threshold is None else given.pass_threshold
+        return cls(name, prompts, sampling, pass_at, threshold, note)
+
+
+def load_held_out(
+    sets: Mapping[str, EvalSet],
+    sampling: Mapping[str, SamplingConfig],
+    load: Callable[..., Examples[Prompt]],
+    new_ends: Callable[[], Ends],
+) -> list[HeldOutSet]:
+    """Reads held-out sets; raises as :func:`~rl_backend.data.prompts.load_prompts`.
+
+    Args:
+        sampling: of each set.
+        load: as :func:`~rl_backend.data.prompts.load_prompts`, of path, ``held_out`` and ``see``.
+        new_ends: what ends responses to one set, which has seen no prompt yet.
+    """
+    found = []
+    for name, each in sets.items():
+        ends = new_ends()
+        prompts = load(each.path, held_out=True, see=ends.see)
+        how = ends.added_to(sampling[name])
+        found.append(HeldOutSet.of(each, name, prompts, how, prompts.note))
+    return found
+
+
+@dataclass(frozen=True)
+class HeldOutResult:
+    """Answers to a held-out set; samples and scores prompt by prompt."""
+
+    held_out: HeldOutSet
+    samples: Sequence[Sample]
+    scores: Sequence[Score]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of each response."""
+        return [score.value for score in self.scores]
+
+    @property
+    def failures(self) -> list[str]:
+        """A message for each call of a reward function that failed."""
+        return [failure for score in self.scores for failure in score.failures]
+
+    @property
+    def sampled_ids(self) -> Iterable[Sequence[int]]:
+        """Of each response."""
+        return (sample.response_ids for sample in self.samples)
+
+    @property
+    def reward(self) -> float:
+        """Mean over all responses."""
+        return statistics.fmean(self.rewards)
+
+    @property
+    def estimates(self) -> dict[str, Estimate]:
+        """``mean@n``, the mean reward of the n responses, and ``pass@k``, each a mean over prompts."""
+        sampled, n = self.held_out, self.held_out.sampling.n
+        of_prompts = list(batched(self.rewards, n))
+        passed = [sum(reward >= sampled.pass_threshold for reward in rewards) for rewards in of_prompts]
+        found = {f"mean@{n}": mean_over_prompts([statistics.fmean(rewards) for rewards in of_prompts])}
+        return found | {
+            f"pass@{k}": mean_over_prompts([pass_at_k(n, count, k) for count in passed]) for k in sampled.pass_at
+        }
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """``eval/<set>/<estimate>``, and ``..._stderr`` where there are several prompts."""
+        found: dict[str, float] = {}
+        for name, (mean, error) in self.estimates.items():
+            found[f"eval/{self.held_out.name}/{name}"] = mean
+            if error is not None:
+                found[f"eval/{self.held_out.name}/{name}_stderr"] = error
+        return found
+
+    def lines(self, tokenizer: Any) -> list[dict[str, Any]]:
+        """Lines of ``held_out.jsonl``."""
+        prompts = [prompt for prompt in self.held_out.prompts for _ in range(self.held_out.sampling.n)]
+        described = describe_samples(self.samples, prompts, self.scores, tokenizer)
+        return [{"set": self.held_out.name, **line} for line in described]
+
+    def describe(self) -> str:
+        """``mean@8 0.412 ± 0.020, pass@8 0.760 ± 0.043 (128 prompts, 8 responses each, temperature 0.7)``."""
+        sampling = self.held_out.sampling
+        shown = [
+            f"{name} {mean:.3f}" + ("" if error is None else f" ± {error:.3f}")
+            for name, (mean, error) in self.estimates.items()
+        ]
+        each = [f"{sampling.n} responses each"] if sampling.n > 1 else []
+        how = f"temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
+        cuts = [f"{name} {getattr(sampling, name):g}" for name in sampling.cuts]
+        return f"{', '.join(shown)} ({', '.join([f'{len(self.held_out.prompts)} prompts', *each, how, *cuts])})"
+
+
+@dataclass(frozen=True)
+class HeldOutEpisodes(HeldOutResult):
+    """Episodes of a held-out set, row by row; ``samples`` is empty.
+
+    Attributes:
+        episodes: one that failed has a reward of 0.
+    """
+
+    episodes: Sequence[Episode] = ()
+
+    @property
+    def sampled_ids(self) -> Iterable[Sequence[int]]:
+        """Of each turn."""
+        return (turn.token_ids for episode in self.episodes for turn in episode.turns)
+
+    def lines(self, tokenizer: Any) -> list[dict[str, Any]]:
+        """Lines of ``held_out.jsonl``."""
+        return [{"set": self.held_out.name, **line} for line in describe_episodes(self.episodes, tokenizer)]
+
+
+def warn_of_unknown(result: HeldOutResult, tokenizer: Any, label: str = "") -> None:
+    """Says how many of the sampled tokens the tokenizer does not know, if any."""
+    if unknown := unknown_tokens(result.sampled_ids, tokenizer):
+        warn(f"held-out set {result.held_out.name}: {unknown} of the sampled tokens {UNKNOWN}; {KNOWN}", label)

@@ -1,0 +1,91 @@
+"""Stop tokens of a response."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from actors.folder.state import read_object
+from actors.rollout.config import SamplingConfig
+from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.data.chat import turn_end
+from rl_backend.data.config import DataConfig
+from rl_backend.data.prompts import Prompt, as_messages
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Ends of responses to the prompts of a data set: of texts the model's, of chats also those of the chat template.
+
+    Attributes:
+        model: Hugging Face directory.
+        tokenizer: of the model.
+        data: how prompts become messages.
+    """
+
+    model: str
+    tokenizer: Any
+    data: DataConfig
+    _of_turns: dict[Hashable, int | None] = field(default_factory=dict)
+    """By the form of the messages: who speaks in which order, with tools or documents or without."""
+
+    def see(self, prompt: Prompt, where: str) -> None:
+        """Adds what ends an answer to a prompt, which SFT trains. Any prompt may be a text, or messages.
+
+        Args:
+            where: the prompt's row, for messages.
+
+        Raises:
+            BatchError: the chat template refuses an answer to the messages.
+        """
+        messages = as_messages(prompt.example.prompt, self.data, where)
+        if messages is None:
+            return
+        # A rendering for each form, and not for each row: templates end turns by their roles, not by their words.
+        tools, documents = prompt.example.tools, prompt.example.documents
+        form = (*(message["role"] for message in messages), bool(tools), bool(documents))
+        if form in self._of_turns:
+            return
+        try:
+            self._of_turns[form] = turn_end(
+                messages,
+                self.tokenizer,
+                chat_template_kwargs=self.data.chat_template_kwargs,
+                tools=tools,
+                documents=documents,
+            )
+        except BatchError as error:
+            raise BatchError(f"{where}: {error.message}") from error
+
+    def added_to(self, sampling: SamplingConfig) -> SamplingConfig:
+        """``sampling`` with the ends of all prompts that were seen beside its own.
+
+        Raises:
+            ConfigError: ``generation_config.json`` of the model is damaged.
+        """
+        of_turns = [end for end in self._of_turns.values() if end is not None]
+        ends = (*sampling.stop_token_ids, *stop_token_ids(self.model, self.tokenizer), *of_turns)
+        return sampling.replace(stop_token_ids=tuple(dict.fromkeys(ends)))
+
+
+def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
+    """What ends a response: the tokenizer's end-of-text token and those that ``generation_config.json`` names.
+
+    Chat models end a turn with a different token from a text.
+
+    Raises:
+        ConfigError: that file is damaged.
+    """
+    path = Path(model) / "generation_config.json"
+    try:
+        named = read_object(path).get("eos_token_id") if path.exists() else None
+        ids = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(type(token) is int for token in ids):
+            raise ValueError(f"eos_token_id={named!r}, expected a token id or a list of them")
+    except (OSError, ValueError) as error:
+        raise ConfigError.of(
+            "model", model, f"generation_config.json cannot be used: {error}; repair or remove it"
+        ) from None
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))

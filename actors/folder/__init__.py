@@ -1,0 +1,1 @@
+"""The folder of a run: lock, logs, checkpoints, state, and where a run begins."""

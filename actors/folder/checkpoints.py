@@ -1,0 +1,360 @@
+"""The checkpoints of one run: several models and the loop's own state as one, committed by one rename."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from rl_backend.checkpoint.confined import require_inside, require_names
+from rl_backend.checkpoint.durable_commit import rename_synced, sync, with_notes, write_synced
+from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, SealedConfig
+from rl_backend.checkpoint.training_state import file_facts
+from rl_backend.contracts import CheckpointError, ConfigError
+
+CHECKPOINTS = "checkpoints"
+"""Where a run's folder has them."""
+
+LATEST = "latest"
+
+RUN_FILE = "run.json"
+
+_COMMITTED = re.compile(r"step-(\d{8,})")
+_LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(incomplete|removed-[0-9a-f]{8})|\.latest\.new")
+
+logger = logging.getLogger(__name__)
+
+
+class RunManifest(SealedConfig):
+    """``run.json``, which makes a directory a checkpoint of a run.
+
+    Attributes:
+        format: version of the layout.
+        step: training steps taken.
+        state: the loop's own.
+        files: path -> size and digest, of each model's manifest and of every file beside the models.
+    """
+
+    format: Literal[1] = 1
+    step: int = Field(ge=0)
+    state: dict[str, Any]
+    files: dict[str, FileFacts]
+
+    @field_validator("files")
+    @classmethod
+    def _names(cls, files: dict[str, FileFacts]) -> dict[str, FileFacts]:
+        require_names(files, depth=2)
+        return files
+
+
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """A committed checkpoint of a run.
+
+    Attributes:
+        step: training steps that it holds.
+        state: what :meth:`RunCheckpoints.commit` was given.
+        models: names of the directories that ``load_checkpoint`` takes.
+    """
+
+    path: Path
+    step: int
+    state: Mapping[str, Any]
+    models: tuple[str, ...]
+
+    def model(self, name: str) -> Path:
+        """The directory of one model.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        if name not in self.models:
+            raise CheckpointError(
+                f"{self.path} holds no {name!r}, only {', '.join(self.models)}; load a checkpoint of a run that trained it",
+                path=str(self.path),
+                name=name,
+            )
+        return self.path / name
+
+
+def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
+    """Reads ``run.json`` and verifies that the checkpoint is the one that was committed; a link is followed.
+
+    ``load_checkpoint`` verifies the contents of each model.
+
+    Raises:
+        CheckpointError: not a checkpoint of a run, a file that is missing or has other bytes than were written, or a name
+            that leads out of the directory.
+    """
+    given = Path(path)
+    path = given.resolve()
+    file = path / RUN_FILE
+    if not path.is_dir():
+        raise CheckpointError(f"{given} is not a directory; give a step-... directory of a run", path=str(given))
+    if not file.is_file():
+        hint = (
+            f"it is one model's; give {path.parent}, which holds the run's state as well"
+            if (path / MANIFEST_NAME).is_file()
+            else "give a step-... directory of a run, or remove it if it is what is left of one"
+        )
+        raise CheckpointError(f"{path} has no {RUN_FILE}, so it is no checkpoint of a run; {hint}", path=str(path))
+    manifest = RunManifest.read_sealed(require_inside(path, RUN_FILE))
+    for name, facts in manifest.files.items():
+        if not require_inside(path, name).is_file():
+            raise _damaged(path, name, "it is missing")
+        if file_facts(path / name) != facts:
+            raise _damaged(path, name, "it has other bytes than were written")
+    return RunCheckpoint(path, manifest.step, manifest.state, models_among(manifest.files))
+
+
+class RunCheckpoints:
+    """The checkpoints of one run under ``root``: ``step-00000010`` and so on, and ``latest``, a link to the newest.
+
+    Models are saved into a draft, which :meth:`commit` renames: a save that was cut off is never taken for a checkpoint::
+
+        checkpoints = RunCheckpoints("runs/mine/checkpoints", keep_last=3)
+        runtime.save_checkpoint(policy, checkpoints.draft(step) / "policy")      # every rank
+        runtime.save_checkpoint(critic, checkpoints.draft(step) / "critic")
+        if dist.get_rank() == 0:
+            checkpoints.commit(step, {"batches": batches_taken})                 # one process, after the saves
+
+    :meth:`clean_up`, :meth:`commit` and :meth:`latest` are for one process of the run, its driver or rank 0, which tells the
+    others what it found: on a shared file system ranks that look for themselves may see different directories. One run
+    writes to a ``root`` at a time.
+
+    Args:
+        root: made by the first save.
+        keep_last: committed checkpoints to keep; a new one is committed before an old one is removed. None keeps all.
+
+    Raises:
+        ConfigError: ``keep_last`` below 1.
+    """
+
+    def __init__(self, root: Path | str, keep_last: int | None = None) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ConfigError.of("RunCheckpoints.keep_last", keep_last, "expected at least 1, or None to keep all")
+        self.root = Path(root)
+        self.keep_last = keep_last
+
+    def steps(self) -> list[int]:
+        """Steps of the committed checkpoints, in order."""
+        return [step for step, _ in self._committed()]
+
+    def latest(self) -> RunCheckpoint | None:
+        """The newest committed checkpoint; None without any.
+
+        Found by looking at the directories, not at ``latest``, which a run that was killed may have left behind.
+
+        Raises:
+            CheckpointError: it is damaged. An earlier one is not used instead, because the run had continued.
+        """
+        committed = self._committed()
+        return read_run_checkpoint(committed[-1][1]) if committed else None
+
+    def draft(self, step: int) -> Path:
+        """The directory that holds the checkpoint of ``step`` until it is committed; the same on every rank.
+
+        Files beside the models are committed, and later verified, with them.
+
+        Raises:
+            CheckpointError: that step, or a later one, has been committed.
+        """
+        path, newest = self._path(step), max(self.steps(), default=-1)
+        if newest >= step:
+            raise CheckpointError(
+                f"{self.root} has a checkpoint of step {newest}, so one of step {step} would not be its newest; remove "
+                "those after it, or save to another directory",
+                path=str(path),
+            )
+        return self.root / f".{path.name}.incomplete"
+
+    def make_draft(self, step: int) -> Path:
+        """:meth:`draft`, as a directory that exists.
+
+        Raises:
+            CheckpointError: as :meth:`draft`, or it cannot be made.
+        """
+        draft = self.draft(step)
+        try:
+            draft.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot make {draft}: {error}", path=str(draft)) from error
+        return draft
+
+    def commit(self, step: int, state: Mapping[str, Any]) -> RunCheckpoint:
+        """Makes the draft of ``step`` a checkpoint, in one rename, then points ``latest`` to it and removes old ones.
+
+        Args:
+            state: what the loop needs to continue: JSON, with strings as keys.
+
+        Raises:
+            CheckpointError: a model is missing or still being saved, ``state`` is not JSON, or the file system refuses.
+        """
+        draft, path = self.draft(step), self._path(step)
+        kept = _json_state(state, draft)
+        try:
+            manifest = RunManifest(step=step, state=kept, files=_saved_files(draft))
+            write_synced(draft / RUN_FILE, manifest.sealed_text())
+            sync(draft)
+            rename_synced(draft, path)
+        except OSError as error:
+            raise CheckpointError(f"cannot commit {path}: {with_notes(error)}", path=str(path)) from error
+        try:
+            self._point_latest_to(path)
+        except OSError as error:
+            # It is committed, and resuming looks at the directories.
+            logger.warning("%s does not point to %s: %s", self.root / LATEST, path.name, error)
+        self._remove_old()
+        return RunCheckpoint(path, step, manifest.state, models_among(manifest.files))
+
+    def discard(self, step: int) -> None:
+        """Removes the draft of ``step``, if any, to save that step again after one of its saves has failed.
+
+        For one process, while no rank saves to the draft.
+
+        Raises:
+            CheckpointError: that step, or a later one, has been committed, or the draft cannot be renamed.
+        """
+        draft = self.draft(step)
+        if draft.exists():
+            _discard(draft)
+
+    def clean_up(self) -> None:
+        """Removes what a run that was killed has left unfinished, and points ``latest`` to the newest checkpoint.
+
+        To be called before the first save, when no other run writes to ``root``.
+
+        Raises:
+            CheckpointError: ``latest`` cannot be written, or a draft cannot be renamed; one that then cannot be removed is
+                only warned of, and tried again by the next run.
+        """
+        if not self.root.is_dir():
+            return
+        for entry in list(self.root.iterdir()):
+            match = _LEFT_BEHIND.fullmatch(entry.name)
+            if match and match[1] == "incomplete":
+                _discard(entry)
+            elif match:
+                _remove(entry)
+        committed = self._committed()
+        if committed:
+            try:
+                self._point_latest_to(committed[-1][1])
+            except OSError as error:
+                raise CheckpointError(f"cannot write {self.root / LATEST}: {error}", path=str(self.root)) from error
+            self._remove_old()
+
+    def _path(self, step: int) -> Path:
+        return self.root / f"step-{step:08d}"
+
+    def _committed(self) -> list[tuple[int, Path]]:
+        if not self.root.is_dir():
+            return []
+        found = ((_COMMITTED.fullmatch(entry.name), entry) for entry in self.root.iterdir())
+        return sorted((int(match[1]), entry) for match, entry in found if match and entry.is_dir())
+
+    def _point_latest_to(self, path: Path) -> None:
+        new = self.root / ".latest.new"
+        new.unlink(missing_ok=True)
+        new.symlink_to(path.name)
+        new.replace(self.root / LATEST)
+        sync(self.root)
+
+    def _remove_old(self) -> None:
+        if self.keep_last is None:
+            return
+        for _, path in self._committed()[: -self.keep_last]:
+            try:
+                _take_away(path, f".{path.name}")
+            except OSError as error:
+                logger.warning("the old checkpoint %s could not be removed: %s", path, error)
+
+
+def _saved_files(draft: Path) -> dict[str, FileFacts]:
+    """Of a draft in which every model's save is complete."""
+    files = {}
+    entries = sorted(draft.iterdir()) if draft.is_dir() else []
+    for entry in entries:
+        if entry.name.startswith("."):
+            raise CheckpointError(
+                f"{draft} has {entry.name}: a save has not finished; commit after wait_for_checkpoint", path=str(draft)
+            )
+        if entry.is_dir() and not (entry / MANIFEST_NAME).is_file():
+            raise CheckpointError(
+                f"{entry} has no {MANIFEST_NAME}; a run's checkpoint holds what save_checkpoint writes, without hf",
+                path=str(draft),
+            )
+        file = entry / MANIFEST_NAME if entry.is_dir() else entry
+        if file.name != RUN_FILE:
+            if file is entry:
+                sync(file)  # save_checkpoint has flushed its own
+            files[str(file.relative_to(draft))] = file_facts(file)
+    if not models_among(files):
+        raise CheckpointError(f"no model has been saved to {draft}; save at least one before the commit", path=str(draft))
+    return files
+
+
+def _json_state(state: Mapping[str, Any], draft: Path) -> dict[str, Any]:
+    given = dict(state)
+    try:
+        kept = json.loads(json.dumps(given))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the state for {draft} is not JSON: {error}", path=str(draft)) from None
+    changed = [name for name in given if kept.get(name) != given[name]]
+    if changed:
+        raise CheckpointError(
+            f"the state for {draft} would not be read back as it is: {changed[0]}={given[changed[0]]!r}; use lists, finite "
+            "numbers, and strings as keys",
+            path=str(draft),
+        )
+    return given
+
+
+def _discard(draft: Path) -> None:
+    try:
+        _take_away(draft, draft.stem)
+    except OSError as error:
+        raise CheckpointError(
+            f"{draft}, which was left unfinished, cannot be renamed: {error}; remove it, or the step cannot be saved again",
+            path=str(draft),
+        ) from error
+
+
+def _take_away(directory: Path, name: str) -> None:
+    """Removes a directory that loses its own name at once.
+
+    Half removed, a checkpoint would be taken for a damaged one. What cannot be removed, such as files that are open on NFS
+    or that a process left over still writes, is then in nobody's way.
+    """
+    removed = directory.with_name(f"{name}.removed-{uuid.uuid4().hex[:8]}")
+    directory.rename(removed)
+    _remove(removed)
+
+
+def _remove(entry: Path) -> None:
+    try:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    except OSError as error:
+        logger.warning("%s, which is no checkpoint any more, could not be removed: %s", entry, error)
+
+
+def models_among(files: Iterable[str]) -> tuple[str, ...]:
+    """Names of the directories of models, of the paths in a checkpoint of a run."""
+    return tuple(Path(name).parent.name for name in files if Path(name).name == MANIFEST_NAME)
+
+
+def _damaged(path: Path, name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged, {name}: {what}; remove the directory to continue from an earlier one", path=str(path), name=name
+    )

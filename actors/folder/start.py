@@ -1,0 +1,237 @@
+"""The start of a run: at its first step, or after the last step of a checkpoint of the same run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+from actors.folder.checkpoints import CHECKPOINTS, RunCheckpoint, RunCheckpoints, read_run_checkpoint
+from actors.folder.lock import usable_run_dir
+from actors.folder.log_file import require_unchanged
+from actors.folder.progress import Progress
+from actors.folder.resume import deciding_options, require_same_run
+from actors.folder.state import read_object
+from actors.options.sampled_config import RunConfig
+from rl_backend.checkpoint.manifest import FileFacts
+from rl_backend.contracts import ConfigError
+
+LOGS = ("metrics.jsonl", "samples.jsonl", "held_out.jsonl")
+
+
+class RunFinishedError(ConfigError):
+    """A run that is continued with ``resume=auto`` has taken all its steps: nothing is left to do."""
+
+    @classmethod
+    def in_folder(cls, config: RunConfig) -> Self:
+        """Of a run whose folder says so."""
+        return cls(f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue")
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Where a run begins.
+
+    Attributes:
+        checkpoint: what it continues from; None at the first step.
+        kept: what each log in the run folder had when the checkpoint was saved; of other logs nothing is kept.
+        newest: step of the newest checkpoint in the run folder when this was decided.
+        replaces: the folder holds steps of an interrupted run without a checkpoint, which this run repeats.
+    """
+
+    checkpoint: RunCheckpoint | None = None
+    kept: Mapping[str, FileFacts] = field(default_factory=dict)
+    newest: int | None = None
+    replaces: bool = False
+
+    @property
+    def step(self) -> int:
+        """Training steps already taken."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def same_folder(self) -> bool:
+        """Whether the checkpoint was saved by the run whose folder this is."""
+        return bool(self.kept)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return Progress.of(self.checkpoint)
+
+    def describe(self) -> list[str]:
+        """For the first line that a run prints."""
+        return [] if self.checkpoint is None else [f"continuing after step {self.step}, from {self.checkpoint.path}"]
+
+
+def find_start(config: RunConfig) -> RunStart:
+    """Follows ``config.resume``. Reads the run folder and changes nothing.
+
+    Raises:
+        RunFinishedError: ``resume=auto``, and the run has taken all its steps.
+        ConfigError: the folder holds another run, or one that has finished, or ``config`` differs from that of the
+            checkpoint in something that decides how training continues.
+        CheckpointError: a checkpoint that is damaged, or none.
+    """
+    own = checkpoints_of(config)
+    with usable_run_dir(config.run_dir), suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(config.run_dir)
+    if config.resume is None:
+        require_new_run(config.run_dir)
+        return RunStart()
+    newest = max(own.steps(), default=None)
+    if config.resume == "auto":
+        checkpoint = own.latest()
+        if checkpoint is None:
+            return RunStart(replaces=_may_be_replaced(config))
+    else:
+        _require_checkpoint(config.resume)
+        checkpoint = read_run_checkpoint(config.resume)
+    in_own_folder = checkpoint.path.parent == own.root.resolve()
+    require_same_run(config, Progress.of(checkpoint))
+    if checkpoint.step > config.steps:
+        raise ConfigError.of(
+            f"{type(config).__name__}.steps",
+            config.steps,
+            f"{checkpoint.path} is of step {checkpoint.step} already; raise it",
+        )
+    if not in_own_folder:
+        if newest is not None:
+            require_new_run(config.run_dir)
+        return RunStart(checkpoint, replaces=_may_be_replaced(config))
+    if newest is not None and newest > checkpoint.step:
+        raise ConfigError.of(
+            "resume",
+            config.resume,
+            f"{config.run_dir} has later checkpoints, up to step {newest}; remove them, or continue in a new run_dir",
+        )
+    finished = _has_finished(config.run_dir) and read_file_of_run(config.run_dir, "config.json").get("steps")
+    # A run that has finished and lacks its last checkpoint takes the steps after the newest that is left again.
+    if finished == config.steps == checkpoint.step:
+        if config.resume == "auto":
+            raise RunFinishedError.in_folder(config)
+        raise ConfigError.of(
+            "resume",
+            config.resume,
+            f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue",
+        )
+    return RunStart(checkpoint, _kept_logs(checkpoint, config), newest)
+
+
+def _require_checkpoint(path: str) -> None:
+    """Raises :class:`ConfigError` for what is no checkpoint at first sight, such as the folder of a run."""
+    if not Path(path).is_dir():
+        raise ConfigError.of(
+            "resume", path, "is no folder; give auto, or a checkpoint, such as runs/grpo/checkpoints/latest"
+        )
+    if (Path(path) / LOGS[0]).is_file():
+        problem = "is the folder of a run; give auto and this run_dir"
+        if RunCheckpoints(Path(path) / CHECKPOINTS).steps():
+            problem += f", or {path.rstrip('/')}/{CHECKPOINTS}/latest"
+        raise ConfigError.of("resume", path, problem)
+
+
+def _kept_logs(checkpoint: RunCheckpoint, config: RunConfig) -> dict[str, FileFacts]:
+    """Facts of the run folder's logs, after checking that they are as when ``checkpoint`` was saved."""
+    kept = Progress.of(checkpoint).logs
+    for name in LOGS:
+        if name in kept:
+            require_unchanged(Path(config.run_dir) / name, kept[name])
+    return kept
+
+
+def require_new_run(path: Path | str) -> None:
+    """Raises :class:`ConfigError` when ``path`` holds a run that has taken a step, or cannot be a folder."""
+    with usable_run_dir(path):
+        used = _has_steps(path) or RunCheckpoints(Path(path) / CHECKPOINTS).steps()
+    if used:
+        raise ConfigError.of(
+            "run_dir", str(path), "holds another run; choose a new directory, remove it, or continue it with resume=auto"
+        )
+
+
+def checkpoints_of(config: RunConfig) -> RunCheckpoints:
+    """The store in the run's folder."""
+    return RunCheckpoints(Path(config.run_dir) / CHECKPOINTS, config.keep_checkpoints or None)
+
+
+def _may_be_replaced(config: RunConfig) -> bool:
+    """Whether the folder has steps of an interrupted run without a checkpoint, which may then be repeated.
+
+    Raises:
+        ConfigError: that run has finished, or was another one.
+    """
+    if not (Path(config.run_dir) / "config.json").exists():
+        return False
+    earlier = read_file_of_run(config.run_dir, "config.json")
+    began, begins = _origin(earlier.get("resume")), _origin(config.resume)
+    has_steps = _has_steps(config.run_dir)
+    if began != begins and (has_steps or begins is None):
+        where = "at its first step" if began is None else f"after {began}"
+        raise ConfigError.of(
+            "resume",
+            config.resume,
+            f"the run in {config.run_dir} began {where} and has no checkpoint yet; start there again, with "
+            f"resume={earlier.get('resume')!r}, or choose another run_dir",
+        )
+    if not has_steps:
+        return False
+    if deciding_options(_earlier_config(config, earlier)) != deciding_options(config):
+        raise ConfigError.of(
+            "run_dir", config.run_dir, "holds a run with other options, without a checkpoint; choose another, or remove it"
+        )
+    if _has_finished(config.run_dir):
+        if config.resume == "auto" and earlier.get("steps") == config.steps:
+            raise RunFinishedError.in_folder(config)
+        raise ConfigError.of(
+            "run_dir", config.run_dir, "holds a run that has finished, without a checkpoint; choose another"
+        )
+    return True
+
+
+def _earlier_config[C: RunConfig](config: C, earlier: Mapping[str, Any]) -> C:
+    try:
+        return type(config)(**earlier)
+    except ConfigError as error:
+        raise ConfigError.of(
+            "run_dir", config.run_dir, f"config.json of the run in it cannot be used: {error}; choose a new run_dir"
+        ) from None
+
+
+def _origin(resume: str | None) -> Path | None:
+    """The checkpoint of another run that a run begins with."""
+    return None if resume in (None, "auto") else Path(str(resume)).resolve()
+
+
+def _has_steps(run_dir: Path | str) -> bool:
+    """Whether a step was taken; the line of step 0 has what was measured before."""
+    metrics = Path(run_dir) / LOGS[0]
+    if not metrics.exists():
+        return False
+    with metrics.open("rb") as lines:
+        return any(not line.startswith(b'{"step": 0,') for line in islice(lines, 2))
+
+
+def _has_finished(run_dir: str) -> bool:
+    return read_file_of_run(run_dir, "run.json").get("state") == "finished"
+
+
+def read_file_of_run(run_dir: Path | str, name: str) -> dict[str, Any]:
+    """The object in ``config.json`` or ``run.json`` of a run's folder.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
+    file = Path(run_dir) / name
+    try:
+        return read_object(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError.of(
+            "run_dir",
+            str(run_dir),
+            f"{name} of the run in it cannot be read: {error}; put the file right, or choose a new run_dir",
+        ) from None

@@ -1,0 +1,307 @@
+"""Options of every run: runtime and layout, data, resources, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
+
+from actors.cluster.placement import ClusterShare
+from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
+from actors.options.metric_writers import writer_names
+from actors.options.policy_options import LoRAOptions
+from actors.options.rank_options import BACKEND, RANKS, Ranks, RunDtype, Runtime, check_ranks, resolve_dtype
+from actors.rollout.config import RolloutConfig
+from rl_backend.contracts import (
+    MAY_CHANGE,
+    SAME_CONTENTS,
+    BaseConfig,
+    ConfigError,
+    HasEffect,
+    Head,
+    OptimizerConfig,
+    ParallelConfig,
+    RuntimeConfig,
+)
+from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import read_examples
+from rl_backend.data.hub import local_model
+from rl_backend.options.option_set import Follows, OptionSet, filled, get, gives, has, read_options, write_options
+
+_OPTIMIZER = f"{BACKEND}.optimizer"
+_SAVES = HasEffect(lambda config: config.save_every, "save_every=0 saves no checkpoints; set it too")
+
+
+class RunModel(NamedTuple):
+    """A model of a run.
+
+    Attributes:
+        option: that names its directory.
+        path: Hugging Face directory.
+        head: what it ends in.
+        forward_only: whether it is never trained.
+        group: number of its training group.
+    """
+
+    option: str
+    path: str
+    head: Head = "log_probs"
+    forward_only: bool = False
+    group: int = 0
+
+
+TRAINING = RANKS | OptionSet(
+    short={
+        "model": "train.hf_path",
+        "max_tokens_per_micro_batch": "train.max_tokens_per_micro_batch",
+        **{name: f"{_OPTIMIZER}.{name}" for name in ("lr", "lr_warmup_steps", "lr_decay_style")},
+        **{name: f"data.{name}" for name in DataConfig.model_fields},
+    },
+    preset={"train.max_tokens_per_micro_batch": 16384, f"{_OPTIMIZER}.lr": 1e-6},
+    follows={
+        f"{_OPTIMIZER}.total_training_steps": Follows(
+            lambda config: config.optimizer_steps,
+            "follows from steps; set lr_decay_steps for a decay of another length",
+            until=1 << 31,
+        ),
+        "lora.seed": Follows(lambda config: config.seed),
+    },
+    groups={
+        "model": ("model", "dtype", "lora."),
+        "data": ("dataset", "eval_dataset", "max_prompt_tokens", "data."),
+        "training": ("steps", "lr", "lr_warmup_steps", "lr_decay_style"),
+        "layout": ("placement",),
+        "memory": (
+            "max_tokens_per_micro_batch",
+            *(f"{BACKEND}.{name}" for name in ("activation_checkpointing", "log_prob_chunk_tokens")),
+            f"{BACKEND}.reshard_after_forward",
+        ),
+        "checkpoints": ("run_dir", "save_every", "keep_checkpoints", "async_save", "resume"),
+        "logging": ("metrics_to", "trace"),
+    },
+    metavars={
+        "model": "DIR",
+        "dataset": "FILE",
+        "eval_dataset": "FILE",
+        "run_dir": "DIR",
+        "metrics_to": "NAME,...",
+        "resume": "auto|DIR",
+    },
+)
+
+HeldOutSets = Annotated[
+    EvalDatasets,
+    SAME_CONTENTS,
+    Field(
+        description="held-out rows, named likewise, once for each set; or a mapping {NAME: {path: ..., n: 8}} of sets with "
+        "options of their own, see docs/evaluation.md",
+    ),
+]
+
+
+class TrainingOptions(BaseModel):
+    """Model, data, resources and checkpoints: the options that every run has, for a configuration to take in.
+
+    Fields declare with :data:`~rl_backend.contracts.MAY_CHANGE` what a run that continues from a checkpoint may have
+    otherwise, see :mod:`actors.folder.resume`.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    option_set: ClassVar[OptionSet] = TRAINING
+    _read = model_validator(mode="wrap")(read_options)
+    _write = model_serializer(mode="wrap")(write_options)
+
+    train: Runtime
+    ranks: Ranks = 1
+    dtype: RunDtype = "auto"
+    lora: LoRAConfig = Field(default=LoRAOptions(), description="adapters over a frozen model, see docs/lora.md")
+    dataset: Annotated[str, SAME_CONTENTS] = Field(
+        min_length=1,
+        description="rows to train on: a .jsonl, .json, .csv or .parquet file, a folder of datasets, or a name on the Hub "
+        "such as openai/gsm8k:main:train; see docs/data.md",
+    )
+    eval_dataset: HeldOutSets = None
+    data: DataConfig = Field(default=DataConfig(), description="how rows are read, see docs/data.md")
+    run_dir: Annotated[str, MAY_CHANGE] = Field(
+        min_length=1, description="new folder for all that the run writes, with the trained model"
+    )
+    steps: Annotated[int, MAY_CHANGE] = Field(default=100, ge=1, description="training steps")
+    max_prompt_tokens: int = Field(
+        default=512,
+        ge=1,
+        description="longest prompt, in tokens; where runs sample, at most what the model has positions for",
+    )
+    placement: Annotated[Literal["pack", "spread"], MAY_CHANGE] = Field(
+        default="pack", description="ranks on few nodes of a cluster, or on many; engines likewise"
+    )
+    save_every: Annotated[int, MAY_CHANGE] = Field(
+        default=0, ge=0, description="steps between checkpoints in run_dir/checkpoints, and one after the last; 0: none"
+    )
+    keep_checkpoints: Annotated[int, MAY_CHANGE, _SAVES] = Field(
+        default=2, ge=0, description="newest checkpoints that are kept; 0: all"
+    )
+    async_save: Annotated[bool, MAY_CHANGE, _SAVES] = Field(
+        default=True, description="train on while a checkpoint is written"
+    )
+    trace: Annotated[bool, MAY_CHANGE] = Field(
+        default=False, description="record all actors in run_dir/trace.json, for Perfetto"
+    )
+    metrics_to: Annotated[str | None, MAY_CHANGE] = Field(
+        default="tensorboard",
+        description="where each step's metrics go beside metrics.jsonl, with commas between: tensorboard, wandb, mlflow, "
+        "trackio, or package.module:Class of your own; none: nowhere",
+    )
+    resume: Annotated[str | None, MAY_CHANGE] = Field(
+        default=None,
+        description="auto: continue from the newest checkpoint in run_dir, if any; or the checkpoint to continue from",
+    )
+
+    @model_validator(mode="after")
+    def _check_training(self) -> Self:
+        name, optimizer = type(self).__name__, self.train.backend_cfg.optimizer
+        check_ranks(name, self.train, self.ranks, self.dtype)
+        if self.seed < 0:
+            raise ConfigError.of(f"{name}.seed", self.seed, "must be at least 0")
+        if not optimizer.lr:
+            raise ConfigError.of(f"{name}.lr", optimizer.lr, "must be above 0, or nothing is learned")
+        if self.chooses_steps and 0 < self.optimizer_steps <= optimizer.warmup_steps:
+            raise ConfigError.of(
+                f"{name}.lr_warmup_steps",
+                optimizer.warmup_steps,
+                f"the run has {self.optimizer_steps} optimizer steps and would never reach lr={optimizer.lr:g}",
+            )
+        writer_names(self.metrics_to)
+        return self
+
+    @property
+    def model(self) -> str:
+        """Hugging Face directory with config, safetensors and tokenizer, or a name on the Hub: ``train.hf_path``."""
+        return self.train.hf_path
+
+    @property
+    def seed(self) -> int:
+        """Fixes data order, samples and training: ``train.seed``."""
+        return self.train.seed
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.train.backend_cfg.parallel
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.parallel.data_parallel_size(self.ranks)
+
+    @property
+    def trained_dtype(self) -> str:
+        """Dtype of the trained parameters; unless it is chosen, needs Ray, which knows the GPUs."""
+        place = f"{BACKEND}.param_dtype"
+        return str(get(self, place)) if has(self, place) and gives(self, place) else resolve_dtype(self.dtype)
+
+    def describe_ranks(self) -> str:
+        """Runtime, ranks and layout, for a run's first line."""
+        layout = "".join(f", {name}={size}" for name, size in self.parallel.model_dump().items() if size > 1)
+        return f"{self.ranks} training rank(s) of {self.train.backend}{layout}"
+
+    def runtime_config(self) -> RuntimeConfig:
+        """Of the trained model, with what follows from other options; needs Ray, which knows the GPUs."""
+        config: RuntimeConfig = filled(self, "train")
+        return config
+
+    def runs(self) -> Mapping[str, Any]:
+        """The runs that these options ask for, by name; one has none."""
+        return {"": self}
+
+    def models(self) -> tuple[RunModel, ...]:
+        """The models that the run builds."""
+        return (RunModel("model", self.model),)
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Most tokens of a sequence that the run may make; None where its data alone decide."""
+        return None
+
+    def read_data(self) -> str:
+        """Reads all data that the run reads, as it reads them; says what there is. Of a run that samples, others read it.
+
+        Raises:
+            ConfigError, BatchError: data that cannot be used.
+        """
+        return f"{len(read_examples(self.dataset, self.data, require_answer=False))} rows"
+
+    @property
+    def eval_sets(self) -> dict[str, EvalSet]:
+        """Held-out sets by name."""
+        return sets_by_name(self.eval_dataset)
+
+    @property
+    def pushes_adapters(self) -> bool:
+        """Whether engines serve the policy as an adapter beside the weights of the frozen model."""
+        return False
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the trained model in the whole run; its schedule ends with the last."""
+        return self.steps
+
+    def other_optimizer(self, lr_option: str, **changes: Any) -> OptimizerConfig:
+        """The optimizer of a second model, whose peak learning rate is the option of that name.
+
+        Raises:
+            ConfigError: the trained model's schedule does not fit that rate; names the option.
+        """
+        lr = getattr(self, lr_option)
+        try:
+            return self.train.backend_cfg.optimizer.replace(lr=lr, **changes)
+        except ConfigError as error:
+            problem = f"the trained model's schedule does not fit it: {error}"
+            raise ConfigError.of(f"{type(self).__name__}.{lr_option}", lr, problem) from None
+
+    @property
+    def chooses_steps(self) -> bool:
+        """Whether ``steps`` is the length of the run; else it is known when the data has been read."""
+        return True
+
+    def with_known_steps(self) -> Self:
+        """With the length of the run as ``steps``; reads data where they decide it, and then raises as :meth:`read_data`."""
+        return self
+
+    @property
+    def training_groups(self) -> int:
+        """Groups of ``ranks`` ranks each."""
+        return 1
+
+    @property
+    def num_engines(self) -> int:
+        """vLLM engines; 0 for a run that samples nothing."""
+        return 0
+
+    @property
+    def batches_ahead(self) -> int:
+        """Batches that are sampled while earlier ones are trained on."""
+        return 0
+
+    def rollout_config(self, share: ClusterShare) -> RolloutConfig | None:
+        """Of the engines, with their share of the cluster; None without any."""
+        return None
+
+
+def with_local_model[C: TrainingOptions](config: C) -> C:
+    """With the folder of the model in place of a name on the Hub, see :func:`~rl_backend.data.hub.local_model`.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    folder = local_model(config.model, field=f"{type(config).__name__}.model")
+    if folder == config.model:
+        return config
+    values = {name: getattr(config, name) for name in type(config).model_fields}
+    return type(config)(**{**values, "train": config.train.replace(hf_path=folder)})
+
+
+class TrainingConfig(TrainingOptions, BaseConfig):
+    """Options of a run that samples nothing."""
+
+    lora: LoRAOptions = Field(default=LoRAOptions(), description="adapters over a frozen model, see docs/lora.md")

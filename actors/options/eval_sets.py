@@ -1,0 +1,124 @@
+"""Held-out sets as options."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from actors.rollout.config import SamplingConfig
+from rl_backend.contracts import BaseConfig, ConfigError
+
+_SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop_token_ids", "stop_strings")
+
+
+class EvalSet(BaseConfig):
+    """A held-out set, and how its prompts are answered. What is None is as the run has it.
+
+    Attributes:
+        path: rows, as of ``eval_dataset``.
+        n: responses of each prompt; None takes 1, or that of an evaluation alone.
+        pass_at: numbers of responses k for which pass@k is estimated, each at most ``n``; None takes 1 and ``n``.
+        pass_threshold: a response passes whose reward is at least this; None takes 1.
+        temperature: None takes 0 for one response, else that of the run.
+        top_p, top_k, min_p: as of :class:`~actors.rollout.config.SamplingConfig`; None cuts no tokens of one response, and
+            is as the run has it for several.
+        max_new_tokens: longest response.
+        stop_token_ids: end a response, beside the tokenizer's end-of-text tokens.
+        stop_strings: end a response.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    path: str = Field(min_length=1)
+    n: int | None = Field(default=None, ge=1)
+    pass_at: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    pass_threshold: float | None = None
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    stop_token_ids: tuple[int, ...] | None = None
+    stop_strings: tuple[str, ...] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.n is not None:
+            self._check_pass_at(self.n)
+        return self
+
+    def _check_pass_at(self, n: int) -> None:
+        for k in self.pass_at or ():
+            if k > n:
+                raise ConfigError.of(
+                    "EvalSet.pass_at", k, f"pass@{k} is estimated from at least {k} responses, and n={n}; raise n"
+                )
+
+    def sampling(self, run: SamplingConfig, n: int = 1, *, greedy: bool = True) -> SamplingConfig:
+        """How the set's prompts are answered.
+
+        Args:
+            run: sampling of the run, for what the set does not say.
+            n: responses of each prompt where the set does not say.
+            greedy: a single response is the likeliest, where the set does not say.
+
+        Raises:
+            ConfigError: options that cannot work together.
+        """
+        n = self.n or n
+        self._check_pass_at(n)
+        given = {name: value for name in _OF_SAMPLING if (value := getattr(self, name)) is not None}
+        if given.get("temperature", 0.0 if greedy and n == 1 else 1.0) == 0:
+            run = run.replace(n=1, temperature=0.0, **{name: SamplingConfig.model_fields[name].default for name in run.cuts})
+        try:
+            return run.replace(log_probs=False, **{**given, "n": n})
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("SamplingConfig.", "EvalSet.")) from None
+
+
+def _as_given(value: Any) -> Any:
+    """One of several paths alone is the path; text that begins with a brace is a mapping in JSON."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if value == "none":
+        return None
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError.of("eval_dataset", value, f"is neither a path nor JSON: {error}") from None
+    if isinstance(value, Mapping):
+        return {name: {"path": each} if isinstance(each, str) else each for name, each in value.items()}
+    return value
+
+
+type EvalDatasets = Annotated[str | tuple[str, ...] | dict[str, EvalSet] | None, BeforeValidator(_as_given)]
+"""A path, several, or sets by name."""
+
+
+def sets_by_name(given: str | Sequence[str] | Mapping[str, EvalSet] | None) -> dict[str, EvalSet]:
+    """A path is called by its last part without suffix.
+
+    Raises:
+        ConfigError: a name that metrics cannot have, or two paths of the same name.
+    """
+    if isinstance(given, Mapping):
+        for name in given:
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise ConfigError.of("eval_dataset", name, "names metrics; use letters, digits, '.', '_' and '-'")
+        return dict(given)
+    sets: dict[str, EvalSet] = {}
+    for path in [given] if isinstance(given, str) else given or ():
+        last = Path(path)
+        name = re.sub(r"[^\w.-]+", "-", last.stem if last.suffix in _SUFFIXES else last.name)
+        if name in sets:
+            both = json.dumps({"a": sets[name].path, "b": path})
+            raise ConfigError.of("eval_dataset", path, f"two sets would be called {name!r}; name them, as in '{both}'")
+        sets[name] = EvalSet(path=path)
+    return sets

@@ -1,0 +1,490 @@
+"""Options of every run that samples: sampling, staleness, engines, and where rewards come from: functions, or episodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from actors.cluster.placement import ClusterShare
+from actors.options.config import TRAINING, HeldOutSets, TrainingConfig, TrainingOptions
+from actors.options.eval_sets import sets_by_name
+from actors.options.policy_options import PolicyLoRA
+from actors.options.rank_options import resolve_dtype
+from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.lengths import fitting_lengths, positions_of
+from actors.rollout.placement import with_share
+from actors.sync.transport.staged import TransportName
+from actors.train.model import RouterReplayMode
+from rl_backend.algorithm.episodes import Truncated
+from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, BaseConfig, ConfigError, HasEffect
+from rl_backend.data.config import DataConfig
+from rl_backend.data.rewards import OnFailure, RewardConfig, WeightedReward
+from rl_backend.environment import Limits
+from rl_backend.environment.conversation import OtherEnd
+from rl_backend.environment.history import History
+from rl_backend.environment.parsers import PARSERS
+from rl_backend.model.blocks import divisors, nearest
+from rl_backend.options.option_set import Follows, OptionSet, filled, get, has, options_of
+
+_EVALUATES = HasEffect(lambda config: config.eval_dataset, "needs an eval_dataset")
+_WEIGHTS = HasEffect(
+    lambda config: config.importance_options(),
+    "importance={0.importance!r} and max_staleness={0.max_staleness} has no weights to cap; leave it out, or set importance "
+    "to truncate or mask",
+)
+
+
+def fitted_lengths(kind: type[BaseModel], given: Mapping[str, Any], model_path: str) -> dict[str, int]:
+    """Lengths of prompts and responses that are not given, where their defaults are more than the model has positions for.
+
+    Args:
+        model_path: place of the model's directory.
+    """
+    prompt, response = "max_prompt_tokens", "sampling.max_new_tokens"
+    defaults = {prompt: kind.model_fields[prompt].default, **options_of(kind).preset}
+    asked = {path: get(given, path) if has(given, path) else defaults[path] for path in (prompt, response)}
+    positions = _positions(given, model_path)
+    if positions is None or not all(isinstance(tokens, int) for tokens in asked.values()):
+        return {}
+    return fitting_lengths(asked, [path for path in asked if not has(given, path)], positions)
+
+
+def _positions(given: Mapping[str, Any], model_path: str) -> int | None:
+    model = get(given, model_path) if has(given, model_path) else None
+    return positions_of(model) if isinstance(model, str) and model else None
+
+
+SAMPLED = OptionSet(
+    short={
+        "engines": "rollout.num_engines",
+        "samples_per_prompt": "sampling.n",
+        "max_response_tokens": "sampling.max_new_tokens",
+        **{name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop_strings")},
+    },
+    preset={"sampling.n": 8, "sampling.max_new_tokens": 512},
+    follows={
+        "rollout.model_path": Follows(lambda config: config.model, "engines sample from the trained model", until="-"),
+        "rollout.dtype": Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
+        "rollout.placement": Follows(lambda config: config.placement),
+        "rollout.max_model_len": Follows(lambda config: config.longest_sampled, until=2),
+        "rollout.seed": Follows(lambda config: config.seed),
+        "rollout.require_push": Follows(lambda config: True, "a run pushes before it samples"),
+        "rollout.sleep_mode": Follows(lambda config: False, "a run's engines never sleep; leave it out"),
+        "rollout.return_routed_experts": Follows(
+            lambda config: config.router_replay == "R3", "follows from router_replay; set that to R3"
+        ),
+        "rollout.load_tokenizer": Follows(lambda config: config.stops_at_strings, "follows from stop_strings; leave it out"),
+        "rollout.max_adapters": Follows(
+            lambda config: int(config.pushes_adapters), "follows from lora.rank and lora.push; leave it out"
+        ),
+        "rollout.max_adapter_rank": Follows(
+            lambda config: config.lora.rank if config.pushes_adapters else 16, "follows from lora.rank; leave it out"
+        ),
+        "sampling.log_probs": Follows(lambda config: True, "training compares them with its own; leave it out"),
+    },
+    fitted=lambda kind, given: fitted_lengths(kind, given, "train.hf_path"),
+    repeated=("sampling.stop_strings", "eval_dataset"),
+    groups={
+        "sampling": (
+            *("sampling.", "samples_per_prompt", "max_response_tokens", "temperature", "prompts_per_step", "engines"),
+            *("max_staleness", "sample_ahead", "stale_samples", "importance", "importance_cap", "transport"),
+        ),
+        "evaluation": ("eval_every",),
+        "training": ("updates_per_step", "entropy_coef", "router_replay", "loss."),
+        "logging": ("samples_logged",),
+    },
+)
+
+
+class SampledOptions(BaseModel):
+    """Engines, sampling, staleness: the options that every run has which samples, for a configuration to take in."""
+
+    option_set: ClassVar[OptionSet] = SAMPLED
+
+    lora: PolicyLoRA = Field(default=PolicyLoRA(), description="adapters over a frozen model, see docs/lora.md")
+    eval_dataset: HeldOutSets = None
+    rollout: RolloutConfig = Field(description="vLLM's engines")
+    sampling: SamplingConfig = Field(description="how training responses are sampled")
+    prompts_per_step: int = Field(default=32, ge=1, description="prompts sampled in each step")
+    updates_per_step: int = Field(default=1, ge=1, description="optimizer steps in each training step")
+    entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
+    max_staleness: int = Field(
+        default=0, ge=0, description="training steps by which a sample's weights may be behind; 0: strictly on-policy"
+    )
+    sample_ahead: int | None = Field(
+        default=None, ge=0, description="batches sampled while earlier ones are trained on; none: max_staleness"
+    )
+    stale_samples: Literal["drop", "correct"] = Field(
+        default="drop", description="samples older than max_staleness: leave out, or train on with importance weights"
+    )
+    importance: Literal["auto", "off", "truncate", "mask"] = Field(
+        default="auto",
+        description="weights for tokens that other weights or kernels sampled: cap them, or leave out those outside "
+        "[1 / importance_cap, importance_cap]; auto: truncate when sampling ahead, else off",
+    )
+    importance_cap: Annotated[float, _WEIGHTS] = Field(default=2.0, gt=1, description="largest importance weight")
+    router_replay: RouterReplayMode = Field(
+        default="off",
+        description="for mixtures of experts: updates send tokens to the experts of the pass for the old log-probs (R2), or "
+        "both send them to vLLM's (R3)",
+    )
+    transport: Annotated[TransportName, MAY_CHANGE] = Field(
+        default="auto", description="of weights: auto, shared_memory, gloo, nccl or cuda_ipc"
+    )
+    samples_logged: Annotated[int, MAY_CHANGE] = Field(
+        default=256, ge=0, description="samples of each step that samples.jsonl has"
+    )
+    eval_every: Annotated[int, MAY_CHANGE, _EVALUATES] = Field(
+        default=0, ge=0, description="also evaluate every so many steps; 0: only before and after"
+    )
+    shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> Self:
+        name = type(self).__name__
+        prompts, updates = self.prompts_per_step, self.updates_per_step
+        if prompts % updates:
+            problem = f"must divide prompts_per_step={prompts}; {nearest(updates, divisors(prompts))}"
+            raise ConfigError.of(f"{name}.updates_per_step", updates, problem)
+        if not 0 < self.sampling.temperature < math.inf:
+            raise ConfigError.of(f"{name}.temperature", self.sampling.temperature, "must be above 0 and finite")
+        if self.max_staleness == 0 and self.sample_ahead:
+            raise ConfigError.of(
+                f"{name}.sample_ahead",
+                self.sample_ahead,
+                "max_staleness=0 is strictly on-policy, and nothing can be sampled ahead; raise max_staleness",
+            )
+        if self.max_staleness and self.sample_ahead == 0:
+            raise ConfigError.of(
+                f"{name}.sample_ahead", 0, "sampling and training would take turns; use max_staleness=0 for that"
+            )
+        if self.stale_samples == "correct" and not self.max_staleness:
+            raise ConfigError.of(f"{name}.stale_samples", "correct", "max_staleness=0 makes no stale samples; raise it")
+        for cut in self.sampling.cuts if self.importance_options() else ():
+            raise ConfigError.of(
+                f"{name}.{cut}",
+                getattr(self.sampling, cut),
+                f"importance={self.importance!r} with max_staleness={self.max_staleness} weighs tokens by the trainer's "
+                "probability over the engine's, and cannot make up for tokens that are never sampled; leave it out, or set "
+                "importance to off",
+            )
+        if self.importance == "off" and self.stale_samples == "correct":
+            raise ConfigError.of(
+                f"{name}.importance", "off", "stale_samples='correct' needs importance weights; use truncate or mask"
+            )
+        return self
+
+    @property
+    def sequences_per_update(self) -> int:
+        return self.prompts_per_step * self.sampling.n // self.updates_per_step
+
+    @property
+    def eval_sampling(self) -> dict[str, SamplingConfig]:
+        """How each held-out set is answered: greedily, or as it says; several responses of a prompt as in training."""
+        return {name: each.sampling(self.sampling) for name, each in sets_by_name(self.eval_dataset).items()}
+
+    @property
+    def stops_at_strings(self) -> bool:
+        """Whether responses, in training or to a held-out set, end at a text, which engines look for."""
+        return any(each.stop_strings for each in (self.sampling, *self.eval_sampling.values()))
+
+    @property
+    def num_engines(self) -> int:
+        return self.rollout.num_engines
+
+    @property
+    def pushes_adapters(self) -> bool:
+        return bool(self.lora.rank) and self.lora.push == "adapter"
+
+    @property
+    def batches_ahead(self) -> int:
+        """``sample_ahead`` with its default filled in."""
+        return self.max_staleness if self.sample_ahead is None else self.sample_ahead
+
+    def meta(self) -> dict[str, Any]:
+        """Facts of every batch."""
+        meta = {"temperature": self.sampling.temperature, "calculate_entropy": self.entropy_coef > 0}
+        # Routes of runtimes and of samples are for the layers with experts alone.
+        return meta if self.router_replay == "off" else meta | {"routed_experts_layers": "moe"}
+
+    def importance_options(self) -> dict[str, Any]:
+        """Options of a policy loss."""
+        if self.importance == "mask":
+            return {"mis_bounds": (1 / self.importance_cap, self.importance_cap)}
+        if self.importance == "truncate" or (self.importance == "auto" and self.batches_ahead):
+            return {"tis_cap": self.importance_cap}
+        return {}
+
+    def rollout_config(self, share: ClusterShare) -> RolloutConfig:
+        """Of the engines, with their share of the cluster."""
+        return with_share(filled(self, "rollout"), share)
+
+    def sampling_facts(self) -> list[str]:
+        """For the first line that a run prints."""
+        facts = [f"{self.num_engines} vLLM engine(s)"]
+        if self.lora.rank:
+            facts.append(f"LoRA of rank {self.lora.rank}")
+        if self.batches_ahead:
+            facts.append(f"sampling {self.batches_ahead} batch(es) ahead")
+        if self.router_replay != "off":
+            facts.append(f"router replay {self.router_replay}")
+        return facts
+
+
+REWARDS = OptionSet(
+    short={
+        "reward": "rewards.functions",
+        **{f"reward_{name}": f"rewards.{name}" for name in ("timeout_seconds", "workers", "processes", "concurrency")},
+        "on_reward_failure": "rewards.on_failure",
+    },
+)
+"""Of reward functions."""
+
+
+class RLConfig(SampledOptions, TrainingOptions, BaseConfig):
+    """Options of a run whose samples are scored by reward functions."""
+
+    option_set: ClassVar[OptionSet] = (
+        TRAINING
+        | SAMPLED
+        | REWARDS
+        | OptionSet(
+            preset={"rewards.on_failure": "stop"},
+            groups={"reward": ("reward", "shuffle_rewards")},
+            metavars={"reward": "FILE.py:FUNCTION"},
+            example="--model models/Qwen3-0.6B --dataset train.jsonl --reward my_reward.py:compute_score --steps 200 "
+            "--run-dir runs/mine",
+        )
+    )
+
+    rewards: RewardConfig = Field(description="reward functions, see docs/rewards.md")
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        _require_room(self, "max_prompt_tokens + max_response_tokens")
+        return self
+
+    @property
+    def reward(self) -> str | dict[str, WeightedReward]:
+        """The reward functions: ``rewards.functions``."""
+        return self.rewards.functions
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.max_prompt_tokens + self.sampling.max_new_tokens
+
+    @property
+    def longest_sampled(self) -> int:
+        """Tokens of the longest prompt with the longest response, in training or to a held-out set."""
+        longest = (each.max_new_tokens for each in (self.sampling, *self.eval_sampling.values()))
+        return self.max_prompt_tokens + max(longest)
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.steps * self.updates_per_step
+
+    def facts(self) -> list[str]:
+        """For the first line that a run prints."""
+        return [
+            f"{self.prompts_per_step} x {self.sampling.n} responses a step",
+            f"up to {self.max_prompt_tokens} + {self.sampling.max_new_tokens} tokens",
+            self.describe_ranks(),
+            *self.sampling_facts(),
+        ]
+
+
+_DROPS = HasEffect(lambda config: config.on_episode_failure == "drop", "only on_episode_failure='drop' leaves episodes out")
+_STEPS = HasEffect(lambda config: config.environment, "a player samples by itself; leave it out")
+_AHEAD = HasEffect(lambda config: config.batches_ahead, "max_staleness=0 samples nothing ahead; raise it")
+_EPISODE_TOKENS = "limits.episode_tokens"
+
+
+def _fitted_to_episodes(kind: type[BaseModel], given: Mapping[str, Any]) -> dict[str, int]:
+    """Lengths that are not given are at most the model's positions."""
+    positions = _positions(given, "train.hf_path")
+    if positions is None:
+        return {}
+    most = {_EPISODE_TOKENS: positions, "sampling.max_new_tokens": max(positions // 2, 1)}
+    preset = options_of(kind).preset
+    return {path: min(preset[path], tokens) for path, tokens in most.items() if not has(given, path)}
+
+
+class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
+    """Options of a run whose samples are episodes of many turns."""
+
+    option_set: ClassVar[OptionSet] = (
+        TRAINING
+        | SAMPLED
+        | OptionSet(
+            short={"max_turns": "limits.turns", "max_episode_tokens": _EPISODE_TOKENS},
+            preset={_EPISODE_TOKENS: 4096},
+            follows={
+                "limits.turn_tokens": Follows(
+                    lambda config: config.sampling.max_new_tokens, "follows from max_response_tokens; set that"
+                ),
+            },
+            fitted=_fitted_to_episodes,
+            groups={
+                "environment": (
+                    *(
+                        "environment",
+                        "player",
+                        "score",
+                        "tool_format",
+                        "max_turns",
+                        "max_episode_tokens",
+                        "limits.",
+                        "on_cut",
+                    ),
+                    *("history", "other_end", "on_episode_failure", "least_episodes", "truncated", "push_during_episodes"),
+                    "shuffle_rewards",
+                )
+            },
+            metavars={"environment": "FILE.py:NAME"},
+            example="--model models/Qwen3-0.6B --dataset train.jsonl --environment my_environment.py:make --max-turns 8",
+        )
+    )
+
+    environment: Annotated[str | None, SAME_CONTENTS] = Field(
+        default=None,
+        description="makes an episode's environment from a row and a seed, as path/file.py:name or package.module:name; "
+        "see docs/environments.md",
+    )
+    player: Annotated[str | None, SAME_CONTENTS] = Field(
+        default=None, description="in its place: plays an episode by a loop of its own, from a row and a sampler"
+    )
+    score: Annotated[str | None, SAME_CONTENTS] = Field(
+        default=None, description="function of a group's episodes, whose rewards are added to theirs"
+    )
+    tool_format: Annotated[str, _STEPS] = Field(
+        default="hermes", min_length=1, description="of the calls that the model writes: hermes, json or pythonic"
+    )
+    on_cut: Annotated[Literal["continue", "end"], _STEPS] = Field(
+        default="continue", description="a turn that is cut by max_response_tokens: continue the episode, or end it"
+    )
+    limits: Limits = Field(default=Limits(episode_tokens=4096), description="what an episode may come to")
+    history: Annotated[History | None, _STEPS] = Field(
+        default=None,
+        description="where the chat template changes earlier turns: keep them as sampled, or branch into a new sequence; "
+        "none: such a template is refused",
+    )
+    other_end: Annotated[OtherEnd, _STEPS] = Field(
+        default="replace",
+        description="a turn that ended with another token than the template's: replace it by the template's, or keep it",
+    )
+    on_episode_failure: Annotated[OnFailure, MAY_CHANGE] = Field(
+        default="drop",
+        description="an episode that raised or took too long: stop the run, count as zero, or leave it out",
+    )
+    least_episodes: Annotated[int, MAY_CHANGE, _DROPS] = Field(
+        default=2, ge=1, description="episodes that a group needs; one with fewer is left out as a whole"
+    )
+    push_during_episodes: Annotated[bool, _AHEAD] = Field(
+        default=False,
+        description="when sampling ahead: pushes do not wait for episodes to end; their tokens then have several versions",
+    )
+    truncated: Truncated = Field(
+        default="keep", description="episodes that a limit cut off: keep them, with a reward of zero, or mask their loss"
+    )
+
+    @model_validator(mode="after")
+    def _check_episodes(self) -> Self:
+        name = type(self).__name__
+        if self.limits.episode_tokens is None:
+            raise ConfigError.of(f"{name}.max_episode_tokens", None, "sequences need a bound to be trained on")
+        _require_room(self, "max_episode_tokens")
+        if (self.environment is None) == (self.player is None):
+            problem = "give either an environment, which is stepped, or a player, which samples by itself"
+            raise ConfigError.of(f"{name}.environment", self.environment, problem)
+        if self.tool_format not in PARSERS:
+            problem = (
+                f"expected {', '.join(PARSERS)}; for another parser, also of vLLM, give a player: a SteppedPlayer whose "
+                "StepOptions have the function as tool_format"
+            )
+            raise ConfigError.of(f"{name}.tool_format", self.tool_format, problem)
+        for option in ("step_seconds", "tool_calls") if self.player is not None else ():
+            if getattr(self.limits, option) is not None:
+                problem = "a player has neither steps nor tools that the run knows of; leave it out"
+                raise ConfigError.of(f"{name}.limits.{option}", getattr(self.limits, option), problem)
+        if self.is_set("max_prompt_tokens"):
+            problem = "environments make their prompts; set max_episode_tokens"
+            raise ConfigError.of(f"{name}.max_prompt_tokens", self.max_prompt_tokens, problem)
+        for option in DataConfig.model_fields:
+            if option != "chat_template_kwargs" and self.data.is_set(option):
+                problem = "an environment is given the row as it stands; leave it out"
+                raise ConfigError.of(f"{name}.{option}", getattr(self.data, option), problem)
+        if self.sampling.max_new_tokens >= self.limits.episode_tokens:
+            problem = f"max_episode_tokens={self.limits.episode_tokens} must hold a prompt and a turn; use less"
+            raise ConfigError.of(f"{name}.max_response_tokens", self.sampling.max_new_tokens, problem)
+        if self.on_episode_failure == "drop" and self.least_episodes > self.sampling.n:
+            problem = f"a group has samples_per_prompt={self.sampling.n} episodes; use at most that"
+            raise ConfigError.of(f"{name}.least_episodes", self.least_episodes, problem)
+        return self
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and turn of an episode."""
+        return self.limits.episode_tokens or 4096  # None is refused, after this was asked for
+
+    @property
+    def longest_sampled(self) -> int:
+        return self.longest_sequence
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.steps * self.updates_per_step
+
+    @property
+    def task(self) -> str:
+        """For people."""
+        return f"environment {self.environment}" if self.environment else f"player {self.player}"
+
+    def facts(self) -> list[str]:
+        """For the first line that a run prints."""
+        turns = "" if self.limits.turns is None else f" of up to {self.limits.turns} turns"
+        return [
+            f"{self.prompts_per_step} x {self.sampling.n} episodes{turns} a step",
+            f"up to {self.longest_sequence} tokens",
+            self.describe_ranks(),
+            *self.sampling_facts(),
+        ]
+
+
+SampledConfig = RLConfig | EpisodeConfig
+"""Of a run that samples."""
+
+RunConfig = TrainingConfig | SampledConfig
+"""Of any run."""
+
+
+def _require_room(config: SampledConfig, longest_is: str) -> None:
+    """Raises :class:`ConfigError` where ranks have no sequence, or a sequence does not fit.
+
+    Args:
+        longest_is: what ``longest_sequence`` is made of.
+    """
+    name = type(config).__name__
+    if config.sequences_per_update < config.data_parallel_size:
+        raise ConfigError.of(
+            f"{name}.ranks",
+            config.ranks,
+            f"an update has {config.sequences_per_update} responses; each of {config.data_parallel_size} data-parallel "
+            "ranks needs one; use fewer ranks, or more prompts_per_step",
+        )
+    for field, tokens in (
+        ("max_tokens_per_micro_batch", config.train.max_tokens_per_micro_batch),
+        ("rollout.max_model_len", config.rollout.max_model_len),
+    ):
+        if config.longest_sequence > tokens:
+            problem = f"must hold one sequence: {longest_is} = {config.longest_sequence}"
+            raise ConfigError.of(f"{name}.{field}", tokens, problem)
+    if config.longest_sampled > config.rollout.max_model_len:
+        raise ConfigError.of(
+            f"{name}.rollout.max_model_len",
+            config.rollout.max_model_len,
+            f"a held-out set needs {config.longest_sampled}: max_prompt_tokens and its max_new_tokens",
+        )

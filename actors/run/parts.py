@@ -1,0 +1,154 @@
+"""Parts of a run: what it works with, can lose, and can build again."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from actors.options.policy_options import tenant_config
+from actors.options.sampled_config import RunConfig
+from actors.rollout.group.group import RolloutGroup
+from actors.run.session import Session
+from actors.sync.push import WeightSync
+from actors.sync.report import PushReport
+from actors.sync.transport.staged import TransportName
+from actors.train.context import HandleRef
+from actors.train.group import TrainGroup
+from actors.train.model import GroupModel, RouterReplayMode
+from actors.watch.console import Phases
+from rl_backend.contracts import Head, OptimizerConfig, RLBackendError
+from rl_backend.data.hub import local_model
+from rl_backend.options.option_set import filled
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """How a model of a run is built; see :meth:`~actors.run.run.Run.build_model`."""
+
+    name: str
+    group: int = 0
+    forward_only: bool = False
+    head: Head = "log_probs"
+    hf_path: Path | str | None = None
+    optimizer: OptimizerConfig | None = None
+    router_replay: RouterReplayMode = "off"
+
+
+class Parts:
+    """Session, training groups, models, engines, and the sync between the policy and the engines.
+
+    Models are stable references: when a training group is lost, :meth:`replace_group` points those that it had at another
+    one. Use as a context manager, which ends before the session does.
+
+    Args:
+        config: of the run.
+        session: groups and engines.
+        phases: of the start.
+        owner: begins the names of LoRA tenants, which runs on the session must not share.
+        borrowed: the session goes on after the run, which removes its tenants and adapters.
+
+    Attributes:
+        groups: training groups, by number.
+    """
+
+    def __init__(self, config: RunConfig, session: Session, phases: Phases, *, owner: str, borrowed: bool) -> None:
+        self._config, self._session, self._phases = config, session, phases
+        self._owner, self._borrowed = owner, borrowed
+        self.groups = list(session.groups)
+        self._built: list[tuple[ModelRecipe, GroupModel]] = []
+        self._tenants = ExitStack()
+        self._connection = ExitStack()
+        self._connected: tuple[GroupModel, TransportName] | None = None
+        self._sync: WeightSync | None = None
+
+    @property
+    def rollout(self) -> RolloutGroup:
+        """Engines of a run that samples."""
+        assert self._session.rollout is not None  # Session.require, and open_session, have seen to it
+        return self._session.rollout
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes, of the rank that has held most so far."""
+        return max(group.peak_memory for group in self.groups)
+
+    def build(self, recipe: ModelRecipe) -> GroupModel:
+        """Builds a model."""
+        model = self._make(recipe)
+        self._built.append((recipe, model))
+        return model
+
+    def replace_group(self, number: int, group: TrainGroup) -> None:
+        """Builds the models of a training group on another one, with the weights that they began with.
+
+        Their references stay, and engines get weights from the new group. A checkpoint is to be loaded next.
+        """
+        lost, self.groups[number] = self.groups[number], group
+        for recipe, model in self._built:
+            if model.group is lost:
+                made = self._make(recipe)
+                model.point_at(made.group, made.handle, made.base)
+        if self._connected is not None and self._connected[0].group is group:
+            self.connect(*self._connected)
+
+    def connect(self, policy: GroupModel, transport: TransportName) -> None:
+        """Engines get the weights of this model from :meth:`push`: of a LoRA tenant the adapter, or all weights merged."""
+        self._connection.close()
+        self._connected = policy, transport
+        rollout, enter = self.rollout, self._connection.enter_context
+        if policy.base is not None and self._config.pushes_adapters:
+            with self._phases.phase("push", "the frozen model's weights to the engines"):
+                enter(self._session.serving(policy.group, policy.base, transport))
+            if self._borrowed:
+                self._connection.callback(self._withdraw, policy.handle.name)
+            self._sync = enter(WeightSync(policy.group, rollout, policy.handle))
+        else:
+            merged = policy.base is not None
+            self._sync = enter(WeightSync(policy.group, rollout, policy.handle, transport=transport, merged=merged))
+
+    def push(self) -> PushReport:
+        """Brings the policy's present weights to the engines."""
+        assert self._sync is not None, "connect comes first"
+        return self._sync.push()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._connection.__exit__(*error)
+        finally:
+            self._tenants.__exit__(*error)
+
+    def _make(self, recipe: ModelRecipe) -> GroupModel:
+        config, name = self._config, recipe.name
+        group, path = self.groups[min(recipe.group, len(self.groups) - 1)], local_model(recipe.hf_path or config.model)
+        optimizer = recipe.optimizer
+        if not recipe.forward_only:
+            optimizer = optimizer or config.train.backend_cfg.optimizer
+        if not config.lora.rank:
+            with self._phases.phase("model", f"loading {name}"):
+                handle = group.build_model(
+                    name=name, forward_only=recipe.forward_only, head=recipe.head, hf_path=path, optimizer=optimizer
+                )
+            return GroupModel(group, handle, recipe.router_replay)
+        with self._phases.phase("model", f"loading the frozen model below {name}"):
+            base = self._session.base(group, path)
+        if recipe.forward_only:
+            return GroupModel(group, base)
+        lora, name = tenant_config(filled(config, "lora")), f"{self._owner}/{name}"
+        tenant = group.create_lora_adapter(base, lora, optimizer, name=name, head=recipe.head)
+        if self._borrowed:
+            self._tenants.callback(_remove, group, tenant)
+        return GroupModel(group, tenant, recipe.router_replay, base, path)
+
+    def _withdraw(self, adapter: str) -> None:
+        with suppress(RLBackendError):  # engines that are lost have no adapters any more, nor those that never got it
+            self.rollout.remove_adapter(adapter)
+
+
+def _remove(group: TrainGroup, tenant: HandleRef) -> None:
+    with suppress(RLBackendError):  # a group that has ended has no tenants any more
+        group.remove_lora_adapter(tenant)

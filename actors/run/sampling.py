@@ -1,0 +1,180 @@
+"""The sampling half of a run: a batch for each step, a push after it, held-out sets where they are due."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from actors.collect.collector import CollectedBatch, Collector, Source
+from actors.collect.held_out import HeldOutResult, HeldOutSet, warn_of_unknown
+from actors.collect.sample_metrics import unknown_tokens
+from actors.folder.folder import RunFolder
+from actors.folder.progress import Progress, StreamPosition
+from actors.options.sampled_config import SampledConfig
+from actors.run.result import RunResult, Totals
+from actors.sync.report import PushReport
+from actors.watch.clock import Clock
+from actors.watch.console import Phases, say
+from rl_backend.contracts import RLBackendError
+from rl_backend.lab.text import count, duration
+
+
+class SampledInputs(Protocol):
+    """What any run that samples has read."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def held_out(self) -> Sequence[HeldOutSet]: ...
+
+
+class Sampling[B: CollectedBatch]:
+    """Collects what steps train on, keeps engines at the policy's weights, and answers held-out sets with them.
+
+    Args:
+        config: sizes, staleness, evaluation.
+        inputs: tokenizer and held-out sets.
+        source: samples.
+        publish: brings the policy's present weights to the engines.
+        folder: gets the lines of samples and of held-out answers.
+        progress: where the run begins.
+        began: when the command did, on the clock of ``time.monotonic``.
+        label: begins every line that is printed.
+
+    Attributes:
+        collector: makes the batches.
+        version: of the weights that engines have.
+    """
+
+    def __init__(
+        self,
+        config: SampledConfig,
+        inputs: SampledInputs,
+        source: Source[Any, B],
+        publish: Callable[[], PushReport],
+        folder: RunFolder,
+        progress: Progress,
+        *,
+        began: float,
+        label: str = "",
+    ) -> None:
+        self._config, self._inputs, self._source, self._publish = config, inputs, source, publish
+        self._folder, self._label = folder, label
+        self.collector = Collector(config, source, earlier=progress.part("collector"))
+        self._totals = Totals(progress.part("log"), began)
+        self._batch: B | None = None
+        self.version = 0
+
+    def begin(self, step: int, phases: Phases, *, first: bool) -> tuple[PushReport, list[HeldOutResult]]:
+        """Pushes the weights that ``step`` has left, and evaluates them where nothing was trained before.
+
+        Args:
+            first: the run continues no other.
+        """
+        with phases.phase("push", "the first weights to the engines"):
+            pushed = self._push(step)
+        results: list[HeldOutResult] = []
+        if first and self._inputs.held_out:
+            prompts = sum(len(held_out.prompts) for held_out in self._inputs.held_out)
+            with phases.phase("held-out", f"answering {count(prompts, 'prompt')}"):
+                results, metrics = self._evaluate(0)
+            self._totals.evaluated_before()
+            self._folder.log_start(metrics)
+        return pushed, results
+
+    def begin_steps(self, results: Sequence[HeldOutResult]) -> None:
+        """The start is over, with these results before training."""
+        self._say_held_out("before", results)
+        self._totals.begin_steps()
+
+    def collect(self, step: int, clock: Clock) -> B:
+        """What the step trains on: the phase ``sample``, and ``reward`` where scores are waited for.
+
+        With the metric ``unknown_tokens`` where the tokenizer has no token for some of the sampled ids.
+        """
+        self._batch = batch = self.collector.collect(step, clock)
+        if unknown := unknown_tokens(self._source.sampled_ids(batch), self._inputs.tokenizer):
+            batch.metrics["unknown_tokens"] = unknown
+        self._say_failures(f"step {step}", batch.failures)
+        return batch
+
+    def push(self, step: int, lap: Callable[[str], None]) -> PushReport:
+        """Sends the policy's weights to the engines, between two batches: phases ``wait_for_samples`` and ``sync``."""
+        with self._source.stream.between_batches():
+            if self._config.batches_ahead:
+                lap("wait_for_samples")
+            report = self._push(step)
+        lap("sync")
+        return report
+
+    def end_step(self, step: int, log_prob_gap: float, clock: Clock) -> dict[str, float]:
+        """Evaluates, where that is due; the phase ``evaluate``, and metrics.
+
+        Raises:
+            RLBackendError: the log-prob gap is not a number: trainer or engines compute wrong numbers.
+        """
+        if not math.isfinite(log_prob_gap):
+            raise RLBackendError(f"step {step}: the log-prob gap between trainer and vLLM is {log_prob_gap}")
+        self._totals.end_step(log_prob_gap)
+        every = self._config.eval_every
+        if not (step == self._config.steps or (every and step % every == 0)):
+            return {}
+        results, metrics = self._evaluate(step)
+        if results:
+            clock.lap("evaluate")
+            if len(results) > 1 or results[0].held_out.sampling.n > 1:
+                self._say_held_out(f"after step {step}", results)
+        return metrics
+
+    def log_samples(self, step: int) -> None:
+        """Writes lines of the step's samples."""
+        assert self._batch is not None, "a step collects before it ends"
+        self._folder.log_samples(step, self._source.describe(self._batch))
+
+    def finish(self) -> RunResult:
+        """After the last step; also writes ``summary.json``."""
+        result = self._totals.result()
+        self._folder.write_summary(vars(result))
+        times = f"start {duration(result.start_seconds)}, steps {duration(result.step_seconds)}"
+        say(f"{self._label}finished {self._config.steps} steps in {duration(result.seconds)}: {times}")
+        return result
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a run that continues after this step takes over, by part."""
+        return {"log": self._totals.state, "collector": self.collector.versions.state}
+
+    @property
+    def position(self) -> StreamPosition:
+        """Of the stream of samples."""
+        return self._source.stream.position
+
+    def _push(self, step: int) -> PushReport:
+        report = self._publish()
+        self.collector.versions.pushed(report.version, step)
+        self.version = report.version
+        return report
+
+    def _evaluate(self, step: int) -> tuple[list[HeldOutResult], dict[str, float]]:
+        """Answers the held-out sets, if any; results, and what they come to as metrics."""
+        if not self._inputs.held_out:
+            return [], {}
+        results = self._source.answer_held_out()
+        for result in results:
+            self._say_failures(f"held-out set {result.held_out.name}", result.failures)
+            warn_of_unknown(result, self._inputs.tokenizer, self._label)
+            self._folder.log_held_out(step, result.lines(self._inputs.tokenizer))
+        reward = results[0].reward
+        estimates = {name: value for result in results for name, value in result.metrics.items()}
+        self._totals.reward, self._totals.held_out = reward, estimates
+        return results, {"held_out_reward": reward, **estimates}
+
+    def _say_held_out(self, when: str, results: Sequence[HeldOutResult]) -> None:
+        for result in results:
+            say(f"{self._label}held-out {result.held_out.name} {when}: {result.describe()}")
+
+    def _say_failures(self, where: str, failures: Sequence[str]) -> None:
+        if failures:
+            say(f"{self._label}{where}: {self._source.failed(len(failures))} failed, such as: {failures[0]}")

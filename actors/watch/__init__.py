@@ -1,0 +1,1 @@
+"""Instruments of a run: console, metrics, trace, health, times of phases."""

@@ -1,0 +1,128 @@
+"""Health of a run: warnings in words when its metrics show that it learns nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+STEPS = 5
+"""Steps in a row that something must have lasted before it is warned of."""
+
+ZERO_GRADIENT = 1e-9
+COLLAPSED_ENTROPY = 0.01
+"""Nats per token: of choices between two tokens with probabilities of 0.9987 and 0.0013."""
+
+ALL_CUT_OFF = 0.95
+
+UNKNOWN = "are ids that the tokenizer has no token for: they decode to nothing, so nobody who reads the text sees them"
+KNOWN = "give the model the tokenizer that it was made with, or leave its vocabulary no other ids (resize_token_embeddings)"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run learns nothing, or not what it should.
+
+    Attributes:
+        shows: whether a step shows it, by its metrics; None where they do not say.
+        sentence: fields are metrics of the last step, and ``steps``, for how many it has lasted.
+        explained_by: causes of which this one follows; it is not told beside them.
+        steps: in a row that it must have lasted before it is told.
+    """
+
+    shows: Callable[[Mapping[str, float]], bool | None]
+    sentence: str
+    explained_by: tuple[str, ...] = ()
+    steps: int = STEPS
+
+
+def _where(name: str, shows: Callable[[float], bool]) -> Callable[[Mapping[str, float]], bool | None]:
+    return lambda metrics: shows(metrics[name]) if name in metrics else None
+
+
+def _equal_groups(metrics: Mapping[str, float]) -> bool | None:
+    """Advantages that do not compare the responses to one prompt may still differ."""
+    if "equal_groups" not in metrics:
+        return None
+    return metrics["equal_groups"] == 1 and metrics.get("zero_advantages", 1.0) == 1
+
+
+CAUSES: Mapping[str, Cause] = {
+    "skipped_updates": Cause(
+        _where("step_ok", lambda taken: taken == 0),
+        "every update of the last {steps} steps was skipped because its gradient is not finite; continue from an earlier "
+        "checkpoint with a lower lr, and look at the first step in which grad_norm jumps",
+    ),
+    "one_reward": Cause(
+        _where("reward_std", lambda std: std == 0),
+        "in each of the last {steps} steps all responses had the same reward ({reward:.3g} in this one), which teaches "
+        "nothing; read samples.jsonl, then take prompts that are neither too hard nor solved, or a reward with more levels",
+    ),
+    "equal_groups": Cause(
+        _equal_groups,
+        "in the last {steps} steps all responses to each prompt had equal rewards (mean {reward:.3g} in this one), so every "
+        "advantage is 0 and nothing is learned; read samples.jsonl, then take prompts that are neither too hard nor solved, "
+        "more samples_per_prompt, or a reward with more levels",
+        explained_by=("one_reward",),
+    ),
+    "zero_gradient": Cause(
+        _where("grad_norm", lambda norm: norm < ZERO_GRADIENT),
+        "the gradient of the last {steps} steps was 0, so nothing is learned; see whether loss_mask selects any token, and "
+        "whether clipping or importance weights (clip_fraction, importance_dropped) leave any",
+        explained_by=("one_reward", "equal_groups"),
+    ),
+    "collapsed_entropy": Cause(
+        _where("entropy", lambda entropy: entropy < COLLAPSED_ENTROPY),
+        f"the entropy of the last {{steps}} steps was below {COLLAPSED_ENTROPY:g} nats per token ({{entropy:.2g}} in this "
+        "one), so the policy explores nothing; continue from an earlier checkpoint with a lower lr, a higher temperature, "
+        "an entropy_coef or a larger loss.clip_ratio_high",
+    ),
+    "all_cut_off": Cause(
+        _where("responses_cut_off", lambda share: share >= ALL_CUT_OFF),
+        f"in each of the last {{steps}} steps at least {ALL_CUT_OFF:.0%} of the responses were cut off by "
+        "max_response_tokens ({responses_cut_off:.0%} in this one), so rewards judge unfinished text; raise "
+        "max_response_tokens, or see in samples.jsonl whether the model ever writes its end token",
+    ),
+    "unknown_tokens": Cause(
+        _where("unknown_tokens", lambda count: count > 0),
+        f"{{unknown_tokens:.0f}} of the sampled tokens {UNKNOWN}, and they are trained on; {KNOWN}",
+        steps=1,
+    ),
+}
+"""By name; one that explains another comes before it."""
+
+
+class HealthWarnings:
+    """Watches the metrics of a run's steps, and says in words when it learns nothing.
+
+    Args:
+        earlier: the :attr:`state` of the run that this one continues; None at the first step.
+    """
+
+    def __init__(self, earlier: Mapping[str, Any] | None = None) -> None:
+        earlier = earlier or {}
+        self._lasted: dict[str, int] = dict(earlier.get("lasted", {}))
+        self._told: set[str] = set(earlier.get("told", ()))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a run that continues after this step takes over."""
+        return {"lasted": dict(self._lasted), "told": sorted(self._told)}
+
+    def warnings(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """A sentence for each cause that has lasted its steps and has not been told before in the run."""
+        found = []
+        for name, cause in CAUSES.items():
+            shown = cause.shows(metrics)
+            if shown is None:
+                continue
+            self._lasted[name] = self._lasted.get(name, 0) + 1 if shown else 0
+            explained = any(self._lasted.get(other) for other in cause.explained_by)
+            if self._lasted[name] >= cause.steps and name not in self._told and not explained:
+                self._told.add(name)
+                # A loop of one's own may log a metric without those that go with it here.
+                said = defaultdict(lambda: math.nan, metrics, steps=self._lasted[name])
+                found.append(f"step {step}: {cause.sentence.format_map(said)}")
+        return found

@@ -1,0 +1,1 @@
+"""Options of configurations: declared, read from a command line and files, shown in help. Imports neither Ray nor torch."""

@@ -1,0 +1,248 @@
+"""Packages, devices, cores and memory of a machine that the test makes up."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from actors.checks import machine, memory
+from actors.checks.machine import find_devices, find_packages, is_on_cluster, require_engines
+from actors.checks.memory import find_memory
+from actors.checks.preflight import Check, check_start, findings, preflight
+from actors.options.config import RunModel
+from actors.rollout.config import RolloutConfig
+from examples.grpo import GRPOConfig
+from examples.ppo import PPOConfig
+from examples.sft import SFTConfig
+from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.lab.plan.make import GIB
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with cores 2, 3, 5 and 7, without GPUs."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 2, 5, 3})
+    monkeypatch.setattr(machine, "check_served", lambda engines, device: None)
+    config: dict[str, Any] = {"num_attention_heads": 12}
+    monkeypatch.setattr(machine, "read_hf_config", lambda path: config if path == "m" else {"text_config": {}})
+    gpus(monkeypatch, 0)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, number: int, gib: float = 1.0) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=int(gib * GIB)))
+
+
+def config_of(kind: Any = GRPOConfig, **changes: Any) -> Any:
+    sizes = {} if kind is SFTConfig else {"reward": "r", "prompts_per_step": 32}
+    return kind(**{"model": "m", "dataset": "d", **sizes, **changes})
+
+
+def test_packages_are_those_of_the_runtime_and_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(machine, "require_installed", lambda: asked.append("Megatron"))
+    assert find_packages(config_of()) == "torch, ray, vllm" and not asked
+    assert find_packages(config_of(backend="bridge")) == "torch, ray, Megatron, vllm" and asked
+    assert find_packages(config_of(SFTConfig)) == "torch, ray"
+    without, samples = config_of(SFTConfig), config_of()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert find_packages(without) == "torch, ray"
+    for find in (lambda: find_packages(samples), lambda: require_engines(RolloutConfig(model_path="m"))):
+        with pytest.raises(UnsupportedError, match=r"^vllm is not installed, which samples responses; pip install"):
+            find()
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    assert is_on_cluster() and find_packages(samples) == "packages are those of the cluster's machines"
+    require_engines(RolloutConfig(model_path="m", device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("number", "changes", "found"),
+    [
+        (0, {}, "4 cores, 0 GPUs for 1 rank(s) and 1 engine(s)"),
+        (1, {}, "4 cores, 1 GPUs for 1 rank(s) and 1 engine(s)"),
+        (5, {"ranks": 3, "engines": 2, "transport": "nccl"}, "4 cores, 5 GPUs for 3 rank(s) and 2 engine(s)"),
+        (0, {"rollout.tensor_parallel": 4}, "4 cores, 0"),
+        (0, {"rollout.tensor_parallel": 2, "max_staleness": 1, "importance": "off"}, "4 cores"),
+        (0, {"model": "other", "rollout.tensor_parallel": 4}, "4 cores"),
+        (0, {"rollout.cores": [[2, 7], [3]], "engines": 2}, "4 cores"),
+        (0, {"rollout.cores_per_engine": 4}, "4 cores"),
+    ],
+    ids=str,
+)
+def test_devices_are_divided_over_ranks_and_engines(
+    monkeypatch: pytest.MonkeyPatch, number: int, changes: Any, found: str
+) -> None:
+    gpus(monkeypatch, number)
+    assert find_devices(config_of(**changes)).startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("number", "changes", "message"),
+    [
+        (4, {"ranks": 3, "engines": 2}, r"^GRPOConfig\.ranks=3: 3 training ranks, of all groups, and 2 engines take a GPU"),
+        (1, {"engines": 2}, r"^GRPOConfig\.ranks=1: .*the cluster has 1: ask for fewer"),
+        (2, {"train.backend_cfg.device": "cpu"}, r"^NativeConfig\.device='cpu': every rank gets a GPU of this machine; use"),
+        (0, {"train.backend_cfg.device": "cuda"}, r"^NativeConfig\.device='cuda': this machine has no GPU"),
+        (2, {"rollout.device": "cpu", "transport": "cuda_ipc"}, r"^GRPOConfig\.transport='cuda_ipc': sends from GPU to GPU"),
+        (0, {"transport": "nccl"}, r"^GRPOConfig\.transport='nccl'"),
+        (0, {"rollout.tensor_parallel": 5}, r"tensor_parallel=5: does not divide num_attention_heads=12 of m; use 4 or 6$"),
+        (
+            0,
+            {"rollout.tensor_parallel": 4, "max_staleness": 1, "importance": "off"},
+            r"tensor_parallel=4: each engine has 2 of this machine's 4 cores, which it must divide; use 2",
+        ),
+        (0, {"rollout.tensor_parallel": 3}, r"tensor_parallel=3: each engine has 4 of this machine's 4 cores"),
+        (0, {"rollout.tensor_parallel": 4, "engines": 2}, r"tensor_parallel=4: each engine has 2 of"),
+        (0, {"rollout.cores": [[2, 6], [9]], "engines": 2}, r"cores=\[6, 9\]: this process may only use cores \[2, 3, 5, 7"),
+        (0, {"rollout.cores_per_engine": 5}, r"cores_per_engine=5: this machine has 4 cores; use at most that"),
+        (0, {"rollout.gpus_per_worker": 0.5}, r"gpus_per_worker=0\.5: applies to GPU engines only"),
+        (0, {"rollout.engine_args": {"zzz": 1, "max_num_seq": 2}}, r"=\['max_num_seq', 'zzz'\]: .*max_num_seqs\?"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_devices_that_are_not_here_are_refused(
+    monkeypatch: pytest.MonkeyPatch, number: int, changes: Any, message: str
+) -> None:
+    gpus(monkeypatch, number)
+    with pytest.raises(ConfigError, match=message):
+        find_devices(config_of(**changes))
+
+
+def test_ranks_of_all_groups_take_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 4)
+    config = config_of(PPOConfig, groups="each", ranks=2)
+    with pytest.raises(ConfigError, match=r"^PPOConfig\.ranks=2: 4 training ranks, of all groups, and 1 engines"):
+        find_devices(config)
+    gpus(monkeypatch, 5)
+    assert find_devices(config) == "4 cores, 5 GPUs for 4 rank(s) and 1 engine(s)"
+    with pytest.raises(
+        ConfigError, match=r"^RolloutConfig\.num_engines=6: each takes a GPU, and this machine has 5; use at"
+    ):
+        require_engines(RolloutConfig(model_path="m", num_engines=6))
+    require_engines(RolloutConfig(model_path="m", num_engines=5))
+
+
+def rank(weights: int, step: int, training: int, rollout: int) -> Any:
+    sizes = {"optimizer_step": step, "training": training, "rollout": rollout}
+    return SimpleNamespace(weights=weights, total=lambda phase, offload: sizes[phase])
+
+
+def plan(num_ranks: int, *ranks: Any, sync: int = 0) -> Any:
+    return SimpleNamespace(num_ranks=num_ranks, ranks=ranks, sync_bytes=sync)
+
+
+def test_memory_is_that_of_the_fullest_gpu_or_of_all_processes() -> None:
+    actor, critic = RunModel("model", "m"), RunModel("critic_model", "c", "values", group=3)
+    reference = RunModel("model", "m", forward_only=True, group=1)
+    plans = {
+        actor: plan(4, rank(1, 10, 40, 8), rank(2, 20, 50, 16), sync=1000),
+        critic: plan(2, rank(3, 30, 35, 30)),
+        reference: plan(2, rank(5, 99, 17, 10)),
+    }
+    apart = config_of(PPOConfig, groups="each", kl_coef=0.1, engines=3, **{"rollout.kv_cache_gib": 2.0})
+    assert apart.training_groups == 3
+    both = {actor: plans[actor], critic: plans[critic], reference: plans[reference]}
+    of_engines = 3 * (1000 + 2 * GIB)
+    # In groups: the actor's; the reference's weights; the critic's, of whom there is no fourth group.
+    assert memory._bytes(apart, both, 0, held=True) == 2 * 30 + 2 * 5 + 2 * 30 + of_engines
+    assert memory._bytes(apart, both, 0, held=False) == 2 * 30 + 2 * 66 + 2 * 5 + 2 * 7 + 2 * 30 + 2 * 5 + of_engines
+    assert memory._bytes(apart, both, 1, held=True) == 30
+    assert memory._bytes(apart, both, 1, held=False) == 20 + 34
+    together = config_of(PPOConfig)
+    assert together.training_groups == 1
+    assert memory._bytes(together, both, 1, held=True) == 20 + 30 + 5
+    assert memory._bytes(together, both, 1, held=False) == 20 + 30 + 5 + 34
+    assert memory._bytes(together, both, 0, held=True) == 60 + 60 + 10 + 1000 + GIB
+    assert memory._bytes(config_of(SFTConfig), {actor: plans[actor]}, 0, held=False) == 60 + 132
+
+
+@pytest.mark.parametrize(("number", "where"), [(0, "this machine"), (2, "a GPU")])
+def test_what_is_held_must_fit_and_what_passes_is_said(monkeypatch: pytest.MonkeyPatch, number: int, where: str) -> None:
+    gpus(monkeypatch, number, gib=3.0)
+    monkeypatch.setattr(memory, "read_memory", lambda: (3 * GIB, GIB))
+    monkeypatch.setattr(memory, "find_layout", lambda config: "")
+    sizes = [2 * GIB, 5 * GIB]
+    monkeypatch.setattr(memory, "_plan", lambda config, model, gpus: plan(1, rank(1, sizes[0], sizes[1], 0)))
+    config = config_of(SFTConfig)
+    assert find_memory(config) == f"training takes up to 7.00 GiB in full micro-batches, {where} has 3.00 GiB"
+    sizes[0] = 3 * GIB
+    assert find_memory(config).startswith("training takes up to 8.00 GiB"), "what just fits, fits"
+    sizes[0] += GIB // 2
+    with pytest.raises(ConfigError) as refused:
+        find_memory(config)
+    engines, more = ("", "ranks") if number else (" and engines", "memory")
+    assert str(refused.value) == (
+        f"SFTConfig.model='m': parameters, gradients, moments{engines} take 3.50 GiB, and {where} has 3.00 GiB; use a "
+        f"smaller model, more {more}, or lora.rank=16 (rl-backend plan shows what takes it)"
+    )
+
+    def cannot(*_: Any) -> Any:
+        raise UnsupportedError("no plan of it")
+
+    monkeypatch.setattr(memory, "_plan", cannot)
+    assert find_memory(config) == "is not estimated: no plan of it"
+    monkeypatch.setattr(memory, "find_layout", cannot)
+    assert find_memory(config) == "is not estimated of a layout that does not fit the model"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert find_memory(config) == "is not estimated in a process that has a process group"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_plan_is_of_the_runs_own_work(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(memory, "make_plan", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(memory, "positions_of", lambda path: 300)
+    config = config_of(ranks=4, pp=2, max_tokens_per_micro_batch=2048)
+    memory._plan(config, RunModel("model", "other"), number)
+    memory._plan(config.replace(dtype="float32", **{"lora.rank": 4}), RunModel("model", "m", "values"), number)
+    (runtime, ranks, work), (of_adapters, _, adapters) = made
+    dtype = "bfloat16" if number else "float32"
+    assert (runtime.hf_path, ranks, work.sequence_length, work.micro_batch_tokens) == ("other", 4, 300, 2048)
+    assert (runtime.backend_cfg.param_dtype, work.sync_dtype, work.head) == (dtype, dtype, "log_probs")
+    assert runtime.backend_cfg.device == ("auto" if number else "cpu")
+    assert work.num_micro_batches >= 2 and (work.tenants, adapters.tenants) == (0, 1)
+    assert adapters.lora.rank == 4 and adapters.head == "log_probs" and of_adapters.backend_cfg.param_dtype == "float32"
+
+
+def test_checks_are_made_in_order_and_those_of_a_session_or_of_the_run_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def check(name: str, **facts: bool) -> Check:
+        def find(config: Any) -> str:
+            made.append(name)
+            if name in refusing:
+                raise ConfigError(f"no {name}")
+            return f"a {name}"
+
+        return Check(name, find, **facts)
+
+    refusing: list[str] = []
+    checks = (check("a"), check("b", of_machine=True), check("c", read_by_run=True), check("d"))
+    monkeypatch.setattr("actors.checks.preflight.CHECKS", checks)
+    monkeypatch.setattr("actors.options.config.local_model", lambda model, field: model)
+    config = config_of()
+    assert [(found.name, found.text, found.error) for found in preflight(config)] == [(n, f"a {n}", None) for n in "abcd"]
+    for is_open, names in ((False, "abd"), (True, "ad")):
+        made.clear()
+        check_start(config, session_is_open=is_open)
+        assert made == [*names]
+    refusing += ["b", "d"]
+    found = list(findings(config))
+    assert [(each.text, str(each.error)) for each in found] == [
+        ("a a", "None"),
+        ("no b", "no b"),
+        ("a c", "None"),
+        ("no d", "no d"),
+    ]
+    assert all(0 <= each.seconds < 5 for each in found)
+    with pytest.raises(ConfigError, match=r"^no b$"):
+        preflight(config)

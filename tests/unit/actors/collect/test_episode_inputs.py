@@ -1,0 +1,78 @@
+"""What an episode run reads, and how the turns of its players end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.collect.episodes import turn_sampling
+from actors.collect.inputs import load_episode_inputs, load_episode_player
+from actors.options.sampled_config import EpisodeConfig
+from actors.rollout.tokens import RolloutTokens
+from rl_backend.environment import Limits
+from rl_backend.environment.stepping import StepOptions, SteppedPlayer
+from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.models import write_tiny
+from tests.unit.actors.rollout.test_tokens import Engines, ask
+
+PLAYER = "async def play(row, sampler): ...\n"
+
+
+@pytest.mark.shows(
+    "episodes: a player's turn ends where the model's does, without the player's saying so, in held-out sets too"
+)
+@pytest.mark.parametrize(
+    ("template", "end"), [(CHATML, "<|im_end|>"), (CHATML.replace("<|im_end|>", "<|im_start|>"), "<|im_start|>"), (None, "")]
+)
+def test_turns_of_players_end(tmp_path: Path, template: str | None, end: str) -> None:
+    tokenizer = chat_tokenizer(template)
+    model = write_tiny("qwen3", tmp_path / "model", vocab_size=512, eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(model)
+    (tmp_path / "rows.jsonl").write_text('{"task": 1}\n')
+    (tmp_path / "mine.py").write_text(PLAYER)
+    held_out = {"hard": {"path": f"{tmp_path}/rows.jsonl", "stop_token_ids": [41]}}
+    options: dict[str, Any] = {"prompts_per_step": 1, "sampling": {"stop_token_ids": [42]}, "eval_dataset": held_out}
+    config = EpisodeConfig(
+        model=str(model), dataset=f"{tmp_path}/rows.jsonl", player=f"{tmp_path}/mine.py:play", run_dir="runs/x", **options
+    )
+    inputs = load_episode_inputs(config)
+    assert tokenizer.decode(inputs.ends) == f"</s>{end}"
+    assert turn_sampling(config.sampling, inputs.ends).stop_token_ids == (42, *inputs.ends)
+    (hard,) = inputs.held_out
+    engines: Any = Engines()
+    ask(RolloutTokens(engines, turn_sampling(hard.sampling, inputs.ends)))
+    assert engines.asked[0][2].stop_token_ids == (9, 41, *inputs.ends), "the turn's, the set's and the model's"
+
+
+ENVIRONMENT = """class Asks:
+    tools = ()
+    def __init__(self, row, seed): ...
+    def start(self): return [{"role": "user", "content": "?"}]
+    def step(self, turn): ...
+"""
+
+
+def test_options_of_a_run_reach_the_player_of_its_environment(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    config = EpisodeConfig(
+        model="m",
+        dataset="d",
+        environment=f"{tmp_path}/mine.py:Asks",
+        run_dir="runs/x",
+        history="branch",
+        other_end="keep",
+        tool_format="pythonic",
+        on_cut="end",
+        max_turns=3,
+        max_response_tokens=9,
+        sampling={"stop_token_ids": [42]},
+        limits={"step_seconds": 2.5, "tool_calls": 4},
+    )
+    player, notes = load_episode_player(config, chat_tokenizer(CHATML), {}, (7,))
+    assert isinstance(player, SteppedPlayer) and notes == ()
+    limits = Limits(turns=3, turn_tokens=9, step_seconds=2.5, tool_calls=4, episode_tokens=4096)
+    assert player.options == StepOptions(
+        history="branch", other_end="keep", stop_token_ids=(42, 7), tool_format="pythonic", on_cut="end", limits=limits
+    )
