@@ -32,7 +32,6 @@ from actors.run import (
     RunFinishedError,
     RunResult,
     StopRequest,
-    parse_config,
     run_command,
     to_sequences,
     update_metrics,
@@ -203,11 +202,10 @@ def table(config: TenantsConfig, results: Mapping[str, RunResult]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    config = parse_config(TenantsConfig, "Several users, each with a LoRA adapter of its own over one frozen model.")
+def main(config: TenantsConfig) -> None:
     print(table(config, train(config)))
     print(f"run folders: {config.run_dir}/<user> (report.html, the adapter in peft's format in model)")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, TenantsConfig, "Several users, each with a LoRA adapter of its own over one frozen model.")

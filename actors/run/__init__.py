@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from actors.rollout.lengths import positions_of as positions_of
     from actors.run.collect import TrainingBatch as TrainingBatch
-    from actors.run.command_line import parse_config as parse_config
     from actors.run.command_line import run_command as run_command
     from actors.run.config import RunModel as RunModel
     from actors.run.config import TrainingConfig as TrainingConfig
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from rl_backend.algorithm.sequences import with_episode_gae as with_episode_gae
     from rl_backend.algorithm.sequences import with_outputs as with_outputs
     from rl_backend.lab.report.page import write_report as write_report
+    from rl_backend.options.command_line import parse_config as parse_config
     from rl_backend.options.option_set import Follows as Follows
     from rl_backend.options.option_set import OptionSet as OptionSet
 
@@ -69,7 +69,7 @@ _MODULES = {
     "announce": "actors.run.console",
     "evaluate": "actors.run.evaluation",
     "kl_metrics": "rl_backend.algorithm.sequences",
-    "parse_config": "actors.run.command_line",
+    "parse_config": "rl_backend.options.command_line",
     "positions_of": "actors.rollout.lengths",
     "rewards_of_tokens": "rl_backend.algorithm.sequences",
     "run_command": "actors.run.command_line",

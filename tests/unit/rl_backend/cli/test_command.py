@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rl_backend.cli import gpu_check
-from rl_backend.cli.command import CommandError
 from rl_backend.cli.main import main
 from rl_backend.contracts import ConfigError
+from rl_backend.options.parser import CommandError
 
 ROOT = Path(__file__).resolve().parents[4]
 
