@@ -45,14 +45,14 @@ DEMOS: dict[str, tuple[str, ...]] = {
 
 
 def run_demo(options: Sequence[str], folder: Path) -> dict[str, Any]:
-    """What the demo writes to ``summary.json``."""
+    """Runs the demo and returns its ``summary.json``."""
     command = (sys.executable, "-m", "examples.demo", "--run-dir", str(folder), "--steps", str(STEPS), *options)
     subprocess.run(command, check=True, timeout=SECONDS)
     return summary_of(folder)
 
 
 def made_demo(name: str, folder: Path) -> dict[str, Any]:
-    """As :func:`run_demo`, of a run that was made before; it must have had the options of ``name``."""
+    """The figures of a run that exists already; it must have had the options of ``name``."""
     options = ("--run-dir", str(folder), "--steps", str(STEPS), *DEMOS[name])
     asked = parse_config(DemoConfig, "", options)
     had = DemoConfig.model_validate_json((folder / "demo.json").read_text()).replace(run_dir=str(folder))
@@ -62,7 +62,7 @@ def made_demo(name: str, folder: Path) -> dict[str, Any]:
 
 
 def grpo_options(folder: Path, **changes: Any) -> list[str]:
-    """Options of ``examples.grpo`` for the demo's task, from a warm start beside ``folder``, which is made where none is."""
+    """Options of ``examples.grpo`` for the demo's task, from a warm start next to ``folder``, made if missing."""
     config, shared = DemoConfig.model_validate({"steps": STEPS}), folder.parent / "shared"
     task, warm = shared / "task", shared / "warm_start" / "model"
     if not warm.exists():
@@ -129,7 +129,7 @@ def record(name: str, found: Mapping[str, Any]) -> None:
 
 
 def dtype_of(run: Mapping[str, Any]) -> str:
-    """What the run computed in. Summaries of loops without the demo do not say it: they compute in float32 on a CPU."""
+    """The run's dtype. Summaries of loops without the demo do not name it: they compute in float32 on a CPU."""
     return str(run.get("computed_in", "float32"))
 
 

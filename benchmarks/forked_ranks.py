@@ -13,7 +13,7 @@ from pathlib import Path
 from rl_backend.child_process import open_lifeline, tie
 from rl_backend.lab.parity import rank
 
-_IMPORTED = ("rl_backend.lab.parity.transformers_side", "rl_backend.runtime.bridge")
+_IMPORTED = ("rl_backend.lab.parity.transformers_side", "rl_backend.runtime.bridge.engine.engine")
 
 
 class ForkedRank:
@@ -33,7 +33,7 @@ class ForkedRank:
 
 
 def start_forked_rank(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedRank:
-    """As :func:`~rl_backend.lab.parity.run.start_rank`. Numbers of threads are those of this process."""
+    """Starts a rank like :func:`~rl_backend.lab.parity.run.start_rank`, with this process's numbers of threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.ending_server", *_IMPORTED])
     with open_lifeline() as line:

@@ -8,7 +8,7 @@
 - ``actors``: whole steps through a ``TrainGroup``, in wall time (``batched_over_swapped.actors``). ``small`` is 8 tenants of
   16 tokens and rank 16. ``swapped_ahead`` submits every operation before it waits for one.
 - ``push``: time of a push of the base over that of one tenant's adapter of rank 16, into one vLLM engine.
-- ``isolation``: a watched tenant alone and beside others that do harm, compared byte by byte.
+- ``isolation``: a watched tenant alone and with others that do harm, compared byte by byte.
 - ``memory``: numbers held for a tenant over its parameters, after a step. Ranks below 16 are padded.
 """
 
@@ -60,7 +60,7 @@ def memory_per_tenant(model: Path) -> dict[str, float]:
 
 
 def held_bytes() -> int:
-    """Of all memory that tensors of this process refer to."""
+    """Bytes of all memory that tensors of this process refer to."""
     gc.collect()
     storages = {}
     for found in gc.get_objects():

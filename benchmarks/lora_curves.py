@@ -33,10 +33,10 @@ SEQUENCES = {16: (1, 16), 64: (1, 64), 256: (4, 64), 1024: (4, 256)}
 """Tokens of a tenant -> its sequences, and the tokens of each."""
 TENANTS = (2, 8, 64)
 RANKS: Mapping[str, Sequence[int]] = {"equal": (16,), "mixed": (4, 8, 16, 32, 64)}
-"""Of the tenants, in turn."""
+"""Ranks that the tenants have in turn."""
 SMALL = ("equal", 8, 16)
 MAX_TOKENS = 8192
-"""Of a micro-batch, on both sides."""
+"""Tokens of a micro-batch, on both sides."""
 SECONDS_OF_A_CELL = 4.0
 LEAST_RUNS, MOST_RUNS = 3, 25
 LOSS = Loss("rl_backend.algorithm:sft_loss")
@@ -46,7 +46,7 @@ type Curves = dict[str, dict[str, dict[str, dict[str, Any]]]]
 
 
 class Tenants[Handle](NamedTuple):
-    """What a runtime or a group has built: the base, and tenants with their names."""
+    """The base that a runtime or a group has built, and its tenants by name."""
 
     base: Handle
     handles: Mapping[str, Handle]
@@ -75,7 +75,7 @@ def create_tenants[Handle](owner: Any, base: Handle, ranks: Sequence[int], count
 
 
 def draw_sequences(lora_id: int, tokens: int) -> list[TokenSequence]:
-    """A tenant's own, each with the field that says whose it is."""
+    """Sequences of one tenant, each with the field that names it."""
     count, length = SEQUENCES[tokens]
     generator = torch.Generator().manual_seed(lora_id)
     rows = torch.randint(MODEL["vocab_size"], (count, length), generator=generator)

@@ -1,4 +1,4 @@
-"""Trials of isolation: a watched LoRA tenant alone and beside others that do something, in every layout, byte by byte."""
+"""Trials of isolation: a watched LoRA tenant alone and with active neighbours, in every layout, byte by byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_SECONDS = 400.0
 
 
 class Layout(NamedTuple):
-    """Where trials are made.
+    """Layout of the trials.
 
     Attributes:
         model: ``dense`` or ``mixture``.

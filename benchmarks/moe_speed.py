@@ -44,7 +44,7 @@ def make_model(directory: Path) -> Path:
 
 
 def experts_implementation(model_dir: Path) -> str:
-    """What transformers computes experts with when nothing is asked for."""
+    """The experts implementation that transformers takes by default."""
     from transformers import AutoModelForCausalLM
 
     return str(AutoModelForCausalLM.from_pretrained(model_dir).config._experts_implementation)

@@ -1,6 +1,6 @@
 """``python -m benchmarks.parity --lora``: LoRA tenants in one batch against peft, one by one, in each runtime and layout.
 
-Every tenant has a rank and targets of its own, and some are DoRA. There are sequences of the base alone and of one token,
+Tenants have different ranks and targets, and some are DoRA. There are sequences of the base alone and of one token,
 and a micro-batch that has none of one tenant.
 """
 
@@ -68,8 +68,8 @@ LENGTHS: Sequence[Sequence[Sequence[int]]] = (
     ((12, 7), (1, 1, 28)),
     ((3, 19), (11, 6)),
 )
-"""Of the sequences of each tenant, by micro-batch; data-parallel ranks take turns. Of the second tenant one rank of two
-has one token, and no loss."""
+"""Lengths of the sequences of each tenant, by micro-batch; data-parallel ranks take turns. For the second tenant
+one rank of two has one token, and no loss."""
 LENGTHS_OF_BASE = ((8,), (1,))
 
 

@@ -1,4 +1,4 @@
-"""The bubble of every pipeline schedule as the executor runs it, beside the simulated one.
+"""The bubble of every pipeline schedule as the executor runs it, and as it is simulated.
 
 Four processes run the real executor over gloo with stages that wait for a fixed time in place of computing, so that they do
 not compete for cores: on each rank ``SECONDS`` for the forward pass of a micro-batch, as much for the backward pass for the
@@ -65,7 +65,7 @@ def _wait_for_weight(seconds: float, kept: object, gradient: Tensor) -> Tensor:
 
 
 class _Kept:
-    """What a stage keeps of a micro-batch for its backward pass."""
+    """The part of a micro-batch that a stage keeps for its backward pass."""
 
 
 class TimedStages:
@@ -115,7 +115,7 @@ class TimedStages:
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank reports of one step."""
+    """One rank's report of one step."""
 
     spans: tuple[Span, ...]
     peak: int

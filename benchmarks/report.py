@@ -74,7 +74,7 @@ def medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def with_accuracies(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a run of the demo's task: its rewards are 0 or 1, and results call their mean, on held-out prompts, an accuracy."""
+    """Renames the held-out reward of the demo's task to an accuracy: its rewards are 0 or 1."""
     return {name.replace("held_out_reward", "accuracy"): value for name, value in summary.items()}
 
 
@@ -91,13 +91,13 @@ def write_result(stem: str, payload: Mapping[str, Any]) -> Path:
 
 
 def read_result(stem: str) -> dict[str, Any]:
-    """What ``results/<stem>.json`` holds; empty where there is none."""
+    """The content of ``results/<stem>.json``, or an empty dictionary."""
     path = RESULTS / f"{stem}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def update_result(stem: str, payload: Mapping[str, Any]) -> Path:
-    """As :func:`write_result`, but keeps what the file has under other names."""
+    """Writes like :func:`write_result`, but keeps the file's other names."""
     return write_result(stem, {**read_result(stem), **payload})
 
 

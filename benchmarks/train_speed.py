@@ -124,7 +124,7 @@ def transformers_step(model_dir: Path, device: str = "cpu", dtype: str = "float3
 
 
 def pad(batch: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What transformers' data collator makes of a micro-batch: (B, longest) ids, mask and labels."""
+    """A micro-batch as transformers' data collator makes it: (B, longest) ids, mask and labels."""
     ids = torch.nn.utils.rnn.pad_sequence(list(batch), batch_first=True, padding_value=0)
     lengths = torch.tensor([len(sequence) for sequence in batch])
     mask = torch.arange(ids.shape[1])[None, :] < lengths[:, None]

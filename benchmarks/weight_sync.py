@@ -67,7 +67,7 @@ class BenchmarkEngine(RolloutEngine):
     """An engine that can also take weights from disk, and from memory without checks."""
 
     def reload_from_disk(self, path: str) -> None:
-        """What vLLM offers without a weight-transfer engine."""
+        """vLLM's own reload, which needs no weight-transfer engine."""
         self._llm.reset_prefix_cache()
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rl_backend.options.command_line import parse_config as parse_config
     from rl_backend.options.option_set import Follows as Follows
     from rl_backend.options.option_set import OptionSet as OptionSet
+    from rl_backend.options.option_set import overlaid as overlaid
 
 _MODULES = {
     "Advantage": "rl_backend.algorithm.sequences",
@@ -69,6 +70,7 @@ _MODULES = {
     "announce": "actors.run.console",
     "evaluate": "actors.run.evaluation",
     "kl_metrics": "rl_backend.algorithm.sequences",
+    "overlaid": "rl_backend.options.option_set",
     "parse_config": "rl_backend.options.command_line",
     "positions_of": "actors.rollout.lengths",
     "rewards_of_tokens": "rl_backend.algorithm.sequences",
@@ -106,6 +108,7 @@ __all__ = [
     "announce",
     "evaluate",
     "kl_metrics",
+    "overlaid",
     "parse_config",
     "positions_of",
     "rewards_of_tokens",

@@ -23,7 +23,7 @@ from rl_backend.contracts import MAY_CHANGE, BaseConfig, ConfigError, HasEffect,
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.options.command_line import parse_config
 from rl_backend.options.option_set import filled
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 
 REQUIRED = ("--model", "m", "--dataset", "d", "--reward", "r")
 

@@ -49,7 +49,10 @@ def test_a_command_that_is_not_there_is_refused_with_the_one_that_was_meant(caps
         ("parity --referance native", "--referance: there is no such flag; did you mean --reference?"),
         ("plan --model m", "the following arguments are required: --ranks; see rl-backend plan --help"),
         ("plan --model m --ranks two", "argument --ranks: invalid int value: 'two'; see rl-backend plan --help"),
-        ("plan --model m --ranks 1 --backend brigde", "--backend brigde: expected one of native, bridge"),
+        (
+            "plan --model m --ranks 1 --backend brigde",
+            "argument --backend: invalid choice: 'brigde' (choose from 'native', 'bridge'); see rl-backend plan --help",
+        ),
         ("export --checkpoint c --out", "argument --out: expected one argument; see rl-backend export --help"),
         ("report a b", "unrecognized arguments: b; see rl-backend --help"),
     ],

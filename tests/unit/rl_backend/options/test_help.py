@@ -13,7 +13,7 @@ from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig
 from rl_backend.options.help import nearest, write_help
 from rl_backend.options.option_set import OptionSet, options_of, sections_of
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 
 LONG = "a word of this text is never divided, and a line that is full goes on in the next one below the text before it"
 
