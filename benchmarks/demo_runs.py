@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from actors.cluster.session import ray_session
-from actors.run.command_line import parse_config
 from benchmarks.report import machine, read_result, with_accuracies, write_result
 from examples.demo.__main__ import LARGEST_ROUNDING, DemoConfig, demo_settings, warm_start
 from examples.demo.task import write_task
 from rl_backend.contracts import ConfigError
+from rl_backend.options.command_line import parse_config
 from tests.support.clusters import HeadNode, TwoNodes
 
 STEPS = 60

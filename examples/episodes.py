@@ -31,7 +31,6 @@ from actors.run import (
     PolicyLoss,
     RunModel,
     RunResult,
-    parse_config,
     run_command,
     update_metrics,
     with_advantages,
@@ -198,8 +197,7 @@ def train(config: EpisodesConfig, session: Session | None = None, on_step: OnSte
         return run.finish()
 
 
-def main() -> None:
-    config = parse_config(EpisodesConfig, "Episodes of many turns in an environment: GRPO or PPO.")
+def main(config: EpisodesConfig) -> None:
     result = train(config)
     if result.held_out_reward_after is not None:
         print(f"held-out reward: {result.held_out_reward_before:.3f} before, {result.held_out_reward_after:.3f} after")
@@ -207,4 +205,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, EpisodesConfig, "Episodes of many turns in an environment: GRPO or PPO.")

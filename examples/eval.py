@@ -15,11 +15,10 @@ from actors.run import announce
 
 announce(__name__)  # the first line, before imports that take seconds
 
-from actors.run import EvalConfig, evaluate, parse_config, run_command
+from actors.run import EvalConfig, evaluate, run_command
 
 
-def main() -> None:
-    config = parse_config(EvalConfig, "Answers held-out prompts with a Hugging Face model, and scores the answers.")
+def main(config: EvalConfig) -> None:
     results = evaluate(config)
     for name, result in results.items():
         print(f"{name}: {result.describe()}")
@@ -32,4 +31,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, EvalConfig, "Answers held-out prompts with a Hugging Face model, and scores the answers.")

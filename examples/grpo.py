@@ -29,7 +29,6 @@ from actors.run import (
     RunResult,
     TrainingBatch,
     kl_metrics,
-    parse_config,
     run_command,
     to_sequences,
     update_metrics,
@@ -159,8 +158,7 @@ def train(config: GRPOConfig, session: Session | None = None, on_step: OnStep | 
         return run.finish()
 
 
-def main() -> None:
-    config = parse_config(GRPOConfig, "GRPO on a local Hugging Face model.")
+def main(config: GRPOConfig) -> None:
     result = train(config)
     if result.held_out_reward_after is not None:
         print(f"held-out reward: {result.held_out_reward_before:.3f} before, {result.held_out_reward_after:.3f} after")
@@ -168,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, GRPOConfig, "GRPO on a local Hugging Face model.")

@@ -28,7 +28,6 @@ from actors.run import (
     RunModel,
     RunResult,
     kl_metrics,
-    parse_config,
     rewards_of_tokens,
     run_command,
     to_sequences,
@@ -188,8 +187,7 @@ def with_gae(
     return estimated, metrics
 
 
-def main() -> None:
-    config = parse_config(PPOConfig, "PPO with a critic on a local Hugging Face model.")
+def main(config: PPOConfig) -> None:
     result = train(config)
     if result.held_out_reward_after is not None:
         print(f"held-out reward: {result.held_out_reward_before:.3f} before, {result.held_out_reward_after:.3f} after")
@@ -197,4 +195,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, PPOConfig, "PPO with a critic on a local Hugging Face model.")

@@ -29,7 +29,6 @@ from actors.run import (
     OptionSet,
     Phases,
     TrainingConfig,
-    parse_config,
     positions_of,
     run_command,
     update_metrics,
@@ -148,10 +147,9 @@ def held_out_metrics(model: GroupModel, sequences: Sequence[TokenSequence]) -> d
     }
 
 
-def main() -> None:
-    config = parse_config(SFTConfig, "Supervised fine-tuning of a Hugging Face model.")
+def main(config: SFTConfig) -> None:
     print(f"run folder: {config.run_dir} (report.html, summary.json, trained model in {train(config)})")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, SFTConfig, "Supervised fine-tuning of a Hugging Face model.")

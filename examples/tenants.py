@@ -32,7 +32,7 @@ from actors.run import (
     RunFinishedError,
     RunResult,
     StopRequest,
-    parse_config,
+    overlaid,
     run_command,
     to_sequences,
     update_metrics,
@@ -42,36 +42,30 @@ from actors.run import (
     write_report,
 )
 from rl_backend.contracts import ConfigError, RLBackendError
-from rl_backend.options.option_set import overlaid
 
 type UserName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
-
 
 USER = RLConfig.option_set | OptionSet(preset={"run_dir": "runs/tenants", "lora.rank": 16})
 
 
-def check_user(config: RLConfig) -> None:
+def check_user[C: RLConfig](self: C) -> C:
     """Raises :class:`ConfigError` for options that users who share ranks and engines cannot have."""
-    name = type(config).__name__
-    if not config.pushes_adapters:
-        raise ConfigError.of(f"{name}.lora.push", config.lora.push, "users share engines; push adapters, of a rank above 0")
-    if config.trace:
+    name = type(self).__name__
+    if not self.pushes_adapters:
+        raise ConfigError.of(f"{name}.lora.push", self.lora.push, "users share engines; push adapters, of a rank above 0")
+    if self.trace:
         raise ConfigError.of(f"{name}.trace", True, "records one run, and all users' actors are the same; leave it out")
-    if config.sampling.n < 2:
-        raise ConfigError.of(f"{name}.samples_per_prompt", config.sampling.n, "the loop compares at least 2 responses")
+    if self.sampling.n < 2:
+        raise ConfigError.of(f"{name}.samples_per_prompt", self.sampling.n, "the loop compares at least 2 responses")
+    return self
 
 
 class UserConfig(RLConfig):
     """Options of one user's run."""
 
     option_set: ClassVar[OptionSet] = USER
-
     loss: PolicyLoss = Field(default=PolicyLoss(), description="what a policy minimises")
-
-    @model_validator(mode="after")
-    def _check_user(self) -> Self:
-        check_user(self)
-        return self
+    _check_user = model_validator(mode="after")(check_user)
 
 
 class TenantsConfig(RLConfig):
@@ -86,15 +80,14 @@ class TenantsConfig(RLConfig):
         groups={"users": ("users",)},
         example=f"""{USER.example} --users '{{"ann": {{}}, "bob": {{"lora.rank": 4, "lr": 1e-3}}}}'""",
     )
-
     loss: PolicyLoss = Field(default=PolicyLoss(), description="what a policy minimises")
     users: dict[UserName, dict[str, Any]] = Field(
         min_length=1, description="name -> options in which that user differs, by their names or places"
     )
+    _check_user = model_validator(mode="after")(check_user)
 
     @model_validator(mode="after")
     def _check_users(self) -> Self:
-        check_user(self)
         for name, user in self.each().items():
             if user.longest_sampled > self.rollout.max_model_len:
                 problem = f"user {name!r} has sequences of up to {user.longest_sampled} tokens; set it for all"
@@ -203,11 +196,10 @@ def table(config: TenantsConfig, results: Mapping[str, RunResult]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    config = parse_config(TenantsConfig, "Several users, each with a LoRA adapter of its own over one frozen model.")
+def main(config: TenantsConfig) -> None:
     print(table(config, train(config)))
     print(f"run folders: {config.run_dir}/<user> (report.html, the adapter in peft's format in model)")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, TenantsConfig, "Several users, each with a LoRA adapter of its own over one frozen model.")

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from actors.options.sampled_config import EpisodeConfig as EpisodeConfig
     from actors.options.sampled_config import RLConfig as RLConfig
     from actors.rollout.lengths import positions_of as positions_of
-    from actors.run.command_line import parse_config as parse_config
     from actors.run.command_line import run_command as run_command
     from actors.run.evaluation import EvalConfig as EvalConfig
     from actors.run.evaluation import evaluate as evaluate
@@ -42,8 +41,10 @@ if TYPE_CHECKING:
     from rl_backend.algorithm.sequences import with_episode_gae as with_episode_gae
     from rl_backend.algorithm.sequences import with_outputs as with_outputs
     from rl_backend.lab.report.page import write_report as write_report
+    from rl_backend.options.command_line import parse_config as parse_config
     from rl_backend.options.option_set import Follows as Follows
     from rl_backend.options.option_set import OptionSet as OptionSet
+    from rl_backend.options.option_set import overlaid as overlaid
 
 _MODULES = {
     "Advantage": "rl_backend.algorithm.sequences",
@@ -69,7 +70,8 @@ _MODULES = {
     "announce": "actors.watch.console",
     "evaluate": "actors.run.evaluation",
     "kl_metrics": "rl_backend.algorithm.sequences",
-    "parse_config": "actors.run.command_line",
+    "overlaid": "rl_backend.options.option_set",
+    "parse_config": "rl_backend.options.command_line",
     "positions_of": "actors.rollout.lengths",
     "rewards_of_tokens": "rl_backend.algorithm.sequences",
     "run_command": "actors.run.command_line",
@@ -106,6 +108,7 @@ __all__ = [
     "announce",
     "evaluate",
     "kl_metrics",
+    "overlaid",
     "parse_config",
     "positions_of",
     "rewards_of_tokens",

@@ -20,7 +20,7 @@ from actors.cluster.session import ray_session
 from actors.folder.lock import usable_run_dir, written_to
 from actors.options.rank_options import RANKS, Ranks, RunDtype, Runtime, check_ranks, resolve_dtype
 from actors.run import RunResult
-from actors.run.command_line import parse_config, run_command
+from actors.run.command_line import run_command
 from actors.train.model import RouterReplayMode
 from examples import grpo, ppo, sft
 from examples.demo.task import BFLOAT16_ALONE, HELD_OUT, MIXTURES, ModelName, layers_for, write_task
@@ -168,8 +168,7 @@ def fresh_folder(path: Path) -> None:
         path.mkdir(parents=True)
 
 
-def main() -> None:
-    config = parse_config(DemoConfig, "The demo: warm start and RL on a task made on the spot.")
+def main(config: DemoConfig) -> None:
     started = time.perf_counter()
     run_dir = Path(config.run_dir)
     fresh_folder(run_dir)
@@ -217,4 +216,4 @@ your own run  .venv/bin/python -m examples.grpo --model DIR --dataset FILE.jsonl
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, DemoConfig, "The demo: warm start and RL on a task made on the spot.")

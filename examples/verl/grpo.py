@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from actors.run.command_line import parse_config, run_command
+from actors.run.command_line import run_command
 from examples.verl import rl
 
 
@@ -41,9 +41,9 @@ def overrides(options: GRPOOptions, task: Path | None) -> list[str]:
     ]
 
 
-def main() -> None:
-    print(f"metrics: {train(parse_config(GRPOOptions, "GRPO by verl's trainer."))}")
+def main(options: GRPOOptions) -> None:
+    print(f"metrics: {train(options)}")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, GRPOOptions, "GRPO by verl's trainer.")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from actors.run.command_line import parse_config, run_command
+from actors.run.command_line import run_command
 from examples.verl import rl
 
 
@@ -44,9 +44,9 @@ def overrides(options: PPOOptions, task: Path | None) -> list[str]:
     ]
 
 
-def main() -> None:
-    print(f"metrics: {train(parse_config(PPOOptions, "PPO by verl's trainer."))}")
+def main(options: PPOOptions) -> None:
+    print(f"metrics: {train(options)}")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, PPOOptions, "PPO by verl's trainer.")

@@ -13,7 +13,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from actors.run.command_line import parse_config, run_command
+from actors.run.command_line import run_command
 from examples.verl.options import VerlOptions
 from rl_backend.contracts import ConfigError
 
@@ -79,10 +79,9 @@ def trained_model(options: SFTOptions) -> Path:
     return Path(options.run_dir).resolve() / "checkpoints" / f"global_step_{options.steps}" / "huggingface"
 
 
-def main() -> None:
-    options = parse_config(SFTOptions, "Supervised fine-tuning by verl's trainer.")
+def main(options: SFTOptions) -> None:
     print(f"metrics: {train(options)}\ntrained model: {trained_model(options)}")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, SFTOptions, "Supervised fine-tuning by verl's trainer.")

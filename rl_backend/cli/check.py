@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from actors.checks.preflight import findings
     from actors.folder.start import RunFinishedError
-    from actors.run.command_line import in_flags, parse_config
+    from rl_backend.options.command_line import in_flags, parse_config
 
     import_from_here()  # as the run would
     kind: type[TrainingConfig] = config_type(arguments.name)
@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
             finished = isinstance(found.error, RunFinishedError)  # which a run takes for a success
             refused += found.error is not None and not finished
             verdict = "ok" if found.error is None else "done" if finished else "REFUSED"
-            print(f"{verdict:8}{found.name:11}{found.seconds:6.2f} s  {in_flags(found.text)}")
+            text = found.text if found.error is None else in_flags(found.error, each)
+            print(f"{verdict:8}{found.name:11}{found.seconds:6.2f} s  {text}")
     seconds = time.perf_counter() - started
     print(f"{'nothing refuses this run' if not refused else f'{refused} of these refuse the run'} ({seconds:.1f} s)")
     return EXIT_REFUSED if refused else 0

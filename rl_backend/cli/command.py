@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import signal
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -12,17 +11,15 @@ from pathlib import Path
 from types import FrameType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAliasType, get_args, get_origin
 
+from rl_backend.options.parser import CommandError
+
 if TYPE_CHECKING:
-    from rl_backend.contracts import BaseConfig
+    from rl_backend.contracts import BaseConfig, RLBackendError
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 _RENAMED = {"plugins": "plugin", "calculate_entropy": "entropy"}
 """Fields whose flags have another name."""
-
-
-class CommandError(Exception):
-    """What was wrong and what to do, in one message."""
 
 
 type FlagGroup = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -67,15 +64,19 @@ def given(arguments: argparse.Namespace, fields: Iterable[str], prefix: str = ""
     return {field: value for field in fields if (value := getattr(arguments, prefix + field)) is not None}
 
 
-def in_flags(message: str, fields: str, micro_batches: str = "micro-batches") -> str:
-    """An error in terms of the command line: ``Workload.num_micro_batches=0`` is ``--micro-batches 0``.
+def in_flags(error: RLBackendError, *owners: str) -> str:
+    """An error in terms of the command line: ``Workload.num_micro_batches=0: ...`` is ``--micro-batches 0: ...``.
 
     Args:
-        fields: pattern of what stands before ``=`` in such errors; its group is the name of the field.
-        micro_batches: name of the flag that says how many there are.
+        owners: the configurations whose fields are flags; empty for errors that name a field alone.
     """
-    message = re.sub(r"^(-?\d+) micro-batches:", rf"--{micro_batches} \1:", message)
-    return re.sub(rf"\b{fields}=", lambda match: f"--{flag(match[1])} ", message)
+    from rl_backend.contracts import ConfigError
+
+    def name_of(field: str) -> str:
+        owner, _, name = field.rpartition(".")
+        return f"--{flag(name)}" if owner in (owners or ("",)) else field
+
+    return error.told(name_of, " ") if isinstance(error, ConfigError) else str(error)
 
 
 def flag(field: str) -> str:

@@ -5,14 +5,13 @@ The script has all of them written out, because reading them from the commands t
 
 import argparse
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from actors.run.option_table import option_rows
 from rl_backend.cli.check import config_type
 from rl_backend.cli.example import EXAMPLES
+from rl_backend.options.command_line import OptionParser
 from rl_backend.options.option_set import options_of, sections_of
-
-GENERAL = ("--config", "--print-config", "--help")
+from rl_backend.options.parser import CommandParser
 
 SCRIPT = """\
 _rl_backend() {{
@@ -56,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     values = [f'        " "*) words={_lines([*EXAMPLES, *COMMANDS])} ;;']
     options = []
     for name in (*EXAMPLES, *COMMANDS):
-        found = dict(_of_example(name) if name in EXAMPLES else _of_command(COMMANDS[name][0]))
+        found = _parser(name, COMMANDS[name][0] if name in COMMANDS else "").choices_of()
         values += [f'        "{name} {flag}") words={_lines(choices)} ;;' for flag, choices in found.items() if choices]
         options.append(f"            {name}) words={_lines(found)} ;;")
     file, first = SHELLS[arguments.shell]
@@ -65,27 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _of_example(name: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Flag and choices of its value."""
-    kind = config_type(name)
-    sections = dict(sections_of(kind, options_of(kind).section_types({})))
-    for row in option_rows(kind, sections):
-        for flag in row.flags:
-            yield f"--{flag}", row.choices
-            if not row.metavar:
-                yield f"--no-{flag}", ()
-    yield from ((flag, ()) for flag in GENERAL)
-
-
-def _of_command(module: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    parser = argparse.ArgumentParser()
+def _parser(name: str, module: str) -> CommandParser:
+    if name in EXAMPLES:
+        kind = config_type(name)
+        return OptionParser(kind, "", dict(sections_of(kind, options_of(kind).section_types({}))))
+    parser = CommandParser()
     importlib.import_module(module).add_arguments(parser)
-    for action in parser._actions:
-        choices = tuple(map(str, action.choices or ()))
-        yield from ((flag, choices) for flag in action.option_strings if flag.startswith("--"))
-        if not action.option_strings:
-            yield from ((choice, ()) for choice in choices)
-    yield "--debug", ()
+    parser.add_argument("--debug", action="store_true")
+    return parser
 
 
 def _lines(words: Iterable[str]) -> str:

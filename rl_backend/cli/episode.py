@@ -20,10 +20,10 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: options that a run would be refused for.
     """
-    from actors.run.command_line import parse_config
     from actors.run.show_episode import show_episode
     from rl_backend.cli.check import config_type
     from rl_backend.cli.example import import_from_here
+    from rl_backend.options.command_line import parse_config
 
     import_from_here()  # as the run would
     config = parse_config(config_type("episodes"), "An episode played before training.", arguments.options)

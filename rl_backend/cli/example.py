@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import rl_backend
-from rl_backend.cli.command import CommandError
+from rl_backend.options.parser import CommandError
 
 EXAMPLES = {
     "grpo": "GRPO and its relatives: policy, optional reference, vLLM",

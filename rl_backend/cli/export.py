@@ -17,9 +17,10 @@ from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
 from rl_backend.checkpoint.kept_weights import STALE, describe_kept
 from rl_backend.checkpoint.manifest import MANIFEST_NAME
 from rl_backend.checkpoint.mxfp4 import mxfp4_infos
-from rl_backend.cli.command import CommandError, exit_on_sigterm
+from rl_backend.cli.command import exit_on_sigterm
 from rl_backend.contracts import CheckpointError, stores_mxfp4, weight_blocks
 from rl_backend.lab.text import count
+from rl_backend.options.parser import CommandError
 
 EXAMPLE = "runs/grpo/checkpoints/latest"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

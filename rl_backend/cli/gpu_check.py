@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import rl_backend
-from rl_backend.cli.command import CommandError
 from rl_backend.lab.doctor.machine import read_machine, read_packages
 from rl_backend.lab.doctor.probes import TorchProbe
+from rl_backend.options.parser import CommandError
 
 ROOT = Path(rl_backend.__file__).resolve().parent.parent
 EXIT_FAILED = 1

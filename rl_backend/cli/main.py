@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from rl_backend import __version__
-from rl_backend.cli.command import CommandError
 from rl_backend.cli.example import EXAMPLES, run_example
-from rl_backend.cli.parser import CommandParser, nearest_of
+from rl_backend.options.parser import CommandError, CommandParser, nearest_of
 
 # Sub-command -> (module with add_arguments(parser) and run(arguments) -> exit status, what it does).
 COMMANDS = {
@@ -71,6 +70,7 @@ def _run(argv: Sequence[str]) -> int:
         return _reported(lambda: _refuse_command(argv[0]), debug=False)
     try:
         parser = _parser(argv)
+        parser.refuse_unknown(argv[:1])
         parsed = parser.parse_args(argv)
     except CommandError as error:
         return _say(error)

@@ -3,14 +3,12 @@
 import argparse
 import json
 import math
-import re
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from rl_backend.cli import command
-from rl_backend.cli.command import CommandError
 from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError, ParallelConfig
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import import_plugins
@@ -18,6 +16,7 @@ from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, DType, ParityConfi
 from rl_backend.lab.parity.differences import Tolerances
 from rl_backend.lab.parity.run import run_parity
 from rl_backend.lab.parity.text import as_json, as_text
+from rl_backend.options.parser import CommandError
 from rl_backend.runtime import check_config
 
 EXIT_DIVERGED = 1
@@ -114,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     except CheckpointError as error:
         raise CommandError(f"--model {arguments.model}: {error}") from None
     except ConfigError as error:
-        raise CommandError(command.in_flags(str(error), r"ParityConfig\.(\w+)")) from None
+        raise CommandError(command.in_flags(error, "ParityConfig")) from None
     return EXIT_DIVERGED if diverged else 0
 
 
@@ -149,7 +148,7 @@ def _lora(arguments: argparse.Namespace) -> LoRAConfig | None:
     try:
         return LoRAConfig(**given) if given else None
     except ConfigError as error:
-        raise CommandError(re.sub(r"\bLoRAConfig\.(\w+)=", rf"--{LORA}\1 ", str(error))) from None
+        raise CommandError(error.told(lambda field: f"--{LORA}{field.removeprefix('LoRAConfig.')}", " ")) from None
 
 
 def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:

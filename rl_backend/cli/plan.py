@@ -5,20 +5,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rl_backend.cli.command import CommandError, add_fields, add_plugins, given, in_flags, json_object
+from rl_backend.cli.command import add_fields, add_plugins, given, in_flags, json_object
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig
 from rl_backend.contracts.atoms import PARTS
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.lab.plan.make import GIB, as_json, as_text, make_plan, suggest_layout
 from rl_backend.lab.plan.memory import Workload
+from rl_backend.options.parser import CommandError
 
 EXIT_DOES_NOT_FIT = 1
 DTYPES = ("float32", "bfloat16")
 SIZES = tuple(ParallelConfig.model_fields)
 NATIVE = ("pipeline_schedule", "activation_checkpointing", "reduce_dtype")
 WORK = ("sequence_length", "micro_batch_tokens", "num_micro_batches", "head", "sync_dtype", "byte_budget", "tenants")
-_FIELDS = r"(?:ParallelConfig|BridgeConfig\.parallel|Workload|RuntimeConfig(?=\.plugins))\.(\w+)"
-"""Of errors: the fields that are flags."""
+_OWNERS = ("ParallelConfig", "BridgeConfig.parallel", "Workload")
+"""Configurations whose fields are flags."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     except CheckpointError as error:
         raise CommandError(f"--model {arguments.model}: {error}") from None
     except (ConfigError, BatchError) as error:
-        raise CommandError(in_flags(str(error), _FIELDS)) from None
+        raise CommandError(in_flags(error, *_OWNERS)) from None
     found = plan, device_bytes, fitting
     print(json.dumps(as_json(*found), indent=1) if arguments.json else as_text(*found))
     return 0 if fits else EXIT_DOES_NOT_FIT

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from rl_backend.cli.command import CommandError
 from rl_backend.lab.report.page import write_report
+from rl_backend.options.parser import CommandError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rl_backend.cli.command import CommandError, check_output, given, in_flags
+from rl_backend.cli.command import check_output, given, in_flags
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.lab import schedule as view
 from rl_backend.lab.picture import Picture, render
+from rl_backend.options.parser import CommandError
 from rl_backend.pipeline import SCHEDULES, Costs, Schedule, Timeline, make_schedule, simulate
 from rl_backend.pipeline.measured import MeasuredPass, median_pass, read_passes
 
@@ -134,7 +135,7 @@ def _simulated(name: str, arguments: argparse.Namespace, costs: tuple[float, flo
             costs=shared,
         )
     except (BatchError, ConfigError) as error:
-        raise CommandError(in_flags(str(error), "(pp|vpp|schedule)", "microbatches")) from None
+        raise CommandError(in_flags(error)) from None
     return schedule, simulate(schedule, shared)
 
 

@@ -59,7 +59,9 @@ class BaseConfig(BaseModel):
         try:
             config = handler(value)
         except ValidationError as error:
-            raise ConfigError(_describe(cls, error), config=cls.__name__) from None
+            blamed = _blamed(cls, error)
+            message = "; ".join(field + problem for field, problem in blamed)
+            raise ConfigError(message, config=cls.__name__, blamed=blamed) from None
         for name, field in cls.model_fields.items():
             for effect in field.metadata:
                 if isinstance(effect, HasEffect) and config.is_set(name) and not effect.when(config):
@@ -89,19 +91,20 @@ class BaseConfig(BaseModel):
         return type(self).model_validate_json, (self.model_dump_json(),)
 
 
-def _describe(cls: type[BaseConfig], error: ValidationError) -> str:
-    lines = []
+def _blamed(cls: type[BaseConfig], error: ValidationError) -> list[tuple[str, str]]:
+    """Of each problem the field, and what is said of it."""
+    blamed = []
     for problem in error.errors(include_url=False):
         location = ".".join(str(part) for part in problem["loc"])
         field = f"{cls.__name__}.{location}" if location else cls.__name__
         if problem["type"] == "extra_forbidden":
             known = ", ".join(sorted(cls.model_fields))
-            lines.append(f"{field}={problem['input']!r}: unknown field; {cls.__name__} has {known}")
+            blamed.append((field, f"={problem['input']!r}: unknown field; {cls.__name__} has {known}"))
         elif problem["type"] == "missing":
-            lines.append(f"{field}: required field is missing")
+            blamed.append((field, ": required field is missing"))
         else:
-            lines.append(f"{field}={_short(problem['input'])}: {problem['msg'][:1].lower()}{problem['msg'][1:]}")
-    return "; ".join(lines)
+            blamed.append((field, f"={_short(problem['input'])}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"))
+    return blamed
 
 
 def _short(value: Any) -> str:

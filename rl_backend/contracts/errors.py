@@ -1,6 +1,6 @@
 """Errors. Each survives pickling: a Ray caller sees its class, message and details."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
 from typing import Any, Self
@@ -38,6 +38,21 @@ class ConfigError(RLBackendError):
     def of(cls, field: str, value: Any, expected: str) -> Self:
         """The usual message: ``field=value: expected``."""
         return cls(f"{field}={value!r}: {expected}", field=field, value=repr(value))
+
+    def told(self, name_of: Callable[[str], str], equals: str = "=") -> str:
+        """The message with ``name_of(field)`` in place of each field that is blamed.
+
+        Args:
+            equals: between another name and its value.
+        """
+        field = self.details.get("field")
+        blamed = self.details.get("blamed") or ([(field, self.message.removeprefix(field))] if field else [])
+        told = []
+        for name, problem in blamed:
+            other = name_of(name)
+            has_value = problem.startswith("=") and other != name
+            told.append(other + (equals + problem[1:] if has_value else problem))
+        return "; ".join(told) or self.message
 
 
 class UnsupportedError(RLBackendError):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import ray
 
-from actors.run.command_line import parse_config, run_command
+from actors.run.command_line import run_command
 from examples import grpo
+from rl_backend.options.command_line import parse_config
 
 
 def main() -> None:

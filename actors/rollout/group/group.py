@@ -158,7 +158,7 @@ class RolloutGroup:
         self.lora.remove(tenant)
 
     def trace_actors(self) -> dict[str, Any]:
-        """For a :class:`~actors.run.trace.TraceCollector`."""
+        """For a :class:`~actors.watch.trace.TraceCollector`."""
         return self.engine_set.trace_actors()
 
     def attach_weight_sync(self) -> None:

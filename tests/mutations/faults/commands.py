@@ -12,15 +12,15 @@ _STATUS = "test_the_exit_status_says_what_ended_a_run"
 FAULTS = [
     Fault(
         "files-replace-flags",
-        "actors.run.command_line:parse_config",
-        "config = config_type(**merged(values, from_flags, sections))",
-        "config = config_type(**merged(from_flags, values, sections))",
+        "rl_backend.options.command_line:parse_config",
+        "config = config_type(**merged(options.nest(file.values), given, sections))",
+        "config = config_type(**merged(given, options.nest(file.values), sections))",
         ("test_flags_replace_a_file_which_replaces_defaults",),
         "a flag beside --config would be accepted and ignored",
     ),
     Fault(
         "printing-a-configuration-starts-the-run",
-        "actors.run.command_line:parse_config",
+        "rl_backend.options.command_line:parse_config",
         "raise SystemExit(0)",
         "pass",
         (_PRINTED,),
@@ -28,7 +28,7 @@ FAULTS = [
     ),
     Fault(
         "printed-configuration-without-defaults",
-        "actors.run.config_file:as_yaml",
+        "rl_backend.options.file:as_yaml",
         'values = config.model_dump(mode="json")',
         'values = config.model_dump(mode="json", exclude_defaults=True)',
         (_PRINTED,),
@@ -36,15 +36,15 @@ FAULTS = [
     ),
     Fault(
         "values-of-a-flag-blamed-on-the-file",
-        "actors.run.command_line:parse_config.shown",
-        "of_file = None if has(from_flags, place) else file.line_of(place, says)",
-        "of_file = file.line_of(place, says)",
+        "rl_backend.options.command_line:parse_config.name",
+        "of_file = None if has(given, place) else file.line_of(place, options)",
+        "of_file = file.line_of(place, options)",
         ("test_a_value_of_a_flag_is_blamed_on_the_flag_even_where_a_file_has_one",),
         "a user would correct a right line of a file",
     ),
     Fault(
         "lines-of-a-file-counted-from-zero",
-        "actors.run.config_file:_keys",
+        "rl_backend.options.file:_keys",
         'yield f"{prefix}{key.value}", key.start_mark.line + 1',
         'yield f"{prefix}{key.value}", key.start_mark.line',
         (_BAD_FILE,),
@@ -52,7 +52,7 @@ FAULTS = [
     ),
     Fault(
         "the-last-of-two-lines-wins",
-        "actors.run.config_file:_lines",
+        "rl_backend.options.file:_lines",
         "if name in found:",
         "if not name:",
         (_BAD_FILE,),

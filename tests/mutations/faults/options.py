@@ -404,7 +404,7 @@ FAULTS = [
     ),
     Fault(
         "nearest-option-of-the-last-section",
-        "actors.run.help:nearest",
+        "rl_backend.options.help:nearest",
         'ends = {place.rpartition(".")[2]: place for place in reversed(places)} | {name: name for name in short}',
         'ends = {place.rpartition(".")[2]: place for place in places} | {name: name for name in short}',
         ("test_a_wrong_flag_is_one_sentence_that_says_what_to_do",),

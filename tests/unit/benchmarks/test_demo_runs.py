@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.run.command_line import parse_config
 from benchmarks.demo_runs import DEMOS, STEPS, made_demo
 from examples.demo.__main__ import DemoConfig
 from rl_backend.contracts import ConfigError
+from rl_backend.options.command_line import parse_config
 
 
 def write_run(folder: Path, *options: str) -> Path:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.run.command_line import parse_config
 from examples.demo.__main__ import LARGEST_ROUNDING, DemoConfig
 from examples.demo.task import HYBRIDS, MIXTURES, MODEL_TYPES, mixer_fields, write_task
 from rl_backend.contracts import ConfigError
 from rl_backend.model import find_model
+from rl_backend.options.command_line import parse_config
 
 
 def test_the_demos_models_have_the_same_tokenizer_and_data(tmp_path: Path) -> None:

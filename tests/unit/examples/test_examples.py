@@ -19,7 +19,6 @@ from actors.collect.prompts import TrainingBatch
 from actors.collect.reward_scores import score
 from actors.collect.stop_tokens import stop_token_ids
 from actors.folder.folder import RunFolder
-from actors.run.command_line import parse_config
 from examples.demo.__main__ import RECIPES, Algorithm, DemoConfig, demo_settings
 from examples.demo.task import careless_answer, character_tokenizer, has_carry, right_answer, write_task
 from examples.episodes import EpisodesConfig
@@ -30,6 +29,7 @@ from rl_backend.contracts import BaseConfig, BatchError, ConfigError, OptimizerC
 from rl_backend.data.config import DataConfig
 from rl_backend.data.prompts import Prompt, PromptExample, encode_text, endless_batches, load_prompts, load_tokenizer
 from rl_backend.data.rewards import LoadedReward, RewardScorer
+from rl_backend.options.command_line import parse_config
 from rl_backend.runtime.bridge.config import BridgeConfig
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.models import write_tiny
@@ -351,7 +351,7 @@ def test_a_long_response_costs_what_dapo_says() -> None:
 
 def test_a_configuration_file_is_an_object(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="not a JSON object"):
+    with pytest.raises(ConfigError, match="it holds a list, not an object of options"):
         parse_config(Options, "", ["--config", str(tmp_path / "list.json")])
 
 

@@ -224,7 +224,7 @@ def check_of(block: CodeBlock) -> int:
 def read_options(module: str, arguments: Sequence[str]) -> None:
     """As the module's own ``main`` does, which ends before anything starts."""
     example = importlib.import_module(module)
-    found = re.search(r"parse_config\(\s*(\w+)", Path(str(example.__file__)).read_text())
+    found = re.search(r"(?:parse_config\(|run_command\(main,)\s*(\w+)", Path(str(example.__file__)).read_text())
     assert found is not None, f"{module} has options"
     left_out = "..." in arguments
     given = [argument for argument in arguments if argument != "..."] + (OF_A_RUN if left_out else [])

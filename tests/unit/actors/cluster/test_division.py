@@ -16,10 +16,10 @@ import requests
 import examples.ray_job.submit as submission
 from actors.cluster import placement
 from actors.cluster.placement import ClusterShare, cores_each, share_cluster
-from actors.run.command_line import parse_config
 from examples.ray_job.connection import JobServerError, connect, read_token
 from examples.ray_job.submit import SubmitConfig, check_command
 from rl_backend.contracts import ConfigError
+from rl_backend.options.command_line import parse_config
 
 HERE = "here"
 

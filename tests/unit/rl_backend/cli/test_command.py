@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rl_backend.cli import gpu_check
-from rl_backend.cli.command import CommandError
 from rl_backend.cli.main import main
 from rl_backend.contracts import ConfigError
+from rl_backend.options.parser import CommandError
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -47,11 +47,14 @@ def test_a_command_that_is_not_there_is_refused_with_the_one_that_was_meant(caps
         ("export --ckeckpoint=c", "--ckeckpoint: there is no such flag; did you mean --checkpoint?"),
         ("schedule --xyz 3", "--xyz: there is no such flag; see rl-backend schedule --help"),
         ("parity --referance native", "--referance: there is no such flag; did you mean --reference?"),
-        ("plan --model m", "--ranks: must be given; see rl-backend plan --help"),
-        ("plan --model m --ranks two", "--ranks two: expected a whole number"),
-        ("plan --model m --ranks 1 --backend brigde", "--backend brigde: expected one of native, bridge"),
-        ("export --checkpoint c --out", "--out: needs a value; see rl-backend export --help"),
-        ("report a b", "b: is one argument too many; see rl-backend --help"),
+        ("plan --model m", "the following arguments are required: --ranks; see rl-backend plan --help"),
+        ("plan --model m --ranks two", "argument --ranks: invalid int value: 'two'; see rl-backend plan --help"),
+        (
+            "plan --model m --ranks 1 --backend brigde",
+            "argument --backend: invalid choice: 'brigde' (choose from 'native', 'bridge'); see rl-backend plan --help",
+        ),
+        ("export --checkpoint c --out", "argument --out: expected one argument; see rl-backend export --help"),
+        ("report a b", "unrecognized arguments: b; see rl-backend --help"),
     ],
 )
 def test_what_a_command_does_not_take_is_refused_in_a_sentence(

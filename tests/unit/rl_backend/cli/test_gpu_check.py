@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from rl_backend.cli import gpu_check
-from rl_backend.cli.command import CommandError
 from rl_backend.cli.main import main
+from rl_backend.options.parser import CommandError
 
 
 @dataclasses.dataclass

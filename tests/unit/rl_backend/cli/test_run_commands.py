@@ -61,7 +61,7 @@ def test_its_errors_are_those_of_the_example(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as ended:
         main(["sft", "--modle", "x"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("error: --modle x: there is no such flag; did you mean --model?\n")
+    assert capsys.readouterr().err.endswith("error: --modle: there is no such flag; did you mean --model?\n")
 
 
 def test_the_list_of_commands_has_them_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:

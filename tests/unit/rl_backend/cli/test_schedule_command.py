@@ -139,7 +139,7 @@ def test_a_png_is_drawn_where_pillow_is_and_refused_where_not(
         (("--draw", "missing/picture.svg"), "--draw missing/picture.svg: must be a file in a directory that exists"),
         (("--vpp", "1"), "--vpp 1: zbv needs 2 stages per rank"),
         (("--pp", "0"), "--pp 0: must be at least 1"),
-        (("--microbatches", "0"), "--microbatches 0: a step needs at least 1"),
+        (("--microbatches", "0"), "0 micro-batches: a step needs at least 1"),
         (("--schedule", "all", "--draw", "x.svg"), "--draw x.svg: draws one schedule"),
     ],
 )

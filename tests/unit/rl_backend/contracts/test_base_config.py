@@ -68,7 +68,9 @@ def test_all_wrong_fields_are_named_and_long_values_cut() -> None:
         Outer(height="y", other=1)  # type: ignore[call-arg]
     assert "Outer.width: required" in str(refused.value) and 'Outer.height="y"' in str(refused.value)
     assert "Outer.other=1: unknown" in str(refused.value) and str(refused.value).count("; Outer") >= 2
-    assert refused.value.details == {"config": "Outer"}
+    assert refused.value.details["config"] == "Outer"
+    assert [field for field, _ in refused.value.details["blamed"]] == ["Outer.width", "Outer.height", "Outer.other"]
+    assert refused.value.told(str.lower, " is ").startswith('outer.width: required field is missing; outer.height is "y": ')
     for length, shown in ((118, f'"{"z" * 118}"'), (119, f'"{"z" * 116}...')):
         with pytest.raises(ConfigError) as refused:
             Outer(width="z" * length)

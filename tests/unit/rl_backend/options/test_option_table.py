@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from pydantic import Field
 
-from actors.run.option_table import OptionRow, option_rows
 from rl_backend.contracts import BaseConfig
+from rl_backend.options.help import OptionRow, option_rows
 from rl_backend.options.option_set import Follows, OptionSet, sections_of
 
 type Kind = Literal["a", "b"]
@@ -49,12 +49,12 @@ def rows_of(kind: type[BaseConfig]) -> dict[str, OptionRow]:
 
 def test_a_row_says_all_that_help_and_completion_show() -> None:
     assert option_rows(Whole, dict(sections_of(Whole, {}))) == [
-        OptionRow(("names",), "late", "NAME,...", (), "", "x,y"),
-        OptionRow(("part-size", "part.size"), "first", "INT", (), "how large", "7"),
-        OptionRow(("odd.name", "part.kind"), "first", "{a,b}", ("a", "b"), "which of both", "none"),
-        OptionRow(("switch",), "first", "", (), "", "true"),
-        OptionRow(("needed",), "training", "TEXT", (), "must be there", None),
-        OptionRow(("rate",), "training", "FLOAT", (), "", "follows from other options"),
+        OptionRow(("names",), "late", "NAME,...", "", "x,y"),
+        OptionRow(("part-size", "part.size"), "first", "INT", "how large", "7"),
+        OptionRow(("odd.name", "part.kind"), "first", "{a,b}", "which of both", "none"),
+        OptionRow(("switch",), "first", "", "", "true"),
+        OptionRow(("needed",), "training", "TEXT", "must be there", None),
+        OptionRow(("rate",), "training", "FLOAT", "", "follows from other options"),
     ]
 
 
@@ -96,4 +96,3 @@ def test_a_kind_of_value_has_a_word_and_its_default_is_shown_as_it_is_given(
     one = type("One", (BaseConfig,), {"__annotations__": {"value": annotation}, "value": default, "__module__": __name__})
     (row,) = option_rows(one, {"": one})
     assert (row.metavar, row.default) == (metavar, shown)
-    assert row.choices == (tuple(metavar[1:-1].split(",")) if metavar.startswith("{") else ())

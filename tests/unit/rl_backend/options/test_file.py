@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from actors.run.command_line import parse_config
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from examples.tenants import TenantsConfig
 from rl_backend.contracts import ConfigError
+from rl_backend.options.command_line import parse_config
 
 KINDS: list[Any] = [GRPOConfig, PPOConfig, SFTConfig, TenantsConfig]
 
@@ -24,9 +24,9 @@ def read(*arguments: str) -> GRPOConfig:
 
 
 BAD_FILES = {
-    ("a.yaml", "- a"): ": cannot be read as options: not a YAML mapping",
-    ("a.yaml", "lr: 1\na: [\n"): ", line 3: is not YAML: expected the node content, but found '<stream end>'",
-    ("a.yaml", "lr: 1\n\tsteps: 2\n"): ", line 2: is not YAML: found character '\\t' that cannot start any token",
+    ("a.yaml", "- a"): ": it holds a list, not an object of options",
+    ("a.yaml", "lr: 1\na: [\n"): ", line 3: expected the node content, but found '<stream end>'",
+    ("a.yaml", "lr: 1\n\tsteps: 2\n"): ", line 2: found character '\\t' that cannot start any token",
     ("a.yaml", "# mine\ntp: 1\nspeed: 3\n"): ", line 3: speed: there is no such option; ",
     ("a.yaml", "temprature: 3"): ", line 1: temprature: there is no such option; did you mean temperature?",
     (
@@ -42,10 +42,10 @@ BAD_FILES = {
         "a.yaml",
         "rollout:\n  engine_args: {speed: 3}\nloss:\n  name: x\n",
     ): ", line 4: loss.name=\"x\": input should be 'grpo'",
-    ("a.json", "lr: 1.0e-6\n"): ", line 1: is not JSON: Expecting value; a file of YAML needs a name that ends in .yaml",
+    ("a.json", "lr: 1.0e-6\n"): ": Expecting value: line 1 column 1 (char 0)",
     ("a.json", '{\n"lr": 1,\n"lr": 2\n}'): ", line 3: lr is there twice, first in line 2; keep one",
     ("a.json", '{\n"steps": 0}'): ", line 2: steps=0: input should be greater than or equal to 1",
-    ("a.json", "[" * 100_000): ": cannot be read as options: nested too deeply",
+    ("a.json", "[" * 100_000): ": nested too deeply",
 }
 
 

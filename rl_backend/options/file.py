@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from actors.folder.state import read_object
 from rl_backend.contracts import BaseConfig, ConfigError
 from rl_backend.options.option_set import OptionSet, followed
 
@@ -37,27 +36,22 @@ class ConfigFile:
         path = Path(path)
         try:
             text = path.read_text()
-            if path.suffix == ".json":
-                return cls(str(path), read_object(path), _lines_of_json(text, path))
-            values = yaml.safe_load(text)
+            values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
             if not isinstance(values, dict):
-                raise ValueError("not a YAML mapping, as of a line steps: 10")
-            return cls(str(path), values, _lines(text, path))
-        except json.JSONDecodeError as error:
-            place = f"{path}, line {error.lineno}"
-            problem = f"is not JSON: {error.msg}; a file of YAML needs a name that ends in .yaml"
+                raise ValueError(f"it holds a {type(values).__name__}, not an object of options")
+        except RecursionError:
+            raise ConfigError(f"--config {path}: nested too deeply") from None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            place = f"{path}, line {mark.line + 1}" if mark else str(path)
-            problem = f"is not YAML: {' '.join(str(error.problem or error.context).split())}"
+            raise ConfigError(f"--config {path}, line {mark.line + 1 if mark else '?'}: {error.problem}") from None
         except (OSError, ValueError, yaml.YAMLError) as error:
-            place, problem = str(path), f"cannot be read as options: {' '.join(str(error).split())}"
-        raise ConfigError(f"--config {place}: {problem}")
+            raise ConfigError(f"--config {path}: {error}") from None
+        return cls(str(path), values, _lines(text, path))
 
-    def line_of(self, place: str, says: OptionSet) -> str | None:
+    def line_of(self, place: str, options: OptionSet) -> str | None:
         """``mine.yaml, line 3: name`` of the value at a place of the configuration; None where the file has none."""
         for name, line in self.lines.items():
-            if says.place_of(name) == place:
+            if options.place_of(name) == place:
                 return f"--config {self.path}, line {line}: {name}"
         return None
 
@@ -70,16 +64,13 @@ def as_yaml(config: BaseConfig) -> str:
     return text + "".join(["# follows from the values above:\n", *comments] if comments else [])
 
 
-def _lines_of_json(text: str, path: Path) -> dict[str, int]:
-    try:
-        return _lines(text, path)
-    except (yaml.YAMLError, RecursionError):  # JSON that is no YAML, for example with tabs: lines only help messages
-        return {}
-
-
 def _lines(text: str, path: Path) -> dict[str, int]:
     found: dict[str, int] = {}
-    for name, line in _keys(yaml.compose(text, Loader=yaml.SafeLoader), ""):
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):  # JSON that is no YAML, for example with tabs: lines only help messages
+        return {}
+    for name, line in _keys(root, ""):
         if name in found:
             raise ConfigError(f"--config {path}, line {line}: {name} is there twice, first in line {found[name]}; keep one")
         found[name] = line

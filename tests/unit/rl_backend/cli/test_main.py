@@ -12,64 +12,9 @@ from pydantic import Field
 
 from rl_backend.cli import command, doctor
 from rl_backend.cli import main as main_module
-from rl_backend.cli.command import CommandError
 from rl_backend.cli.main import main
-from rl_backend.cli.parser import CommandParser
-from rl_backend.contracts import BaseConfig, ConfigError
-
-
-def parser() -> CommandParser:
-    made = CommandParser(prog="tool")
-    made.add_argument("--model", required=True)
-    made.add_argument("--size", type=int)
-    made.add_argument("--rate", type=float)
-    made.add_argument("--kind", choices=["one", "two"])
-    made.add_argument("--quiet", action="store_true")
-    return made
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--model m --rate x", "--rate x: expected a number"),
-        ("--model m --size 1.5", "--size 1.5: expected a whole number"),
-        ("--model m --kind three", "--kind three: expected one of one, two"),
-        ("--model m --quiet=yes", "--quiet: takes no value; see tool --help"),
-        ("--model m --rate", "--rate: needs a value; see tool --help"),
-        ("--rate 1", "--model: must be given; see tool --help"),
-        ("--model m extra", "extra: is one argument too many; see tool --help"),
-        ("--model m --qiet", "--qiet: there is no such flag; did you mean --quiet?"),
-        ("--model m --zzzz 3", "--zzzz: there is no such flag; see tool --help"),
-    ],
-)
-def test_what_cannot_be_read_is_refused_in_a_sentence(words: str, message: str) -> None:
-    with pytest.raises(CommandError) as caught:
-        parser().parse_args(words.split())
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("words", "refused"),
-    [
-        (["--mdel", "m"], "--mdel"),
-        (["--rate", "1", "--mdel=m"], "--mdel"),
-        (["-x"], "-x"),
-        (["--mod", "m"], None),
-        (["--rate", "-1", "-.5", "-1e3", "-inf", "-Infinity"], None),
-        (["--", "--mdel"], None),
-        (["-a text of several words"], None),
-        (["-", "--", "word"], None),
-    ],
-)
-def test_a_flag_that_is_not_there_is_refused_before_one_that_is_missing(words: list[str], refused: str | None) -> None:
-    if refused is None:
-        parser().refuse_unknown(words)
-        return
-    with pytest.raises(CommandError, match=f"^{refused}: there is no such flag"):
-        parser().refuse_unknown(words)
-    takes_all = CommandParser(prog="tool")
-    takes_all.add_argument("options", nargs=argparse.REMAINDER)
-    takes_all.refuse_unknown(words)
+from rl_backend.contracts import BaseConfig, BatchError, ConfigError, RLBackendError
+from rl_backend.options.parser import CommandError
 
 
 class Options(BaseConfig):
@@ -105,13 +50,18 @@ def test_flags_have_the_names_types_defaults_and_texts_of_their_fields() -> None
 
 
 def test_errors_are_in_the_terms_of_the_command_line() -> None:
-    pattern = r"(?:Workload|Other)\.(\w+)"
-    message = "Workload.num_micro_batches=0: not with Other.calculate_entropy=True; MyWorkload.rate=1"
-    expected = "--micro-batches 0: not with --entropy True; MyWorkload.rate=1"
-    assert command.in_flags(message, pattern) == expected
-    assert command.in_flags("-3 micro-batches: too few", pattern) == "--micro-batches -3: too few"
-    assert command.in_flags("3 micro-batches: odd", pattern, "microbatches") == "--microbatches 3: odd"
-    assert command.in_flags("of 3 micro-batches: odd", pattern) == "of 3 micro-batches: odd"
+    def said(error: RLBackendError, *owners: str) -> str:
+        return command.in_flags(error, *owners)
+
+    odd = ConfigError.of("Workload.num_micro_batches", 0, "not with Other.calculate_entropy=True")
+    assert said(odd, "Workload", "Other") == "--micro-batches 0: not with Other.calculate_entropy=True"
+    assert said(odd, "Other") == said(odd) == str(odd), "of another configuration"
+    assert said(ConfigError.of("pp", 0, "odd")) == "--pp 0: odd"
+    with pytest.raises(ConfigError) as refused:
+        Options(num_sequences="x", rate="y")  # type: ignore[arg-type]
+    assert said(refused.value, "Options").startswith('--sequences "x": input should be a valid integer')
+    assert '; --rate "y": input should be a valid number' in said(refused.value, "Options")
+    assert said(BatchError("3 micro-batches: odd"), "Workload") == "3 micro-batches: odd"
 
 
 def test_a_value_of_json_is_an_object() -> None:

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import Field
 
-from actors.run.help import nearest, write_help
 from examples.grpo import GRPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig
+from rl_backend.options.help import nearest, write_help
 from rl_backend.options.option_set import OptionSet, options_of, sections_of
 from rl_backend.runtime.bridge.config import BridgeConfig
 

@@ -1,0 +1,213 @@
+"""A command line made from a configuration: a flag for each value, and ``--config FILE`` for those of a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import SUPPRESS, BooleanOptionalAction
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, TypeAliasType, Union, get_args, get_origin
+
+from rl_backend.contracts import BaseConfig, ConfigError, RegistryError, RLBackendError
+from rl_backend.options.file import ConfigFile, as_yaml
+from rl_backend.options.help import metavar_of, nearest, shown, write_help
+from rl_backend.options.option_set import has, merged, options_of, sections_of
+from rl_backend.options.parser import CommandError, CommandParser
+
+type Sections = Mapping[str, type[BaseConfig]]
+"""Prefix -> type, of a configuration and all that are nested in it."""
+
+
+def parse_config[C: BaseConfig](config_type: type[C], description: str, arguments: Sequence[str] | None = None) -> C:
+    """Reads ``config_type`` from the command line; flags given there replace the values of ``--config``.
+
+    A flag is the place of a value, ``--train.backend_cfg.parallel.tp``, or its short name, ``--tp``. With ``--print-config``
+    all values are printed as YAML, for ``--config``, and the process ends.
+
+    Raises:
+        ConfigError: a flag that is not there, a value that the configuration refuses, or a ``--config`` file that cannot
+            be read.
+    """
+    words = [_spelled(word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    options = options_of(config_type)
+    sections = dict(sections_of(config_type, {}))
+    file, given = ConfigFile(), {}
+    try:
+        # Values decide which options there are: first all are read that do not depend on it.
+        found, _ = OptionParser(config_type, description, sections, asks_help=False).parse_known_args(words)
+        file = _read_file(found.config)
+        types = options.section_types(merged(options.nest(file.values), options.nest(_values(found, sections))))
+        sections = dict(sections_of(config_type, types))
+        parser = OptionParser(config_type, description, sections)
+        if not {"--help", "-h"} & set(words):
+            parser.refuse_unknown(words, parser.meant)
+        found = parser.parse_args(words)
+        _refuse_unknown(file, config_type, sections)
+        given = options.nest(_values(found, sections))
+        config = config_type(**merged(options.nest(file.values), given, sections))
+    except CommandError as error:
+        raise ConfigError(str(error)) from None
+    except RegistryError as error:
+        raise ConfigError(f"--backend: {error}") from None
+    except ConfigError as error:
+
+        def name(place: str) -> str:
+            of_file = None if has(given, place) else file.line_of(place, options)
+            return of_file or f"--{shown(options.name_of(place))}"
+
+        raise ConfigError(error.told(lambda field: name(place) if (place := _place(field, sections)) else field)) from None
+    if found.print_config:
+        print(as_yaml(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def in_flags(error: RLBackendError, config: BaseConfig | None) -> str:
+    """What an error says, with flags in place of the fields of a configuration that it blames."""
+    if config is None or not isinstance(error, ConfigError):
+        return str(error)
+    options, sections = options_of(type(config)), dict(_sections_in(config))
+    return error.told(lambda field: f"--{shown(options.name_of(place))}" if (place := _place(field, sections)) else field)
+
+
+class OptionParser(CommandParser):
+    """Flags of a configuration, by place and short name, whose values are text."""
+
+    def __init__(self, config_type: type[BaseConfig], text: str, sections: Sections, *, asks_help: bool = True) -> None:
+        super().__init__(prog=_program(), add_help=False, argument_default=SUPPRESS)
+        self._described = config_type, text, sections
+        self.add_argument("--config", action="append", default=[])
+        self.add_argument("--print-config", action="store_true", default=False)
+        if asks_help:
+            self.add_argument("--help", "-h", action="help")
+        options = options_of(config_type)
+        for prefix, kind in sections.items():
+            for name, info in kind.model_fields.items():
+                place = prefix + name
+                flags = [f"--{each}" for each in dict.fromkeys((shown(options.name_of(place)), shown(place)))]
+                rule = options.follows.get(place)
+                hidden = f"{place}." in sections or (rule is not None and rule.because)
+                metavar, help = metavar_of(info.annotation), SUPPRESS if hidden else None
+                if metavar:
+                    self.add_argument(*flags, dest=place, action="append", metavar=metavar, help=help)
+                else:
+                    self.add_argument(*flags, dest=place, action=BooleanOptionalAction, help=help)
+
+    def meant(self, flag: str) -> str | None:
+        """The flag that was probably meant."""
+        config_type, _, sections = self._described
+        near = nearest(flag, config_type, sections)
+        return near and f"--{shown(near)}"
+
+    def format_help(self) -> str:
+        return write_help(self.prog, *self._described)
+
+
+def _values(found: Any, sections: Sections) -> dict[str, Any]:
+    """Place -> value, of the flags that were given."""
+    values = {}
+    kinds = {prefix + name: info.annotation for prefix, kind in sections.items() for name, info in kind.model_fields.items()}
+    repeated = options_of(sections[""]).repeated
+    for place, texts in vars(found).items():
+        if place in kinds:
+            values[place] = texts if place in repeated or isinstance(texts, bool) else _value(place, kinds[place], texts)
+    return values
+
+
+def _value(place: str, annotation: Any, texts: Sequence[str]) -> Any:
+    """What the texts of one flag say; of lists and objects, all of them together."""
+    kinds = [kind for kind in _alternatives(annotation) if isinstance(kind, type)]
+    is_object = any(issubclass(kind, Mapping | BaseConfig) for kind in kinds)
+    is_list = any(issubclass(kind, list | tuple) for kind in kinds)
+    if not is_object and not is_list:
+        return None if texts[-1] == "none" else texts[-1]
+    pieces = [_piece(place, text, is_object=is_object, is_list=is_list, is_text=str in kinds) for text in texts]
+    if len(pieces) == 1:
+        return pieces[0]
+    if all(isinstance(piece, dict) for piece in pieces):
+        return {name: value for piece in pieces for name, value in piece.items()}
+    return [each for piece in pieces for each in (piece if isinstance(piece, list) else [piece])]
+
+
+def _piece(place: str, text: str, *, is_object: bool, is_list: bool, is_text: bool) -> Any:
+    if text == "none":
+        return None
+    if text.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise CommandError(f"--{shown(place)} {text}: not JSON: {error}") from None
+    if is_object and "=" in text:
+        pairs = (pair.partition("=") for pair in text.split(","))
+        return {name.strip(): value for name, _, value in pairs}
+    if is_list or not text:
+        return [each.strip() for each in text.split(",") if each.strip()] if is_list else {}
+    if is_text:
+        return text
+    raise CommandError(f"--{shown(place)} {text}: neither JSON nor NAME=VALUE; give one of them, such as '{{\"name\": 1}}'")
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    """Types that a value may have, without what is in them."""
+    origin = get_origin(annotation)
+    if isinstance(annotation, TypeAliasType):
+        yield from _alternatives(annotation.__value__)
+    elif origin is Annotated:
+        yield from _alternatives(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for each in get_args(annotation):
+            yield from _alternatives(each)
+    else:
+        yield origin or annotation
+
+
+def _read_file(paths: Sequence[str]) -> ConfigFile:
+    if len(paths) > 1:
+        raise ConfigError(f"--config: is given {len(paths)} times, and only the last would be read; put all into one file")
+    return ConfigFile.read(paths[0]) if paths else ConfigFile()
+
+
+def _refuse_unknown(file: ConfigFile, config_type: type[BaseConfig], sections: Sections) -> None:
+    for name, line in file.lines.items():
+        prefix, dot, last = options_of(config_type).place_of(name).rpartition(".")
+        kind = sections.get(prefix + dot)
+        if kind is not None and last not in kind.model_fields:
+            near = nearest(name, config_type, sections)
+            advice = f"did you mean {near}?" if near else "see --help"
+            raise ConfigError(f"--config {file.path}, line {line}: {name}: there is no such option; {advice}")
+
+
+def _place(field: str, sections: Sections) -> str | None:
+    """Where a field is that an error names by its class, or a base of it; None: in no section, or in several."""
+    owner, dot, name = field.partition(".")
+    if not dot:
+        return owner if owner in sections[""].model_fields else None
+    exact = [prefix for prefix, kind in sections.items() if kind.__name__ == owner]
+    prefixes = exact or [prefix for prefix, kind in sections.items() if owner in [base.__name__ for base in kind.__mro__]]
+    return prefixes[0] + name if len(prefixes) == 1 else None
+
+
+def _sections_in(config: BaseConfig, prefix: str = "") -> Iterator[tuple[str, type[BaseConfig]]]:
+    yield prefix, type(config)
+    for name in type(config).model_fields:
+        if isinstance(value := getattr(config, name), BaseConfig):
+            yield from _sections_in(value, f"{prefix}{name}.")
+
+
+def _spelled(word: str) -> str:
+    """``--run_dir=x`` -> ``--run-dir=x``."""
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word[2:].partition("=")
+    no, name = ("no-", flag[3:]) if flag.startswith("no-") else ("", flag)
+    return f"--{no}{shown(name)}{equals}{value}"
+
+
+def _program() -> str:
+    """How this process was called, without its options: ``rl-backend grpo``, ``python -m examples.grpo``."""
+    _, *words = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    if words and not words[0].startswith("-") and not words[0].endswith(".py"):
+        return " ".join([Path(words[0]).name, *words[1:]])
+    return " ".join(["python", *words])
