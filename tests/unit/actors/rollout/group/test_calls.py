@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
 
+from actors.rollout.group import calls as calls_module
 from actors.rollout.group.calls import PendingSamples, SamplingCalls, collect, outcome_of
-from actors.rollout.group.group import calls as calls_module
 from actors.rollout.messages import Generated, Response
 from actors.rollout.sample import VersionSpan
 from rl_backend.contracts import BatchError, EngineDeadError, RolloutError
