@@ -7,6 +7,7 @@ from rl_backend.contracts.base_config import MAY_CHANGE as MAY_CHANGE
 from rl_backend.contracts.base_config import SAME_CONTENTS as SAME_CONTENTS
 from rl_backend.contracts.base_config import BaseConfig as BaseConfig
 from rl_backend.contracts.base_config import HasEffect as HasEffect
+from rl_backend.contracts.base_config import ModelOptions as ModelOptions
 from rl_backend.contracts.base_config import OnResume as OnResume
 from rl_backend.contracts.batch import EPISODE_SHARE as EPISODE_SHARE
 from rl_backend.contracts.batch import PackedBatch as PackedBatch
@@ -60,7 +61,6 @@ from rl_backend.contracts.routed_experts import route_fields as route_fields
 from rl_backend.contracts.runtime_config import BACKEND_CONFIGS as BACKEND_CONFIGS
 from rl_backend.contracts.runtime_config import MODEL_CONFIGS as MODEL_CONFIGS
 from rl_backend.contracts.runtime_config import BackendConfig as BackendConfig
-from rl_backend.contracts.runtime_config import ModelOptions as ModelOptions
 from rl_backend.contracts.runtime_config import NativeConfig as NativeConfig
 from rl_backend.contracts.runtime_config import ParallelConfig as ParallelConfig
 from rl_backend.contracts.runtime_config import Registry as Registry

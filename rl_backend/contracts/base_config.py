@@ -89,6 +89,10 @@ class BaseConfig(BaseModel):
         return type(self).model_validate_json, (self.model_dump_json(),)
 
 
+class ModelOptions(BaseConfig):
+    """Base of the options of one model implementation; a family subclasses it and registers the subclass."""
+
+
 def _describe(cls: type[BaseConfig], error: ValidationError) -> str:
     lines = []
     for problem in error.errors(include_url=False):

@@ -98,7 +98,7 @@ class BuildSettings(NamedTuple):
         head: one of the family's ``heads``.
         log_prob_chunk_tokens: as in :class:`~rl_backend.contracts.NativeConfig`.
         stage: the part to build; None builds the whole model.
-        layer_dtype: as of :class:`~rl_backend.primitive.float32.EndsInFloat32`.
+        layer_dtype: dtype of what goes into layers, where the ends compute in float32; None where all is of one dtype.
     """
 
     options: ModelOptions

@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "layers-in-the-wrong-order",
-        "rl_backend.model.qwen3_5:_hybrid",
+        "rl_backend.model.families.qwen3_5:_hybrid",
         "(layer + 1) % interval",
         "layer % interval",
         ("test_what_a_directory_does_not_say_is_as_in_transformers",),
@@ -198,7 +198,7 @@ FAULTS = [
     ),
     Fault(
         "full-attention-one-layer-early",
-        "rl_backend.model.qwen3_5:_hybrid",
+        "rl_backend.model.families.qwen3_5:_hybrid",
         "(layer + 1) % interval",
         "layer % interval",
         ("test_what_a_directory_does_not_say_is_as_in_transformers",),

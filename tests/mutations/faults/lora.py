@@ -72,7 +72,7 @@ FAULTS = [
     ),
     Fault(
         "adapters-of-an-outer-context-in-recomputation",
-        "rl_backend.model.decoder_layer:DecoderLayer.forward",
+        "rl_backend.model.decoder:DecoderLayer.forward",
         "with adapters_at_work(adapters):",
         "with adapters_at_work(adapters if torch.is_grad_enabled() else ()):",
         (

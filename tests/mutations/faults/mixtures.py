@@ -47,7 +47,7 @@ FAULTS = [
     ),
     Fault(
         "rotary-dim-ignored",
-        "rl_backend.model.mixtures:minimax_m2",
+        "rl_backend.model.families.mixtures:minimax_m2",
         "default_rotary_part=_part_of_head(config),",
         "default_rotary_part=1.0,",
         ("test_a_published_minimax_m2_is_read_with_its_rotary_features",),

@@ -313,7 +313,7 @@ FAULTS = [
     ),
     Fault(
         "qwen3-next-without-norm-topk-prob-is-not-normalised",
-        "rl_backend.model.qwen3_5:qwen3_next",
+        "rl_backend.model.families.qwen3_5:qwen3_next",
         'config.flag("norm_topk_prob", True)',
         'config.flag("norm_topk_prob", False)',
         ("test_what_a_directory_of_qwen3_next_does_not_say_is_as_in_transformers",),

@@ -75,7 +75,7 @@ FAULTS = [
     ),
     Fault(
         "halves-and-neighbours-exchanged",
-        "rl_backend.model.sparse_families:deepseek_v32",
+        "rl_backend.model.families.deepseek:deepseek_v32",
         "default_interleaved=False,",
         "default_interleaved=True,",
         ("test_log_probs_and_gradients_equal_the_reference[deepseek_v32]",),
@@ -91,7 +91,7 @@ FAULTS = [
     ),
     Fault(
         "warm-up-trains-the-model",
-        "rl_backend.model.sparse_families:configured",
+        "rl_backend.model.families.deepseek:configured",
         'trained_part=INDEXER if chosen.indexer == "warm_up" else None,',
         "trained_part=None,",
         ("test_indexers_learn_beside_the_model_and_alone",),
@@ -139,7 +139,7 @@ FAULTS = [
     ),
     Fault(
         "warm-up-beside-a-detached-mtp-layer",
-        "rl_backend.model.sparse_families:_require_indexers_alone",
+        "rl_backend.model.families.deepseek:_require_indexers_alone",
         'if options.mtp != "keep":',
         'if options.mtp == "joint":',
         ("test_sparse_families.py::test_what_cannot_be_is_refused_by_name",),

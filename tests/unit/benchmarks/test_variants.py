@@ -10,7 +10,7 @@ import pytest
 from benchmarks.parity import SIZES
 from benchmarks.report import RESULTS, read_result
 from benchmarks.variants import FAMILIES, STEPS, figures, model_of
-from rl_backend.model import variants
+from rl_backend.model.families import dense as variants
 
 
 def test_every_family_of_the_module_is_compared() -> None:

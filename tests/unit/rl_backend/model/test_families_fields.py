@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import UnsupportedError
-from rl_backend.model.families import (
+from rl_backend.model.families.reading import (
     full_attention,
     in_sparse_layers,
     read_activation,

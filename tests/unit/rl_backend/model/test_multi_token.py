@@ -193,7 +193,7 @@ def test_a_value_head_has_no_such_layer(model: Path) -> None:
 
 
 def test_a_model_without_the_layer_refuses_to_train_it() -> None:
-    from rl_backend.model.families import qwen3
+    from rl_backend.model.families.dense import qwen3
     from rl_backend.model.hf_config import HFConfig
     from rl_backend.model.options import DecoderOptions
 
