@@ -16,8 +16,8 @@ from rl_backend.data.config import DataConfig
 from rl_backend.data.rewards import OnFailure
 from rl_backend.environment import Limits
 from rl_backend.environment.conversation import OtherEnd
-from rl_backend.environment.history import History
 from rl_backend.environment.parsers import PARSERS
+from rl_backend.environment.rendering import History
 
 _DROPS = HasEffect(lambda config: config.on_episode_failure == "drop", "only on_episode_failure='drop' leaves episodes out")
 _STEPS = HasEffect(lambda config: config.environment, "a player samples by itself; leave it out")

@@ -11,8 +11,8 @@ from actors.rollout.sample import sample_seed
 from actors.rollout.stream import BatchStream, DrawnBatch, StreamPosition
 from rl_backend.environment import TokenSource
 from rl_backend.environment.groups import Group, GroupTask, PlayOptions, play_groups
+from rl_backend.environment.playing import run_episodes
 from rl_backend.environment.protocol import Player
-from rl_backend.environment.running import run_episodes
 
 type Row = Mapping[str, Any]
 

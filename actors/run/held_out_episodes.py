@@ -13,8 +13,8 @@ from actors.run.transcripts import describe_episodes
 from rl_backend.data.rewards import Score
 from rl_backend.environment import Episode, TokenSource
 from rl_backend.environment.groups import FAILED, PlayOptions, play_groups
+from rl_backend.environment.playing import run_episodes
 from rl_backend.environment.protocol import Player
-from rl_backend.environment.running import run_episodes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from actors.run.session import ray_is
 from actors.run.transcripts import transcript
 from rl_backend.contracts import ConfigError
 from rl_backend.environment.groups import PlayOptions, play_groups
-from rl_backend.environment.running import run_episodes
+from rl_backend.environment.playing import run_episodes
 
 
 def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | None = None) -> str:

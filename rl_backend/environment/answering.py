@@ -12,8 +12,7 @@ from rl_backend.data.config import DataConfig
 from rl_backend.data.prompts import as_messages, encode_prompt
 from rl_backend.data.rewards import RewardCall, RewardScorer
 from rl_backend.data.tools import shown_objects
-from rl_backend.environment.episode import Turn
-from rl_backend.environment.protocol import MakeEnvironment, Prompt, Step, Tool
+from rl_backend.environment.protocol import MakeEnvironment, Prompt, Step, Tool, Turn
 
 
 def answering(

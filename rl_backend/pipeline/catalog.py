@@ -8,7 +8,7 @@ from itertools import chain
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.pipeline import orders
 from rl_backend.pipeline.dependencies import event_graph
-from rl_backend.pipeline.greedy import greedy_order
+from rl_backend.pipeline.orders import greedy_order
 from rl_backend.pipeline.schedule import Action, Kind, Order, Schedule, loop_placement, v_placement
 from rl_backend.pipeline.simulate import Costs, end_times, shortest
 from rl_backend.pipeline.validate import validate

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_backend.primitive.adapted_linear import Work
+from rl_backend.primitive.adapted_layers import Work
 from rl_backend.primitive.adapter_runs import AdapterRun, Columns, Factors, runs_at_work
 from rl_backend.primitive.grouped_linear import grouped_product
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_backend.contracts import BatchError
-from rl_backend.primitive.adapted_ends import HEAD, Narrowed, parts_of_head
+from rl_backend.primitive.adapted_layers import HEAD, Narrowed, parts_of_head
 from rl_backend.primitive.adapter_runs import AdapterRun, Factors
 from rl_backend.primitive.tiles import (
     LowRank,
@@ -78,7 +78,7 @@ def next_token_log_probs(
         bias: (vocab_size,), or this rank's part of it.
         temperature: positive number or (T,) tensor; not differentiated.
         adapters: at work on rows of their own. What each gives does not depend on the others: on a CPU to the last bit. One
-            that has :data:`~rl_backend.primitive.adapted_ends.HEAD` adds its product to the logits of its rows.
+            that has :data:`~rl_backend.primitive.adapted_layers.HEAD` adds its product to the logits of its rows.
 
     Raises:
         BatchError: a temperature that is not positive, or a label outside the vocabulary (checked on a CPU only, where it

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.adapted_linear import ENOUGH_ROWS
+from rl_backend.primitive.adapted_layers import ENOUGH_ROWS
 
 _TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 """Logits of a tile: on a CPU what its cache holds."""

@@ -23,7 +23,7 @@ from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, ParityConfig, Side
 from rl_backend.lab.parity.differences import Tolerances
 from rl_backend.lab.parity.record import RankRecord, SideRecord, merge_ranks
 from rl_backend.model import model_kept_prefixes
-from rl_backend.parallel.store import host_store, prefer_loopback, store_environment
+from rl_backend.parallel.groups import host_store, prefer_loopback, store_environment
 
 GRACE_SECONDS = 5.0
 """How long the other ranks of a side may take to report their own error after the first has failed."""

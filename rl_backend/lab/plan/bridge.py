@@ -20,8 +20,8 @@ from rl_backend.lab.plan.memory import RankMemory, Workload
 from rl_backend.lab.plan.native import rank_actions, rank_stages, weights_to_sync
 from rl_backend.lab.plan.sizes import ParameterSize
 from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.native.layout import check_model_layout, describe_model

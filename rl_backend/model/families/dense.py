@@ -15,7 +15,7 @@ from rl_backend.model.families.reading import (
     window_of_every_layer,
     windows_by_layer_type,
 )
-from rl_backend.model.feedforward.mlp import MLPNames, MLPSpec
+from rl_backend.model.feedforward.dense import MLPNames, MLPSpec
 from rl_backend.model.hf_config import HFConfig, read_rotary
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.registry import register_model

@@ -23,7 +23,7 @@ from rl_backend.model.families.reading import (
 from rl_backend.model.feedforward.moe import ExpertNames, MoESpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.registry import register_model
-from rl_backend.primitive.clamped_experts import LIMIT
+from rl_backend.primitive.experts import LIMIT
 from rl_backend.primitive.norm import NormSpec
 
 

@@ -9,8 +9,8 @@ from typing import Any, TypedDict, Unpack
 
 from rl_backend.model.blocks import FeedForwardSpec, LayerSpec
 from rl_backend.model.decoder_spec import DecoderSpec, MTPNames, MTPSpec
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import ExpertNames, MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.hf_config import HFConfig, read_rotary
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.primitive.activation import HF_ACTIVATIONS, Activation

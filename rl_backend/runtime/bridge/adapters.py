@@ -17,8 +17,7 @@ from rl_backend.contracts import ConfigError
 from rl_backend.contracts.lora import LoRAKind
 from rl_backend.lora.modules import AdaptedModule, Part, value_head
 from rl_backend.parallel.collectives import all_gather, reduce_scatter
-from rl_backend.primitive.adapted_ends import adapted_embedding
-from rl_backend.primitive.adapted_linear import adapted_linear
+from rl_backend.primitive.adapted_layers import adapted_embedding, adapted_linear
 from rl_backend.primitive.adapter_runs import Columns, adapters_at_work
 from rl_backend.primitive.attention import packed_attention
 from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE, Adaptable, SumGroups

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.primitive.adapted_experts import RowOwners, TokenShare, row_owners
-from rl_backend.primitive.adapted_linear import ENOUGH_ROWS
+from rl_backend.primitive.adapted_layers import ENOUGH_ROWS
 from rl_backend.primitive.adapter_runs import AdapterRun, adapters_at_work
 from rl_backend.runtime.bridge.batch import LaidOut
 

@@ -17,7 +17,7 @@ from rl_backend.parallel.context import TokenLayout, gather_outputs, lay_out_tok
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.attention import Segments
-from rl_backend.primitive.router_losses import RowSequences
+from rl_backend.primitive.router import RowSequences
 from rl_backend.runtime.native.balance import PassLoads
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.routes import PassRoutes

@@ -163,7 +163,7 @@ FAULTS = [
     ),
     Fault(
         "a-file-changed-in-use-is-read-on",
-        "rl_backend.data.text_rows:TextRows.read",
+        "rl_backend.data.rows:TextRows.read",
         "if xxhash.xxh3_64_intdigest(found) != self._digests[index]:",
         "if not found:",
         ("test_prompts_are_made_when_they_are_asked_for_and_a_change_of_the_file_is_seen",),

@@ -214,7 +214,7 @@ FAULTS = [
     ),
     Fault(
         "third-fused-projection-starts-too-early",
-        "rl_backend.parallel.fused:_features_of_heads",
+        "rl_backend.parallel.tensor:_features_of_heads",
         "start += size",
         "start = size",
         ("test_a_rank_gets_the_features_of_its_heads_in_each_projection",),

@@ -19,7 +19,7 @@ FAULTS = [
     ),
     Fault(
         "gate-keeps-handshake-timeout",
-        "actors.cluster.gate:_join",
+        "actors.cluster.tcp_proxy:_join",
         """
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -86,7 +86,7 @@ FAULTS = [
     ),
     Fault(
         "history-falls-back-on-no-changes",
-        "rl_backend.environment.history:check_history",
+        "rl_backend.environment.rendering:check_history",
         "behind_calls if behind_calls is not None else behind_text",
         "behind_calls or behind_text",
         ("test_only_turns_with_calls_count_where_a_template_writes_calls",),

@@ -19,8 +19,8 @@ from rl_backend.model import BuildSettings, ModelStage
 from rl_backend.model.blocks import CacheBytes, LayerNorms, LayerSpec
 from rl_backend.model.decoder import Decoder
 from rl_backend.model.decoder_spec import DecoderSpec, MTPNames, MTPSpec
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.mixers.deltanet import DeltaNetSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.mixers.indexer import IndexerSpec

@@ -16,8 +16,7 @@ from rl_backend.contracts import CheckpointError, NativeConfig, RuntimeConfig, U
 from rl_backend.model import find_model
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.families import dense as variants
-from rl_backend.model.feedforward.mlp import MLPSpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
+from rl_backend.model.feedforward.dense import MLPSpec, SwiGLUSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.primitive.activation import ACTIVATIONS
 from rl_backend.runtime import create_runtime

@@ -13,8 +13,8 @@ from rl_backend.model.families.reading import (
     swiglu_in_every_layer,
     with_draft_layer,
 )
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.primitive.router import RouterSettings
 from tests.unit.rl_backend.model.test_families_fields import config_of, refusal
 

@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from actors.cluster.ports import with_free_port
 from rl_backend.contracts import ConfigError
-from rl_backend.parallel.store import job_store
+from rl_backend.parallel.groups import job_store
 from tests.support.listening import Listening, listening_sockets
 
 TIMEOUT = timedelta(seconds=10)

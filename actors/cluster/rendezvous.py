@@ -1,4 +1,4 @@
-"""Meeting points of a group's processes: a store on the loopback address, with a gate for other machines."""
+"""Rendezvous of a group's processes: a store on the loopback address, with a gate for other machines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from datetime import timedelta
 import ray
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from actors.cluster.gate import Doorway, Gate
-from rl_backend.parallel.store import LOOPBACK, host_store, prefer_loopback
+from actors.cluster.tcp_proxy import Gate, TcpProxy
+from rl_backend.parallel.groups import LOOPBACK, host_store, prefer_loopback
 
 _SIOCGIFADDR = 0x8915
 
@@ -25,14 +25,14 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def meeting_address(nodes: Iterable[str]) -> str:
+def rendezvous_address(nodes: Iterable[str]) -> str:
     """The address where processes on these nodes meet, this node first: loopback if all are one machine."""
     first, *others = nodes
     return LOOPBACK if all(other == first for other in others) else first
 
 
 def use_interface(address: str) -> None:
-    """Makes gloo use the interface with a meeting's address, unless ``GLOO_SOCKET_IFNAME`` names one.
+    """Makes gloo use the interface with a rendezvous' address, unless ``GLOO_SOCKET_IFNAME`` names one.
 
     Left to itself gloo takes the address of the host's name, which may be either. NCCL is left to itself, for it has one
     interface per process and weights may travel to other nodes, unless Ray itself is on the loopback address alone.
@@ -59,8 +59,8 @@ def interface_of(address: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The way to a :class:`MeetingPoint`. Travels only over Ray, because whoever has it is let in.
+class Rendezvous:
+    """The way to a :class:`RendezvousPoint`. Travels only over Ray, because whoever has it is let in.
 
     Attributes:
         host: the loopback address where all members are on one machine, else the host's node's.
@@ -77,22 +77,22 @@ class Meeting:
         return self.host == LOOPBACK
 
 
-class MeetingPoint:
-    """A store of this process, for members that have its :attr:`meeting`.
+class RendezvousPoint:
+    """A store of this process, for members that have its :attr:`rendezvous`.
 
     Args:
-        address: as :func:`~actors.cluster.meeting.meeting_address` has it.
+        address: as :func:`~actors.cluster.rendezvous.rendezvous_address` has it.
         timeout: how long this process waits for a key of the store.
     """
 
     def __init__(self, address: str, timeout: timedelta) -> None:
         self.store: TCPStore = host_store(timeout)
         self._gate: Gate | None = None
-        self.meeting = Meeting(LOOPBACK, self.store.port)
+        self.rendezvous = Rendezvous(LOOPBACK, self.store.port)
         if address != LOOPBACK:
             secret = secrets.token_bytes(32)
             self._gate = Gate(address, (LOOPBACK, self.store.port), secret)
-            self.meeting = Meeting(address, self._gate.port, secret)
+            self.rendezvous = Rendezvous(address, self._gate.port, secret)
 
     def close(self) -> None:
         """Lets nobody else in."""
@@ -100,19 +100,21 @@ class MeetingPoint:
             self._gate.close()
 
 
-class PathToMeeting:
-    """This process's way to a meeting point.
+class RendezvousRoute:
+    """This process's way to a rendezvous.
 
     Attributes:
         port: of the loopback address, where the store answers.
 
     Raises:
-        RLBackendError: the meeting point does not answer, or has another secret.
+        RLBackendError: the rendezvous does not answer, or has another secret.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._doorway = None if meeting.on_one_machine else Doorway(LOOPBACK, (meeting.host, meeting.port), meeting.secret)
-        self.port = meeting.port if self._doorway is None else self._doorway.port
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._doorway = (
+            None if rendezvous.on_one_machine else TcpProxy(LOOPBACK, (rendezvous.host, rendezvous.port), rendezvous.secret)
+        )
+        self.port = rendezvous.port if self._doorway is None else self._doorway.port
 
     def close(self) -> None:
         """Opens no more connections; those that are open stay."""

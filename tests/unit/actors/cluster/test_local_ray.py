@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 from ray._private import services
 
-from actors.cluster.process_group import own_process_groups
+from actors.cluster.local_ray import own_process_groups
 
 
 @pytest.mark.parametrize("own", [False, True])
