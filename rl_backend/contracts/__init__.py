@@ -46,6 +46,7 @@ from rl_backend.contracts.lora import LORA_FIELD as LORA_FIELD
 from rl_backend.contracts.lora import LoRAConfig as LoRAConfig
 from rl_backend.contracts.lora import LoRAInfo as LoRAInfo
 from rl_backend.contracts.optimizer_config import OptimizerConfig as OptimizerConfig
+from rl_backend.contracts.result import ConfigurableLoss as ConfigurableLoss
 from rl_backend.contracts.result import ForwardResult as ForwardResult
 from rl_backend.contracts.result import Losses as Losses
 from rl_backend.contracts.result import LossFn as LossFn

@@ -177,22 +177,26 @@ class _NextTokenLogProbs(torch.autograd.Function):
             entropy[positions][:, None],
             log_normalizers[positions][:, None],
         )
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        grads_wide = None if ctx.factors is None else ctx.factors.grad_b
-        grad_bias = torch.zeros_like(bias, dtype=wide(bias.dtype)) if ctx.needs_input_grad[-1] else None
-        grad_tokens, grad_weight, grad_narrow = gradients_of(
-            tokens, weight, gradient, ctx.chunk_tokens, need_hidden, need_weight, grads_wide, grad_bias
-        )
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        places = {"hidden": 0, "weight": 1, "bias": -1}
+        wanted = [name for name, place in places.items() if ctx.needs_input_grad[place]]
+        found = gradients_of(tokens, weight, gradient, ctx.chunk_tokens, wanted)
 
         def spread(values: Tensor | None, like: Tensor) -> Tensor | None:
             return None if values is None else torch.zeros_like(like).index_copy_(0, positions, values.to(like.dtype))
 
-        return spread(grad_tokens, hidden), grad_weight, *(None,) * 5, spread(grad_narrow, narrow), None, None, grad_bias
+        return (
+            spread(found.hidden, hidden),
+            found.weight,
+            *(None,) * 5,
+            spread(found.narrow, narrow),
+            None,
+            None,
+            found.bias,
+        )
 
 
 def _added(narrow: Tensor | None, factors: Factors | None) -> LowRank | None:
-    return None if narrow is None or factors is None else LowRank(narrow, factors.b.to(narrow.dtype))
+    return None if narrow is None or factors is None else LowRank(narrow, factors.b.to(narrow.dtype), factors.grad_b)
 
 
 def _sum_over_vocabulary(
