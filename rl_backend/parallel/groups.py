@@ -237,40 +237,44 @@ def close_groups(groups: ParallelGroups) -> None:
         leave_default_group()
 
 
+class _Subgroups:
+    """This rank's groups of ranks that differ in some dimensions of a grid only."""
+
+    def __init__(self) -> None:
+        self.opened: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+    def along(self, grid: Tensor, *dimensions: int) -> dist.ProcessGroup:
+        """The group along ``dimensions`` of ``grid``, in the order of its ranks' numbers. A collective over all ranks."""
+        last = tuple(range(-len(dimensions), 0))
+        rows = grid.movedim(dimensions, last).flatten(-len(dimensions)).flatten(0, -2)
+        partition = tuple(tuple(row) for row in rows.tolist())
+        if len(partition) == 1:
+            return world_group()
+        # Each partition of the ranks is opened once: a gloo group costs three threads, one of NCCL memory on the device.
+        if partition not in self.opened:
+            mine, _ = dist.new_subgroups_by_enumeration([list(row) for row in partition], timeout=COLLECTIVE_TIMEOUT)
+            assert mine is not None, "every rank is in one row"
+            self.opened[partition] = mine
+        return self.opened[partition]
+
+
 def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
     world_size = dist.get_world_size()
     dp_size = parallel.data_parallel_size(world_size)
     ranks = torch.arange(world_size)
     dense = ranks.view(parallel.pp, dp_size, parallel.cp, parallel.tp)
     experts = ranks.view(parallel.pp, -1, parallel.ep, parallel.etp)
-    by_partition: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
-
-    def along(grid: Tensor, *dimensions: int) -> dist.ProcessGroup:
-        """This rank's group of ranks that differ in ``dimensions`` of ``grid`` only, in the order of their numbers.
-
-        Each partition of the ranks is made once. A collective over all ranks.
-        """
-        last = tuple(range(-len(dimensions), 0))
-        rows = grid.movedim(dimensions, last).flatten(-len(dimensions)).flatten(0, -2)
-        partition = tuple(tuple(row) for row in rows.tolist())
-        if len(partition) == 1:
-            return world_group()
-        if partition not in by_partition:
-            mine, _ = dist.new_subgroups_by_enumeration([list(row) for row in partition], timeout=COLLECTIVE_TIMEOUT)
-            assert mine is not None, "every rank is in one row"
-            by_partition[partition] = mine
-        return by_partition[partition]
-
-    pp_group, dp_group, cp_group, tp_group = (along(dense, dimension) for dimension in range(4))
+    groups = _Subgroups()
+    pp_group, dp_group, cp_group, tp_group = (groups.along(dense, dimension) for dimension in range(4))
     pp_rank = pp_group.rank()
     # DTensor's caches take meshes of equal names and ranks for one mesh, even after the groups of one are gone.
     unique = next(_num_opened)
     fsdp, tp, edp, ep, etp = (f"{name}_{unique}" for name in ("fsdp", "tp", "edp", "ep", "etp"))
     mesh = DeviceMesh.from_group(
-        [along(dense, 1, 2), tp_group], device.type, dense[pp_rank].flatten(0, 1), mesh_dim_names=(fsdp, tp)
+        [groups.along(dense, 1, 2), tp_group], device.type, dense[pp_rank].flatten(0, 1), mesh_dim_names=(fsdp, tp)
     )
     expert_mesh = DeviceMesh.from_group(
-        [along(experts, dimension) for dimension in range(1, 4)],
+        [groups.along(experts, dimension) for dimension in range(1, 4)],
         device.type,
         experts[pp_rank],
         mesh_dim_names=(edp, ep, etp),
@@ -292,12 +296,12 @@ def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
         dp_group=dp_group,
         cp_group=cp_group,
         tp_group=tp_group,
-        token_group=along(dense, 2, 3),
-        replica_group=along(dense, 0, 2, 3),
-        expert_group=along(experts, 2, 3),
+        token_group=groups.along(dense, 2, 3),
+        replica_group=groups.along(dense, 0, 2, 3),
+        expert_group=groups.along(experts, 2, 3),
         world_group=world_group(),
         host_group=host_group,
-        made=(host_group, *by_partition.values()),
+        made=(host_group, *groups.opened.values()),
     )
 
 

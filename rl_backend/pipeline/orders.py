@@ -40,6 +40,9 @@ def greedy_order(
 ) -> list[list[Action]]:
     """The computations of each rank: all forward passes, and with split backward passes if ``priority`` has their kinds.
 
+    Simulates the ranks with ``costs``: at every step, the rank whose next computation can start first runs it. So a
+    computation fills a gap wherever something is there to fill it, and waits only for what it needs.
+
     Args:
         placement: rank of each stage.
         bound: for each rank the most activations that it may hold. One is kept for its last stage, without which no
@@ -66,6 +69,7 @@ def greedy_order(
             yield beginnings[rank][0]
             return
         for stage in stages_of[rank]:
+            # Without one activation left for its last stage, a rank would fill up with micro-batches that cannot leave it.
             room = bound[rank] - held[rank] - (stage != stages_of[rank][-1])
             for kind in priority:
                 index = done[kind, stage]
@@ -84,6 +88,7 @@ def greedy_order(
         """What the rank starts next, if it can start anything."""
         return min(filter(None, (candidate(rank, action) for action in open_to(rank))), default=None)
 
+    # Kept per rank: asking every rank anew at each step would make the search quadratic in their number.
     next_of = [best(rank) for rank in ranks]
     for _ in range(len(priority) * len(placement) * num_micro_batches):
         first = min(((one.start, rank, one) for rank, one in enumerate(next_of) if one is not None), default=None)
