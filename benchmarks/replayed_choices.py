@@ -22,8 +22,8 @@ from rl_backend.contracts import PackedBatch
 from rl_backend.contracts.indexed_keys import KEYS, key_fields
 from rl_backend.contracts.routed_experts import ROUTES, ROUTES_LAYERS
 from rl_backend.data import pack_plan
+from rl_backend.lab.parity.compare import Tolerances
 from rl_backend.lab.parity.config import ParityConfig, make_sequences, plan_batch
-from rl_backend.lab.parity.differences import Tolerances
 from rl_backend.lab.parity.record import SideRecord
 from rl_backend.runtime import create_runtime
 

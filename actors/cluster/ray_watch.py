@@ -1,4 +1,4 @@
-"""A watch over Ray: its loss is noticed before Ray ends the process with a dump and leaves others behind."""
+"""Watch over Ray: a lost cluster is noticed before Ray ends the process with a dump and leaves others behind."""
 
 from __future__ import annotations
 

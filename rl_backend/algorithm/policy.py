@@ -1,4 +1,4 @@
-"""Losses of a policy, by their usual names and supervised, and the estimates of KL that they add."""
+"""Policy losses (GRPO, GSPO, CISPO), the supervised loss, and estimates of KL."""
 
 import inspect
 import math

@@ -1,4 +1,4 @@
-"""Examples: what is taken out of the rows of a data set, and which of them are kept."""
+"""Examples of a data set: the columns that are read and the rows that are kept."""
 
 import json
 import logging

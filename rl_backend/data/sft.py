@@ -1,4 +1,4 @@
-"""Examples to imitate: the token ids that the model sees before each of its turns, and those of the turn, which are trained.
+"""SFT examples: the token ids before each turn of the model, and those of the turn, which are trained.
 
 A turn is rendered as the model meets it: the messages before it with the template's generation prompt, then the turn. A
 template that rewrites earlier turns, as Qwen3's drops their thinking, gives a sequence for each turn; with others they share

@@ -1,4 +1,4 @@
-"""A conversation as ids: what the model is given next, after each of its turns."""
+"""A conversation as token ids: the prompt after each of the model's turns."""
 
 from __future__ import annotations
 

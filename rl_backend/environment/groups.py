@@ -1,4 +1,4 @@
-"""Groups of episodes of the same task, many at once, and what comes of those that fail."""
+"""Groups of episodes of the same task, played at once, and the handling of failed episodes."""
 
 from __future__ import annotations
 

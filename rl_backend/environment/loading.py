@@ -1,4 +1,4 @@
-"""Environments and players, found by their names."""
+"""Environments and players, loaded by name."""
 
 from __future__ import annotations
 

@@ -16,9 +16,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from rl_backend.contracts import ConfigError, EpisodeFailedError, RewardError, RolloutError
-from rl_backend.data.rewards.event_loop import EventLoop
 from rl_backend.data.rewards.loading import load_callable
-from rl_backend.data.rewards.pool import Raised, TimeLimitError, WorkerPool
+from rl_backend.data.rewards.pool import EventLoop, Raised, TimeLimitError, WorkerPool
 from rl_backend.data.rewards.worker import location_of
 from rl_backend.environment.calling import Caller
 from rl_backend.environment.parsers import Attempt

@@ -67,15 +67,15 @@ class DecoderLayer(nn.Module):
         segments: Segments,
         router: RouterInput,
         adapters: Sequence[AdapterRun] = (),
-        choice: KeyChoice | None = None,
+        key_choice: KeyChoice | None = None,
     ) -> Mixed:
-        """(rows, hidden_size) -> the same; with a ``choice``, beside it what the mixer attended to."""
+        """(rows, hidden_size) -> the same; with a ``key_choice``, beside it what the mixer attended to."""
         # Here and not around the model: recomputation and pipelines run layers of other micro-batches in between.
         norms = self.decoder.norms
         with adapters_at_work(adapters):
             read = self._norm(norms.before_mixer, x)
-            told = () if choice is None else (choice,)
-            output: Mixed = self.mixer(read, rotation, segments, *told)
+            chosen_keys = () if key_choice is None else (key_choice,)
+            output: Mixed = self.mixer(read, rotation, segments, *chosen_keys)
             output, chosen = output if isinstance(output, tuple) else (output, None)
             mixed = x + self._added(norms.after_mixer, output)
             if not self.decoder.parallel_blocks:
@@ -83,7 +83,7 @@ class DecoderLayer(nn.Module):
             elif norms.before_feed_forward is not None:
                 read = self._norm(norms.before_feed_forward, x)
             hidden = mixed + self._added(norms.after_feed_forward, self.mlp(read, router))
-            return hidden if choice is None else (hidden, chosen)
+            return hidden if key_choice is None else (hidden, chosen)
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else self.get_submodule(name)(x)
@@ -199,16 +199,16 @@ class Decoder(nn.Module):
         """
         hidden = self._embed(inputs)
         rotations = Rotations(inputs.position_ids, hidden.dtype)
-        choice = KeyChoice(inputs.longest, inputs.router_loss_weight)
+        key_choice = KeyChoice(inputs.longest, inputs.router_loss_weight)
         for layer in self.each_layer():
             experts = None if inputs.routes is None or layer.place is None else inputs.routes[:, layer.place]
             router = RouterInput(inputs.router_loss_weight, inputs.padding, experts, inputs.sequences)
             recorded = None if inputs.keys is None or layer.key_place is None else inputs.keys[:, layer.key_place]
-            told = choice._replace(recorded=recorded) if layer.chooses else None
-            mixed: Mixed = layer(hidden, rotations.of(layer.rotary), inputs.segments, router, inputs.adapters, told)
+            layer_choice = key_choice._replace(recorded=recorded) if layer.chooses else None
+            mixed: Mixed = layer(hidden, rotations.of(layer.rotary), inputs.segments, router, inputs.adapters, layer_choice)
             if isinstance(mixed, tuple):
                 hidden, chosen = mixed
-                choice = choice._replace(chosen=chosen)
+                key_choice = key_choice._replace(chosen=chosen)
             else:
                 hidden = mixed
         if self.norm is None:
@@ -249,9 +249,9 @@ class Decoder(nn.Module):
             hidden, embedding, weight = hidden.detach(), embedding.detach(), weight.detach()
             bias = None if bias is None else bias.detach()
         router = RouterInput(inputs.router_loss_weight, inputs.padding, sequences=inputs.sequences)
-        choice = KeyChoice(inputs.longest, inputs.router_loss_weight) if layer.chooses else None
+        key_choice = KeyChoice(inputs.longest, inputs.router_loss_weight) if layer.chooses else None
         rotation = rotations.of(layer.rotary)
-        predicted = mtp(hidden.to(embedding.dtype), embedding, rotation, inputs.segments, router, (), choice)
+        predicted = mtp(hidden.to(embedding.dtype), embedding, rotation, inputs.segments, router, (), key_choice)
         log_probs, _ = self.next_token_log_probs(
             predicted.to(weight.dtype),
             weight,

@@ -1,4 +1,4 @@
-"""Inputs of a model: of its construction and of its forward."""
+"""Arguments of a model: of its construction and of its forward."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rl_backend.contracts import ScheduleError
-from rl_backend.pipeline.dependencies import inputs_of
-from rl_backend.pipeline.schedule import Action, Kind, v_placement
+from rl_backend.pipeline.schedule import Action, Kind, inputs_of, v_placement
 from rl_backend.pipeline.simulate import Costs
 
 

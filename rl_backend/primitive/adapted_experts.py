@@ -1,4 +1,4 @@
-"""Experts of a frozen mixture, with low-rank products of several adapters beside them, and whose the rows are."""
+"""Experts of a frozen mixture with low-rank products of several adapters beside them, and the owners of rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

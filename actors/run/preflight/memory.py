@@ -13,8 +13,8 @@ from actors.run.preflight.model import find_layout, runtime_of
 from actors.run.sampled_config import SampledConfig
 from rl_backend.contracts import BatchError, ConfigError, NativeConfig, RLBackendError, UnsupportedError
 from rl_backend.lab.doctor.machine import read_memory
-from rl_backend.lab.plan import Workload, make_plan
-from rl_backend.lab.plan.make import GIB, Plan
+from rl_backend.lab.plan.make import GIB, Plan, make_plan
+from rl_backend.lab.plan.memory import Workload
 from rl_backend.runtime.native.layout import micro_batch_multiple
 
 

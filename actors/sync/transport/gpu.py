@@ -24,7 +24,7 @@ import ray
 import torch
 from torch import Tensor
 
-from actors.cluster.ports import with_free_port
+from actors.cluster.rendezvous import with_free_port
 from actors.rollout.engines import EngineSet
 from actors.sync.source import SourceContext, SourceRanks
 from actors.sync.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source

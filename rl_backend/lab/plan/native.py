@@ -20,8 +20,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import ENGINE_RANKS, LoRAConfig, engine_slots
 from rl_backend.lab.plan.activations import StageMemory, measure_stage, most_in_flight
-from rl_backend.lab.plan.memory import RankMemory, Workload
-from rl_backend.lab.plan.sizes import ShardedStage
+from rl_backend.lab.plan.memory import RankMemory, ShardedStage, Workload
 from rl_backend.lora.modules import AdaptedModule, modules_of_rank, select_modules
 from rl_backend.lora.rows import TenantRows, factors_of, lay_out_row
 from rl_backend.model import ModelStage

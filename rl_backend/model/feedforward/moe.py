@@ -1,4 +1,4 @@
-"""Mixtures of experts in the place of a feed-forward block."""
+"""Mixtures of experts as feed-forward blocks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -14,14 +14,15 @@ import ray
 
 from actors.cluster import placement, rendezvous
 from actors.cluster.placement import gpus_each, reserve, share_cluster, thread_environment
-from actors.cluster.ports import is_port_clash, with_free_port
 from actors.cluster.rendezvous import (
     Rendezvous,
     RendezvousPoint,
     RendezvousRoute,
     interface_of,
+    is_port_clash,
     rendezvous_address,
     use_interface,
+    with_free_port,
 )
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError
 from rl_backend.parallel.groups import LOOPBACK

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from rl_backend.cli.main import main
 from rl_backend.contracts import PackedBatch
-from rl_backend.lab.plan import Workload, make_plan
-from rl_backend.lab.plan.make import candidate_layouts
+from rl_backend.lab.plan.make import candidate_layouts, make_plan
+from rl_backend.lab.plan.memory import Workload
 from rl_backend.parallel.fake_groups import fake_rank
 from tests.support.claims import ROOT
 from tests.support.models import write_tiny
