@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_backend.contracts import ConfigError
 from rl_backend.parallel.expert import AllToAllDispatcher
 from rl_backend.primitive.router import Routing
-from tests.support.threaded_world import run_in_threads
+from tests.support.rank_threads import run_ranks
 
 EXPERTS, HIDDEN, TOP_K = 4, 3, 2
 TOKENS = (3, 0, 5, 2)
@@ -52,7 +52,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts_and_gradients_come_back(ep
         return output.detach(), found.counts.tolist(), found.rows.detach(), found.adapters, *gradients
 
     ranks = ep * etp
-    answers = run_in_threads(on_rank, ranks)
+    answers = run_ranks(on_rank, ranks)
     counts = torch.zeros(EXPERTS, dtype=torch.int64)
     for rank, (output, *_, x_gradient, weight_gradient) in enumerate(answers):
         x, routing = inputs(rank)
