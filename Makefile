@@ -20,7 +20,7 @@ help:
 	@echo 'make test-all                  the same with every case and long proof; writes benchmarks/results/matrix.json'
 	@echo 'make mutate                    put deliberate faults into a copy, one by one, and print those that no test notices'
 	@echo 'make bench NAME=train_speed    run one benchmark; without NAME, list them (ARGS="...")'
-	@echo 'make libraries                 install verifiers and tinker-cookbook beside .venv, for the tests that play them'
+	@echo 'make libraries                 install other libraries and a pretrained model beside .venv, for the tests that use them'
 	@echo 'make gpu-check                 run the tests that need a GPU and write a JSON result (PYTHON=python3: without set-up)'
 	@echo 'make doctor                    what is installed, what is missing, what this machine can run'
 
@@ -30,6 +30,7 @@ setup:
 demo: setup
 	@cd "$(ROOT)" && exec $(PY) -m examples.demo $(if $(BACKEND),--backend "$(BACKEND)") $(ARGS)
 
+test-all: libraries
 test-all: override ARGS := -m 'long or not long' --matrix=benchmarks/results/matrix.json $(ARGS)
 check: TESTS := tests.support.light
 test test-all: TESTS := tests.lanes

@@ -13,7 +13,7 @@ from pathlib import Path
 from rl_backend.child_process import open_lifeline, tie
 from rl_backend.lab.parity import rank
 
-_IMPORTED = ("rl_backend.lab.parity.transformers_side", "rl_backend.runtime.bridge")
+_IMPORTED = ("rl_backend.lab.parity.transformers_side", "rl_backend.runtime.bridge.engine.engine")
 
 
 class ForkedRank:

@@ -3,8 +3,8 @@
 Writes ``pairs`` of ``results/parity.json``: for each pair the largest relative difference of the loss and of the gradient
 norm over the first 5 and over all steps, the first divergence (null when there is none), by how much the loss fell, and
 bfloat16 beside float32. A pair with a layout that a runtime refuses holds the refusal. ``--random N`` writes
-``random_shapes`` (with ``--of``, sections of ``results/families.json``), ``--lora`` writes ``lora``. All write after every
-comparison; ``--continue`` takes up a run that was stopped.
+``random_shapes``, ``--lora`` writes ``lora``. All write after every comparison; ``--continue`` takes up a run that was
+stopped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.forked_ranks import start_forked_rank
 from benchmarks.parity_lora import run_lora
-from benchmarks.parity_random import TRIALS, is_refusal, run_random
+from benchmarks.parity_random import is_refusal, run_random
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ParallelConfig, RLBackendError
 from rl_backend.lab.parity.compare import Tolerances
@@ -58,22 +58,19 @@ DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
 
 
 class Side(NamedTuple):
-    """One runtime in one layout, with a schedule of its pipeline or the usual one."""
+    """One runtime in one layout."""
 
     runtime: str
     layout: dict[str, int]
-    schedule: str | None = None
 
     @property
     def name(self) -> str:
-        sizes = [f"{name}={size}" for name, size in self.layout.items()]
-        return " ".join([self.runtime, *sizes, *([self.schedule] if self.schedule else [])])
+        return " ".join([self.runtime, *(f"{name}={size}" for name, size in self.layout.items())])
 
     @property
     def parity_side(self) -> ParitySide:
         sizes = {name: size for name, size in self.layout.items() if name != "dp"}
-        options = {"pipeline_schedule": self.schedule} if self.schedule else {}
-        return ParitySide(runtime=self.runtime, parallel=ParallelConfig(**sizes), dp=self.layout.get("dp"), options=options)
+        return ParitySide(runtime=self.runtime, parallel=ParallelConfig(**sizes), dp=self.layout.get("dp"))
 
 
 class Pair(NamedTuple):
@@ -110,32 +107,16 @@ def make_model(name: str, directory: Path) -> Path:
 
 
 class Recorder:
-    """Sides of one model in one dtype. Each runs once, in processes of its own.
+    """Sides of one model in one dtype. Each side runs once, in separate processes."""
 
-    Args:
-        settings: fields of :class:`ParityConfig` in place of those of this benchmark.
-        transformers: records the side of transformers, given a folder to make, where the command's own cannot.
-    """
-
-    def __init__(
-        self,
-        model: Path,
-        dtype: DType,
-        folder: Path,
-        settings: Mapping[str, Any] | None = None,
-        transformers: Callable[[ParityConfig, Path], SideRecord] | None = None,
-    ) -> None:
-        self._model, self._dtype, self._folder, self._settings = model, dtype, folder, settings or {}
-        self._transformers = transformers
+    def __init__(self, model: Path, dtype: DType, folder: Path) -> None:
+        self._model, self._dtype, self._folder = model, dtype, folder
         self._records: dict[str, SideRecord | RLBackendError] = {}
 
     def record(self, side: Side) -> SideRecord:
         """Raises the :class:`RLBackendError` that ended the side."""
         if side.name not in self._records:
             folder = self._folder / side.name.replace(" ", "-")
-            if side.runtime == TRANSFORMERS and self._transformers is not None:
-                self._records[side.name] = self._transformers(self.config(side), folder)
-                return self.record(side)
             try:
                 self._records[side.name] = record_side(self.config(side), "candidate", folder, start_forked_rank)
             except RLBackendError as error:
@@ -171,16 +152,15 @@ class Recorder:
         }
 
     def config(self, side: Side) -> ParityConfig:
-        fields: dict[str, Any] = {
-            "model": str(self._model),
-            "reference": Side("transformers", {}).parity_side,
-            "candidate": side.parity_side,
-            "steps": STEPS,
-            "lr": 1e-4,
-            "dtype": self._dtype,
-            "device": "cpu",
-        }
-        return ParityConfig(**{**fields, **self._settings})
+        return ParityConfig(
+            model=str(self._model),
+            reference=Side(TRANSFORMERS, {}).parity_side,
+            candidate=side.parity_side,
+            steps=STEPS,
+            lr=1e-4,
+            dtype=self._dtype,
+            device="cpu",
+        )
 
 
 def run_pairs(only: str, *, go_on: bool) -> bool:
@@ -251,26 +231,18 @@ def main() -> int:
     """Exit status 1 when two sides differ by more than the tolerances, or one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--random", type=int, metavar="N", help="odd shapes instead, until each runtime has accepted N")
-    parser.add_argument(
-        "--of",
-        choices=tuple(TRIALS),
-        help="shapes of --random: decoders (default), or stacks of DeltaNet or of latent attention",
-    )
     parser.add_argument("--lora", action="store_true", help="LoRA tenants of one batch against peft, one by one, instead")
     parser.add_argument("--only", default="", help="pairs whose name contains this; the others in the file stay")
     parser.add_argument("--continue", action="store_true", dest="go_on", help="keep what the file has and run the rest")
     arguments = parser.parse_args()
     if arguments.random is not None and (arguments.random < 1 or arguments.only):
         parser.error("--random takes a number of at least 1, and no --only")
-    if arguments.of is not None and arguments.random is None:
-        parser.error("--of says which shapes --random draws; give that too")
     if arguments.lora and (arguments.random is not None or arguments.only or arguments.go_on):
         parser.error("--lora takes no other option")
     if arguments.lora:
         return 0 if run_lora() else 1
     if arguments.random is not None:
-        trial = TRIALS[arguments.of or "decoders"]
-        return 0 if run_random(arguments.random, go_on=arguments.go_on, trial=trial) else 1
+        return 0 if run_random(arguments.random, go_on=arguments.go_on) else 1
     return 0 if run_pairs(arguments.only, go_on=arguments.go_on) else 1
 
 

@@ -29,18 +29,14 @@ class Steps(NamedTuple):
     gradients: Mapping[str, Tensor]
 
 
-def float64_steps(config: ParityConfig, observe: Callable[[PreTrainedModel], object] = lambda model: None) -> Steps:
+def float64_steps(config: ParityConfig) -> Steps:
     """Trains on the batch of ``config`` as its sides do, everything in float64. In this process, on the CPU.
 
     The frequencies of rotary embeddings alone are rounded to float32, as they are on every side.
-
-    Args:
-        observe: is given the model before the first step. Sequences pass through it one by one, step after step.
     """
     sequences = make_sequences(config, read_hf_config(config.model))
     (batches,) = pack_plan(sequences, plan_batch(config, 1))
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float64, experts_implementation="eager").train()
-    observe(model)
     optimizer = _adamw(model, config)
     losses, norms = [], []
     gradients: Mapping[str, Tensor] = {}

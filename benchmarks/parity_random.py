@@ -1,22 +1,18 @@
 """``python -m benchmarks.parity --random N``: parity with transformers on random odd shapes, for each runtime.
 
-Shapes are drawn by seed until each required runtime has accepted N, a third of them mixtures of experts.
+Shapes are drawn by seed until each runtime has accepted N, a third of them mixtures of experts.
 """
 
 from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.edge_routes import GROUPED_ROUTERS, MARGIN, first_parting
 from benchmarks.forked_ranks import start_forked_rank
 from benchmarks.parity_float64 import distance, float64_steps
-from benchmarks.random_hybrids import draw_hybrid
-from benchmarks.random_latents import draw_latent
-from benchmarks.random_mixtures import draw_mixture
 from benchmarks.random_models import RandomModel, draw, write_model
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError
@@ -28,6 +24,9 @@ from rl_backend.lab.text import finite
 
 RUNTIMES = ("native", "bridge")
 LEAST_MIXTURES = 1 / 3
+LENGTHS = 2, 48
+"""Tokens of the shortest and of the longest sequence of a batch."""
+RESULT, SECTION = "parity", "random_shapes"
 FROM_FLOAT64: Mapping[str, float] = {
     "gradient_rel_diff": 1e-5,
     "max_loss_rel_diff": 1e-4,
@@ -44,83 +43,51 @@ _ERROR_LENGTH = 2000
 type Outcome = dict[str, Any]
 
 
-class Trial(NamedTuple):
-    """Which shapes are drawn, and how they are compared.
-
-    Attributes:
-        draw: seed -> shape.
-        result: stem of the file that has the outcomes.
-        required: runtimes that have to accept so many shapes; each shape is tried on the others too.
-        lengths: tokens of the shortest and of the longest sequence of a batch.
-        section: of the file.
-    """
-
-    draw: Callable[[int], RandomModel]
-    result: str
-    required: tuple[str, ...] = RUNTIMES
-    lengths: tuple[int, int] = (2, 48)
-    section: str = "random_shapes"
-
-
-TRIALS: Mapping[str, Trial] = {
-    "decoders": Trial(draw, "parity"),
-    # Lengths beyond two chunks of 64, and one token alone.
-    "hybrids": Trial(draw_hybrid, "families", lengths=(1, 150)),
-    "latents": Trial(draw_latent, "families", ("native",), (1, 150), "random_latents"),
-    # A third of each family; sequences longer and shorter than windows.
-    "mixtures": Trial(draw_mixture, "families", ("native",), (1, 100), "random_mixtures"),
-}
-
-
-def run_random(count: int, *, go_on: bool, trial: Trial) -> bool:
-    """Draws, compares and writes after every shape. Returns whether nothing but rounding parted an accepted shape, in its
-    numbers or in the choice between experts that are nearly equal.
+def run_random(count: int, *, go_on: bool) -> bool:
+    """Draws, compares and writes after every shape. Returns whether nothing but rounding parted an accepted shape.
 
     Args:
-        count: accepted shapes for each required runtime.
+        count: accepted shapes for each runtime.
         go_on: keeps what the file has passed or refused, and tries again what failed.
     """
-    earlier: dict[str, Any] = read_result(trial.result).get(trial.section, {}).get("shapes", {}) if go_on else {}
-    further = [runtime for runtime in RUNTIMES if runtime not in trial.required]
+    earlier: dict[str, Any] = read_result(RESULT).get(SECTION, {}).get("shapes", {}) if go_on else {}
     shapes: dict[str, dict[str, Any]] = {}
     for seed in itertools.count():
-        missing = [runtime for runtime in trial.required if _is_missing(runtime, shapes, count)]
+        missing = [runtime for runtime in RUNTIMES if _is_missing(runtime, shapes, count)]
         if not missing:
             break
-        model = trial.draw(seed)
+        model = draw(seed)
         known = _known(earlier.get(str(seed)), model)
         shape: dict[str, Any] = {"family": model.family, "mixture": model.is_mixture, "settings": model.settings, **known}
-        wanted = [runtime for runtime in (*missing, *further) if runtime not in known]
+        wanted = [runtime for runtime in missing if runtime not in known]
         if wanted:
-            shape |= compare_shape(model, seed, wanted, trial.lengths)
+            shape |= compare_shape(model, seed, wanted)
         shapes[str(seed)] = shape
         if wanted:
             # A run that is stopped here loses nothing of an earlier one.
             later = {name: shape for name, shape in earlier.items() if int(name) > seed}
-            update_result(trial.result, {trial.section: _summary({**shapes, **later})})
+            update_result(RESULT, {SECTION: _summary({**shapes, **later})})
             print(f"{seed} {model.family}: " + ", ".join(f"{name} {_in_words(shape[name])}" for name in wanted), flush=True)
     summary = _summary(shapes)
-    print(update_result(trial.result, {trial.section: summary}))
+    print(update_result(RESULT, {SECTION: summary}))
     return all(
-        sum(summary[how][name] for how in ("passed", "parted_by_rounding", "parted_at_an_edge")) == count
-        for name, count in summary["accepted"].items()
+        summary["passed"][name] + summary["parted_by_rounding"][name] == count for name, count in summary["accepted"].items()
     )
 
 
-def compare_shape(model: RandomModel, seed: int, runtimes: list[str], lengths: tuple[int, int]) -> dict[str, Outcome]:
+def compare_shape(model: RandomModel, seed: int, runtimes: list[str]) -> dict[str, Outcome]:
     """Each runtime against transformers."""
     with tempfile.TemporaryDirectory(prefix="rl-backend-parity-") as name:
         folder = Path(name)
         directory = write_model(model, seed, folder / "model")
-        configs = {side: _config(side, directory, seed, lengths) for side in (TRANSFORMERS, *runtimes)}
+        configs = {side: _config(side, directory, seed) for side in (TRANSFORMERS, *runtimes)}
         sides = {side: _record(config, folder / side) for side, config in configs.items()}
         reference = sides.pop(TRANSFORMERS)
         if not isinstance(reference, SideRecord):
             # A shape without a reference shows nothing about the runtimes.
             return {runtime: {"outcome": "failed", "error": f"transformers: {reference}"} for runtime in runtimes}
         outcomes = {side: _verdict(configs[side], reference, found) for side, found in sides.items()}
-        outcomes = _beside_float64(outcomes, configs[TRANSFORMERS], {TRANSFORMERS: reference, **sides})
-        return {side: _at_an_edge(outcome, configs[side], model) for side, outcome in outcomes.items()}
+        return _beside_float64(outcomes, configs[TRANSFORMERS], {TRANSFORMERS: reference, **sides})
 
 
 def _beside_float64(
@@ -154,25 +121,6 @@ def is_rounding(runtime: Mapping[str, float | None], transformers: Mapping[str, 
     )
 
 
-def _at_an_edge(outcome: Outcome, config: ParityConfig, model: RandomModel) -> Outcome:
-    """Whether a failure is one of routes: the outcome is "edge" where the first token that has other experts than in float64
-    has them by a margin of rounding, and the sides stay as near as rounding leaves them.
-
-    Of the native runtime alone, which can run in this process.
-    """
-    exact = outcome.get("to_float64", {}).get("runtime")
-    if outcome["outcome"] != "failed" or exact is None or model.family not in GROUPED_ROUTERS or not model.is_mixture:
-        return outcome
-    far = any(exact[figure] is None or exact[figure] > most for figure, most in FROM_FLOAT64.items())
-    if far or config.candidate.runtime != "native":
-        return outcome
-    parting = first_parting(config)
-    if parting is None:
-        return outcome
-    kind = "edge" if parting.largest_margin < MARGIN else "failed"
-    return {**outcome, "outcome": kind, "first_other_routes": parting._asdict()}
-
-
 def _trained(sides: Mapping[str, SideRecord | Outcome]) -> dict[str, SideRecord]:
     return {name: side for name, side in sides.items() if isinstance(side, SideRecord)}
 
@@ -192,15 +140,15 @@ def is_refusal(error: RLBackendError) -> bool:
     return isinstance(error, ConfigError | UnsupportedError) or bool(error.details.get("refused", False))
 
 
-def _config(runtime: str, model: Path, seed: int, lengths: tuple[int, int]) -> ParityConfig:
+def _config(runtime: str, model: Path, seed: int) -> ParityConfig:
     return ParityConfig(
         model=str(model),
         reference=ParitySide(runtime=TRANSFORMERS),
         candidate=ParitySide(runtime=runtime),
         lr=1e-4,
         seed=seed,
-        min_length=lengths[0],
-        max_length=lengths[1],
+        min_length=LENGTHS[0],
+        max_length=LENGTHS[1],
         device="cpu",
         timeout=TIMEOUT_SECONDS,
     )
@@ -245,9 +193,6 @@ def _summary(shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "passed": {name: len(found) for name, found in passed.items()},
         "parted_by_rounding": {
             name: sum(shape[name]["outcome"] == "rounding" for shape in found) for name, found in accepted.items()
-        },
-        "parted_at_an_edge": {
-            name: sum(shape[name]["outcome"] == "edge" for shape in found) for name, found in accepted.items()
         },
         "max_loss_rel_diff": _largest(passed, "max_loss_rel_diff"),
         "max_grad_norm_rel_diff": _largest(passed, "max_grad_norm_rel_diff"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,15 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 MIXTURES = ("mixtral", "qwen3_moe")
 POSITIONS = 256
-
-
-COMMON: Mapping[str, Any] = {
-    "max_position_embeddings": POSITIONS,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-"""Fields of every random model."""
 
 
 class RandomModel(NamedTuple):
@@ -58,8 +48,11 @@ def draw(seed: int) -> RandomModel:
         "head_dim": 2 * rng.randint(4, 40),
         "tie_word_embeddings": rng.random() < 0.5,
         "rms_norm_eps": rng.choice((1e-5, 1e-6, 3e-6)),
-        "rope_parameters": draw_rope(rng),
-        **COMMON,
+        "rope_parameters": _rope(rng),
+        "max_position_embeddings": POSITIONS,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
         **_attention(rng, family, layers),
     }
     if family in MIXTURES:
@@ -75,40 +68,15 @@ def write_model(model: RandomModel, seed: int, directory: Path) -> Path:
         for name, parameter in decoder.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
-            elif name.endswith(("dt_bias", "proj_bias", ".bias")):
+            elif name.endswith(".bias"):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
-            elif name.endswith(".sinks"):
-                parameter.normal_()
-            elif name.endswith("A_log"):
-                # States neither vanish within a token nor stay for ever.
-                parameter.uniform_(-3.0, 1.0)
             else:
                 parameter.mul_(3.0)
-        for name, buffer in decoder.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.1 * torch.randn_like(buffer))
     decoder.save_pretrained(directory)
     return directory
 
 
-def draw_partly_rotated(rng: random.Random, layers: int, kv_heads: int, part: float) -> dict[str, Any]:
-    """Fields of a stack of attention whose heads rotate in a ``part`` of their features; without that field itself."""
-    return {
-        "vocab_size": rng.randint(61, 6007),
-        "hidden_size": rng.randint(24, 260),
-        "num_hidden_layers": layers,
-        "num_attention_heads": kv_heads * rng.choice((1, 2, 3)),
-        "num_key_value_heads": kv_heads,
-        # What is rotated of a head consists of pairs.
-        "head_dim": round(2 / part) * rng.randint(2, 10),
-        "tie_word_embeddings": rng.random() < 0.5,
-        "rms_norm_eps": rng.choice((1e-5, 1e-6, 3e-6)),
-        "rope_parameters": draw_rope(rng),
-        **COMMON,
-    }
-
-
-def draw_rope(rng: random.Random) -> dict[str, Any]:
+def _rope(rng: random.Random) -> dict[str, Any]:
     """A rotary embedding; half of them are scaled in one of three ways."""
     rope: dict[str, Any] = {"rope_theta": rng.choice((1e4, 12345.0, 5e5, 1e6))}
     match rng.choice(("default", "default", "default", "linear", "yarn", "llama3")):

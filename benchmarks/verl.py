@@ -6,9 +6,6 @@ time in batches, over training and inference steps of a second and more. Each tr
 on a mixture of experts with router replay, ``rollout_gap`` is what R3 makes of the difference between vLLM in bfloat16 and
 the trainer, ``resume`` a stopped and resumed GRPO beside one that went on, ``layouts`` first SFT steps on two ranks beside
 one's. With ``--only`` and ``--backend`` one part is measured anew and the others are kept.
-
-``--only example_scripts --scripts DIR`` tries verl's own scripts, from a checkout of its repository
-(:mod:`benchmarks.verl_scripts`).
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +26,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.cluster.rendezvous import with_free_port
-from benchmarks.report import RESULTS, machine, write_result
+from benchmarks.report import machine, read_result, write_result
 from benchmarks.verl_trainers import Backend, run_part
 
 BACKENDS: tuple[Backend, ...] = ("native", "bridge")
 PARTS = ("overhead", "sft", "grpo", "ppo", "grpo_R2", "grpo_R3", "rollout_gap", "resume", "resume_ppo", "layouts")
-EXAMPLE_SCRIPTS = "example_scripts"
 SEQUENCES, LENGTH, MICRO_BATCH_TOKENS, MEASURED_STEPS = 8, 256, 512, 3
 
 
@@ -65,22 +61,60 @@ def _overhead(backend: Backend, port: int) -> dict[str, Any]:
         )
         worker.reset()
         worker.set_loss_fn(partial(sft_loss, config=None))
-        seconds, before = [], (0.0, 0.0)
+        seconds = []
         for step in range(-1, MEASURED_STEPS):
+            if step == 0:
+                # The first step compiles and allocates.
+                spent = Spent(worker.engine)
             started = time.perf_counter()
             worker.train_batch(tu.get_tensordict(*make_batch(step)))
             worker.infer_batch(tu.get_tensordict(*make_batch(step)))
-            if step < 0:
-                # The first step compiles and allocates.
-                before = worker.engine.time.total, worker.engine.time.adapter
-            else:
-                seconds.append(time.perf_counter() - started)
-        total, adapter = (now - then for now, then in zip(spent(worker), before, strict=True))
-    return {"adapter_fraction": adapter / total, "step_seconds": seconds, "tokens_per_step": SEQUENCES * LENGTH}
+            seconds.append(time.perf_counter() - started)
+    return {
+        "adapter_fraction": spent.adapter / spent.total,
+        "step_seconds": seconds[1:],
+        "tokens_per_step": SEQUENCES * LENGTH,
+    }
 
 
-def spent(worker: Any) -> tuple[float, float]:
-    return worker.engine.time.total, worker.engine.time.adapter
+class Spent:
+    """Seconds that an engine spends in batches.
+
+    Attributes:
+        total: in all.
+        adapter: of these, outside the runtime's atoms and verl's losses: cutting, packing, and putting outputs together.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.total = self.adapter = 0.0
+        runtime = engine._runtime
+        batch, update = self._timed(engine.forward_backward_batch, 1, 1), self._timed(engine.optimizer_step, 1, 1)
+        run = self._timed(runtime.forward_backward, 0, -1)
+
+        def forward_backward_batch(data: Any, loss: Any, forward_only: bool = False) -> Any:
+            return batch(data, loss and self._timed(loss, 0, -1), forward_only)
+
+        def forward_backward(model: Any, packed: Any, loss: Any, **options: Any) -> Any:
+            # The runtime calls the adapter back, and that calls verl's loss.
+            return run(model, packed, loss and self._timed(loss, 0, 1), **options)
+
+        engine.forward_backward_batch, engine.optimizer_step = forward_backward_batch, update
+        runtime.forward_backward = forward_backward
+        runtime.optimizer_step = self._timed(runtime.optimizer_step, 0, -1)
+
+    def _timed(self, function: Callable[..., Any], total: int, adapter: int) -> Callable[..., Any]:
+        """``function``, whose seconds are added so many times to each sum."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                elapsed = time.perf_counter() - start
+                self.total += total * elapsed
+                self.adapter += adapter * elapsed
+
+        return call
 
 
 def write_model(path: Path) -> Path:
@@ -132,44 +166,31 @@ def measure(part: str, backend: Backend, folder: Path, steps: int, sft_steps: in
 
 def record(part: str, backend: Backend, found: Mapping[str, Any]) -> None:
     """Puts one part into the result; the others stay as they were."""
-    path = RESULTS / "verl.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    known = read_result("verl")
     runs: dict[str, Any] = known.get("runs", {})
-    scripts: dict[str, Any] = known.get(EXAMPLE_SCRIPTS, {})
-    (scripts if part == EXAMPLE_SCRIPTS else runs.setdefault(part, {}))[backend] = {**found, "machine": machine()}
+    runs.setdefault(part, {})[backend] = {**found, "machine": machine()}
     fractions = [each["adapter_fraction"] for each in runs.get("overhead", {}).values()]
-    write_result(
-        "verl", {**({"adapter_fraction": max(fractions)} if fractions else {}), EXAMPLE_SCRIPTS: scripts, "runs": runs}
-    )
+    share = {"adapter_fraction": max(fractions)} if fractions else {}
+    write_result("verl", {**known, **share, "runs": runs, "machine": machine()})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", choices=(*PARTS, EXAMPLE_SCRIPTS), action="append", help="this part (may be given several times)"
-    )
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be given several times)")
     parser.add_argument("--backend", choices=BACKENDS, help="this runtime; without it, both")
     parser.add_argument("--steps", type=int, default=30, help="steps of GRPO and PPO")
     parser.add_argument("--sft-steps", type=int, default=700, help="steps of SFT")
     parser.add_argument("--folder", type=Path, help="where the runs are left, and SFT's model is taken from if it is there")
-    parser.add_argument("--scripts", type=Path, help="checkout of verl's repository, for example_scripts")
     parser.add_argument("--measure-overhead", choices=BACKENDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure_overhead:
         print(json.dumps(overhead(arguments.measure_overhead)))
         return
-    if EXAMPLE_SCRIPTS in (arguments.only or ()) and arguments.scripts is None:
-        parser.error("--only example_scripts reads verl's scripts from a checkout; give it as --scripts DIR")
     with tempfile.TemporaryDirectory() as temporary:
         for part in arguments.only or PARTS:
             for backend in [arguments.backend] if arguments.backend else BACKENDS:
                 folder = (arguments.folder or Path(temporary)) / backend
-                if part == EXAMPLE_SCRIPTS:
-                    from benchmarks.verl_scripts import example_scripts
-
-                    found = example_scripts(arguments.scripts, backend)
-                else:
-                    found = measure(part, backend, folder, arguments.steps, arguments.sft_steps)
+                found = measure(part, backend, folder, arguments.steps, arguments.sft_steps)
                 record(part, backend, found)
                 print(f"{part} {backend}: {json.dumps(found)}", flush=True)
 

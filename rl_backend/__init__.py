@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rl_backend.contracts import (
         LORA_FIELD,
+        AdamParams,
         BackendConfig,
         ForwardResult,
         Head,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LORA_FIELD",
+    "AdamParams",
     "BackendConfig",
     "BuildSettings",
     "ForwardResult",

@@ -19,6 +19,7 @@ from actors.run.options import get, has
 from rl_backend.checkpoint.model_files import TEMPLATES
 from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import SAME_CONTENTS, BaseConfig, CheckpointError, ConfigError, OnResume
+from rl_backend.data.gym import is_gym
 from rl_backend.data.hub import hub_name, local_model
 from rl_backend.data.rewards import WeightedReward
 from rl_backend.data.sources import data_files
@@ -137,7 +138,8 @@ def _data(name: str, source: str | Mapping[str, str] | None) -> Any:
     if source is None or Path(source).is_file():
         return _content(source)
     files = data_files(source, field=name, default_split=_DATA_SETS[name])
-    return [_pieces(file) for file in files]
+    # The options of a generated task are in its name alone.
+    return [*([source] if is_gym(source) else ()), *(_pieces(file) for file in files)]
 
 
 def _content(named: str | Mapping[str, WeightedReward] | None) -> Any:

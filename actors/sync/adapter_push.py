@@ -34,7 +34,6 @@ from rl_backend.contracts import (
     WeightSyncError,
     dtype_from_name,
 )
-from rl_backend.runtime.tenants.handle import TenantHandle
 
 _numbers = itertools.count(1)
 """Of versions. vLLM keeps keys and values by an adapter's name, so neither names nor numbers are ever used again."""
@@ -196,9 +195,8 @@ def describe_source(context: RankContext, tenant: HandleRef, dtype: str) -> _Sou
     """Runs on every rank. Rank 0 answers."""
     if context.rank != 0:
         return None
-    handle = context.handle(tenant)
-    assert isinstance(handle, TenantHandle), "lora_id says so"
-    nbytes = sum(map(prod, handle.saved_shapes.values())) * dtype_from_name(dtype).itemsize
+    shapes = context.runtime.get_lora_adapter(context.handle(tenant)).shapes
+    nbytes = sum(map(prod, shapes.values())) * dtype_from_name(dtype).itemsize
     return _Source(nbytes, ray.get_runtime_context().get_node_id(), host_identity())
 
 
@@ -229,12 +227,12 @@ def stage_adapter(context: RankContext, tenant: HandleRef, dtype: str, place: Pl
         WeightCheckError: a value is not finite in the engines' dtype.
     """
     handle = context.handle(tenant)
-    assert isinstance(handle, TenantHandle), "lora_id says so"
-    if handle.lora.use_dora:
+    info = context.runtime.get_lora_adapter(handle)
+    if info.config.use_dora:
         raise UnsupportedError(
-            f"{handle.name!r} has LoRAConfig.use_dora=True: its change has full rank, and engines take no such adapter; "
+            f"{info.name!r} has LoRAConfig.use_dora=True: its change has full rank, and engines take no such adapter; "
             "push base and adapter as one model with WeightSync(..., merged=True)",
-            tenant=handle.name,
+            tenant=info.name,
         )
     # What is answered is copied before the rank begins another operation.
     whole: Iterable[tuple[str, Tensor]] = context.runtime.export_lora_adapter(handle, copy=False)
@@ -245,17 +243,17 @@ def stage_adapter(context: RankContext, tenant: HandleRef, dtype: str, place: Pl
         whole = [(name, value.cpu()) for name, value in whole]
     memories = context.state.setdefault(_STAGING, FactorMemories())
     memory = _mapped(memories, place)
-    packed = PackedFactors.pack(handle.saved_shapes, _scaled(whole, handle.lora.scale), dtype, memory or memories.at(None))
+    packed = PackedFactors.pack(info.shapes, _scaled(whole, info.config.scale), dtype, memory or memories.at(None))
     if name := packed.not_finite():
-        raise WeightCheckError(f"{handle.name!r}: {name} has values that are not finite; nothing was sent", name=name)
-    staged = StagedAdapter(handle.weight_version, handle.lora.rank, packed.digest, packed.values.nbytes)
+        raise WeightCheckError(f"{info.name!r}: {name} has values that are not finite; nothing was sent", name=name)
+    staged = StagedAdapter(info.weight_version, info.config.rank, packed.digest, packed.values.nbytes)
     if memory is not None:
         return Apart(staged._replace(layout=packed.layout), None)
     if place is None or isinstance(place, Segment):
         return Apart(staged, packed)
     root, key = place
-    directory = str(root / f"{handle.name.replace('/', '_')}@{handle.weight_version}-{key}")
-    write_peft_directory(directory, whole, handle.lora, str(handle.config.hf_path))
+    directory = str(root / f"{info.name.replace('/', '_')}@{info.weight_version}-{key}")
+    write_peft_directory(directory, whole, info.config, info.hf_path)
     return Apart(staged._replace(directory=directory), None)
 
 

@@ -1,13 +1,30 @@
-"""Names of models in any process, and the rank that code runs in."""
+"""Names of models in any process, and the rank that code runs in with its models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from rl_backend.contracts import HandleError, Head, ModelHandle
+from torch import Tensor
+
+from rl_backend.contracts import HandleError, Head, ModelHandle, RLBackendError
 from rl_backend.runtime import Runtime
+
+
+class BuiltModel(NamedTuple):
+    """What a rank says about a model that it built."""
+
+    key: int
+    name: str
+    data_parallel_rank: int
+    data_parallel_size: int
+    is_source: bool
+    micro_batch_multiple: int
+    forward_only: bool
+    head: Head
+    lora_id: int
 
 
 @dataclass(frozen=True)
@@ -34,9 +51,37 @@ class HandleRef:
     micro_batch_multiple: int = 1
     lora_id: int = -1
 
+    @classmethod
+    def of(cls, group_id: str, built: Sequence[BuiltModel]) -> HandleRef:
+        """The model that all ranks have built, in the order of ranks."""
+        first, size = built[0], built[0].data_parallel_size
+        sources = {each.data_parallel_rank: rank for rank, each in enumerate(built) if each.is_source}
+        if sorted(sources) != list(range(size)) or sum(each.is_source for each in built) != size:
+            raise RLBackendError(
+                f"the runtime names ranks {sorted(sources.values())} as sources of the outputs of data-parallel ranks "
+                f"{sorted(sources)}; expected one for each of {size}"
+            )
+        return cls(
+            group_id=group_id,
+            key=first.key,
+            name=first.name,
+            forward_only=first.forward_only,
+            data_parallel_ranks=tuple(each.data_parallel_rank for each in built),
+            source_ranks=tuple(sources[dp_rank] for dp_rank in range(size)),
+            head=first.head,
+            lora_id=first.lora_id,
+            micro_batch_multiple=first.micro_batch_multiple,
+        )
+
     @property
     def data_parallel_size(self) -> int:
         return len(self.source_ranks)
+
+
+def refs_in(arguments: Iterable[Any]) -> Iterator[HandleRef]:
+    """The models that a call is given, alone or in lists."""
+    for each in arguments:
+        yield from (ref for ref in (each if isinstance(each, list | tuple) else [each]) if isinstance(ref, HandleRef))
 
 
 @dataclass
@@ -68,11 +113,48 @@ class RankContext:
         """As :meth:`handle`, of one model or of each of several."""
         return self.handle(refs) if isinstance(refs, HandleRef) else [self.handle(ref) for ref in refs]
 
-    def keep(self, handle: ModelHandle) -> int:
-        """Stores a handle that the running operation made and returns its key, the same on every rank."""
+    def keep(self, handle: ModelHandle) -> BuiltModel:
+        """Stores a handle that the running operation made, under a key that is the same on every rank."""
         self._handles[self.operation] = handle
-        return self.operation
+        return BuiltModel(
+            key=self.operation,
+            name=handle.name,
+            data_parallel_rank=handle.data_parallel_rank,
+            data_parallel_size=handle.data_parallel_size,
+            is_source=self.runtime.is_mp_src_rank_with_outputs(handle),
+            micro_batch_multiple=handle.micro_batch_multiple,
+            forward_only=handle.forward_only,
+            head=handle.head,
+            lora_id=handle.lora_id,
+        )
 
     def forget(self, ref: HandleRef) -> None:
         """Drops the handle that ``ref`` names."""
         del self._handles[ref.key]
+
+    def close(self) -> None:
+        """Closes what callers keep here, then the runtime."""
+        with ExitStack() as stack:
+            stack.callback(self.runtime.close)
+            for kept in self.state.values():
+                if callable(getattr(kept, "close", None)):
+                    stack.callback(kept.close)
+
+
+@dataclass(frozen=True)
+class RankFunction:
+    """A call of ``function(context, *args, **kwargs)`` on a rank, beside the calls of atoms."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def weight_version(context: RankContext, handle: HandleRef) -> int:
+    return context.handle(handle).weight_version
+
+
+def lora_factors(context: RankContext, handle: HandleRef) -> dict[str, Tensor]:
+    """All of them, on the CPU, from rank 0."""
+    found = {name: tensor.cpu() for name, tensor in context.runtime.export_lora_adapter(context.handle(handle))}
+    return found if context.rank == 0 else {}

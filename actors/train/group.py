@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, Self
+from typing import TYPE_CHECKING, Any, Concatenate, Self
 
+from ray import cloudpickle
 from torch import Tensor
 
 from actors.cluster.placement import PlacementStrategy
-from actors.train.context import HandleRef, RankContext
-from actors.train.dispatch import join, split
+from actors.train import passes
+from actors.train.context import HandleRef, RankContext, RankFunction, lora_factors, refs_in, weight_version
 from actors.train.future import GroupFuture, operation
 from actors.train.loss import LossSender
 from actors.train.order import Driver
 from actors.train.outcome import Apart, RankInfo
+from actors.train.passes import merged, spread, token_budget
 from actors.train.ranks import GroupMembers, TrainRanks
 from actors.train.start import start_ranks
 from rl_backend.contracts import (
+    AdamParams,
     ForwardResult,
     HandleError,
-    Head,
     Losses,
-    OptimizerConfig,
     RLBackendError,
     RuntimeConfig,
     TokenSequence,
 )
-from rl_backend.contracts.atoms import ATOMS, Operation
-from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
-from rl_backend.contracts.lora import LoRAConfig, LoRAInfo
-from rl_backend.runtime import RouterReplay
+from rl_backend.contracts.atoms import Operation
+from rl_backend.data import sequences_from_tensordict
+from rl_backend.runtime import RouterReplay, Runtime
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
+
+
+Atoms = Runtime[HandleRef]
+"""Signatures of the atoms where references name models."""
+
+
+def remote[**P, R](method: Callable[Concatenate[Runtime[HandleRef], P], R]) -> operation[TrainGroup, P, R]:
+    """The operation that runs an atom on every rank, with the atom's own signature."""
+
+    @functools.wraps(method)
+    def start(group: TrainGroup, /, *args: P.args, **arguments: P.kwargs) -> GroupFuture[R]:
+        return group.submit(method, *args, **arguments)
+
+    return operation(start)
 
 
 class TrainGroup:
@@ -178,7 +196,7 @@ class TrainGroup:
         if self.ended:
             return
         # Refused before anything ends where another driver operates the group, which this one may learn only here.
-        closing = self.submit("shutdown")
+        closing = self._on_ranks("shutdown", RankFunction(RankContext.close), list)
         try:
             closing.result(timeout)
         except TimeoutError:
@@ -205,28 +223,8 @@ class TrainGroup:
 
     # Operations on models.
 
-    @operation
-    def build_model(
-        self,
-        *,
-        forward_only: bool = False,
-        trainable: bool = True,
-        name: str = "",
-        head: Head = "log_probs",
-        hf_path: Path | str | None = None,
-        optimizer: OptimizerConfig | None = None,
-    ) -> GroupFuture[HandleRef]:
-        """As :meth:`~rl_backend.runtime.Runtime.build_model`, on every rank. ``hf_path`` must exist on every node."""
-        return self.submit(
-            "build_model",
-            forward_only=forward_only,
-            # A plugin's runtime that knows no tenants need not take it.
-            **({} if trainable else {"trainable": False}),
-            name=name,
-            head=head,
-            hf_path=None if hf_path is None else str(hf_path),
-            optimizer=optimizer,
-        )
+    build_model = remote(Atoms.build_model)
+    """``hf_path`` must exist on every node."""
 
     @operation
     def forward_backward(
@@ -264,16 +262,17 @@ class TrainGroup:
             BatchError: data that does not fit its contract; refused before any rank has seen it.
             HandleError: a backward pass of a forward-only model, or a model of another group.
         """
-        return self.submit(
-            "forward_backward",
-            loss,
-            handle=handle,
-            sequences=sequences,
-            forward_only=forward_only,
-            meta=meta,
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            router_replay=router_replay,
-        )
+        self._require_mine([handle])
+        rows = sequences if isinstance(sequences, Sequence) else sequences_from_tensordict(sequences)
+        budget = token_budget(max_tokens_per_micro_batch, self.config.max_tokens_per_micro_batch)
+        trains, has_loss = not forward_only, loss is not None
+        shares = spread(handle, rows, budget, trains=trains, has_loss=has_loss, meta=meta)
+        options = {"forward_only": forward_only, "router_replay": router_replay}
+        pickled = [
+            cloudpickle.dumps(RankFunction(passes.forward_backward, (handle, data), options)) for data in shares.batches
+        ]
+        calls = [pickled[dp_rank] for dp_rank in handle.data_parallel_ranks]
+        return self._start("forward_backward", calls, partial(merged, handle, shares), loss)
 
     @operation
     def forward(
@@ -296,114 +295,49 @@ class TrainGroup:
             router_replay=router_replay,
         )
 
-    @operation
-    def zero_grad(self, handle: HandleRef | Sequence[HandleRef]) -> GroupFuture[None]:
-        """Drops all gradients, of one handle or several."""
-        return self.submit("zero_grad", handle=_one_or_list(handle))
+    zero_grad = remote(Atoms.zero_grad)
 
     @operation
-    def optimizer_step(self, handle: HandleRef | Sequence[HandleRef]) -> GroupFuture[Any]:
-        """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``.
-
-        Of several LoRA tenants a list of results, in their order; each is skipped by itself.
-        """
-        return self.submit("optimizer_step", handle=_one_or_list(handle))
+    def optimizer_step(
+        self, handle: HandleRef | Sequence[HandleRef], *, adam: AdamParams | Sequence[AdamParams | None] | None = None
+    ) -> GroupFuture[Any]:
+        """As :meth:`~rl_backend.runtime.Runtime.optimizer_step`; of several LoRA tenants a list of results."""
+        return self.submit(Atoms.optimizer_step, handle, adam=adam)
 
     @operation
     def lr_scheduler_step(self, handle: HandleRef | Sequence[HandleRef]) -> GroupFuture[Any]:
-        """Advances the schedules by one step and returns the learning rate of the next optimizer step; a list of several."""
-        return self.submit("lr_scheduler_step", handle=_one_or_list(handle))
+        """As :meth:`~rl_backend.runtime.Runtime.lr_scheduler_step`; of several a list."""
+        return self.submit(Atoms.lr_scheduler_step, handle)
 
-    @operation
-    def to(
-        self,
-        handle: HandleRef,
-        device: Literal["cpu", "device"],
-        *,
-        model: bool = True,
-        optimizer: bool = True,
-        grad: bool = True,
-    ) -> GroupFuture[None]:
-        """Moves the chosen parts to host memory (``cpu``) or back to the training device (``device``)."""
-        return self.submit("to", handle=handle, device=device, model=model, optimizer=optimizer, grad=grad)
-
-    @operation
-    def save_checkpoint(
-        self,
-        handle: HandleRef,
-        path: Path | str,
-        *,
-        hf: bool = False,
-        asynchronous: bool = False,
-        extra: Mapping[str, Any] | None = None,
-    ) -> GroupFuture[None]:
-        """Writes a new directory, on a file system that every rank sees; see the runtime's method of that name."""
-        return self.submit("save_checkpoint", handle=handle, path=str(path), hf=hf, asynchronous=asynchronous, extra=extra)
-
-    @operation
-    def wait_for_checkpoint(self, handle: HandleRef) -> GroupFuture[None]:
-        """Waits until an asynchronous save of this model is complete; raises its error."""
-        return self.submit("wait_for_checkpoint", handle=handle)
-
-    @operation
-    def checkpoint_is_pending(self, handle: HandleRef) -> GroupFuture[bool]:
-        """Whether an asynchronous save of this model is still being written on some rank; raises its error."""
-        return self.submit("checkpoint_is_pending", handle=handle)
-
-    @operation
-    def load_checkpoint(self, handle: HandleRef, path: Path | str) -> GroupFuture[dict[str, Any]]:
-        """Restores what ``save_checkpoint`` wrote, and returns its ``extra``."""
-        return self.submit("load_checkpoint", handle=handle, path=str(path))
+    to = remote(Atoms.to)
+    save_checkpoint = remote(Atoms.save_checkpoint)
+    """On a file system that every rank sees."""
+    wait_for_checkpoint = remote(Atoms.wait_for_checkpoint)
+    checkpoint_is_pending = remote(Atoms.checkpoint_is_pending)
+    load_checkpoint = remote(Atoms.load_checkpoint)
 
     @operation
     def weight_version(self, handle: HandleRef) -> GroupFuture[int]:
         """The model's weight version, the same on every rank."""
-        return self.submit("weight_version", handle=handle)
+        self._require_mine([handle])
+        return self._on_ranks("weight_version", RankFunction(weight_version, (handle,)), partial(_agreed, handle))
 
     # LoRA tenants: every other operation takes their handles too.
 
-    @operation
-    def create_lora_adapter(
-        self,
-        handle: HandleRef,
-        lora: LoRAConfig,
-        optimizer: OptimizerConfig | None = None,
-        *,
-        name: str = "",
-        head: Head | None = None,
-    ) -> GroupFuture[HandleRef]:
-        """As :meth:`~rl_backend.runtime.Runtime.create_lora_adapter`, on every rank."""
-        return self.submit("create_lora_adapter", handle=handle, lora=lora, optimizer=optimizer, name=name, head=head)
-
-    @operation
-    def remove_lora_adapter(self, handle: HandleRef) -> GroupFuture[None]:
-        """Frees a tenant; its handle cannot be used again."""
-        return self.submit("remove_lora_adapter", handle=handle)
-
-    @operation
-    def list_lora_adapters(self, handle: HandleRef) -> GroupFuture[list[LoRAInfo]]:
-        """The tenants of a model, as rank 0 sees them."""
-        return self.submit("list_lora_adapters", handle=handle)
-
-    @operation
-    def get_optimizer_state(self, handle: HandleRef) -> GroupFuture[OptimizerState]:
-        """As :meth:`~rl_backend.runtime.Runtime.get_optimizer_state`."""
-        return self.submit("get_optimizer_state", handle=handle)
-
-    @operation
-    def list_optimizer_states(self, handle: HandleRef) -> GroupFuture[list[OptimizerStateInfo]]:
-        """As :meth:`~rl_backend.runtime.Runtime.list_optimizer_states`; ``bytes`` are those of rank 0."""
-        return self.submit("list_optimizer_states", handle=handle)
-
-    @operation
-    def get_backend_info(self, handle: HandleRef) -> GroupFuture[BackendInfo]:
-        """As :meth:`~rl_backend.runtime.Runtime.get_backend_info`, of rank 0."""
-        return self.submit("get_backend_info", handle=handle)
+    create_lora_adapter = remote(Atoms.create_lora_adapter)
+    remove_lora_adapter = remote(Atoms.remove_lora_adapter)
+    get_lora_adapter = remote(Atoms.get_lora_adapter)
+    list_lora_adapters = remote(Atoms.list_lora_adapters)
+    get_optimizer_state = remote(Atoms.get_optimizer_state)
+    list_optimizer_states = remote(Atoms.list_optimizer_states)
+    """``bytes`` are those of rank 0."""
+    get_backend_info = remote(Atoms.get_backend_info)
 
     @operation
     def export_lora_adapter(self, handle: HandleRef) -> GroupFuture[dict[str, Tensor]]:
         """Whole factors by peft's names, float32, on the CPU."""
-        return self.submit("export_lora_adapter", handle=handle)
+        self._require_mine([handle])
+        return self._on_ranks("export_lora_adapter", RankFunction(lora_factors, (handle,)), itemgetter(0))
 
     @operation
     def import_lora_adapter(
@@ -415,9 +349,9 @@ class TrainGroup:
             tensors: also a directory in peft's format that every rank can read.
         """
         given = str(Path(tensors).absolute()) if isinstance(tensors, Path | str) else dict(tensors)
-        return self.submit("import_lora_adapter", handle=handle, tensors=given)
+        return self.submit(Atoms.import_lora_adapter, handle, given)
 
-    # Any function, and any operation by its name.
+    # Any function, and any atom.
 
     def run_on_ranks[**P, R](
         self, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **kwargs: P.kwargs
@@ -435,18 +369,18 @@ class TrainGroup:
     ) -> GroupFuture[list[R]]:
         """As :meth:`run_on_ranks`, for a future."""
         name = getattr(function, "__qualname__", type(function).__name__)
-        call = Operation("run_on_ranks", {"function": function, "args": args, "kwargs": kwargs})
-        return self._submit(f"run_on_ranks({name})", call)
+        return self._on_ranks(f"run_on_ranks({name})", RankFunction(function, args, kwargs), list)
 
-    def submit(self, name: str, loss: Losses | None = None, /, **arguments: Any) -> GroupFuture[Any]:
-        """Starts an operation by its name in :data:`~rl_backend.contracts.atoms.ATOMS`.
+    def submit[R](self, method: Callable[..., R], /, *args: Any, **arguments: Any) -> GroupFuture[R]:
+        """Starts the atom that a method of :class:`~rl_backend.runtime.Runtime` declares, with its arguments.
 
-        The methods of those names say what its arguments are.
-
-        Args:
-            loss: sent to the ranks once.
+        The operations of this class do that with the types of their arguments; this is for the atoms of your own runtime.
         """
-        return self._submit(name, Operation(name, arguments), loss)
+        signature = inspect.signature(method)
+        given = dict(list(signature.bind(None, *args, **arguments).arguments.items())[1:])
+        # What has its default is left to the ranks: a plugin's runtime need not take it.
+        chosen = {name: value for name, value in given.items() if value is not signature.parameters[name].default}
+        return self._submit(Operation(method.__name__, chosen))
 
     def replay(self, journal: Sequence[Operation]) -> dict[int, HandleRef]:
         """Builds the models and LoRA tenants of another group's journal again, without their weights and optimizers.
@@ -459,36 +393,54 @@ class TrainGroup:
             given = {
                 name: built[value.key] if isinstance(value, HandleRef) else value for name, value in each.arguments.items()
             }
-            built[each.number] = self.submit(each.name, **given).result()
+            built[each.number] = self._submit(Operation(each.name, given)).result()
         return built
 
-    def _submit(self, title: str, operation: Operation, loss: Losses | None = None) -> GroupFuture[Any]:
-        ranks, atom = self._ranks, ATOMS[operation.name]
-        handle = operation.arguments.get("handle")
-        for each in handle if isinstance(handle, list) else [handle] if handle is not None else []:
-            if each.group_id != ranks.members.id:
+    def _submit(self, operation: Operation) -> GroupFuture[Any]:
+        ranks, atom, arguments = self._ranks, operation.atom, operation.arguments
+        assert atom.join is not None, f"what {atom.name} gives cannot leave a rank; call it in run_on_ranks"
+        self._require_mine(arguments.values())
+
+        def finish(values: list[Any]) -> Any:
+            if atom.builds:
+                made = HandleRef.of(ranks.members.id, values)
+                # By its name: one that the runtime chose depends on what was built before.
+                ranks.keep(Operation(atom.name, {**arguments, "name": made.name}, made.key))
+                return made
+            if atom.frees:
+                ranks.forget(arguments["handle"].key)
+            return any(values) if atom.join == "any" else values[0]
+
+        return self._on_ranks(atom.name, operation, finish)
+
+    def _require_mine(self, arguments: Iterable[Any]) -> None:
+        for each in refs_in(arguments):
+            if each.group_id != self._ranks.members.id:
                 raise HandleError(f"model {each.name!r} belongs to another training group", name=each.name)
-        most, members = self.config.max_tokens_per_micro_batch, len(ranks.members.workers)
-        shares = split(operation, members, most, has_loss=loss is not None)
-        header, refs = ranks.dispatch(title, shares.calls, None if loss is None else self._losses.send(loss))
+
+    def _on_ranks[R](self, title: str, call: Operation | RankFunction, finish: Callable[[list[Any]], R]) -> GroupFuture[R]:
+        """The same call on every rank."""
+        return self._start(title, [cloudpickle.dumps(call)] * self.num_ranks, finish)
+
+    def _start[R](
+        self, title: str, calls: Sequence[bytes], finish: Callable[[list[Any]], R], loss: Losses | None = None
+    ) -> GroupFuture[R]:
+        """Call r on rank r; the result is what ``finish`` makes of those of the ranks."""
+        ranks = self._ranks
+        header, refs = ranks.dispatch(title, calls, None if loss is None else self._losses.send(loss))
         title = f"operation {header.number} ({title})"
         outcomes = [outcome for outcome, _ in refs]
 
-        def finish(timeout: float | None) -> Any:
+        def wait(timeout: float | None) -> R:
             values = ranks.collect(title, header.number, outcomes, timeout)
-            values = [
-                value._replace(stored=stored) if isinstance(value, Apart) else value
-                for value, (_, stored) in zip(values, refs, strict=True)
-            ]
-            result = join(operation, shares, values, ranks.members.id)
-            if atom.builds:
-                # By its name: one that the runtime chose depends on what was built before.
-                ranks.keep(Operation(operation.name, {**operation.arguments, "name": result.name}, header.number))
-            if atom.frees and handle is not None:
-                ranks.forget(handle.key)
-            return result
+            return finish(
+                [
+                    value._replace(stored=stored) if isinstance(value, Apart) else value
+                    for value, (_, stored) in zip(values, refs, strict=True)
+                ]
+            )
 
-        return GroupFuture(title, finish, lambda: ranks.ready(outcomes))
+        return GroupFuture(title, wait, lambda: ranks.ready(outcomes))
 
 
 def _copy(
@@ -505,5 +457,7 @@ def _copy(
     return TrainGroup.__new__(TrainGroup)._over(config, ranks)
 
 
-def _one_or_list(handle: HandleRef | Sequence[HandleRef]) -> HandleRef | list[HandleRef]:
-    return handle if isinstance(handle, HandleRef) else list(handle)
+def _agreed(handle: HandleRef, versions: Sequence[int]) -> int:
+    if any(version != versions[0] for version in versions):
+        raise RLBackendError(f"ranks disagree on the weight version of {handle.name!r}: {versions}")
+    return versions[0]

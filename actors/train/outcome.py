@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import resource
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from ray import cloudpickle
-from torch import Tensor
 
-from rl_backend.contracts import Head, Metric, RLBackendError
+from rl_backend.contracts import RLBackendError
 
 _SIGNS = ("gloo/", "CUDA error", "NCCL error", "CUDNN_STATUS_", "CUBLAS_STATUS_EXECUTION_FAILED")
 
@@ -26,46 +24,6 @@ class RankInfo:
     node_id: str
     node_ip: str
     pid: int
-
-
-@dataclass(frozen=True)
-class BuiltModel:
-    """What a rank says about a model that it built."""
-
-    key: int
-    name: str
-    data_parallel_rank: int
-    data_parallel_size: int
-    is_source: bool
-    micro_batch_multiple: int
-    forward_only: bool
-    head: Head
-    lora_id: int
-
-
-class TenantForward(NamedTuple):
-    """A tenant's part of one rank's ForwardResult."""
-
-    lora_id: int
-    losses: tuple[float, ...]
-    metrics: Mapping[str, Metric]
-    error: str
-    outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class RankForward:
-    """One rank's ForwardResult on its way to the driver.
-
-    Attributes:
-        outputs: name -> the rank's sequences end to end, (T, ...) on the CPU.
-        tenants: name of a LoRA tenant -> the losses and metrics of its part, and why it failed.
-    """
-
-    losses: tuple[float, ...]
-    metrics: Mapping[str, Metric]
-    outputs: Mapping[str, Tensor]
-    tenants: Mapping[str, TenantForward] = field(default_factory=dict)
 
 
 class Apart[R](NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Concatenate
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import ray
 import torch
@@ -14,24 +14,13 @@ from ray import cloudpickle
 
 from actors.cluster import prometheus
 from actors.cluster.rendezvous import Rendezvous, RendezvousPoint, RendezvousRoute, node_address, use_interface
-from actors.train.context import HandleRef, RankContext
+from actors.train.context import RankContext, RankFunction, refs_in
 from actors.train.loss import LossReceiver, SentLoss
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
-from actors.train.outcome import (
-    Apart,
-    BuiltModel,
-    Completed,
-    Failed,
-    Outcome,
-    RankForward,
-    RankInfo,
-    TenantForward,
-    failed,
-    peak_memory,
-)
-from rl_backend.contracts import HandleError, LossFn, ModelHandle, PackedBatch, RLBackendError
-from rl_backend.contracts.atoms import ATOMS, Operation
-from rl_backend.contracts.backend_info import OptimizerState
+from actors.train.outcome import Apart, Completed, Failed, Outcome, RankInfo, failed, peak_memory
+from actors.train.passes import forward_backward
+from rl_backend.contracts import HandleError, LossFn, RLBackendError
+from rl_backend.contracts.atoms import Operation
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT, store_environment
 from rl_backend.runtime import create_runtime
 from rl_backend.trace.recorder import Argument, TraceBatch, recorder, span
@@ -90,10 +79,10 @@ class TrainWorker:
             if self._context is None:
                 raise RLBackendError(f"rank {self._rank} has no runtime; its start failed")
             self._context.operation = header.number
-            operation: Operation = cloudpickle.loads(pickled_call)
+            call: Operation | RankFunction = cloudpickle.loads(pickled_call)
             loss_fn = None if loss is None else self._losses.receive(loss)
-            with _observed(self._context, header, operation):
-                outcome = Completed(run(self._context, operation, loss_fn), peak_memory())
+            with _observed(self._context, header, call):
+                outcome = Completed(run(self._context, call, loss_fn), peak_memory())
         except Exception as error:  # noqa: BLE001, every error is the driver's to judge
             outcome = failed(error)
         self._sequence.finish(repr(outcome.error) if isinstance(outcome, Failed) else None)
@@ -133,118 +122,34 @@ class TrainWorker:
         return recorder.take_batch(stop=stop)
 
 
-def run(context: RankContext, operation: Operation, loss: LossFn | None) -> Any:
-    """Runs an operation on this rank, with its arguments as they are; returns what the rank answers.
+def run(context: RankContext, call: Operation | RankFunction, loss: LossFn | None) -> Any:
+    """Runs a call on this rank; returns what the rank answers.
 
     Args:
-        loss: for an operation that takes one, and its arguments do not hold.
+        loss: for a function that takes one as ``loss_fn``, and its arguments do not hold.
     """
-    arguments = dict(operation.arguments)
-    if loss is not None:
-        arguments["loss_fn"] = loss
-    if operation.name in _OWN:
-        return _OWN[operation.name](context, **arguments)
-    handle = context.handles(arguments.pop("handle"))
-    return getattr(context.runtime, operation.name)(handle, **arguments)
-
-
-def _build_model(context: RankContext, **arguments: Any) -> BuiltModel:
-    return _built(context, context.runtime.build_model(**arguments))
-
-
-def _built(context: RankContext, handle: ModelHandle) -> BuiltModel:
-    return BuiltModel(
-        key=context.keep(handle),
-        name=handle.name,
-        data_parallel_rank=handle.data_parallel_rank,
-        data_parallel_size=handle.data_parallel_size,
-        is_source=context.runtime.is_mp_src_rank_with_outputs(handle),
-        micro_batch_multiple=handle.micro_batch_multiple,
-        forward_only=handle.forward_only,
-        head=handle.head,
-        lora_id=handle.lora_id,
-    )
-
-
-def _create_lora_adapter(context: RankContext, handle: HandleRef, **arguments: Any) -> BuiltModel:
-    return _built(context, context.runtime.create_lora_adapter(context.handle(handle), **arguments))
-
-
-def _remove_lora_adapter(context: RankContext, handle: HandleRef) -> None:
-    context.runtime.remove_lora_adapter(context.handle(handle))
-    context.forget(handle)
-
-
-def _export_lora_adapter(context: RankContext, handle: HandleRef) -> dict[str, torch.Tensor]:
-    """All of it, on the CPU, from rank 0."""
-    found = {name: tensor.cpu() for name, tensor in context.runtime.export_lora_adapter(context.handle(handle))}
-    return found if context.rank == 0 else {}
-
-
-def _get_optimizer_state(context: RankContext, handle: HandleRef) -> OptimizerState | None:
-    """From rank 0."""
-    state = context.runtime.get_optimizer_state(context.handle(handle))
-    return state if context.rank == 0 else None
-
-
-def _forward_backward(
-    context: RankContext, handle: HandleRef, data: Sequence[PackedBatch], loss_fn: LossFn | None = None, **arguments: Any
-) -> RankForward:
-    runtime, model = context.runtime, context.handle(handle)
-    # The frozen base of tenants is in evaluation mode while they train.
-    evaluates = arguments.get("forward_only") or model.forward_only
-    with runtime.eval_mode(model) if evaluates else runtime.train_mode(model):
-        result = runtime.forward_backward(model, data, loss_fn, **arguments)
-    # A view of a tensor is pickled with all of the tensor, so sequences travel as one.
-    outputs = {name: torch.cat(list(rows)).cpu() for name, rows in result.outputs.items()}
-    tenants = {
-        name: TenantForward(part.lora_id, part.losses, dict(part.metrics), part.error, tuple(part.outputs))
-        for name, part in result.tenants.items()
-    }
-    return RankForward(result.losses, dict(result.metrics), outputs, tenants)
-
-
-def _run_on_ranks[**P, R](
-    context: RankContext,
-    function: Callable[Concatenate[RankContext, P], R],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> R:
-    return function(context, *args, **kwargs)
-
-
-def _shutdown(context: RankContext) -> None:
-    with ExitStack() as stack:
-        stack.callback(context.runtime.close)
-        for kept in context.state.values():
-            if callable(getattr(kept, "close", None)):
-                stack.callback(kept.close)
-
-
-_OWN: Mapping[str, Callable[..., Any]] = {
-    "build_model": _build_model,
-    "create_lora_adapter": _create_lora_adapter,
-    "remove_lora_adapter": _remove_lora_adapter,
-    "export_lora_adapter": _export_lora_adapter,
-    "get_optimizer_state": _get_optimizer_state,
-    "forward_backward": _forward_backward,
-    "weight_version": lambda context, handle: context.handle(handle).weight_version,
-    "run_on_ranks": _run_on_ranks,
-    "shutdown": _shutdown,
-}
-"""Operations that are more than a call of the runtime's method of that name."""
+    if isinstance(call, RankFunction):
+        return call.function(context, *call.args, **call.kwargs, **({} if loss is None else {"loss_fn": loss}))
+    atom, arguments = call.atom, dict(call.arguments)
+    handles = [context.handles(arguments.pop("handle"))] if "handle" in arguments else []
+    value = getattr(context.runtime, call.name)(*handles, **arguments)
+    if atom.frees:
+        context.forget(call.arguments["handle"])
+    if atom.builds:
+        return context.keep(value)
+    return value if atom.join == "any" or context.rank == 0 else None
 
 
 @contextmanager
-def _observed(context: RankContext, header: OperationHeader, operation: Operation) -> Iterator[None]:
-    """Reports the operation that its body runs; models and weight versions are those after it."""
+def _observed(context: RankContext, header: OperationHeader, call: Operation | RankFunction) -> Iterator[None]:
+    """Reports the call that its body runs; models and weight versions are those after it."""
     tags = {"group": context.group_id[:8], "rank": str(context.rank)}
-    work = _work(operation)
+    work = _work(call)
     started = time.perf_counter()
     with span(header.name, "operation", operation=header.number) as event:
         yield
         event.update(work)
-        for name, version in _weight_versions(context, operation).items():
+        for name, version in _weight_versions(context, call).items():
             event.update(model=name, weight_version=version)
             prometheus.set_gauge("rl_backend_rank_weight_version", version, model=name, **tags)
     prometheus.count("rl_backend_operations_total", 1, operation=header.name, **tags)
@@ -253,25 +158,22 @@ def _observed(context: RankContext, header: OperationHeader, operation: Operatio
     prometheus.count("rl_backend_trained_tokens_total", float(work.get("tokens") or 0), **tags)
 
 
-def _weight_versions(context: RankContext, operation: Operation) -> dict[str, int]:
-    """Of the models that the operation was given."""
+def _weight_versions(context: RankContext, call: Operation | RankFunction) -> dict[str, int]:
+    """Of the models that the call was given."""
     versions = {}
-    given = operation.arguments.get("handle")
-    for argument in (*(given if isinstance(given, list) else [given]), *operation.arguments.get("args", ())):
-        if isinstance(argument, HandleRef):
-            try:
-                handle = context.handle(argument)
-            except HandleError:  # a caller's function may take a reference that means nothing to this group
-                continue
-            versions[argument.name] = handle.weight_version
+    for ref in refs_in(call.args if isinstance(call, RankFunction) else call.arguments.values()):
+        try:
+            versions[ref.name] = context.handle(ref).weight_version
+        except HandleError:  # a caller's function may take a reference that means nothing to this group
+            continue
     return versions
 
 
-def _work(operation: Operation) -> dict[str, Argument]:
-    """Size of an operation's micro-batches; empty when it has none."""
-    if ATOMS[operation.name].split != "sequences":
+def _work(call: Operation | RankFunction) -> dict[str, Argument]:
+    """Size of a pass's micro-batches; empty for other calls."""
+    if not isinstance(call, RankFunction) or call.function is not forward_backward:
         return {}
-    data = operation.arguments["data"]
+    _, data = call.args
     return {
         "micro_batches": len(data),
         "tokens": sum(batch.input_ids.shape[0] for batch in data),

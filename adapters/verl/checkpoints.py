@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
-from adapters.verl.background_saves import PendingSave, begin_role, record_step, trainer_records
-from adapters.verl.checkpoint_contents import STATE, require_contents
+from adapters.verl.options.settings import STATE, require_contents
 from adapters.verl.replacing import exists_on_rank_0, finish_replacing, found_name, replacing
+from adapters.verl.trainer_saves import mark, record_step, trainer_records
 from rl_backend.checkpoint.durable_commit import sync_tree
 from rl_backend.checkpoint.peft_files import CONFIG_FILE, write_peft_directory
-from rl_backend.checkpoint.training_state import on_every_rank
+from rl_backend.checkpoint.training_state import on_every_rank, raise_on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle, UnsupportedError
 from rl_backend.parallel.groups import world_group
 from rl_backend.runtime import Runtime
@@ -198,6 +200,62 @@ class EngineCheckpoints:
             runtime.load_checkpoint(handle, path / _STATE_DIRECTORY)
 
 
+@dataclass
+class PendingSave:
+    """A save in the background, until every rank knows that it is committed.
+
+    Attributes:
+        path: verl's directory of the role.
+        step: verl's ``global_step``.
+        keep: verl's ``max_ckpt_to_keep``.
+        replaces: gives the files their name, where an earlier save of this name is in their place.
+        problem: what this rank has heard of.
+    """
+
+    path: Path
+    step: int
+    keep: int | None
+    replaces: AbstractContextManager[Path] | None
+    problem: str | None = None
+
+    def is_done(self, runtime: Runtime[Any], handle: ModelHandle) -> bool:
+        """Whether it is on every rank. A collective over all ranks; raises nothing."""
+        try:
+            done = not runtime.checkpoint_is_pending(handle)
+        except Exception as error:  # noqa: BLE001 - raised by ``commit``, on every rank
+            self.problem, done = _text(error), True
+        everywhere = [False] * dist.get_world_size()
+        dist.all_gather_object(everywhere, done)
+        return all(everywhere)
+
+    def commit(self, runtime: Runtime[Any], handle: ModelHandle) -> None:
+        """Waits for the files and gives them their name. A collective over all ranks.
+
+        Raises:
+            CheckpointError: they could not be written; on every rank.
+        """
+        cause: Exception | None = None
+        try:
+            runtime.wait_for_checkpoint(handle)
+        except CheckpointError as error:
+            self.problem, cause = self.problem or _text(error), error
+        problem = self.problem and f"async_save of step {self.step} to {self.path} failed in the background: {self.problem}"
+        raise_on_every_rank(problem, world_group(), cause)
+        if self.replaces is not None:
+            self.replaces.__exit__(None, None, None)
+
+
+def begin_role(path: Path) -> None:
+    """Marks the role of ``path`` as not yet saved. A collective over all ranks.
+
+    Raises:
+        CheckpointError: the file system refuses; on every rank.
+    """
+    with on_every_rank(world_group(), f"{path} could not be saved"):
+        if dist.get_rank() == 0:
+            mark(path)
+
+
 def own_tokenizer(model_config: HFModelConfig) -> Any:
     """The tokenizer or processor that verl has loaded, where it is not the one of the model's directory; else None.
 
@@ -219,3 +277,7 @@ def _local(local_path: str, hdfs_path: str | None) -> Path:
     if hdfs_path is not None:
         raise UnsupportedError(f"hdfs_path={hdfs_path!r}: set trainer.default_hdfs_dir=null", path=str(hdfs_path))
     return Path(os.path.abspath(local_path))
+
+
+def _text(error: Exception) -> str:
+    return error.message if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, override
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils.device import get_device_name
-from verl.workers.engine.base import BaseEngine
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx
 from verl.workers.engine.spec import ShardSpec
 from verl.workers.engine.utils import enable_full_determinism, hf_delta_export
 
+from adapters.verl.batches import BatchRoutes, MicroBatchLoss, VerlLoss, as_verl_output, cut_batch, router_replay
 from adapters.verl.checkpoints import EngineCheckpoints, own_tokenizer
 from adapters.verl.cpu_platform import require_device
-from adapters.verl.engine_mode import EngineMode
-from adapters.verl.engine_model import EngineModel, Exported
-from adapters.verl.micro_batches import cut_batch
-from adapters.verl.outputs import MicroBatchLoss, VerlLoss, as_verl_output
-from adapters.verl.routes import BatchRoutes, router_replay
-from adapters.verl.settings import engine_settings, optimizer_settings
-from adapters.verl.timing import AdapterTime
-from adapters.verl.weight_export import delta_entry, shards_with_specs
+from adapters.verl.engine_model import EngineModel, Exported, delta_entry, shards_with_specs
+from adapters.verl.options.settings import engine_settings, optimizer_settings
 from rl_backend.contracts import ConfigError, HandleError
 from rl_backend.runtime import Runtime, create_runtime
 
@@ -38,7 +34,6 @@ class RuntimeEngine(BaseEngine):
     Attributes:
         settings: what verl's configurations say.
         mode: ``train``, ``eval`` or None.
-        time: how much of the time in batches is the adapter's own.
 
     Raises:
         ConfigError: a configuration that cannot be honoured, before anything is loaded.
@@ -74,7 +69,6 @@ class RuntimeEngine(BaseEngine):
         self._runtime: Runtime[Any] = create_runtime(self.settings.runtime)
         self._model: EngineModel | None = None
         self.mode: str | None = None
-        self.time = AdapterTime()
         # verl's prime_delta_snapshots fills it: name -> this rank's share as it was last sent.
         self._delta_shard_snap: dict[str, Tensor] = {}
 
@@ -144,23 +138,19 @@ class RuntimeEngine(BaseEngine):
 
         Returns:
             on a source rank ``model_output``, ``loss`` and ``metrics`` (see
-            :func:`~adapters.verl.outputs.as_verl_output`); elsewhere an empty dictionary.
+            :func:`~adapters.verl.batches.as_verl_output`); elsewhere an empty dictionary.
         """
-        with self.time.batch():
-            self._checkpoints.poll(self._runtime, self.handle)
-            # A reference never replays, be it a model of its own or this one without its adapter.
-            model = self.model.at_work
-            mode = self.settings.router_replay if model is self.handle else "disabled"
-            replay = router_replay(data, mode, forward_only=forward_only)
-            place, cp_size = self._runtime.place, self.settings.runtime.backend_cfg.parallel.cp
-            routes = BatchRoutes(mode, len(model.routed_layers.sparse)) if replay == "replay" else None
-            batch = cut_batch(data, place, multiple=model.micro_batch_multiple, cp_size=cp_size, routes=routes)
-            loss = None if loss_function is None else MicroBatchLoss(loss_function, self.time)
-            with self.time.runtime():
-                result = self._runtime.forward_backward(
-                    model, batch.packed, loss, forward_only=forward_only, router_replay=replay
-                )
-            return as_verl_output(result, batch, loss) if self.is_mp_src_rank_with_outputs() else {}
+        self._checkpoints.poll(self._runtime, self.handle)
+        # A reference never replays, be it a model of its own or this one without its adapter.
+        model = self.model.at_work
+        mode = self.settings.router_replay if model is self.handle else "disabled"
+        replay = router_replay(data, mode, forward_only=forward_only)
+        place, cp_size = self._runtime.place, self.settings.runtime.backend_cfg.parallel.cp
+        routes = BatchRoutes(mode, len(model.routed_layers.sparse)) if replay == "replay" else None
+        batch = cut_batch(data, place, multiple=model.micro_batch_multiple, cp_size=cp_size, routes=routes)
+        loss = None if loss_function is None else MicroBatchLoss(loss_function)
+        result = self._runtime.forward_backward(model, batch.packed, loss, forward_only=forward_only, router_replay=replay)
+        return as_verl_output(result, batch, loss) if self.is_mp_src_rank_with_outputs() else {}
 
     @override
     def optimizer_zero_grad(self) -> None:
@@ -169,8 +159,7 @@ class RuntimeEngine(BaseEngine):
     @override
     def optimizer_step(self) -> float:
         """The gradient norm before clipping; when it is not finite nothing has changed, and the runtime has logged why."""
-        with self.time.batch(), self.time.runtime():
-            return float(self._runtime.optimizer_step(self.handle).grad_norm)
+        return float(self._runtime.optimizer_step(self.handle).grad_norm)
 
     @override
     def lr_scheduler_step(self) -> float:
@@ -281,6 +270,51 @@ class RuntimeEngine(BaseEngine):
         if self.mode is None:
             settings = self.settings
             self.move("cpu", model=settings.param_offload, optimizer=settings.optimizer_offload, grad=settings.grad_offload)
+
+
+class EngineMode(BaseEngineCtx):
+    """Brings the engine's parts to the device, sets the mode, and undoes both. May nest: the outermost one undoes.
+
+    Args:
+        disable_auto_offload: leave the parts where they are.
+        zero_grad_on_exit: drop gradients after training; after an error they are dropped in any case.
+    """
+
+    engine: RuntimeEngine
+
+    def __init__(self, engine: RuntimeEngine, mode: str, **options: Any) -> None:
+        super().__init__(engine, mode, **options)
+        self._outer_mode: str | None = None
+        self._undo = ExitStack()
+        self._leaving = False
+
+    def __enter__(self) -> None:
+        self._outer_mode = self.engine.mode
+        with ExitStack() as undo:
+            undo.enter_context(self.engine.runtime_mode(self.mode))
+            undo.callback(setattr, self.engine, "mode", self._outer_mode)
+            super().__enter__()
+            self._undo = undo.pop_all()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._undo.close()
+        if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
+            self.engine.optimizer_zero_grad()
+        self._leaving = True
+        super().__exit__(kind, error, trace)
+        self.engine.mode = self._outer_mode
+
+    def _context_switch(self, device: str) -> None:
+        """verl names the device to go to, which on a CPU does not say whether parts are wanted or not any more."""
+        if self.disable_auto_offload or (self._leaving and self._outer_mode is not None):
+            return
+        training, settings = self.mode == "train", self.engine.settings
+        self.engine.move(
+            "cpu" if self._leaving else "device",
+            model=settings.param_offload,
+            optimizer=training and settings.optimizer_offload,
+            grad=training and settings.grad_offload,
+        )
 
 
 class LanguageModelEngine(RuntimeEngine):

@@ -15,8 +15,8 @@ from typing import Any
 
 from verl.workers.config import McoreEngineConfig
 
+from adapters.verl.options.settings import require_engine_config
 from adapters.verl.registration import VENDOR_VARIABLE, register_config_class
-from adapters.verl.settings import require_engine_config
 from rl_backend.contracts import ConfigError, UnsupportedError
 
 _ENGINES = {"language_model": "LanguageModelEngine", "value_model": "ValueModelEngine"}

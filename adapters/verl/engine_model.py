@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_indices
 
-from adapters.verl.lora_settings import LoRASettings
-from adapters.verl.settings import EngineSettings
+from adapters.verl.options.lora import LoRASettings
+from adapters.verl.options.settings import EngineSettings
 from rl_backend.contracts import OptimizerConfig, UnsupportedError, WeightShard
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime import Runtime
@@ -156,3 +158,26 @@ def _initial(lora: LoRASettings, seed: int, name: str, given: Tensor) -> Tensor:
         case "normal":
             torch.nn.init.normal_(factor, std=0.2, generator=generator)
     return factor
+
+
+type DeltaEntry = tuple[list[tuple[str, tuple[int, ...]]], str, Tensor, Tensor, Tensor]
+"""(names and shapes, dtype, (1,) number of changes, their places in the whole weight, their values)."""
+
+
+def shards_with_specs(shards: Iterator[WeightShard]) -> Iterator[tuple[str, Tensor, ShardSpec]]:
+    """verl's ``(name, local shard, ShardSpec)``: each share is a block of a weight under its final name."""
+    for name, shape, offset, tensor in shards:
+        spec = ShardSpec(
+            full_shape=shape,
+            place=BlockPlacement(tuple(tensor.shape), offset, shape),
+            gather_group=dist.group.WORLD,
+            contributes=tensor.numel() > 0,
+        )
+        yield name, tensor, spec
+
+
+def delta_entry(name: str, spec: ShardSpec, place: Any, places_in_shard: Tensor, values: Tensor) -> DeltaEntry:
+    """The changes of one share, for verl's ``hf_delta_export``."""
+    places = translate_flat_indices(places_in_shard, place) if places_in_shard.numel() else places_in_shard
+    counts = torch.tensor([places.numel()], dtype=torch.int64)
+    return [(name, spec.full_shape)], str(values.dtype).removeprefix("torch."), counts, places.to(torch.int32), values

@@ -27,6 +27,7 @@ type ChooseEngine = Callable[[str, Any, str | None], tuple[type, Any]]
 _STRATEGY = "megatron"
 _DEVICES = ("cpu", "cuda")
 _REGISTRY_MODULE = "verl.workers.engine.base"
+_CONFIG_MODULE = "adapters.verl.engine_config."
 
 
 def register_vendors(choose: ChooseEngine) -> None:
@@ -42,6 +43,14 @@ def register_config_class(choose: ChooseEngine) -> None:
         UnsupportedError: the device is neither ``cpu`` nor ``cuda``.
     """
     _when_registry_is_imported(lambda base: _register_config_class(base, choose))
+
+
+def is_ours(role: Any) -> bool:
+    """Whether verl will build our engine for the configuration of an actor or a critic."""
+    if role.get("strategy") != _STRATEGY:
+        return False
+    target = str(role.megatron.get("_target_"))
+    return target.startswith(_CONFIG_MODULE) or os.environ.get(VENDOR_VARIABLE) in VENDORS
 
 
 def _register_vendors(base: ModuleType, choose: ChooseEngine) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 from types import ModuleType
 from typing import Any
 
 from adapters.verl.late_imports import when_imported
-from adapters.verl.registration import VENDOR_VARIABLE, VENDORS
+from adapters.verl.registration import is_ours
 from rl_backend.contracts import ConfigError, UnsupportedError
 
 _CHECKS = "_rl_backend_checks"
-_OURS = "adapters.verl.engine_config."
 # Losses that read the logits of the teacher's most probable tokens.
 _TOP_K = ("forward_kl_topk",)
 _DETACHED_WORKER = "verl.experimental.separation.engine_workers"
@@ -89,14 +87,6 @@ def require_run(config: Any) -> None:
             mode,
             "reads a batch's logits, which are never kept; choose an estimator, such as k1 or k3, or verl's own engine",
         )
-
-
-def is_ours(role: Any) -> bool:
-    """Whether verl will build our engine for the configuration of an actor or a critic."""
-    if role.get("strategy") != "megatron":
-        return False
-    target = str(role.megatron.get("_target_"))
-    return target.startswith(_OURS) or os.environ.get(VENDOR_VARIABLE) in VENDORS
 
 
 def _refuse_copies(module: ModuleType) -> None:

@@ -1,7 +1,7 @@
 """``async_save`` under verl's trainer: one record for all saves of a step, and none left open when training ends.
 
-The workers then write verl's record of the latest step (:mod:`adapters.verl.background_saves`). They know neither which
-other roles the trainer saves after them, nor that it has made its last call; Ray ends them with what they are writing.
+The workers then write verl's record of the latest step. They do not know which other roles the trainer saves after them, nor
+when it has made its last call; Ray ends them even while they write.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from adapters.verl.late_imports import when_imported
-from adapters.verl.run_config import is_ours
+from adapters.verl.registration import is_ours
+from rl_backend.checkpoint.durable_commit import rename_synced, write_synced
 
 _TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo.ray_trainer": "RayPPOTrainer"}
 """Module -> the class that saves and, with its subclasses in ``main_ppo``, ends training."""
@@ -39,8 +40,6 @@ def _change(name: str, module: ModuleType) -> None:
         if not _in_background(self.config.actor_rollout_ref.actor):
             save(self)
             return
-        from adapters.verl.background_saves import mark, record_step
-
         # A name beside those of the roles: the step is complete once all of them and the trainer's own files are.
         own = Path(os.path.abspath(self.config.trainer.default_local_dir), f"global_step_{self.global_steps}", "trainer")
         mark(own)
@@ -68,3 +67,35 @@ def _saving_groups(trainer: Any) -> Iterator[Any]:
 
 def _in_background(role: Any) -> bool:
     return is_ours(role) and bool(role.checkpoint.get("async_save"))
+
+
+def mark(path: Path) -> None:
+    """Keeps verl's record of a step back until :func:`record_step` of this path. For one process.
+
+    Args:
+        path: of a role, or of another name beside the roles.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _marker(path).touch()
+
+
+def record_step(path: Path, step: int) -> None:
+    """Takes the mark away; writes verl's record of the latest step once nothing of it has one. For one process."""
+    _marker(path).unlink(missing_ok=True)
+    if any(path.parent.glob(".*.saving")):
+        return
+    from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
+
+    record = Path(get_checkpoint_tracker_filename(str(path.parent.parent)))
+    new = record.with_name(f".{record.name}.new")
+    write_synced(new, str(step))
+    rename_synced(new, record)
+
+
+def trainer_records(path: Path) -> bool:
+    """Whether verl's trainer writes the record itself, right after the save: its SFT trainers, which have one role."""
+    return path.name.startswith("global_step_")
+
+
+def _marker(path: Path) -> Path:
+    return path.with_name(f".{path.name}.saving")

@@ -23,6 +23,7 @@ COMMANDS = {
     "check": ("rl_backend.cli.check", "say what refuses a run, from its options, model, data and this machine, in seconds"),
     "episode": ("rl_backend.cli.episode", "show an episode of an environment, played by the model before training"),
     "export": ("rl_backend.cli.export", "write a Hugging Face directory from a training checkpoint"),
+    "import": ("rl_backend.cli.import_model", "write a Hugging Face directory from a GGUF file"),
     "example": ("rl_backend.cli.example", "run an example script, or say where it is, to be copied"),
     "report": ("rl_backend.cli.report", "make report.html of a run folder again"),
     "completion": ("rl_backend.cli.completion", "print a script with which bash or zsh completes commands and options"),

@@ -45,6 +45,7 @@ from rl_backend.contracts.indexed_keys import key_fields as key_fields
 from rl_backend.contracts.lora import LORA_FIELD as LORA_FIELD
 from rl_backend.contracts.lora import LoRAConfig as LoRAConfig
 from rl_backend.contracts.lora import LoRAInfo as LoRAInfo
+from rl_backend.contracts.optimizer_config import AdamParams as AdamParams
 from rl_backend.contracts.optimizer_config import OptimizerConfig as OptimizerConfig
 from rl_backend.contracts.result import ConfigurableLoss as ConfigurableLoss
 from rl_backend.contracts.result import ForwardResult as ForwardResult

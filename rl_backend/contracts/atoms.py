@@ -1,8 +1,8 @@
-"""Handles of models, and the atoms that run on them. Each atom declares its needs and how a group of ranks runs it."""
+"""Handles of models, and what an atom declares beside its signature: its needs, and how a group of ranks runs it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 type Head = Literal["log_probs", "values"]
 """``log_probs``: a language-model head (a policy, a reference). ``values``: one number per token (a critic)."""
@@ -11,9 +11,8 @@ VALUE_HEAD_WEIGHTS = ("score.weight", "score.bias")
 """Hugging Face names of a critic's head, (1, hidden_size) and (1,), as in transformers' ``...ForTokenClassification``."""
 
 
-@dataclass(eq=False)
-class ModelHandle:
-    """What every atom takes. Runtimes subclass it and keep the model, optimizer and process groups in it.
+class ModelHandle(Protocol):
+    """What every atom takes. A runtime's own handle has these attributes, and keeps the model and its optimizer.
 
     Attributes:
         name: for messages.
@@ -33,11 +32,11 @@ class ModelHandle:
     weight_version: int
     data_parallel_rank: int
     data_parallel_size: int
-    head: Head = "log_probs"
-    micro_batch_multiple: int = 1
-    base: "ModelHandle | None" = None
-    lora_id: int = -1
-    kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    head: Head
+    micro_batch_multiple: int
+    base: "ModelHandle | None"
+    lora_id: int
+    kept: Mapping[str, tuple[int, ...]]
 
 
 type Part = Literal["model", "optimizer", "grad"]
@@ -45,12 +44,8 @@ type Part = Literal["model", "optimizer", "grad"]
 
 PARTS: tuple[Part, ...] = get_args(Part.__value__)
 
-type Split = Literal["same", "sequences"]
-"""``same``: every rank gets the arguments as they are. ``sequences``: each data-parallel rank gets its own micro-batches."""
-
-type Join = Literal["first", "any", "equal", "all", "forward_result", "model"]
-"""One result of those of all ranks: that of rank 0, whether any is true, the one that all agree on, the list of them, the
-outputs in the caller's order, or the name of a model that all ranks have built."""
+type Join = Literal["first", "any"]
+"""How a group makes one result of those of its ranks: that of rank 0, or whether any is true."""
 
 
 class Needs(NamedTuple):
@@ -71,79 +66,49 @@ class Needs(NamedTuple):
     form: str = ""
 
 
-_A_MODEL = Needs()
+A_MODEL = Needs()
+ANY_STATE = Needs(weights=False)
+ITS_WEIGHTS = Needs(("model",))
+TRAINED = Needs(trained=True)
 
 
 @dataclass(frozen=True)
 class Atom:
-    """One operation on a model.
+    """One operation on a model: decorates the method of a :class:`~rl_backend.runtime.Runtime` that is its signature.
+
+    All else follows from this declaration: what a runtime checks before the call, and how a group of ranks runs it.
 
     Attributes:
         needs: of the model.
-        flag, with_flag: an argument, and what the call needs instead when it is true.
-        split, join: how a group of ranks runs it; ``join`` is None for what a group does not offer.
-        builds: makes a model. A lost group is built again from these operations.
+        flag, with_flag: a keyword argument, and what the call needs instead when it is true.
+        takes: LoRA tenants alone, models alone, or both.
+        join: how a group of ranks answers; None for what cannot leave a rank, and is not offered by a group.
+        builds: makes the model that it returns. A lost group is built again from these operations.
         frees: ends the model that it is given, which is not built again.
+        name: of the method.
     """
 
-    needs: Needs = _A_MODEL
+    needs: Needs = A_MODEL
     flag: str = ""
-    with_flag: Needs = _A_MODEL
-    split: Split = "same"
-    join: Join | None = None
+    with_flag: Needs = A_MODEL
+    takes: Literal["both", "models", "tenants"] = "both"
+    join: Join | None = "first"
     builds: bool = False
     frees: bool = False
+    name: str = ""
+
+    def __call__[M: Callable[..., Any]](self, method: M) -> M:
+        """Declares the atom of this signature."""
+        ATOMS[method.__name__] = replace(self, name=method.__name__)
+        return method
 
     def needs_with(self, flag: Any) -> Needs:
         """What a call needs that gives this value to the argument ``flag``."""
         return self.with_flag if flag else self.needs
 
 
-_EXPORT = Needs(("model",))
-
-ATOMS: Mapping[str, Atom] = {
-    "build_model": Atom(join="model", builds=True),
-    "train_mode": Atom(Needs(trained=True)),
-    "eval_mode": Atom(),
-    "zero_grad": Atom(Needs(trained=True), join="first"),
-    "forward_backward": Atom(
-        Needs(("model", "grad"), trained=True, whole_gradients=True, form=" with a backward pass"),
-        flag="forward_only",
-        with_flag=Needs(("model",)),
-        split="sequences",
-        join="forward_result",
-    ),
-    "optimizer_step": Atom(Needs(("model", "optimizer", "grad"), trained=True, whole_gradients=True), join="first"),
-    "lr_scheduler_step": Atom(Needs(trained=True), join="first"),
-    "to": Atom(Needs(weights=False), join="first"),
-    "weight_version": Atom(join="equal"),
-    "weight_infos": Atom(),
-    "export_weights": Atom(_EXPORT),
-    "export_shards": Atom(_EXPORT),
-    "export_gradients": Atom(Needs(("grad",), trained=True, whole_gradients=True)),
-    "activations": Atom(_EXPORT),
-    "save_checkpoint": Atom(
-        Needs(("model", "optimizer"), trained=True, form=" of training state"),
-        flag="hf",
-        with_flag=_EXPORT,
-        join="first",
-    ),
-    "wait_for_checkpoint": Atom(Needs(weights=False), join="first"),
-    "checkpoint_is_pending": Atom(Needs(weights=False), join="any"),
-    "load_checkpoint": Atom(Needs(("model", "optimizer"), weights=False), join="first"),
-    "is_mp_src_rank_with_outputs": Atom(),
-    "create_lora_adapter": Atom(join="model", builds=True),
-    "remove_lora_adapter": Atom(Needs(weights=False), join="first", frees=True),
-    "list_lora_adapters": Atom(Needs(weights=False), join="first"),
-    "get_optimizer_state": Atom(Needs(("model", "optimizer"), trained=True), join="first"),
-    "list_optimizer_states": Atom(Needs(weights=False), join="first"),
-    "get_backend_info": Atom(Needs(weights=False), join="first"),
-    "export_lora_adapter": Atom(_EXPORT, join="first"),
-    "import_lora_adapter": Atom(Needs(("model", "optimizer"), trained=True), join="first"),
-    "run_on_ranks": Atom(join="all"),
-    "shutdown": Atom(join="all"),
-}
-"""Every operation by name. The last two are a group's own: they need no model."""
+ATOMS: dict[str, Atom] = {}
+"""Every atom by its name, once its runtime class is imported."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +117,14 @@ class Operation:
 
     Attributes:
         name: in :data:`ATOMS`.
-        arguments: by name, the model's ``handle`` among them.
+        arguments: by name, those that were given, the model's ``handle`` among them.
         number: among the operations of its group; of one that builds a model, also the key of the model.
     """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
+
+    @property
+    def atom(self) -> Atom:
+        return ATOMS[self.name]

@@ -1,6 +1,7 @@
 """LoRA tenants: adapters over one frozen model, each with a rank, targets and an optimizer of its own."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
@@ -92,6 +93,8 @@ class LoRAInfo:
         learning_rate: of the next step.
         num_parameters: that this rank holds.
         bytes: that this rank holds of it: weights, gradients and moments, padding included.
+        shapes: peft's name -> size of each whole factor.
+        hf_path: Hugging Face directory of the base.
     """
 
     name: str
@@ -103,6 +106,8 @@ class LoRAInfo:
     learning_rate: float
     num_parameters: int
     bytes: int
+    shapes: Mapping[str, tuple[int, ...]]
+    hf_path: str
 
 
 def engine_slots(adapters: int, device: str) -> int:

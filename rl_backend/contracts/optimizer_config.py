@@ -1,7 +1,7 @@
 """Optimizer and learning-rate schedule, with the names and defaults of verl's McoreOptimizerConfig."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,6 +9,7 @@ from rl_backend.contracts.base_config import BaseConfig, HasEffect
 from rl_backend.contracts.errors import ConfigError
 
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 _DECAYS = HasEffect(lambda c: c.lr_decay_style != "constant", "lr_decay_style='constant' never decays; set the style")
 _WSD = HasEffect(lambda c: c.lr_decay_style == "WSD", "lr_decay_style={0.lr_decay_style!r} does not read it; use WSD")
@@ -106,3 +107,25 @@ class OptimizerConfig(BaseConfig):
         if self.lr_decay_steps is not None:
             return self.lr_decay_steps
         return self.total_training_steps if self.total_training_steps > 0 else None
+
+
+class AdamParams(BaseConfig):
+    """Values of AdamW for one ``optimizer_step``. None takes what the configuration and its schedules say.
+
+    Attributes:
+        lr: learning rate of every parameter.
+        betas, eps: as of :class:`OptimizerConfig`.
+        weight_decay: of the parameters that are decayed.
+        clip_grad: largest global gradient norm; 0 switches clipping off.
+    """
+
+    lr: NonNegative | None = None
+    betas: tuple[Beta, Beta] | None = None
+    eps: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    weight_decay: NonNegative | None = None
+    clip_grad: NonNegative | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not None, by name."""
+        return {name: value for name, value in self if value is not None}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.data.gym import gym_file, is_gym, open_gym
 from rl_backend.data.hub import FILES, hub_name, require_datasets, why_not
 from rl_backend.data.rows import TEXT_SUFFIXES, ArrowRows, Rows, TextRows
 
@@ -21,9 +22,9 @@ def open_rows(source: Path | str, *, field: str = "dataset", default_split: str 
     """Opens a data set.
 
     Args:
-        source: a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file; a folder that ``datasets`` has saved or can load; or
-            a name on the Hugging Face Hub. Folders and names may be followed by subset and split, as in
-            ``openai/gsm8k:main:test`` and ``folder::train``.
+        source: a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file; a folder that ``datasets`` has saved or can load;
+            a name on the Hugging Face Hub; or a task of reasoning-gym (:mod:`rl_backend.data.gym`). Folders and names may be
+            followed by subset and split, as in ``openai/gsm8k:main:test`` and ``folder::train``.
         field: the option that names it, for messages.
         default_split: taken of several splits where none is named; None asks for one.
 
@@ -35,6 +36,8 @@ def open_rows(source: Path | str, *, field: str = "dataset", default_split: str 
     """
     text = str(source)
     path = Path(text).expanduser()
+    if is_gym(text):
+        return open_gym(text, field=field)
     try:
         if path.is_file():
             if path.suffix not in (*TEXT_SUFFIXES, ".parquet"):
@@ -55,6 +58,8 @@ def open_rows(source: Path | str, *, field: str = "dataset", default_split: str 
 def data_files(source: Path | str, *, field: str = "dataset", default_split: str | None = "train") -> list[Path]:
     """The files that hold the rows of a data set; arguments and errors as of :func:`open_rows`."""
     path = Path(str(source)).expanduser()
+    if is_gym(source):
+        return [gym_file(str(source), field=field)]
     if path.is_file():
         return [path]
     _, found = _load(str(source), field, default_split)

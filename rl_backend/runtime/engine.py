@@ -1,7 +1,7 @@
 """Engines of runtimes, and their models: the calls that PyTorch and Megatron answer differently."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +42,8 @@ class ScheduledOptimizer(Protocol):
 
 
 @dataclass(eq=False, kw_only=True)
-class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
-    """One model of a :class:`~rl_backend.runtime.guarded.GuardedRuntime`.
+class GuardedHandle[O: ScheduledOptimizer](ABC):
+    """One model of a :class:`~rl_backend.runtime.guarded.GuardedRuntime`: a :class:`~rl_backend.contracts.ModelHandle`.
 
     Attributes:
         owner: the runtime that it belongs to; None once it is closed.
@@ -60,20 +60,31 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
         loaded: digest of the manifest of the checkpoint that it has loaded; empty where there is none.
     """
 
-    owner: object | None = None
+    name: str
+    forward_only: bool
+    head: contracts.Head
     config: contracts.RuntimeConfig
+    groups: RankGroups
     hf_config: Mapping[str, Any]
+    kept: Mapping[str, tuple[int, ...]]
     vocab_size: int
     max_length: int | None
     optimizer: O | None
-    groups: RankGroups
+    micro_batch_multiple: int = 1
+    weight_version: int = 0
+    base: contracts.ModelHandle | None = None
+    lora_id: int = -1
     adaptable: Adaptable | None = None
+    owner: object | None = None
+    data_parallel_rank: int = field(init=False)
+    data_parallel_size: int = field(init=False)
     offload: Offload = field(init=False)
     broken: str = ""
     damaged: str = ""
     loaded: str = ""
 
     def __post_init__(self) -> None:
+        self.data_parallel_rank, self.data_parallel_size = self.groups.dp_rank, self.groups.dp_size
         self.offload = Offload(self.name, self.groups.device)
 
     @property
@@ -135,8 +146,12 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
         """Drops all gradients, those in host memory too."""
 
     @abstractmethod
-    def step(self) -> contracts.StepResult:
-        """Clips and steps, or changes nothing."""
+    def step(self, adam: contracts.AdamParams | None = None) -> contracts.StepResult:
+        """Clips and steps, with the values of this step, or changes nothing."""
+
+    def mark_incomplete(self) -> None:
+        """After an error in the middle of a backward pass."""
+        self.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
 
     def release(self) -> None:
         """Drops every tensor; the handle cannot be used again."""
@@ -173,9 +188,11 @@ class Engine[H: GuardedHandle](ABC):
 
     Attributes:
         groups: device and process groups.
+        has_shards: whether a rank holds rectangles of the weights, which ``shards`` gives.
     """
 
     groups: RankGroups
+    has_shards: bool = False
 
     def active(self) -> AbstractContextManager[None]:
         """Around every call of the engine, except while a stream of weights is read."""
@@ -206,13 +223,17 @@ class Engine[H: GuardedHandle](ABC):
 
     @abstractmethod
     def record_activations(self, handle: H, request: PassRequest) -> list[Mapping[str, Tensor]]:
-        """Runs checked micro-batches forward; see :meth:`~rl_backend.runtime.Runtime.activations`."""
+        """Checks the data over all ranks, then runs it forward; see :meth:`~rl_backend.runtime.Runtime.activations`."""
 
     @abstractmethod
     def gather_weights(
         self, handle: H, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
     ) -> WeightStream:
         """Checks the arguments, then returns the generator that gathers."""
+
+    def shards(self, handle: H, dtype: torch.dtype | None) -> Iterator[contracts.WeightShard]:
+        """As :meth:`~rl_backend.runtime.Runtime.export_shards`, of an engine that has them."""
+        raise NotImplementedError
 
     @abstractmethod
     def gather_gradients(self, handle: H, names: Collection[str] | None) -> WeightStream:

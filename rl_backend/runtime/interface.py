@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend import contracts
+from rl_backend.contracts.atoms import ANY_STATE, ITS_WEIGHTS, TRAINED, Atom, Needs
 from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
 from rl_backend.contracts.lora import LoRAConfig, LoRAInfo
 from rl_backend.parallel.shards import chunk
@@ -36,8 +37,11 @@ class RankPlace:
     is_source: bool
 
 
-class Runtime[H: contracts.ModelHandle](ABC):
+class Runtime[H](ABC):
     """One rank's part of a training job. Every method is a collective over the handle's ranks unless it says otherwise.
+
+    Each atom is declared here, once: its signature, and in its decorator what it needs of a model and how a group of ranks
+    runs it. ``H`` names a model: a :class:`~rl_backend.contracts.ModelHandle` on a rank, a reference in a group's driver.
 
     A runtime raises :class:`~rl_backend.contracts.HandleError` for a handle of another runtime.
 
@@ -64,6 +68,7 @@ class Runtime[H: contracts.ModelHandle](ABC):
         """
         raise self._not_offered("place")
 
+    @Atom(builds=True)
     @abstractmethod
     def build_model(
         self,
@@ -97,18 +102,27 @@ class Runtime[H: contracts.ModelHandle](ABC):
                 ``head="values"``.
         """
 
+    @Atom(TRAINED, join=None)
     @abstractmethod
     def train_mode(self, handle: H) -> AbstractContextManager[None]:
         """Training behaviour inside the context; may nest. Not a collective."""
 
+    @Atom(join=None)
     @abstractmethod
     def eval_mode(self, handle: H) -> AbstractContextManager[None]:
         """Evaluation behaviour inside the context; may nest. Not a collective."""
 
+    @Atom(TRAINED)
     @abstractmethod
-    def zero_grad(self, handle: H | Sequence[Any]) -> None:
+    def zero_grad(self, handle: H | Sequence[H]) -> None:
         """Drops all gradients, of one handle or several. Not a collective."""
 
+    @Atom(
+        Needs(("model", "grad"), trained=True, whole_gradients=True, form=" with a backward pass"),
+        flag="forward_only",
+        with_flag=ITS_WEIGHTS,
+        join=None,
+    )
     @abstractmethod
     def forward_backward(
         self,
@@ -137,17 +151,30 @@ class Runtime[H: contracts.ModelHandle](ABC):
         """
 
     @overload
-    def optimizer_step(self, handle: Sequence[Any]) -> list[contracts.StepResult]: ...
+    def optimizer_step(  # type: ignore[overload-overlap]
+        self, handle: Sequence[H], *, adam: Sequence[contracts.AdamParams | None] | None = None
+    ) -> list[contracts.StepResult]: ...
     @overload
-    def optimizer_step(self, handle: H) -> contracts.StepResult: ...
+    def optimizer_step(self, handle: H, *, adam: contracts.AdamParams | None = None) -> contracts.StepResult: ...
+    @Atom(Needs(("model", "optimizer", "grad"), trained=True, whole_gradients=True))
     @abstractmethod
-    def optimizer_step(self, handle: Any) -> Any:
-        """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``."""
+    def optimizer_step(self, handle: Any, *, adam: Any = None) -> Any:
+        """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``.
+
+        Of several LoRA tenants a list of results, in their order; each is skipped by itself.
+
+        Args:
+            adam: values of this step alone, of several tenants those of each; None takes the optimizer's.
+
+        Raises:
+            HandleError: no gradients; then nothing has changed, of several tenants none.
+        """
 
     @overload
-    def lr_scheduler_step(self, handle: Sequence[Any]) -> list[float]: ...
+    def lr_scheduler_step(self, handle: Sequence[H]) -> list[float]: ...  # type: ignore[overload-overlap]
     @overload
     def lr_scheduler_step(self, handle: H) -> float: ...
+    @Atom(TRAINED)
     @abstractmethod
     def lr_scheduler_step(self, handle: Any) -> Any:
         """Advances the schedules by one step and returns the learning rate of the next optimizer step, of one handle or of
@@ -156,16 +183,19 @@ class Runtime[H: contracts.ModelHandle](ABC):
         They count these calls, even after a refused optimizer step: rates follow the steps of the loop, as verl's do.
         """
 
+    @Atom(ANY_STATE)
     @abstractmethod
     def to(
         self, handle: H, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
         """Moves the chosen parts to host memory (``cpu``) or back to the training device (``device``). Not a collective."""
 
+    @Atom(join=None)
     @abstractmethod
     def weight_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[contracts.TensorInfo, ...]:
         """Name, shape and dtype of what ``export_weights`` yields, in its order, without moving data. Not a collective."""
 
+    @Atom(ITS_WEIGHTS, join=None)
     @abstractmethod
     def export_weights(
         self,
@@ -187,6 +217,7 @@ class Runtime[H: contracts.ModelHandle](ABC):
             names: only these; unknown names raise :class:`~rl_backend.contracts.ConfigError` before anything is gathered.
         """
 
+    @Atom(ITS_WEIGHTS, takes="models", join=None)
     def export_shards(self, handle: H, *, dtype: torch.dtype | None = None) -> Iterator[contracts.WeightShard]:
         """Yields this rank's share of every weight, in one order on every rank.
 
@@ -200,6 +231,7 @@ class Runtime[H: contracts.ModelHandle](ABC):
             rows = chunk(slice(0, tensor.shape[0]), dist.get_world_size(), dist.get_rank())
             yield contracts.WeightShard(name, tuple(tensor.shape), (rows.start, *([0] * (tensor.dim() - 1))), tensor[rows])
 
+    @Atom(Needs(("grad",), trained=True, whole_gradients=True), join=None)
     def export_gradients(self, handle: H, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, full float32 gradient) in the order of :meth:`export_weights`.
 
@@ -215,6 +247,7 @@ class Runtime[H: contracts.ModelHandle](ABC):
         """
         raise self._not_offered("export_gradients")
 
+    @Atom(ITS_WEIGHTS, join=None)
     def activations(self, handle: H, data: Sequence[contracts.PackedBatch]) -> list[Mapping[str, Tensor]]:
         """Hidden states between the modules of the model: a forward pass without gradients in evaluation mode.
 
@@ -232,6 +265,11 @@ class Runtime[H: contracts.ModelHandle](ABC):
         """
         raise self._not_offered("activations")
 
+    @Atom(
+        Needs(("model", "optimizer"), trained=True, form=" of training state"),
+        flag="hf",
+        with_flag=ITS_WEIGHTS,
+    )
     @abstractmethod
     def save_checkpoint(
         self,
@@ -262,10 +300,12 @@ class Runtime[H: contracts.ModelHandle](ABC):
             HandleError: training state of a forward-only handle.
         """
 
+    @Atom(ANY_STATE)
     @abstractmethod
     def wait_for_checkpoint(self, handle: H) -> None:
         """Waits until an asynchronous save of this handle is complete; raises its error, on every rank."""
 
+    @Atom(ANY_STATE, join="any")
     @abstractmethod
     def checkpoint_is_pending(self, handle: H) -> bool:
         """Whether an asynchronous save of this handle is still being written; raises its error. Not a collective.
@@ -274,6 +314,7 @@ class Runtime[H: contracts.ModelHandle](ABC):
         again, on every rank, by what waits for the save next.
         """
 
+    @Atom(Needs(("model", "optimizer"), weights=False))
     @abstractmethod
     def load_checkpoint(self, handle: H, path: Path | str) -> dict[str, Any]:
         """Restores what ``save_checkpoint`` wrote: weights, optimizer, schedules, random state, weight version.
@@ -288,6 +329,7 @@ class Runtime[H: contracts.ModelHandle](ABC):
                 head.
         """
 
+    @Atom(builds=True)
     def create_lora_adapter(
         self,
         handle: H,
@@ -296,7 +338,7 @@ class Runtime[H: contracts.ModelHandle](ABC):
         *,
         name: str = "",
         head: contracts.Head | None = None,
-    ) -> contracts.ModelHandle:
+    ) -> H:
         """Makes a tenant that leaves the model as it is, B being 0. A collective.
 
         Args:
@@ -313,15 +355,23 @@ class Runtime[H: contracts.ModelHandle](ABC):
         """
         raise self._not_offered("create_lora_adapter")
 
-    def remove_lora_adapter(self, handle: contracts.ModelHandle) -> None:
+    @Atom(ANY_STATE, takes="tenants", frees=True)
+    def remove_lora_adapter(self, handle: H) -> None:
         """Frees a tenant; its handle cannot be used again. Not a collective."""
         raise self._not_offered("remove_lora_adapter")
 
+    @Atom(ANY_STATE, takes="tenants")
+    def get_lora_adapter(self, handle: H) -> LoRAInfo:
+        """Facts about a tenant. Not a collective."""
+        raise self._not_offered("get_lora_adapter")
+
+    @Atom(ANY_STATE)
     def list_lora_adapters(self, handle: H) -> list[LoRAInfo]:
         """The tenants of a model in the order of making. Not a collective."""
         raise self._not_offered("list_lora_adapters")
 
-    def get_optimizer_state(self, handle: contracts.ModelHandle) -> OptimizerState:
+    @Atom(Needs(("model", "optimizer"), trained=True))
+    def get_optimizer_state(self, handle: H) -> OptimizerState:
         """Steps, learning rate and whole moments of a tenant, or of a model that is trained itself. A collective.
 
         Raises:
@@ -330,15 +380,18 @@ class Runtime[H: contracts.ModelHandle](ABC):
         """
         raise self._not_offered("get_optimizer_state")
 
-    def list_optimizer_states(self, handle: contracts.ModelHandle) -> list[OptimizerStateInfo]:
+    @Atom(ANY_STATE)
+    def list_optimizer_states(self, handle: H) -> list[OptimizerStateInfo]:
         """Of the model, where it is trained, and of its tenants. Not a collective."""
         raise self._not_offered("list_optimizer_states")
 
-    def get_backend_info(self, handle: contracts.ModelHandle) -> BackendInfo:
+    @Atom(ANY_STATE)
+    def get_backend_info(self, handle: H) -> BackendInfo:
         """What runs the model, or the base of a tenant, and for whom. Not a collective."""
         raise self._not_offered("get_backend_info")
 
-    def export_lora_adapter(self, handle: contracts.ModelHandle, *, copy: bool = True) -> Iterator[tuple[str, Tensor]]:
+    @Atom(ITS_WEIGHTS, takes="tenants", join=None)
+    def export_lora_adapter(self, handle: H, *, copy: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yields (peft's name, whole factor) in one order, float32, at the true rank. A collective over a model replica.
 
         Take all of them before the tenant's next step: a single rank reads each when it is taken.
@@ -349,8 +402,9 @@ class Runtime[H: contracts.ModelHandle](ABC):
         """
         raise self._not_offered("export_lora_adapter")
 
+    @Atom(Needs(("model", "optimizer"), trained=True), takes="tenants")
     def import_lora_adapter(
-        self, handle: contracts.ModelHandle, tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | Path | str
+        self, handle: H, tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | Path | str
     ) -> None:
         """Takes the factors that :meth:`export_lora_adapter` gives, or those of a directory that peft has written.
 
@@ -363,6 +417,7 @@ class Runtime[H: contracts.ModelHandle](ABC):
         """
         raise self._not_offered("import_lora_adapter")
 
+    @Atom(join=None)
     @abstractmethod
     def is_mp_src_rank_with_outputs(self, handle: H) -> bool:
         """Whether this rank is the one of its model-parallel group whose ``ForwardResult`` has outputs. Not a collective."""

@@ -1,6 +1,9 @@
-"""Learning-rate and weight-decay schedules."""
+"""Learning-rate and weight-decay schedules, and values of AdamW for a single step."""
 
 import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from rl_backend.contracts import OptimizerConfig
 
@@ -74,3 +77,23 @@ class ParameterSchedule:
                 return 2.0 * math.pow(0.5, ratio) - 1.0
             case "minus_sqrt":
                 return 1.0 - math.sqrt(ratio)
+
+
+@contextmanager
+def values_of_step(param_groups: Sequence[dict[str, Any]], given: Mapping[str, Any]) -> Generator[None]:
+    """Inside, parameter groups as of ``torch.optim.AdamW`` have the given values in place of their own.
+
+    Args:
+        param_groups: the weight decay of each is multiplied by its ``wd_mult``, 0 for what is not decayed.
+        given: of ``lr``, ``betas``, ``eps`` and ``weight_decay`` those that change.
+    """
+    before = [{name: group[name] for name in given if name in group} for group in param_groups]
+    try:
+        for group, own in zip(param_groups, before, strict=True):
+            group.update({name: given[name] for name in own})
+            if "weight_decay" in own:
+                group["weight_decay"] *= group["wd_mult"]
+        yield
+    finally:
+        for group, own in zip(param_groups, before, strict=True):
+            group.update(own)

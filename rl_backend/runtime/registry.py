@@ -8,7 +8,7 @@ from typing import Any
 from rl_backend.checkpoint.hf_reader import require_float_weights
 from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.contracts import BACKEND_CONFIGS, BackendConfig, Head, Registry, RuntimeConfig
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.interface import Runtime
 
 type RuntimeFactory = Callable[[RuntimeConfig], Runtime[Any]]
@@ -28,7 +28,7 @@ def register_runtime(
     Args:
         name: the value of ``RuntimeConfig.backend``.
         config_type: type of ``RuntimeConfig.backend_cfg`` for it.
-        factory: usually the :class:`~rl_backend.runtime.interface.Runtime` subclass.
+        factory: makes the :class:`~rl_backend.runtime.interface.Runtime`.
         check: raises for a model directory, which exists, that the runtime cannot lay out as the configuration says. It runs
             before any rank is started.
 
@@ -86,8 +86,8 @@ def _imported(module: str, name: str) -> Callable[[RuntimeConfig], Any]:
     return lambda config: getattr(importlib.import_module(f"rl_backend.runtime.{module}"), name)(config)
 
 
-_FACTORIES.add("native", _imported("native", "NativeRuntime"))
+_FACTORIES.add("native", _imported("native.engine", "native_runtime"))
 _CHECKS["native"] = _imported("native.layout", "check_config")
-_FACTORIES.add("bridge", _imported("bridge", "BridgeRuntime"))
-_CHECKS["bridge"] = _imported("bridge_checks", "check_config")
+_FACTORIES.add("bridge", _imported("bridge.engine.engine", "bridge_runtime"))
+_CHECKS["bridge"] = _imported("bridge.checks", "check_config")
 BACKEND_CONFIGS.add("bridge", BridgeConfig)

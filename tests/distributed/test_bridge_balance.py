@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import ConfigError
-from rl_backend.runtime.bridge import BridgeRuntime
+from rl_backend.runtime.bridge.engine.engine import BridgeRuntime
 from tests.support.bridge_runs import open_bridge, poisoned_loss
 from tests.support.bridge_state import SPLIT, bridge_data, exported
 from tests.support.models import write_tiny

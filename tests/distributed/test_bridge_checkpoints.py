@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import CheckpointError, OptimizerConfig
-from rl_backend.runtime.bridge import stored_rows
+from rl_backend.runtime.bridge.state import stored_rows
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import exported, optimizer_shards, train_bridge
 from tests.support.critic import squared_error

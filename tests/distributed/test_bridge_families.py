@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl_backend.contracts import ConfigError, PackedBatch, UnsupportedError
-from rl_backend.runtime.bridge_checks import check_config
+from rl_backend.runtime.bridge.checks import check_config
 from tests.support.bridge_runs import Run, assert_same, bridge_config, open_bridge, train_job, whole
 from tests.support.bridge_state import exported, exported_gradients, stored_weights
 from tests.support.families import random_sequences

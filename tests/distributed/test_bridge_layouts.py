@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.runtime.bridge_checks import COUNTED_AS_LAYERS
+from rl_backend.runtime.bridge.checks import COUNTED_AS_LAYERS
 from tests.support.bridge_runs import Run, assert_same, open_bridge, train_job, whole
 from tests.support.layouts import layouts
 from tests.support.models import write_tiny

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import HandleError
-from rl_backend.runtime.bridge.handle import BridgeHandle
-from rl_backend.runtime.bridge.runtime import BridgeRuntime
+from rl_backend.runtime.bridge.engine.engine import BridgeRuntime
+from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import bridge_data
 from tests.support.native import token_loss

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import OptimizerConfig
-from rl_backend.runtime.bridge.handle import BridgeHandle
+from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from tests.support.bridge_runs import open_bridge, poisoned_loss, share, state
 from tests.support.bridge_state import bridge_data, exported
 from tests.support.moe import write_moe

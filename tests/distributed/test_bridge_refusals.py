@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.runtime.bridge import BridgeRuntime
+from rl_backend.runtime.bridge.engine.engine import bridge_runtime
 from tests.support.bridge_runs import bridge_config, open_bridge
 from tests.support.models import write_tiny
 from tests.support.native import micro_batches, token_loss
@@ -49,7 +49,7 @@ def second_layout_job(model: str) -> None:
         before = num_threads()
         for _ in range(3):
             with pytest.raises(ConfigError, match="one layout per process"):
-                BridgeRuntime(bridge_config(model, {"pp": 2}))
+                bridge_runtime(bridge_config(model, {"pp": 2}))
         assert num_threads() == before
         runtime.forward_backward(runtime.build_model(), micro_batches(SPLIT), token_loss)
     with open_bridge(model, {"pp": 2}) as runtime:

@@ -17,7 +17,7 @@ from rl_backend.checkpoint import hf_writer, training_state
 from rl_backend.checkpoint.manifest import read_manifest
 from rl_backend.checkpoint.training_state import HostBuffers
 from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import native_runtime
 from tests.support.bridge_runs import open_bridge
 from tests.support.disk import full_disk
 from tests.support.memory import peak_memory, reset_peak_memory
@@ -358,7 +358,7 @@ def test_a_path_that_exists_or_cannot_be_made_is_refused_on_every_rank(
 def full_disk_job(model: str, parent: str, heard_by: str) -> str:
     """The error of a save that rank 1 cannot write, heard by the call that is named; afterwards saving works again."""
     path, good = Path(parent, "saved"), Path(parent, "good")
-    runtime = NativeRuntime(make_config(model))
+    runtime = native_runtime(make_config(model))
     handle = runtime.build_model()
     runtime.save_checkpoint(handle, good)
     with full_disk(dist.get_rank() == 1):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rl_backend.contracts import BatchError, HandleError, MetricValue, ModelOutput, PackedBatch
-from rl_backend.runtime.native import NativeHandle
+from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.native import (
     assert_equal_tensors,
     deal,

@@ -13,7 +13,7 @@ from rl_backend.contracts import OptimizerConfig
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.packing import pack
 from rl_backend.runtime import Runtime
-from rl_backend.runtime.bridge.loading import open_bridge as open_conversion
+from rl_backend.runtime.bridge.model.loading import open_bridge as open_conversion
 from tests.support.bridge_runs import open_bridge
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_backend.runtime.bridge import megatron_cpu
-from rl_backend.runtime.bridge.megatron_cpu import PATCHES, Patch, on_cpu
+from rl_backend.runtime.bridge.megatron import cpu as megatron_cpu
+from rl_backend.runtime.bridge.megatron.cpu import PATCHES, Patch, on_cpu
 from tests.support.bridge_runs import open_bridge, share
 from tests.support.moe import write_moe
 from tests.support.native import micro_batches, token_loss

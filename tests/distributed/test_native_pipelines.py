@@ -12,7 +12,7 @@ import torch
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.pipeline.catalog import make_schedule
 from rl_backend.pipeline.executor import PipelineExecutor
-from rl_backend.runtime.native import pipeline
+from rl_backend.runtime.native import forward_backward
 from tests.distributed.test_native_layouts import SPLIT, Run, assert_same, run_layout
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
@@ -142,11 +142,11 @@ def many_job(model: str, layout: Mapping[str, int], settings: Mapping[str, Any])
                 executors.append(self)
                 super().run()
 
-        pipeline.PipelineExecutor, original = Watched, pipeline.PipelineExecutor  # type: ignore[misc]
+        forward_backward.PipelineExecutor, original = Watched, forward_backward.PipelineExecutor  # type: ignore[misc]
         try:
             runtime.forward_backward(handle, micro_batches([[index] for index in range(8)]), token_loss)
         finally:
-            pipeline.PipelineExecutor = original  # type: ignore[misc]
+            forward_backward.PipelineExecutor = original  # type: ignore[misc]
         gradients = {name: tensor.clone() for name, tensor in runtime.export_gradients(handle)}
         held = executors[0].peak_activations if executors else 0
         return gradients, held, handle.groups.pp_group.rank()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_backend.contracts import OptimizerConfig
 from rl_backend.parallel.shards import local_tensor, owns
-from rl_backend.runtime.native import NativeHandle
+from rl_backend.runtime.native.handle import NativeHandle
 from tests.distributed.test_export import stored_weights
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe

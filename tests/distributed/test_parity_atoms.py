@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import BatchError, ConfigError, HandleError
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
+from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.native import (
     assert_equal_tensors,
     gradients,

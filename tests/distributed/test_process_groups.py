@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rl_backend.contracts import ConfigError, ParallelConfig
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import native_runtime
 from tests.support.native import make_config, train
 from tests.support.rank_pool import RankPool
 
@@ -34,8 +34,8 @@ def two_runtimes_job(model: str, port: int | None) -> tuple[list[bool], int]:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         alive = [dist.is_initialized()]
-        first = NativeRuntime(make_config(model))
-        second = NativeRuntime(make_config(model))
+        first = native_runtime(make_config(model))
+        second = native_runtime(make_config(model))
         first.close()
         alive.append(dist.is_initialized())
         train(second, second.build_model(), 1)
@@ -62,7 +62,7 @@ def test_without_an_environment_a_process_is_a_job_of_its_own(ranks: RankPool, t
 
 def timeouts_job(model: str) -> list[timedelta]:
     """Of the collectives on the device and on the host."""
-    runtime = NativeRuntime(make_config(model))
+    runtime = native_runtime(make_config(model))
     groups = (runtime.engine.groups.dp_group, runtime.engine.groups.host_group)
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     runtime.close()
@@ -78,7 +78,7 @@ def failing_group_job() -> list[bool]:
     """Whether Megatron's groups and the default group are there after a failure to make the last group."""
     from megatron.core import parallel_state
 
-    from rl_backend.runtime.bridge import groups
+    from rl_backend.runtime.bridge.megatron import groups
 
     os.environ.pop("WORLD_SIZE")
     new_group = dist.new_group
@@ -108,7 +108,7 @@ def test_groups_of_the_bridge_that_were_not_all_made_are_left(ranks: RankPool) -
 
 
 def foreign_group_job(model: str) -> bool:
-    runtime = NativeRuntime(make_config(model))
+    runtime = native_runtime(make_config(model))
     runtime.close()
     dist.barrier()
     return dist.is_initialized()
@@ -122,7 +122,7 @@ def incomplete_environment_job(model: str) -> str:
     os.environ.pop("RANK")
     try:
         with pytest.raises(ConfigError) as caught:
-            NativeRuntime(make_config(model))
+            native_runtime(make_config(model))
         assert not dist.is_initialized()
         return str(caught.value)
     finally:
@@ -139,7 +139,7 @@ def threads_left_job(model: str) -> list[tuple[int, int]]:
     """Process groups and threads after each of several runtimes with every kind of group has trained and is closed."""
     left = []
     for _ in range(3):
-        runtime = NativeRuntime(make_config(model, parallel={"tp": 2, "cp": 2}))
+        runtime = native_runtime(make_config(model, parallel={"tp": 2, "cp": 2}))
         train(runtime, runtime.build_model(), 1)
         runtime.close()
         left.append((len(dist.distributed_c10d._world.pg_map), len(list(Path("/proc/self/task").iterdir()))))

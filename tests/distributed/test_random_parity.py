@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks import parity_random, report
-from benchmarks.parity_random import TRIALS
 
 
 @pytest.mark.long
@@ -18,7 +17,7 @@ def test_random_shapes_pass_and_a_stopped_run_continues(tmp_path: Path, monkeypa
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     file = tmp_path / "parity.json"
     file.write_text(json.dumps({"pairs": {"kept": True}}))
-    assert parity_random.run_random(1, go_on=False, trial=TRIALS["decoders"])
+    assert parity_random.run_random(1, go_on=False)
     first = shapes(file)
     assert first["accepted"] == first["passed"]
     assert min(first["accepted"].values()) >= 1 and min(first["accepted_mixtures"].values()) >= 1
@@ -32,12 +31,12 @@ def test_random_shapes_pass_and_a_stopped_run_continues(tmp_path: Path, monkeypa
         return compare(model, seed, *arguments)
 
     monkeypatch.setattr(parity_random, "compare_shape", counted)
-    assert parity_random.run_random(1, go_on=True, trial=TRIALS["decoders"])
+    assert parity_random.run_random(1, go_on=True)
     assert compared == []
     broken = json.loads(file.read_text())
     broken["random_shapes"]["shapes"]["0"]["native"] = {"outcome": "failed", "error": "stopped"}
     file.write_text(json.dumps(broken))
-    assert parity_random.run_random(1, go_on=True, trial=TRIALS["decoders"])
+    assert parity_random.run_random(1, go_on=True)
     assert compared == [0]
     assert shapes(file)["shapes"] == first["shapes"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.runtime.bridge.handle import BridgeHandle
+from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from tests.support.bridge_runs import open_bridge
 from tests.support.checkpoint_layouts import Layout, bridge, native
 from tests.support.native import assert_equal_tensors
@@ -63,7 +63,7 @@ def tracked_job(model: str, layout: dict[str, int], path: str, load: bool) -> di
     """Megatron's streams after a save at a place where no two ranks are, or after loading it."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from rl_backend.runtime.bridge.megatron_cpu import on_cpu
+    from rl_backend.runtime.bridge.megatron.cpu import on_cpu
 
     with open_bridge(model, layout) as runtime:
         handle = runtime.build_model()
@@ -101,8 +101,8 @@ def moved_job(model: str, path: str, prefix: str, size: int) -> list[dict[str, T
     """Megatron's streams when they are saved as ``prefix`` with ``size`` bytes each, before loading that, and after."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from rl_backend.runtime.bridge import checkpoints
-    from rl_backend.runtime.bridge.megatron_cpu import on_cpu
+    from rl_backend.runtime.bridge.engine import checkpoints
+    from rl_backend.runtime.bridge.megatron.cpu import on_cpu
 
     state_here = checkpoints._random_state
 

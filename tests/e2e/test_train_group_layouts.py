@@ -26,7 +26,7 @@ from rl_backend.contracts import (
     TokenSequence,
 )
 from rl_backend.data import prepare_micro_batches
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from tests.support.models import write_tiny_qwen3
 from tests.support.sft_batches import random_token_sequences
 

@@ -11,7 +11,7 @@ import pytest
 
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig
 from rl_backend.runtime import create_runtime
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
 from tests.support.models import write_tiny_qwen3
 
 type MakeRuntime = Callable[..., NativeRuntime]

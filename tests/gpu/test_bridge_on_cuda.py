@@ -10,7 +10,7 @@ import torch
 
 from rl_backend.contracts import ConfigError, NativeConfig, OptimizerConfig, RuntimeConfig, UnsupportedError
 from rl_backend.runtime import create_runtime
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from tests.support.models import write_tiny_qwen3
 from tests.support.native import micro_batches, token_loss
 

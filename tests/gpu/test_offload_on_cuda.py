@@ -16,7 +16,7 @@ from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, UnsupportedError
 from rl_backend.contracts.atoms import PARTS
 from rl_backend.runtime import create_runtime
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from tests.support.sft_batches import random_token_sequences, sft_micro_batches
 
 pytestmark = pytest.mark.gpu

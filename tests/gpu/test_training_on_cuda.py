@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import MetricValue, ModelOutput, OptimizerConfig, PackedBatch
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
+from rl_backend.runtime.native.handle import NativeHandle
 from tests.gpu.conftest import MakeRuntime
 from tests.support.sft_batches import random_token_sequences, sft_micro_batches
 

@@ -109,11 +109,12 @@ def entered_by(top: Path) -> dict[tuple[str, str], dict[str, float]]:
                 of_file[file_of[test["number"]]][test["test"]] = test["seconds"]
         for line in (folder / "entered.tsv").read_text().splitlines():
             number, phase, file, function = line.split("\t")
-            # A comprehension or an inner function belongs to the function that a reader sees.
-            name = file, function.partition(".<locals>")[0]
-            if phase == "setup":
-                found[name] |= of_file.get(file_of.get(int(number), ""), {})
-            elif int(number) in passed:
-                test_id, seconds = passed[int(number)]
-                found[name][test_id] = seconds
+            # What an inner function or a comprehension enters counts for the function around it as well.
+            names = {(file, function.partition(".<locals>")[0]), (file, function.replace(".<locals>", ""))}
+            for name in names:
+                if phase == "setup":
+                    found[name] |= of_file.get(file_of.get(int(number), ""), {})
+                elif int(number) in passed:
+                    test_id, seconds = passed[int(number)]
+                    found[name][test_id] = seconds
     return dict(found)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import ModelOutput, OptimizerConfig, PackedBatch, RuntimeConfig
-from rl_backend.runtime.bridge import BridgeRuntime
-from rl_backend.runtime.bridge.handle import BridgeHandle
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
+from rl_backend.runtime.bridge.engine.engine import BridgeRuntime, bridge_runtime
+from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from tests.support.native import LENGTHS, assert_near, micro_batches, token_loss
 
 
@@ -53,7 +53,7 @@ def bridge_config(
 
 @contextmanager
 def open_bridge(model: Path | str, parallel: Mapping[str, int] | None = None, **settings: Any) -> Iterator[BridgeRuntime]:
-    runtime = BridgeRuntime(bridge_config(model, parallel, **settings))
+    runtime = bridge_runtime(bridge_config(model, parallel, **settings))
     try:
         yield runtime
     finally:

@@ -1,6 +1,6 @@
-"""The tables of docs/claims.md: each line is a claim that tests carry as ``@pytest.mark.shows("area: claim")``.
+"""The tables of docs/reference/claims.md: each line is a claim that tests carry as ``@pytest.mark.shows("area: claim")``.
 
-python -m tests.support.claims      writes the tables into docs/claims.md
+python -m tests.support.claims      writes the tables into docs/reference/claims.md
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.support.matrix import LEFT_OUT
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "claims.md"
+PAGE = ROOT / "docs" / "reference" / "claims.md"
 START, END = "<!-- what works: from tests -->", "<!-- end -->"
 RUN_BY = ("", " (`make test-all`)", " (run by name)")
 """What a link says of a file: `make test` runs it, `make test-all` alone does, or neither has time for it."""
@@ -43,7 +43,7 @@ def tables(root: Path = ROOT) -> str:
     for claim, files in sorted(claims(root).items()):
         area, _, text = claim.partition(": ")
         links = ", ".join(
-            f"[{Path(name).stem.removeprefix('test_')}](../{name}){RUN_BY[run_by]}" for name, run_by in files.items()
+            f"[{Path(name).stem.removeprefix('test_')}](../../{name}){RUN_BY[run_by]}" for name, run_by in files.items()
         )
         areas[area].append(f"| {text} | {links} |")
     parts = ["Areas: " + ",\n".join(f"[{area}](#{_anchor(area)})" for area in areas) + "."]
@@ -53,7 +53,7 @@ def tables(root: Path = ROOT) -> str:
 
 
 def page_with_tables() -> str:
-    """docs/claims.md with the tables between its markers brought up to date."""
+    """docs/reference/claims.md with the tables between its markers brought up to date."""
     head, rest = PAGE.read_text().split(START)
     _, tail = rest.split(END)
     return f"{head}{START}\n{tables()}\n{END}{tail}"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.support.claims import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ("make", "rl-backend", "pip", "ray", "chmod", "export", "python", ".venv/bin/python")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAMS = ("make", "rl-backend", "pip", "ray", "chmod", "unzip", "export", "python", ".venv/bin/python")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from rl_backend import LossFn, NativeConfig, PackedBatch, RuntimeConfig, register_runtime
 from rl_backend.contracts import ForwardResult, HandleError, MetricValue, ModelOutput
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.guarded import GuardedRuntime
+from rl_backend.runtime.native.engine import NativeEngine
+from rl_backend.runtime.native.handle import NativeHandle
 
 type Fault = Literal[
     "none",
@@ -38,14 +40,14 @@ class FaultyConfig(NativeConfig):
     fault: Fault = "none"
 
 
-class FaultyRuntime(NativeRuntime):
+class FaultyRuntime(GuardedRuntime[NativeHandle]):
     """The native runtime, wrong in one place."""
 
     def __init__(self, config: RuntimeConfig) -> None:
         assert isinstance(config.backend_cfg, FaultyConfig)
         self.fault = config.backend_cfg.fault
         self.steps = 0
-        super().__init__(config)
+        super().__init__(config, NativeEngine(config))
         if self.engine.groups.dp_rank == self.engine.groups.dp_size - 1:
             self._fail_alone()
 

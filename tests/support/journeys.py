@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from rl_backend.contracts import StepResult
 from rl_backend.contracts.atoms import PARTS
-from rl_backend.runtime.bridge.handle import BridgeHandle
-from rl_backend.runtime.bridge.runtime import BridgeRuntime
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.bridge.engine.engine import BridgeRuntime
+from rl_backend.runtime.bridge.engine.handle import BridgeHandle
+from rl_backend.runtime.native.engine import NativeRuntime
+from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import optimizer_shards
 from tests.support.native import assert_equal_tensors, deal, micro_batches, open_runtime, optimizer_state, token_loss

@@ -29,7 +29,7 @@ from actors.run.store import RunCheckpoints
 from rl_backend import NativeConfig, OptimizerConfig, RuntimeConfig, create_runtime
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import CheckpointError
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.weights.inspection import tensor_digest
 from tests.support.kills import kill_at
 from tests.support.sft_batches import random_token_sequences, sft_micro_batches

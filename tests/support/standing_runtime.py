@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_backend.contracts import RoutedLayers, RuntimeConfig, StepResult, TensorInfo
+from rl_backend.contracts import AdamParams, RoutedLayers, RuntimeConfig, StepResult, TensorInfo
 from rl_backend.runtime.engine import Engine, GuardedHandle
 from rl_backend.runtime.guarded import GuardedRuntime
 
@@ -30,7 +30,7 @@ class Trainer:
 class StandingHandle(GuardedHandle[Any]):
     """A model of two modules."""
 
-    events: list[str]
+    events: list[Any]
     routed: RoutedLayers | None = None
     answer: StepResult = StepResult(True, 1.0, None)
 
@@ -64,7 +64,8 @@ class StandingHandle(GuardedHandle[Any]):
     def drop_gradients(self) -> None:
         self.events.append("drop")
 
-    def step(self) -> StepResult:
+    def step(self, adam: AdamParams | None = None) -> StepResult:
+        self.events.append(adam)
         return self.answer
 
     def release(self) -> None:
@@ -105,8 +106,6 @@ class StandingEngine(Engine[StandingHandle]):
             name=name,
             forward_only=forward_only,
             weight_version=7,
-            data_parallel_rank=1,
-            data_parallel_size=3,
             head=head,
             config=config,
             hf_config={"model_type": "standing"},

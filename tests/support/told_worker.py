@@ -9,10 +9,11 @@ from typing import Any
 from ray import cloudpickle
 
 from actors.train import worker
-from actors.train.context import HandleRef, RankContext
+from actors.train.context import HandleRef, RankContext, RankFunction
 from actors.train.order import Driver, OperationHeader
 from rl_backend.contracts import ModelHandle
 from rl_backend.contracts.atoms import Operation
+from tests.support.plain_handle import PlainHandle
 
 
 class ToldRuntime:
@@ -58,15 +59,19 @@ class ToldRank:
         runtime: Any = self.runtime
         self.worker = worker.TrainWorker("group-of-long-id", rank, 5, 1, Driver("1", "a driver"))
         self.context = self.worker._context = RankContext(runtime, "group-of-long-id", rank, 5)
-        self.trained, self.frozen = ModelHandle("policy", False, 3, 0, 1), ModelHandle("reference", True, 5, 0, 1)
+        self.trained, self.frozen = PlainHandle("policy", False, 3, 0, 1), PlainHandle("reference", True, 5, 0, 1)
         self.context._handles = {1: self.trained, 2: self.frozen}
         self.number = 0
 
-    def run(self, name: str, loss: Any = None, **arguments: Any) -> Any:
-        return worker.run(self.context, Operation(name, arguments), loss)
+    def run(self, name: str, **arguments: Any) -> Any:
+        return worker.run(self.context, Operation(name, arguments), None)
 
-    def execute(self, operation: Operation, **header: Any) -> tuple[Any, Any]:
+    def call(self, function: Any, *args: Any, loss: Any = None, **kwargs: Any) -> Any:
+        return worker.run(self.context, RankFunction(function, args, kwargs), loss)
+
+    def execute(self, call: Operation | RankFunction, **header: Any) -> tuple[Any, Any]:
         self.number += 1
-        given = OperationHeader(self.number, operation.name, **header)
-        found: tuple[Any, Any] = self.worker.execute(given, cloudpickle.dumps(operation), None)
+        name = call.name if isinstance(call, Operation) else call.function.__name__
+        given = OperationHeader(self.number, name, **header)
+        found: tuple[Any, Any] = self.worker.execute(given, cloudpickle.dumps(call), None)
         return found

@@ -24,7 +24,6 @@ from rl_backend.contracts import (
     Head,
     LossFn,
     Metric,
-    ModelHandle,
     ModelOutput,
     OptimizerConfig,
     PackedBatch,
@@ -35,6 +34,7 @@ from rl_backend.contracts import (
     merge_metrics,
 )
 from rl_backend.runtime import RouterReplay, Runtime, register_runtime
+from tests.support.plain_handle import PlainHandle
 
 
 class UnigramConfig(BackendConfig):
@@ -48,7 +48,7 @@ class UnigramConfig(BackendConfig):
 
 
 @dataclass(eq=False)
-class UnigramHandle(ModelHandle):
+class UnigramHandle(PlainHandle):
     weight: Tensor | None = None
 
 

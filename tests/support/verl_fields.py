@@ -1,82 +1,31 @@
-"""The tables of docs/verl.md: what becomes of each field of verl's configurations.
-
-python -m tests.support.verl_fields      writes them into docs/verl.md
-"""
+"""The tables of docs/reference/verl_fields.md: field -> what becomes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 
-from adapters.verl import field_decisions, megatron_decisions
-from adapters.verl.field_decisions import Decision
-from adapters.verl.lora_settings import LORA
-from adapters.verl.megatron_decisions import MegatronField
+from adapters.verl.options.decisions import ADAM, CHECKPOINT, DDP, ENGINE, LORA, MODEL, OPTIMIZER, TRANSFORMER
 from tests.support.claims import ROOT
 
-PAGE = ROOT / "docs" / "verl.md"
-MEGATRON_TABLES = {
-    "override_transformer_config": megatron_decisions.TRANSFORMER,
-    "override_ddp_config": megatron_decisions.DDP,
-    "override_optimizer_config": megatron_decisions.OPTIMIZER,
+PAGE = ROOT / "docs" / "reference" / "verl_fields.md"
+TITLES = {
+    ENGINE: "Engine: `McoreEngineConfig`",
+    f"{ENGINE}.router_replay": "Router replay: `McoreEngineConfig.router_replay`",
+    f"{ENGINE}.qat": "Quantization: `McoreEngineConfig.qat`",
+    OPTIMIZER: "Optimizer: `McoreOptimizerConfig`",
+    MODEL: "Model: `HFModelConfig`",
+    LORA: "LoRA: `HFModelConfig.lora`",
+    f"{MODEL}.mtp": "Multi-token prediction: `HFModelConfig.mtp`",
+    CHECKPOINT: "Checkpoint: `CheckpointConfig`, `McoreCheckpointConfig`",
+    TRANSFORMER: "Megatron's fields in `override_transformer_config`",
+    DDP: "Megatron's fields in `override_ddp_config`",
+    ADAM: "Megatron's fields in `override_optimizer_config`",
 }
-START, END = "<!-- fields: from adapters/verl/field_decisions.py -->", "<!-- end of fields -->"
-TABLES = {
-    "Engine": ("`McoreEngineConfig`", field_decisions.ENGINE),
-    "Router replay": ("`McoreEngineConfig.router_replay`", field_decisions.ROUTER_REPLAY),
-    "Quantization": ("`McoreEngineConfig.qat`", field_decisions.QAT),
-    "Optimizer": ("`McoreOptimizerConfig`", field_decisions.OPTIMIZER),
-    "Model": ("`HFModelConfig`", field_decisions.MODEL),
-    "LoRA": ("`HFModelConfig.lora`", LORA),
-    "Multi-token prediction": ("`HFModelConfig.mtp`", field_decisions.MTP),
-    "Checkpoint": ("`CheckpointConfig`, `McoreCheckpointConfig`", field_decisions.CHECKPOINT),
-}
+"""Configuration or dictionary of ``DECISIONS`` -> headline."""
 
 
-def tables() -> str:
-    """The tables in Markdown; fields with one decision share a row."""
-    parts = []
-    for title, (classes, decisions) in TABLES.items():
-        rows = [f"### {title}: {classes}", "| field | what becomes of it |", "|---|---|"]
-        rows += [f"| {', '.join(f'`{name}`' for name in names)} | {becomes} |" for becomes, names in _rows(decisions)]
-        parts.append("\n".join(rows))
-    parts += [_megatron_table(title, fields) for title, fields in MEGATRON_TABLES.items()]
-    return "\n\n".join(parts)
-
-
-def _megatron_table(title: str, fields: Mapping[str, MegatronField]) -> str:
-    rows: dict[tuple[str, str, tuple[object, ...]], list[str]] = {}
-    for name, field in fields.items():
-        rows.setdefault((field.native, field.bridge, field.at_rest), []).append(name)
-    lines = [f"### Megatron's fields in `{title}`", "| field | asks for nothing | native | bridge |", "|---|---|---|---|"]
-    for (native, bridge, at_rest), names in rows.items():
-        values = ", ".join(f"`{value!r}`" for value in at_rest)
-        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {values} | {native} | {bridge} |")
-    return "\n".join(lines)
-
-
-def page_with_tables() -> str:
-    """docs/verl.md with the tables between its markers brought up to date."""
-    head, rest = PAGE.read_text().split(START)
-    _, tail = rest.split(END)
-    return f"{head}{START}\n{tables()}\n{END}{tail}"
-
-
-def _rows(decisions: Mapping[str, Decision]) -> list[tuple[str, list[str]]]:
-    rows: dict[str, list[str]] = {}
-    for name, decision in decisions.items():
-        if name != "_target_":
-            rows.setdefault(_becomes(decision), []).append(name)
-    return list(rows.items())
-
-
-def _becomes(decision: Decision) -> str:
-    if decision.kind == "mapped":
-        return decision.text
-    if decision.kind == "no meaning":
-        return f"no meaning here: {decision.text}"
-    unless = " or ".join(f"`{value!r}`" for value in decision.accepts)
-    return f"refused{f' unless {unless}' if unless else ''}: {decision.text}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page_with_tables())
+def field_table(where: str) -> dict[str, tuple[str, ...]]:
+    """Field -> the other cells of its row."""
+    section = PAGE.read_text().split(f"## {TITLES[where]}\n")[1].split("\n\n")[0]
+    rows = [re.split(r"(?<!\\) \| ", line.removeprefix("| ").removesuffix(" |")) for line in section.splitlines()[2:]]
+    return {name: tuple(cells) for fields, *cells in rows for name in re.findall("`(.*?)`", fields)}

@@ -98,8 +98,7 @@ def lora_gaps(model: Path) -> dict[str, list[float]]:
     import torch
     from vllm.lora.request import LoRARequest
 
-    from adapters.verl.lora_modules import TargetModules
-    from adapters.verl.lora_settings import LoRASettings
+    from adapters.verl.options.lora import LoRASettings, TargetModules
     from rl_backend.contracts.lora import LoRAConfig, peft_name
 
     config = LoRAConfig(rank=4, alpha=8.0)

@@ -20,7 +20,7 @@ from actors.run.sampled_config import SampledConfig
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, UnsupportedError, text_config
 from rl_backend.model.blocks import divisors, nearest
-from rl_backend.runtime.bridge_checks import require_installed
+from rl_backend.runtime.bridge.checks import require_installed
 
 OF_A_CLUSTER = "are those of the cluster's machines"
 

@@ -22,7 +22,7 @@ from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.mixers.gqa import GQASpec
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.native.layout import check_model_layout, describe_model
 
 PARAMETER_ALIGNMENT = 64

@@ -16,7 +16,7 @@ from rl_backend.lab.text import count, table
 from rl_backend.model import find_model, model_positions
 from rl_backend.model.blocks import CacheBytes
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.registry import check_config
 
 GPUS_OF_A_NODE = 8

@@ -1,9 +1,1 @@
-"""The ``bridge`` runtime: Megatron-Core through Megatron-Bridge."""
-
-from rl_backend.runtime.bridge.installed import import_megatron
-
-import_megatron()
-
-from rl_backend.runtime.bridge.runtime import BridgeRuntime  # noqa: E402 - Megatron is imported first, in its own order
-
-__all__ = ["BridgeRuntime"]
+"""The ``bridge`` runtime: Megatron-Core through Megatron-Bridge. Its options and checks do not import Megatron."""

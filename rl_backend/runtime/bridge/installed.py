@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rl_backend.contracts import UnsupportedError
-from rl_backend.runtime.bridge_checks import INSTALL, require_installed
+from rl_backend.runtime.bridge.checks import INSTALL, require_installed
 
 NAMES = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
 

@@ -89,10 +89,7 @@ def build_handle(
     return NativeHandle(
         name=name,
         forward_only=forward_only,
-        weight_version=0,
         head=head,
-        data_parallel_rank=groups.dp_rank,
-        data_parallel_size=groups.dp_size,
         config=config,
         groups=groups,
         family=family,

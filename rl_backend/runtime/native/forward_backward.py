@@ -1,25 +1,42 @@
-"""Micro-batches laid out over the ranks, and run forward and backward."""
+"""Micro-batches laid out over the ranks and run forward and backward, by one rank or by the stages of a pipeline."""
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import ForwardResult, Head, ModelOutput, PackedBatch, RoutedLayers
+from rl_backend.contracts import (
+    ForwardResult,
+    Head,
+    ModelOutput,
+    PackedBatch,
+    RoutedLayers,
+    UnsupportedError,
+    stored_tensors,
+    text_config,
+)
 from rl_backend.contracts.indexed_keys import KEYS
 from rl_backend.model import ModelInput
 from rl_backend.model.input import SecondTokens, second_labels
 from rl_backend.parallel import fsdp
+from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import TokenLayout, gather_outputs, lay_out_tokens
 from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.pipeline.catalog import make_schedule
+from rl_backend.pipeline.executor import PipelineExecutor
+from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
+from rl_backend.pipeline.schedule import Action, Schedule
+from rl_backend.pipeline.tied_weights import add_gradients_of_copies, drop_gradients_of_copies
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.router import RowSequences
+from rl_backend.runtime.module_outputs import gather_outputs_of_stages, record_outputs
 from rl_backend.runtime.native.balance import PassLoads
 from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.layout import schedule_name
 from rl_backend.runtime.native.routes import PassRoutes
 from rl_backend.runtime.passes import PassRequest, PassResults
 from rl_backend.runtime.router_replay import routes_to_replay
@@ -56,7 +73,7 @@ def lay_out(
     groups: ParallelGroups,
     num_micro_batches: int,
     replayed: RoutedLayers | None = None,
-    runs: Callable[[Sequence[int]], tuple[AdapterRun, ...]] = lambda sequence_rows: (),
+    runs: Callable[[Sequence[int]], tuple[AdapterRun, ...]] | None = None,
     heads: Sequence[Head] = (),
     trains_second: bool = False,
 ) -> RankBatch:
@@ -68,67 +85,52 @@ def lay_out(
         heads: as in ``ModelInput``.
         trains_second: whether the model is trained on the tokens after the next.
     """
-    seq_lens = tuple(batch.seq_lens.tolist())
-    routes = None if replayed is None else routes_to_replay(batch, replayed)
-    keys = batch.token_fields.get(KEYS)
-    second = None
-    if trains_second:
-        second = SecondTokens(second_labels(batch.labels), sum(max(length - 2, 0) for length in seq_lens))
-    common = {
-        "longest": max(seq_lens),
-        "calculate_entropy": bool(batch.meta.get("calculate_entropy", False)),
-        "router_loss_weight": 1.0 / num_micro_batches,
-        "heads": heads,
-    }
+    seq_lens: Sequence[int] = tuple(batch.seq_lens.tolist())
     if groups.token_group.size() == 1:
-        inputs = ModelInput(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            segments=Segments.of_sequences(batch.cu_seqlens, seq_lens),
-            labels=batch.labels,
-            temperature=batch.temperature,
-            padding=None,
-            routes=routes,
-            keys=keys,
-            sequences=RowSequences(batch.sequence_ids, len(seq_lens)),
-            adapters=runs(seq_lens),
-            second=second,
-            **common,
-        )
-        return RankBatch(inputs, None)
-    layout = lay_out_tokens(
-        seq_lens,
-        cp_size=groups.cp_group.size(),
-        cp_rank=groups.cp_group.rank(),
-        multiple=groups.tp_group.size(),
-        device=groups.device,
-    )
-    temperature = batch.temperature
+        layout, rows, position_ids = None, seq_lens, batch.position_ids
+        segments = Segments.of_sequences(batch.cu_seqlens, seq_lens)
+    else:
+        cp, multiple = groups.cp_group, groups.tp_group.size()
+        layout = lay_out_tokens(seq_lens, cp_size=cp.size(), cp_rank=cp.rank(), multiple=multiple, device=groups.device)
+        rows, position_ids, segments = layout.sequence_rows, layout.position_ids, layout.segments
+
+    def take(values: Tensor, padding: float) -> Tensor:
+        return values if layout is None else layout.take(values, padding)
+
+    def share(values: Tensor) -> Tensor:
+        """The rows between blocks, where tensor-parallel ranks share the tokens out."""
+        return values if layout is None else torch.tensor_split(values, groups.tp_group.size())[groups.tp_group.rank()]
+
+    routes = None if replayed is None else routes_to_replay(batch, replayed)
+    keys, temperature, second = batch.token_fields.get(KEYS), batch.temperature, None
+    if trains_second:
+        second = SecondTokens(take(second_labels(batch.labels), -100), sum(max(length - 2, 0) for length in seq_lens))
     inputs = ModelInput(
-        input_ids=layout.take(batch.input_ids, 0),
-        position_ids=layout.position_ids,
-        segments=layout.segments,
-        labels=layout.take(batch.labels, -100),
-        temperature=layout.take(temperature, 1.0) if isinstance(temperature, Tensor) else temperature,
-        padding=_own_tokens(layout.padding, groups),
-        routes=_own_tokens(None if routes is None else layout.take(routes, -1), groups),
-        keys=None if keys is None else layout.take(keys, -1),
-        sequences=RowSequences(_share(layout.take(batch.sequence_ids, 0), groups), len(seq_lens)),
-        adapters=runs(layout.sequence_rows),
-        second=None if second is None else second._replace(labels=layout.take(second.labels, -100)),
-        **common,
+        input_ids=take(batch.input_ids, 0),
+        position_ids=position_ids,
+        segments=segments,
+        labels=take(batch.labels, -100),
+        temperature=take(temperature, 1.0) if isinstance(temperature, Tensor) else temperature,
+        padding=None if layout is None or layout.padding is None else share(layout.padding),
+        routes=None if routes is None else share(take(routes, -1)),
+        keys=None if keys is None else take(keys, -1),
+        sequences=RowSequences(share(take(batch.sequence_ids, 0)), len(seq_lens)),
+        adapters=() if runs is None else runs(rows),
+        second=second,
+        longest=max(seq_lens),
+        calculate_entropy=bool(batch.meta.get("calculate_entropy", False)),
+        router_loss_weight=1.0 / num_micro_batches,
+        heads=heads,
     )
     return RankBatch(inputs, layout)
 
 
-def _own_tokens(rows: Tensor | None, groups: ParallelGroups) -> Tensor | None:
-    """As :func:`_share`, of rows that there may be."""
-    return None if rows is None else _share(rows, groups)
-
-
-def _share(rows: Tensor, groups: ParallelGroups) -> Tensor:
-    """The rows between blocks, where tensor-parallel ranks share the tokens out."""
-    return torch.tensor_split(rows, groups.tp_group.size())[groups.tp_group.rank()]
+def _rank_batch(
+    handle: NativeHandle, request: PassRequest, index: int, batch: PackedBatch, replayed: RoutedLayers | None
+) -> RankBatch:
+    """Of micro-batch ``index`` of a pass, on the training device."""
+    runs = partial(request.runs, index, batch)
+    return lay_out(batch, handle.groups, len(request.data), replayed, runs, request.heads, handle.trains_second)
 
 
 def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResult:
@@ -159,7 +161,7 @@ def abandoned_on_error(handle: NativeHandle, forward_only: bool) -> Generator[No
     except BaseException:
         fsdp.abandon_step(handle.model)
         if not forward_only:
-            handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
+            handle.mark_incomplete()
         raise
     fsdp.reshard(handle.model)
 
@@ -172,10 +174,7 @@ def _run_one(
     batch = request.data[index].to(device)
     work = {"micro_batch": index, "tokens": batch.num_tokens, "sequences": batch.num_sequences}
     with torch.set_grad_enabled(not request.forward_only), device_span(device, "forward", "micro_batch", **work):
-        runs = partial(request.runs, index, batch)
-        rank_batch = lay_out(
-            batch, handle.groups, len(request.data), routes.replayed, runs, request.heads, handle.trains_second
-        )
+        rank_batch = _rank_batch(handle, request, index, batch, routes.replayed)
         with routes.forward(index, 0, rank_batch.layout), loads.forward(0, rank_batch.inputs.padding):
             output = handle.model(rank_batch.inputs)
         loss = results.add(index, batch, rank_batch.outputs(output, handle.groups))
@@ -183,3 +182,133 @@ def _run_one(
         assert loss is not None, "a backward pass has a loss"
         with device_span(device, "backward", "micro_batch", **work):
             loss.backward()
+
+
+def run_pipeline(handle: NativeHandle, request: PassRequest) -> ForwardResult:
+    """As :func:`run_micro_batches`, with this rank's stages and the configuration's schedule.
+
+    Losses and metrics are on the ranks of the last stage, outputs on its source rank.
+
+    Raises:
+        BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
+    """
+    handle.num_passes += 1
+    trains, options = not request.forward_only, handle.options
+    schedule = _schedule(handle, len(request.data), forward_only=request.forward_only)
+    work = _Stages(handle, request, schedule)
+    for stage in handle.stages.values():
+        fsdp.set_gradient_sync(stage, False, keep_gathered=not options.reshard_after_forward)
+    with abandoned_on_error(handle, request.forward_only):
+        if trains:
+            drop_gradients_of_copies(handle.parameters, handle.stage_copies)
+        with torch.set_grad_enabled(trains):
+            PipelineExecutor(schedule, handle.groups.pp_group, work).run()
+        if trains:
+            for stage in handle.stages.values():
+                fsdp.reduce_gradients(stage)
+            work.loads.commit()
+            add_gradients_of_copies(handle.parameters, handle.stage_copies, handle.groups.pp_group)
+    return work.results.result(work.routes.outputs(request.data) if work.routes.recorded is not None else {})
+
+
+_make_schedule = lru_cache(maxsize=32)(make_schedule)
+
+
+def _schedule(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> Schedule:
+    """The configuration's schedule for a number of micro-batches that it can do."""
+    name, parallel = schedule_name(handle.options), handle.options.parallel
+    assert name is not None, "a handle with stages has a schedule"
+    return _make_schedule(name, parallel.pp, num_micro_batches, stages_per_rank=parallel.vpp, forward_only=forward_only)
+
+
+class _Stages:
+    """The computations of this rank's stages, and what the last one gave."""
+
+    def __init__(self, handle: NativeHandle, request: PassRequest, schedule: Schedule) -> None:
+        self._handle = handle
+        self._schedule = schedule
+        self._data = [batch.to(handle.groups.device) for batch in request.data]
+        self.routes = routes = PassRoutes(handle, request.router_replay)
+        self.loads = handle.pass_loads(forward_only=request.forward_only)
+        self._rank_batches = [
+            _rank_batch(handle, request, index, batch, routes.replayed) for index, batch in enumerate(self._data)
+        ]
+        self.results = PassResults(request, handle.groups.dp_group, handle.has_outputs)
+
+    def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
+        rank_batch = self._rank_batches[micro_batch]
+        padding = rank_batch.inputs.padding
+        with self.routes.forward(micro_batch, stage, rank_batch.layout), self.loads.forward(stage, padding):
+            output: Tensor | ModelOutput = self._handle.stages[stage](rank_batch.inputs._replace(hidden=hidden))
+        if isinstance(output, Tensor):
+            return output
+        output = rank_batch.outputs(output, self._handle.groups)
+        return self.results.add(micro_batch, self._data[micro_batch], output)
+
+    def empty_hidden(self, micro_batch: int) -> Tensor:
+        inputs = self._rank_batches[micro_batch].inputs
+        handle, rows = self._handle, inputs.input_ids.shape[0] // self._handle.groups.tp_group.size()
+        dtype = getattr(torch, handle.options.param_dtype)
+        return torch.empty(rows, text_config(handle.hf_config)["hidden_size"], dtype=dtype, device=handle.groups.device)
+
+    def after_weights(self, stage: int) -> None:
+        fsdp.accumulate_gradients(self._handle.stages[stage])
+
+    def span(self, action: Action) -> AbstractContextManager[object]:
+        handle, batch = self._handle, self._data[action.micro_batch]
+        facts = span_arguments(
+            action,
+            schedule=self._schedule,
+            pipeline=handle.groups.pipeline,
+            rank=handle.groups.pp_group.rank(),
+            model=handle.name,
+            number=handle.num_passes,
+        )
+        work = {"tokens": batch.num_tokens, "sequences": batch.num_sequences}
+        return device_span(handle.groups.device, SPAN_NAMES[action.kind], "micro_batch", **work, **facts)
+
+
+def record_activations(handle: NativeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
+    """Runs checked micro-batches forward; see :meth:`rl_backend.runtime.Runtime.activations`.
+
+    Raises:
+        UnsupportedError: ``config.json`` has no ``hidden_size`` to know hidden states by.
+    """
+    hidden_size = text_config(handle.hf_config).get("hidden_size")
+    if not isinstance(hidden_size, int):
+        raise UnsupportedError(
+            f"activations of {handle.name!r}: config.json has hidden_size={hidden_size!r}, by which hidden states are "
+            "known; it must be a whole number",
+            hidden_size=hidden_size,
+        )
+    hf_names = {
+        parameter: tuple(stored for _, stored in stored_tensors(handle.weight_names[parameter]))
+        for parameter in handle.parameters
+        if parameter not in handle.stage_copies
+    }
+    run = run_pipeline if handle.stages else run_micro_batches
+    here: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for index, batch in enumerate(request.data):
+        with ExitStack() as stack:
+            recorded = {
+                stage: stack.enter_context(record_outputs(module, hf_names, hidden_size))
+                for stage, module in (handle.stages or {0: handle.model}).items()
+            }
+            run(handle, request._replace(data=[batch]))
+        layout = lay_out(batch.to(handle.groups.device), handle.groups, 1).layout
+        rows = batch.num_tokens if layout is None else layout.index.shape[0] // handle.groups.tp_group.size()
+        for stage, outputs in recorded.items():
+            here[index, stage] = {
+                path: _whole(output, layout, handle.groups).to("cpu", torch.float32)
+                for path, output in outputs.items()
+                if output.shape == (rows, hidden_size)
+            }
+    activations = gather_outputs_of_stages(here, len(request.data), handle.groups.pp_group)
+    return list(activations) if handle.has_outputs else []
+
+
+def _whole(output: Tensor, layout: TokenLayout | None, groups: ParallelGroups) -> Tensor:
+    """(rows between blocks, hidden_size) of this rank -> (T, hidden_size)."""
+    if layout is None:
+        return output
+    return gather_outputs(all_gather(output, groups.tp_group, sum_gradients=False), layout, groups.cp_group)

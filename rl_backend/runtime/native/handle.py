@@ -48,9 +48,9 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     layouts: Mapping[str, TensorLayout]
     num_passes: int = 0
 
-    def step(self) -> contracts.StepResult:
+    def step(self, adam: contracts.AdamParams | None = None) -> contracts.StepResult:
         """See the base class. A skipped step is logged as a warning that names parameters with non-finite gradients."""
-        return self.trainer("optimizer_step").step(self.name)
+        return self.trainer("optimizer_step").step(self.name, adam)
 
     @property
     def routed_layers(self) -> contracts.RoutedLayers | None:

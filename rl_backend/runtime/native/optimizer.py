@@ -9,12 +9,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from rl_backend.contracts import HandleError, OptimizerConfig, PackedWeight, StepResult, WeightName, stored_tensors
+from rl_backend.contracts import (
+    AdamParams,
+    HandleError,
+    OptimizerConfig,
+    PackedWeight,
+    StepResult,
+    WeightName,
+    stored_tensors,
+)
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor, owns
 from rl_backend.runtime.gradient_statistics import judge, rank_statistics
-from rl_backend.runtime.lr_schedule import ParameterSchedule
+from rl_backend.runtime.lr_schedule import ParameterSchedule, values_of_step
 from rl_backend.runtime.native.balance import BiasMove, ExpertBalance
 
 logger = logging.getLogger(__name__)
@@ -67,7 +75,7 @@ class NativeOptimizer:
         self._apply_schedule()
         self._allocate_moments()
 
-    def step(self, handle_name: str) -> StepResult:
+    def step(self, handle_name: str, adam: AdamParams | None = None) -> StepResult:
         """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite; without any
         gradients it raises :class:`HandleError`.
         """
@@ -79,7 +87,7 @@ class NativeOptimizer:
         moves = () if self.balance is None else self.balance.take()
         rows = all_gather(self._statistics(), self._groups.world_group, sum_gradients=False)
         result = judge(rows, count_zeros=self._config.log_num_zeros_in_grad)
-        self._apply(result, handle_name, moves)
+        self._apply(result, handle_name, moves, {} if adam is None else adam.given)
         return result
 
     def _statistics(self) -> Tensor:
@@ -88,8 +96,8 @@ class NativeOptimizer:
         local = (local_tensor(gradient) for gradient in counted if gradient is not None)
         return rank_statistics(local, self._groups.device, count_zeros=self._config.log_num_zeros_in_grad)
 
-    def _apply(self, result: StepResult, handle_name: str, moves: Sequence[BiasMove]) -> None:
-        """Clips and steps, or logs why there is no step."""
+    def _apply(self, result: StepResult, handle_name: str, moves: Sequence[BiasMove], given: Mapping[str, Any]) -> None:
+        """Clips and steps, with the values that are given for this step, or logs why there is none."""
         gradients = {name: local_tensor(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         if not result.ok:
             bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
@@ -100,16 +108,13 @@ class NativeOptimizer:
                 ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "") if bad else "none",
             )
             return
-        if self._clip_coefficient(result) < 1.0:
-            torch._foreach_mul_(list(gradients.values()), self._clip_coefficient(result))
-        self.adamw.step()
+        clip_grad = given.get("clip_grad", self._config.clip_grad)
+        if 0 < clip_grad < result.grad_norm + _CLIP_EPSILON:
+            torch._foreach_mul_(list(gradients.values()), clip_grad / (result.grad_norm + _CLIP_EPSILON))
+        with values_of_step(self.param_groups, given):
+            self.adamw.step()
         for move in moves:
             move.bias.add_(move.step)
-
-    def _clip_coefficient(self, result: StepResult) -> float:
-        if self._config.clip_grad <= 0:
-            return 1.0
-        return self._config.clip_grad / (result.grad_norm + _CLIP_EPSILON)
 
     @property
     def num_steps(self) -> int:
@@ -148,7 +153,7 @@ class NativeOptimizer:
     def _apply_schedule(self) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = self.schedule.learning_rate
-            group["weight_decay"] = self.schedule.weight_decay * group["weight_decay_factor"]
+            group["weight_decay"] = self.schedule.weight_decay * group["wd_mult"]
 
     def _allocate_moments(self) -> None:
         """Allocates what AdamW would in its first step, so that offloading and checkpoints see one layout at all times."""
@@ -166,4 +171,4 @@ def _param_groups(parameters: Mapping[str, nn.Parameter], weight_names: Mapping[
     for name, parameter in parameters.items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         found.setdefault((mesh, is_decayed(weight_names[name], parameter)), []).append(parameter)
-    return [{"params": members, "weight_decay_factor": float(decayed)} for (_, decayed), members in found.items()]
+    return [{"params": members, "wd_mult": float(decayed)} for (_, decayed), members in found.items()]

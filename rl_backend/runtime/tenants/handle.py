@@ -1,6 +1,7 @@
 """LoRA tenants of a frozen model: handles with weights, an optimizer, a schedule and a version of their own."""
 
 import logging
+import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from rl_backend.checkpoint.hf_weights import LM_HEAD
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
+    AdamParams,
     ConfigError,
     HandleError,
     Head,
@@ -110,23 +112,14 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
         assert self.model.adaptable is not None, "the base of a tenant"
         return {name: self.model.adaptable.kinds[name] for name in self.modules}
 
-    def require_base(self, operation: str, parts: Sequence[Part]) -> None:
-        """Raises :class:`HandleError` for an atom of models alone, or a base that is in host memory."""
-        if operation == "export_shards":
-            raise HandleError(
-                f"{operation} on {self.name!r}, a LoRA tenant; give {self.model.name!r}, or a model of merged weights",
-                handle=self.name,
-            )
-        self.model.offload.require(operation, *(part for part in parts if part == "model"))
-
     def require_schedulable(self, num_micro_batches: int, *, forward_only: bool) -> None:
         self.model.require_schedulable(num_micro_batches, forward_only=forward_only)
 
     def require_replayable(self, router_replay: RouterReplay) -> None:
         self.model.require_replayable(router_replay)
 
-    def step(self) -> StepResult:
-        return step_tenants([self])[0]
+    def step(self, adam: AdamParams | None = None) -> StepResult:
+        return step_tenants([self], [adam])[0]
 
     def drop_gradients(self) -> None:
         self.offload.clear("grad")
@@ -148,8 +141,10 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
             step=optimizer.num_steps,
             weight_version=self.weight_version,
             learning_rate=optimizer.learning_rate,
-            num_parameters=sum(view.numel() for _, view in self.rows.views(self.rows.weights)),
+            num_parameters=sum(math.prod(tensor.held) for tensor in self.rows.tensors),
             bytes=self.rows.nbytes,
+            shapes=self.saved_shapes,
+            hf_path=str(self.config.hf_path),
         )
 
 
@@ -172,8 +167,10 @@ def require_tenant(base: GuardedHandle, adaptable: Adaptable, head: Head) -> Non
         )
 
 
-def step_tenants(tenants: Sequence[TenantHandle]) -> list[StepResult]:
-    """One step of each, in their order, with one exchange of norms. A non-finite gradient skips its own tenant alone.
+def step_tenants(tenants: Sequence[TenantHandle], adam: Sequence[AdamParams | None]) -> list[StepResult]:
+    """One step of each, in their order, with its own values and one exchange of norms.
+
+    A non-finite gradient skips its own tenant alone.
 
     Raises:
         HandleError: a tenant without gradients; then nothing has changed.
@@ -193,6 +190,6 @@ def step_tenants(tenants: Sequence[TenantHandle]) -> list[StepResult]:
         result = judge(rows[:, 2 * index : 2 * index + 2], count_zeros=optimizer.config.log_num_zeros_in_grad)
         if not result.ok:
             logger.warning("optimizer step of %r skipped: the gradient norm is %s", tenant.name, result.grad_norm)
-        optimizer.apply(result)
+        optimizer.apply(result, adam[index] or AdamParams())
         results.append(result)
     return results

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import OptimizerConfig, StepResult
+from rl_backend.contracts import AdamParams, OptimizerConfig, StepResult
 from rl_backend.lora.rows import Section, TenantRows
 from rl_backend.runtime.adaptable import RowGroups
 from rl_backend.runtime.gradient_statistics import rank_statistics
@@ -87,13 +87,16 @@ class TenantOptimizer:
         counted = [gradients for section, gradients in self._sections() if self._counts(section)]
         return rank_statistics(counted, rows.gradients.device, count_zeros=False)
 
-    def apply(self, result: StepResult) -> None:
-        """Clips and steps, or leaves everything as it is."""
+    def apply(self, result: StepResult, adam: AdamParams) -> None:
+        """Clips and steps with the values of this step, or leaves everything as it is."""
         if not result.ok:
             return
-        config, rows = self.config, self._rows
-        if 0 < config.clip_grad < result.grad_norm + _CLIP_EPSILON:
-            rows.gradients.mul_(config.clip_grad / (result.grad_norm + _CLIP_EPSILON))
+        rows, given = self._rows, adam.given
+        clip_grad = given.get("clip_grad", self.config.clip_grad)
+        if 0 < clip_grad < result.grad_norm + _CLIP_EPSILON:
+            rows.gradients.mul_(clip_grad / (result.grad_norm + _CLIP_EPSILON))
+        beta1, beta2 = given.get("betas", self.config.betas)
+        weight_decay = given.get("weight_decay", self.schedule.weight_decay)
         rows.num_steps += 1
         for span, decays in rows.spans():
             torch._fused_adamw_(
@@ -103,11 +106,11 @@ class TenantOptimizer:
                 [rows.exp_avg_sq[span]],
                 [],
                 [rows.num_steps],
-                lr=self.schedule.learning_rate,
-                beta1=config.betas[0],
-                beta2=config.betas[1],
-                weight_decay=self.schedule.weight_decay if decays else 0.0,
-                eps=config.eps,
+                lr=given.get("lr", self.schedule.learning_rate),
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay if decays else 0.0,
+                eps=given.get("eps", self.config.eps),
                 amsgrad=False,
                 maximize=False,
                 grad_scale=None,

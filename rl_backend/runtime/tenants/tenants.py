@@ -1,31 +1,38 @@
 """LoRA tenants of a runtime: made, listed, run together, stepped and removed."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_backend.checkpoint.training_state import on_every_rank
+from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.training_state import StateTensors, on_every_rank
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
+    AdamParams,
     BatchError,
     ConfigError,
     ForwardResult,
     HandleError,
     Head,
     Losses,
+    ModelHandle,
     OptimizerConfig,
     PackedBatch,
     StepResult,
 )
+from rl_backend.contracts.atoms import Atom, Needs
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, part_name
 from rl_backend.lora.modules import modules_of_rank, require_trainable, select_modules
 from rl_backend.lora.rows import RowTensor, TenantRows, factors_of, head_parameters
 from rl_backend.runtime.adaptable import RowGroups
 from rl_backend.runtime.engine import Engine, GuardedHandle
+from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.passes import PassRequest
 from rl_backend.runtime.router_replay import RouterReplay
+from rl_backend.runtime.tenants.exports import gradient_stream, merged_stream
 from rl_backend.runtime.tenants.handle import TenantHandle, require_tenant, step_tenants
 from rl_backend.runtime.tenants.optimizer import TenantOptimizer
 from rl_backend.runtime.tenants.passes import (
@@ -35,21 +42,22 @@ from rl_backend.runtime.tenants.passes import (
     metrics_by_name,
     results_of_tenants,
 )
-
-_IN_THE_MIDDLE = "forward_backward raised an error in the middle, so its gradients are incomplete"
+from rl_backend.runtime.tenants.state import load_tenant_state, tenant_state
 
 type StoredWeights = Callable[[Sequence[str]], Iterable[tuple[str, Tensor]]]
 """Names -> whole float32 weights of the base. A collective."""
 
 
-class Tenants[H: GuardedHandle]:
+class Tenants:
     """Those of all models of one runtime; iterating gives them in the order of making.
+
+    Of a tenant it answers what an :class:`~rl_backend.runtime.engine.Engine` answers of a model.
 
     Args:
         engine: of the runtime; runs the passes.
     """
 
-    def __init__(self, engine: Engine[H]) -> None:
+    def __init__(self, engine: Engine[Any]) -> None:
         self._engine = engine
         self._by_id: dict[int, TenantHandle] = {}
         self._num_made = 0
@@ -57,12 +65,33 @@ class Tenants[H: GuardedHandle]:
     def __iter__(self) -> Iterator[TenantHandle]:
         return iter(self._by_id.values())
 
+    def __contains__(self, handle: ModelHandle) -> bool:
+        return self._by_id.get(handle.lora_id) is handle
+
+    def __getitem__(self, handle: ModelHandle) -> TenantHandle:
+        """The tenant of a handle that is one."""
+        return self._by_id[handle.lora_id]
+
     def of(self, model: GuardedHandle) -> list[TenantHandle]:
         return [tenant for tenant in self if tenant.model is model]
 
+    def require(self, handle: GuardedHandle, atom: Atom, needs: Needs) -> None:
+        """Raises :class:`HandleError` for an atom of models or tenants alone, or a base that is in host memory."""
+        if handle not in self:
+            if atom.takes == "tenants":
+                raise _no_tenant(handle, atom.name)
+            return
+        base = self[handle].model
+        if atom.takes == "models":
+            raise HandleError(
+                f"{atom.name} on {handle.name!r}, a LoRA tenant; give {base.name!r}, or a model of merged weights",
+                handle=handle.name,
+            )
+        base.offload.require(atom.name, *(part for part in needs.parts if part == "model"))
+
     def create(
         self,
-        base: H,
+        base: GuardedHandle,
         lora: LoRAConfig,
         optimizer: OptimizerConfig | None,
         *,
@@ -101,10 +130,7 @@ class Tenants[H: GuardedHandle]:
         tenant = TenantHandle(
             name=name,
             forward_only=False,
-            weight_version=0,
             head=head,
-            data_parallel_rank=base.data_parallel_rank,
-            data_parallel_size=base.data_parallel_size,
             micro_batch_multiple=base.micro_batch_multiple,
             base=base,
             lora_id=self._num_made,
@@ -125,31 +151,59 @@ class Tenants[H: GuardedHandle]:
         self._by_id[tenant.lora_id] = tenant
         return tenant
 
-    def remove(self, tenant: TenantHandle) -> None:
-        del self._by_id[tenant.lora_id]
-        tenant.release()
+    def remove(self, handle: ModelHandle) -> None:
+        self._by_id.pop(handle.lora_id).release()
 
-    def step(self, tenants: Sequence[TenantHandle]) -> list[StepResult]:
-        """One step of each; all are checked before any."""
+    def step(self, handles: Sequence[GuardedHandle], adam: Sequence[AdamParams | None] | None) -> list[StepResult]:
+        """One step of each, with its own values; all are checked before any."""
+        if not handles:
+            raise HandleError("optimizer_step of no tenants; give at least one")
+        for each in handles:
+            if each not in self:
+                raise _no_tenant(each, "optimizer_step")
+        tenants = [self[each] for each in handles]
         if len(set(tenants)) < len(tenants):
             twice = next(each.name for each in tenants if tenants.count(each) > 1)
             raise HandleError(f"optimizer_step of {twice!r} twice in one list; give each tenant once", handle=twice)
-        results = step_tenants(tenants)
+        adam = [None] * len(tenants) if adam is None else adam
+        if len(adam) != len(tenants):
+            raise ConfigError(f"adam has values of {len(adam)} steps for {len(tenants)} tenants; give one for each, or None")
+        results = step_tenants(tenants, adam)
         for tenant, result in zip(tenants, results, strict=True):
             tenant.weight_version += result.ok
         return results
 
-    def run_alone(self, tenant: TenantHandle, request: PassRequest) -> ForwardResult:
+    def run_passes(self, handle: ModelHandle, request: PassRequest) -> ForwardResult:
         """A pass whose sequences are all this tenant's."""
-        model, own = pass_of_model(tenant, request)
-        assert isinstance(own.adapters, PassTenants), "of a tenant"
+        tenant = self[handle]
+        own = _sole(tenant, request)
+        request = request._replace(adapters=own)
         try:
-            return self._engine.run_passes(model, own)
+            return self._engine.run_passes(tenant.model, request)
         except BaseException:
-            _break_trained(own.adapters, request.data)
+            _break_trained(own, request.data)
             raise
 
-    def mixed_pass(self, base: H, losses: Losses | None, *, forward_only: bool) -> PassTenants:
+    def record_activations(self, handle: ModelHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
+        tenant = self[handle]
+        return self._engine.record_activations(tenant.model, request._replace(adapters=_sole(tenant, request)))
+
+    def gather_weights(
+        self, handle: ModelHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
+    ) -> WeightStream:
+        """Those of the base with the adapter added."""
+        return merged_stream(self._engine, self[handle], dtype, byte_budget, names)
+
+    def gather_gradients(self, handle: ModelHandle, names: Collection[str] | None) -> WeightStream:
+        return gradient_stream(self[handle], names)
+
+    def training_state(self, handle: ModelHandle) -> tuple[StateTensors, TrainingManifest]:
+        return tenant_state(self[handle])
+
+    def load_training_state(self, handle: ModelHandle, path: Path) -> TrainingManifest:
+        return load_tenant_state(self[handle], path)
+
+    def mixed_pass(self, base: GuardedHandle, losses: Losses | None, *, forward_only: bool) -> PassTenants:
         """The tenants of a pass of sequences of several, and of the base alone."""
         if losses is not None and not isinstance(losses, Mapping):
             raise BatchError(f"one loss for the sequences of several tenants of {base.name!r}; pass one for each, by name")
@@ -161,7 +215,7 @@ class Tenants[H: GuardedHandle]:
         return PassTenants(mine, trains=not forward_only, heads=heads, losses=losses)
 
     def run_mixed(
-        self, base: H, tenants: PassTenants, data: Sequence[PackedBatch], router_replay: RouterReplay
+        self, base: GuardedHandle, tenants: PassTenants, data: Sequence[PackedBatch], router_replay: RouterReplay
     ) -> ForwardResult:
         """A pass of sequences of several tenants.
 
@@ -183,12 +237,15 @@ class Tenants[H: GuardedHandle]:
         return ForwardResult(result.losses, metrics, result.outputs, results_of_tenants(loss, tenants, data, result))
 
 
-def pass_of_model(handle: Any, request: PassRequest) -> tuple[Any, PassRequest]:
-    """The model of a handle, and a pass of it whose sequences are all the handle's."""
-    if not isinstance(handle, TenantHandle):
-        return handle, request
-    sole = PassTenants({handle.lora_id: handle}, trains=not request.forward_only, heads=(handle.head,), sole=handle)
-    return handle.model, request._replace(adapters=sole)
+def _sole(tenant: TenantHandle, request: PassRequest) -> PassTenants:
+    """Of a pass whose sequences are all one tenant's."""
+    return PassTenants({tenant.lora_id: tenant}, trains=not request.forward_only, heads=(tenant.head,), sole=tenant)
+
+
+def _no_tenant(handle: ModelHandle, operation: str) -> HandleError:
+    return HandleError(
+        f"{operation} on {handle.name!r}, which is no LoRA tenant; take a handle of create_lora_adapter", handle=handle.name
+    )
 
 
 def _initial_head(base: GuardedHandle, parameters: Sequence[RowTensor], stored: StoredWeights) -> dict[str, Tensor]:
@@ -211,4 +268,4 @@ def _break_trained(tenants: PassTenants, data: Sequence[PackedBatch]) -> None:
     """After an error; one that was raised before anything ran leaves gradients as they were."""
     if tenants.begun and tenants.trains:
         for tenant in tenants.trained(data):
-            tenant.broken = _IN_THE_MIDDLE
+            tenant.mark_incomplete()

@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "verl-offload-never-leaves-the-device",
-        "adapters.verl.engine_mode:EngineMode._context_switch",
+        "adapters.verl.engine:EngineMode._context_switch",
         '"cpu" if self._leaving else "device",',
         '"device",',
         ("test_parts_are_on_the_device_only_in_the_modes_that_use_them",),
@@ -79,15 +79,15 @@ FAULTS = [
     ),
     Fault(
         "router-losses-of-a-pipeline-not-averaged",
-        "rl_backend.runtime.native.pipeline:_Stages.__init__",
-        "len(self._data),",
-        "1,",
+        "rl_backend.runtime.native.forward_backward:_rank_batch",
+        "return lay_out(batch, handle.groups, len(request.data), replayed, runs, request.heads, handle.trains_second)",
+        "return lay_out(batch, handle.groups, 1, replayed, runs, request.heads, handle.trains_second)",
         ("test_router_losses_of_a_pipeline_are_averaged_over_micro_batches_as_on_one_rank",),
         "the losses would grow with the number of micro-batches",
     ),
     Fault(
         "verl-r3-one-row-too-far",
-        "adapters.verl.routes:BatchRoutes.of",
+        "adapters.verl.batches:BatchRoutes.of",
         "fields[ROUTES_MASK][length - 1 if response else 0 :] = False",
         "fields[ROUTES_MASK][length if response else 0 :] = False",
         ("test_the_last_token_of_a_rollout_and_sequences_without_response_are_not_replayed",),

@@ -9,7 +9,7 @@ _QWEN_EQUAL = "test_a_model_equals_transformers"
 FAULTS = [
     Fault(
         "bridge-loss-divided-by-micro-batches",
-        "rl_backend.runtime.bridge.forward_backward:_forward_step.step.compute_loss",
+        "rl_backend.runtime.bridge.engine.forward_backward:_forward_step.step.compute_loss",
         "return loss * num_micro_batches, {}",
         "return loss * 1, {}",
         ("test_exported_gradients_are_the_native_ones_before_clipping[1-{}]",),
@@ -17,7 +17,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-earlier-gradients-dropped",
-        "rl_backend.runtime.bridge.forward_backward:accumulated_gradients",
+        "rl_backend.runtime.bridge.passes.gradients:accumulated_gradients",
         "part.add_(earlier)",
         "pass",
         ("test_gradients_of_several_passes_add_up[1-{}-{}]",),
@@ -25,7 +25,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-earlier-gradients-reduced-again",
-        "rl_backend.runtime.bridge.forward_backward:accumulated_gradients",
+        "rl_backend.runtime.bridge.passes.gradients:accumulated_gradients",
         """
         for chunk in chunks:
             chunk.zero_grad_buffer()
@@ -36,7 +36,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-norm-of-one-rank",
-        "rl_backend.runtime.bridge.optimizer:BridgeOptimizer._judge",
+        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer._judge",
         "all_gather(mine, self._groups.world_group, sum_gradients=False),",
         "mine,",
         ("test_the_norm_and_zeros_are_those_of_the_gradients",),
@@ -44,7 +44,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-counts-zeros-of-padding",
-        "rl_backend.runtime.bridge.optimizer:BridgeOptimizer._judge",
+        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer._judge",
         "mine[0, 1] -= self._padding",
         "mine[0, 1] -= 0",
         ("test_the_norm_and_zeros_are_those_of_the_gradients",),
@@ -52,9 +52,9 @@ FAULTS = [
     ),
     Fault(
         "bridge-does-not-clip",
-        "rl_backend.runtime.bridge.optimizer:BridgeOptimizer.step",
-        "if self._config.clip_grad > 0:",
-        "if self._config.clip_grad < 0:",
+        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer.step",
+        "if clip_grad > 0:",
+        "if clip_grad < 0:",
         (
             "test_clipping_can_be_switched_off",
             "test_bridge_layouts.py::test_a_dense_model_trains_the_same_in_every_layout[2-ranks-dp]",
@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-epsilon-ignored",
-        "rl_backend.runtime.bridge.optimizer:_megatron_config",
+        "rl_backend.runtime.bridge.state.optimizer:_megatron_config",
         '"adam_eps": config.eps, "params_dtype": dtype,',
         '"params_dtype": dtype,',
         ("test_betas_epsilon_decay_and_warm_up_reach_megatrons_adam",),
@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-warm-up-ignored",
-        "rl_backend.runtime.bridge.optimizer:_scheduler",
+        "rl_backend.runtime.bridge.state.optimizer:_scheduler",
         "lr_warmup_steps=config.warmup_steps,",
         "lr_warmup_steps=0,",
         ("test_betas_epsilon_decay_and_warm_up_reach_megatrons_adam",),
@@ -79,7 +79,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-schedule-not-loaded",
-        "rl_backend.runtime.bridge.optimizer:BridgeOptimizer.restore_schedule",
+        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer.restore_schedule",
         "self.scheduler.step(increment=num_steps)",
         "self.scheduler.step(increment=0)",
         ("test_a_schedule_goes_on_where_it_was",),
@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-steps-not-loaded",
-        "rl_backend.runtime.bridge.optimizer:set_num_steps",
+        "rl_backend.runtime.bridge.state.optimizer:set_num_steps",
         'counter["step"] = step.fill_(steps) if isinstance(step, Tensor) else steps',
         'counter["step"] = step if isinstance(step, Tensor) else steps',
         ("test_bridge_checkpoints.py::test_a_run_resumes_bit_for_bit[2-{}-{}-True]",),
@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-vocabulary-with-its-padding",
-        "rl_backend.runtime.bridge.batch:OutputProcessor._log_probs",
+        "rl_backend.runtime.bridge.model.output_heads:OutputProcessor._log_probs",
         "weight if rows == weight.shape[0] else weight[:rows],",
         "weight,",
         ("test_padding_of_a_vocabulary_has_no_probability",),
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-hidden-gradient-of-one-rank",
-        "rl_backend.runtime.bridge.batch:OutputProcessor._gather",
+        "rl_backend.runtime.bridge.model.output_heads:OutputProcessor._gather",
         "return all_gather(hidden, group, sum_gradients=not every_rank_the_same)",
         "return all_gather(hidden, group, sum_gradients=every_rank_the_same)",
         ("test_bridge_layouts.py::test_a_dense_model_trains_the_same_in_every_layout[2-ranks-tp2]",),
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-padding-not-marked",
-        "rl_backend.runtime.bridge.batch:lay_out_padded",
+        "rl_backend.runtime.bridge.passes.batch:lay_out_padded",
         "is_padding[row, column] = False",
         "is_padding[:] = False",
         ("test_padding_counts_in_no_router_loss",),
@@ -119,7 +119,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-rows-in-the-wrong-order",
-        "rl_backend.runtime.bridge.batch:lay_out_padded",
+        "rl_backend.runtime.bridge.passes.batch:lay_out_padded",
         "return LaidOut(batch, inputs, (rows, columns), column * rows + row)",
         "return LaidOut(batch, inputs, (rows, columns), row * columns + column)",
         ("test_exported_gradients_are_the_native_ones_before_clipping[1-{}]",),
@@ -127,7 +127,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-without-sequence-parallel-shapes",
-        "rl_backend.runtime.bridge.forward_backward:lay_out",
+        "rl_backend.runtime.bridge.engine.forward_backward:lay_out",
         "multiple = groups.parallel.tp if provider.sequence_parallel else 1",
         "multiple = 1",
         ("test_bridge_layouts.py::test_a_dense_model_trains_the_same_in_every_layout[2-ranks-tp2]",),
@@ -135,7 +135,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-exports-the-padding-of-a-vocabulary",
-        "rl_backend.runtime.bridge.conversion:_in_shape",
+        "rl_backend.runtime.bridge.model.conversion:_in_shape",
         "return tensor[: shape[0]]",
         "return tensor[-shape[0] :]",
         ("test_a_tied_lm_head_and_padding_of_the_vocabulary_are_not_exported[{'tp': 2}]",),
@@ -143,7 +143,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-replay-of-the-last-micro-batch",
-        "rl_backend.runtime.bridge.routes:PassRoutes.before_backward",
+        "rl_backend.runtime.bridge.passes.routes:PassRoutes.before_backward",
         "output.register_hook(lambda _: self._bind(chunk, routes))",
         "pass",
         (
@@ -154,7 +154,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-weights-of-the-routers-own-choice",
-        "rl_backend.runtime.bridge.routes:LayerRoutes.get_replay_topk",
+        "rl_backend.runtime.bridge.passes.routes:LayerRoutes.get_replay_topk",
         "values = scores.gather(1, experts)",
         "pass",
         ("test_every_layout_replays_what_one_rank_recorded[bridge dp2]",),
@@ -162,7 +162,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-first-layers-routes-for-all-chunks",
-        "rl_backend.runtime.bridge.routes:PassRoutes._bind",
+        "rl_backend.runtime.bridge.passes.routes:PassRoutes._bind",
         "first = sum(map(len, self._routers.chunks[:chunk]))",
         "first = 0",
         ("test_every_layout_replays_what_one_rank_recorded[bridge vpp2, recomputed]",),
@@ -170,7 +170,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-seed-equal-on-all-ranks",
-        "rl_backend.runtime.bridge.runtime:BridgeEngine.__init__",
+        "rl_backend.runtime.bridge.engine.engine:BridgeEngine.__init__",
         "torch.manual_seed(config.seed + self.groups.dp_rank)",
         "torch.manual_seed(config.seed)",
         ("test_seeds_differ_by_data_parallel_rank_alone[bridge]",),
@@ -178,7 +178,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-balances-with-the-type-none",
-        "rl_backend.runtime.bridge_config:_check_balancing",
+        "rl_backend.runtime.bridge.config:_check_balancing",
         "if weight and not adds_loss:",
         "if False:",
         ("test_an_option_that_cannot_hold_is_refused_when_the_configuration_is_built",),
@@ -186,7 +186,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-decays-norms-that-are-not-there",
-        "rl_backend.runtime.bridge.provider:check_overrides_of_model",
+        "rl_backend.runtime.bridge.model.provider:check_overrides_of_model",
         "if value and not provider.qk_layernorm:",
         "if False:",
         ("test_decay_of_norms_that_a_model_does_not_have_is_refused",),
@@ -194,7 +194,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-norms-from-one-without-the-one",
-        "rl_backend.runtime.bridge.local_layers:RMSNormFromOne.forward",
+        "rl_backend.runtime.bridge.megatron.local_layers:RMSNormFromOne.forward",
         "1.0 + self.weight.float(),",
         "self.weight.float(),",
         (f"{_QWEN_EQUAL}[qwen3_5]",),
@@ -202,7 +202,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-state-goes-from-row-to-row",
-        "rl_backend.runtime.bridge.deltanet_cpu:_lengths",
+        "rl_backend.runtime.bridge.megatron.deltanet_cpu:_lengths",
         "return [x.shape[1]] * x.shape[0]",
         "return [x.shape[1] * x.shape[0]]",
         (f"{_QWEN_EQUAL}[qwen3_5]",),
@@ -210,7 +210,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-rotates-all-features",
-        "rl_backend.runtime.bridge.loading:_require_same_model",
+        "rl_backend.runtime.bridge.model.hf_config:complete_rope",
         'provider.rotary_percent = float(rope["partial_rotary_factor"])',
         "pass",
         (f"{_QWEN_EQUAL}[qwen3_next, half of the features rotated]",),
@@ -218,7 +218,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-rounds-the-decay",
-        "rl_backend.runtime.bridge.deltanet:keep_decay_in_float32",
+        "rl_backend.runtime.bridge.megatron.deltanet:keep_decay_in_float32",
         "parameter.data = parameter.data.float()",
         "pass",
         ("test_the_decay_stays_in_float32[{}]",),
@@ -226,7 +226,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-stores-gates-as-queries",
-        "rl_backend.runtime.bridge.stored_rows:_attention_runs",
+        "rl_backend.runtime.bridge.state.stored_rows:_attention_runs",
         'yield _Run("q", (2 * head + gate) * dim, dim)',
         'yield _Run("q", (head + gate) * dim, dim)',
         ("test_checkpoints_have_hugging_faces_rows[qwen3_5]",),
@@ -234,7 +234,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-norms-of-a-ranks-own-heads",
-        "rl_backend.runtime.bridge.local_layers:SequenceParallelRMSNorm.__init__",
+        "rl_backend.runtime.bridge.megatron.local_layers:SequenceParallelRMSNorm.__init__",
         'vars(self.weight)["sequence_parallel"] = config.sequence_parallel',
         "pass",
         ("test_bridge_qwen3_5.py::test_a_dense_model_trains_the_same_in_every_layout[2-ranks-tp2]",),
@@ -242,7 +242,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-masters-in-the-order-of-buffers",
-        "rl_backend.runtime.bridge.optimizer:BridgeOptimizer.__init__",
+        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer.__init__",
         """
         _count_in_adams_order(self.megatron)
         _allocate_moments(self.megatron)
@@ -253,7 +253,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-queries-not-scaled",
-        "rl_backend.runtime.bridge.deltanet_cpu:chunk_gated_delta_rule",
+        "rl_backend.runtime.bridge.megatron.deltanet_cpu:chunk_gated_delta_rule",
         "scaled = query.to(torch.promote_types(query.dtype, torch.float32)) * query.shape[-1] ** -0.5",
         "scaled = query.to(torch.promote_types(query.dtype, torch.float32))",
         ("test_the_rule_is_megatrons",),
@@ -261,7 +261,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-sequences-as-one",
-        "rl_backend.runtime.bridge.deltanet_cpu:_lengths",
+        "rl_backend.runtime.bridge.megatron.deltanet_cpu:_lengths",
         """
         lengths: list[int] = cu_seqlens.diff().tolist()
         return lengths
@@ -272,7 +272,7 @@ FAULTS = [
     ),
     Fault(
         "padding-of-one-vocabulary-matrix-only",
-        "rl_backend.runtime.bridge.optimizer:BridgeOptimizer.__init__",
+        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer.__init__",
         "sum(_padded_elements(self.megatron, chunks, groups, vocab_size))",
         "max(_padded_elements(self.megatron, chunks, groups, vocab_size), default=0)",
         ("test_norm_and_zeros_are_of_all_ranks_without_the_padding_of_each_matrix",),
@@ -280,7 +280,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-norm-of-data-parallel-ranks",
-        "rl_backend.runtime.bridge.optimizer:BridgeOptimizer._judge",
+        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer._judge",
         "self._groups.world_group",
         "self._groups.dp_group",
         ("test_norm_and_zeros_are_of_all_ranks_without_the_padding_of_each_matrix",),
@@ -288,9 +288,9 @@ FAULTS = [
     ),
     Fault(
         "bridge-does-not-compare-the-provider",
-        "rl_backend.runtime.bridge.loading:read_provider",
+        "rl_backend.runtime.bridge.model.hf_config:read_provider",
         """
-        _require_same_model(bridge.hf_pretrained.config, provider)
+        require_same_model(hf_config, provider)
         return provider
         """,
         "return provider",
@@ -299,7 +299,7 @@ FAULTS = [
     ),
     Fault(
         "chunks-share-one-iterator",
-        "rl_backend.runtime.bridge.forward_backward:run_micro_batches",
+        "rl_backend.runtime.bridge.engine.forward_backward:run_micro_batches",
         "[iter(enumerate(laid_out)) for _ in handle.chunks]",
         "[iter(enumerate(laid_out))] * len(handle.chunks)",
         ("test_every_chunk_of_a_rank_sees_every_micro_batch",),
@@ -307,7 +307,7 @@ FAULTS = [
     ),
     Fault(
         "pieces-end-at-the-first-tensor-that-is-elsewhere",
-        "rl_backend.runtime.bridge.sharding:pieces_of",
+        "rl_backend.runtime.bridge.state.sharding:pieces_of",
         "continue",
         "break",
         ("test_the_parts_of_all_ranks_are_the_whole_tensors",),
@@ -315,7 +315,7 @@ FAULTS = [
     ),
     Fault(
         "single-experts-gate-and-up-exchanged",
-        "rl_backend.runtime.bridge.text_models:_with_single_experts",
+        "rl_backend.runtime.bridge.model.text_models:_with_single_experts",
         'GatedMLPMapping(name, names["gate"], names["up"])',
         'GatedMLPMapping(name, names["up"], names["gate"])',
         ("test_an_expert_in_a_module_of_its_own_has_the_weights_of_grouped_ones",),
@@ -323,7 +323,7 @@ FAULTS = [
     ),
     Fault(
         "specs-inside-partials-are-not-replaced",
-        "rl_backend.runtime.bridge.local_layers:_replace",
+        "rl_backend.runtime.bridge.megatron.local_layers:_replace",
         "return partial(spec.func, *(_replace(each, replaced) for each in spec.args), **keywords)",
         "return partial(spec.func, *(_replace(each, replaced) for each in spec.args), **spec.keywords)",
         ("test_a_layer_is_replaced_wherever_its_specification_names_it",),
@@ -331,7 +331,7 @@ FAULTS = [
     ),
     Fault(
         "architectures-before-the-model-type",
-        "rl_backend.runtime.bridge_checks:_require_bridge",
+        "rl_backend.runtime.bridge.checks:_require_bridge",
         "named = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]",
         "named = named or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]",
         ("test_the_language_model_of_a_type_is_what_megatron_bridge_must_know",),
@@ -339,7 +339,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-interrupted-pass-leaves-usable-gradients",
-        "rl_backend.runtime.bridge.runtime:BridgeEngine.run_passes",
+        "rl_backend.runtime.bridge.engine.engine:BridgeEngine.run_passes",
         "except BaseException:",
         "except Exception:",
         ("test_gradients_of_a_pass_that_ended_in_its_middle_are_not_stepped_with_on_the_bridge",),

@@ -47,9 +47,9 @@ FAULTS = [
     ),
     Fault(
         "rebuilt-models-are-named-anew",
-        "actors.train.group:TrainGroup._submit",
-        '{**operation.arguments, "name": result.name}',
-        "operation.arguments",
+        "actors.train.group:TrainGroup._submit.finish",
+        '{**arguments, "name": made.name}',
+        "arguments",
         ("test_tenants_of_a_lost_group_are_made_again_on_the_new_base",),
         "a model could get the name of another one",
     ),
@@ -57,7 +57,7 @@ FAULTS = [
         "shutdown-by-another-driver-ends-the-group",
         "actors.train.group:TrainGroup.shutdown",
         """
-        closing = self.submit("shutdown")
+        closing = self._on_ranks("shutdown", RankFunction(RankContext.close), list)
         try:
             closing.result(timeout)
         except TimeoutError:
@@ -67,7 +67,7 @@ FAULTS = [
         """,
         """
         try:
-            self.submit("shutdown").result(timeout)
+            self._on_ranks("shutdown", RankFunction(RankContext.close), list).result(timeout)
         except TimeoutError:
             return
         finally:

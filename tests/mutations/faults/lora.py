@@ -129,7 +129,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-attends-to-padded-sequences",
-        "rl_backend.runtime.bridge.adapters:attach_adapters",
+        "rl_backend.runtime.bridge.model.adapters:attach_adapters",
         "_replace(module, partial(_attend, module, chunk, scale, window))",
         "pass",
         (f"{_BITS}[bridge-one rank]",),
@@ -137,7 +137,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-adapters-of-another-micro-batch-in-recomputation",
-        "rl_backend.runtime.bridge.expert_adapters:ChunkAdapters.before_backward",
+        "rl_backend.runtime.bridge.model.adapters:ChunkAdapters.before_backward",
         'output.register_hook(lambda _: setattr(self, "laid_out", laid_out))',
         "pass",
         (f"{_LAYOUTS}[bridge-recomputed]",),
@@ -145,7 +145,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-keys-in-the-place-of-values",
-        "rl_backend.runtime.bridge.adapters:_layer_of",
+        "rl_backend.runtime.bridge.model.adapters:_layer_of",
         'names, fused_groups = [stored[each] for each in "qkv"], config.num_query_groups // tp.size()',
         'names, fused_groups = [stored[each] for each in "qvk"], config.num_query_groups // tp.size()',
         (f"{_LAYOUTS}[bridge-one rank]",),
@@ -205,7 +205,7 @@ FAULTS = [
     Fault(
         "removed-tenants-come-back",
         "actors.train.group:TrainGroup._submit.finish",
-        "ranks.forget(handle.key)",
+        'ranks.forget(arguments["handle"].key)',
         "pass",
         ("test_tenants_of_a_lost_group_are_made_again_on_the_new_base",),
         "a rebuilt group would hold tenants that were removed, or refuse the second one of a name",
@@ -319,7 +319,7 @@ FAULTS = [
     ),
     Fault(
         "checkpoint-of-the-base-forgotten",
-        "rl_backend.runtime.guarded:GuardedRuntime._load_model",
+        "rl_backend.runtime.guarded:GuardedRuntime.load_checkpoint",
         "handle.loaded = manifest.digest",
         "pass",
         ("test_a_tenant_is_refused_on_a_base_with_another_checkpoint",),
@@ -351,7 +351,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-tenants-see-one-token-more",
-        "rl_backend.runtime.bridge.adapters:attach_adapters",
+        "rl_backend.runtime.bridge.model.adapters:attach_adapters",
         "window = None if windowed is None else windowed[0] + 1",
         "window = None if windowed is None else windowed[0] + 2",
         ("test_a_tenant_computes_what_megatron_bridges_adapter_computes",),

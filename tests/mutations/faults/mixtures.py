@@ -77,7 +77,7 @@ FAULTS = [
     ),
     Fault(
         "biases-of-experts-added-up",
-        "rl_backend.runtime.bridge.local_layers:CopyingRowParallelLinear.__init__",
+        "rl_backend.runtime.bridge.megatron.local_layers:CopyingRowParallelLinear.__init__",
         "bias.sequence_parallel = False",
         "pass",
         (f"{_BRIDGE}[2-ranks-tp2-gpt_oss]",),
@@ -85,7 +85,7 @@ FAULTS = [
     ),
     Fault(
         "squares-of-other-heads-without-gradient",
-        "rl_backend.runtime.bridge.all_heads:NormOfAllHeads.forward",
+        "rl_backend.runtime.bridge.megatron.all_heads:NormOfAllHeads.forward",
         """
         squares = copy_to_tensor_model_parallel_region(squares, group=group)
         squares = reduce_from_tensor_model_parallel_region(squares, group=group)
@@ -96,7 +96,7 @@ FAULTS = [
     ),
     Fault(
         "norms-of-other-heads-added-up",
-        "rl_backend.runtime.bridge.handle:_connect",
+        "rl_backend.runtime.bridge.engine.build:_connect",
         "provider.qk_layernorm = False",
         "provider.qk_layernorm = True",
         (f"{_BRIDGE}[2-ranks-tp2-minimax_m2]",),
@@ -104,7 +104,7 @@ FAULTS = [
     ),
     Fault(
         "sinks-of-the-first-rank",
-        "rl_backend.runtime.bridge.local_layers:AttentionWithSinks.__init__",
+        "rl_backend.runtime.bridge.megatron.local_layers:AttentionWithSinks.__init__",
         "set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)",
         "pass",
         (f"{_BRIDGE}[2-ranks-tp2-gpt_oss]",),
@@ -112,17 +112,9 @@ FAULTS = [
     ),
     Fault(
         "no-yarn-is-yarn",
-        "rl_backend.runtime.bridge.loading:_require_same_model",
-        """
-        (_is_yarn_of_latents(rope) if latent else provider.position_embedding_type == "yarn") and (
-            latent or provider.rotary_percent == 1.0
-        ) and rope.get("attention_factor") is None
-        """,
-        """
-        (_is_yarn_of_latents(rope) if latent else provider.position_embedding_type == "yarn") and rope.get(
-            "attention_factor"
-        ) is None
-        """,
+        "rl_backend.runtime.bridge.model.hf_config:_has_rope",
+        'whole = provider.position_embedding_type == "yarn" and provider.rotary_percent == 1.0',
+        'whole = provider.position_embedding_type == "yarn"',
         ("test_what_megatron_computes_differently_is_refused[glm4_moe-fields9-which Megatron would compute differently]",),
         "Megatron would rotate a part of a head by other angles",
     ),

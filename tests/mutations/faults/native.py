@@ -8,7 +8,7 @@ FAULTS = [
     Fault(
         "no-clipping",
         "rl_backend.runtime.native.optimizer:NativeOptimizer._apply",
-        "torch._foreach_mul_(list(gradients.values()), self._clip_coefficient(result))",
+        "torch._foreach_mul_(list(gradients.values()), clip_grad / (result.grad_norm + _CLIP_EPSILON))",
         "pass",
         ("test_steps_equal_torch_adamw_with_clipping",),
         "clip_grad would be reported and not applied",
@@ -98,8 +98,8 @@ FAULTS = [
     Fault(
         "version-advances-without-a-step",
         "rl_backend.runtime.guarded:GuardedRuntime.optimizer_step",
-        "if result.ok:",
-        "if True:",
+        "handle.weight_version += result.ok",
+        "handle.weight_version += 1",
         (
             "test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all[1-float32-nan]",
             "test_a_non_finite_gradient_changes_nothing_and_says_which",
@@ -109,7 +109,7 @@ FAULTS = [
     Fault(
         "a-failed-pass-is-not-remembered",
         "rl_backend.runtime.native.forward_backward:abandoned_on_error",
-        'handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"',
+        "handle.mark_incomplete()",
         "pass",
         ("test_a_pass_that_fails_in_the_middle_leaves_nothing_behind_after_zero_grad[1-{}-loss]",),
         "a step could be made with half a gradient",
@@ -144,7 +144,7 @@ FAULTS = [
     ),
     Fault(
         "seeds-equal-on-all-ranks",
-        "rl_backend.runtime.native.runtime:NativeEngine.__init__",
+        "rl_backend.runtime.native.engine:NativeEngine.__init__",
         "torch.manual_seed(config.seed + self.groups.dp_rank)",
         "torch.manual_seed(config.seed)",
         ("test_seeds_differ_by_data_parallel_rank_alone[native]",),
@@ -168,7 +168,7 @@ FAULTS = [
     ),
     Fault(
         "put-off-gradients-in-the-parameters-dtype",
-        "rl_backend.runtime.native.pipeline:_Stages.after_weights",
+        "rl_backend.runtime.native.forward_backward:_Stages.after_weights",
         "fsdp.accumulate_gradients(self._handle.stages[stage])",
         "pass",
         ("test_weight_gradients_that_are_put_off_are_accumulated_in_the_reduction_dtype",),

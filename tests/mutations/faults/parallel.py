@@ -56,9 +56,9 @@ FAULTS = [
     ),
     Fault(
         "rows-of-the-first-rank-for-all",
-        "rl_backend.runtime.native.forward_backward:_share",
-        "return torch.tensor_split(rows, groups.tp_group.size())[groups.tp_group.rank()]",
-        "return torch.tensor_split(rows, groups.tp_group.size())[0]",
+        "rl_backend.runtime.native.forward_backward:lay_out.share",
+        "torch.tensor_split(values, groups.tp_group.size())[groups.tp_group.rank()]",
+        "torch.tensor_split(values, groups.tp_group.size())[0]",
         (
             "test_router_losses_do_not_depend_on_the_layout[2-ranks-tp2]",
             "test_every_layout_replays_what_one_rank_recorded[native tp2]",

@@ -122,15 +122,9 @@ FAULTS = [
     ),
     Fault(
         "tenants-do-not-replay-routes",
-        "rl_backend.runtime.guarded:GuardedRuntime.forward_backward",
-        """
-        if isinstance(handle, TenantHandle):
-            return self._tenants.run_alone(handle, request)
-        """,
-        """
-        if isinstance(handle, TenantHandle):
-            return self._tenants.run_alone(handle, PassRequest(data, loss_fn, forward_only))
-        """,
+        "rl_backend.runtime.tenants.tenants:Tenants.run_passes",
+        "request = request._replace(adapters=own)",
+        'request = request._replace(adapters=own, router_replay="off")',
         ("test_a_tenant_records_and_replays_routes_as_its_base_does",),
         "a tenant would be trained with other experts than it was sampled with",
     ),
@@ -147,7 +141,7 @@ FAULTS = [
     ),
     Fault(
         "balancing-by-sequence-is-not-seen",
-        "rl_backend.runtime.bridge.routes:require_routing_by_scores",
+        "rl_backend.runtime.bridge.passes.routes:require_routing_by_scores",
         'any("aux_loss" in kind for kind in kinds)',
         '"aux_loss" in kinds',
         ("test_what_megatron_routes_differently_with_is_refused_by_name",),

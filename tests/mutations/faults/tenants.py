@@ -164,7 +164,7 @@ FAULTS = [
     ),
     Fault(
         "a-group-joins-the-outputs-of-all-tenants",
-        "actors.train.dispatch:_tenant_result",
+        "actors.train.passes:_tenant_result",
         "each == lora_id",
         "each >= 0",
         (_JOURNAL,),
@@ -172,15 +172,15 @@ FAULTS = [
     ),
     Fault(
         "optimizers-of-tenants-not-sent",
-        "actors.train.group:TrainGroup.create_lora_adapter",
-        "optimizer=optimizer,",
-        "optimizer=None,",
+        "actors.train.group:TrainGroup.submit",
+        "chosen = {name: value for name, value in given.items() if value is not signature.parameters[name].default}",
+        "chosen = {name: value for name, value in given.items() if name != 'optimizer'}",
         (_JOURNAL,),
         "all tenants of a group would train with one learning rate",
     ),
     Fault(
         "bridge-ranks-take-the-first-part",
-        "rl_backend.runtime.bridge.adapters:_part",
+        "rl_backend.runtime.bridge.model.adapters:_part",
         "return group.rank() * mine, (group.rank() + 1) * mine",
         "return 0, mine",
         (f"{_LAYOUTS}[bridge-tp2]",),
@@ -252,7 +252,7 @@ FAULTS = [
     ),
     Fault(
         "latent-attention-scaled-by-value-dim",
-        "rl_backend.runtime.bridge.adapters:_attend",
+        "rl_backend.runtime.bridge.model.adapters:_attend",
         "query.shape[-1] ** 0.5",
         "value.shape[-1] ** 0.5",
         ("test_attention_beside_adapters_has_the_models_own_scale_and_values_of_any_width",),
@@ -284,7 +284,7 @@ FAULTS = [
     ),
     Fault(
         "expert-rows-go-back-in-the-wrong-order",
-        "rl_backend.runtime.bridge.expert_adapters:_forward",
+        "rl_backend.runtime.bridge.model.adapters:_forward",
         "output.index_select(0, order.argsort())",
         "output.index_select(0, order)",
         ("test_rows_of_experts_come_back_as_they_were_sent",),
@@ -292,7 +292,7 @@ FAULTS = [
     ),
     Fault(
         "interrupted-tenant-keeps-its-gradients",
-        "rl_backend.runtime.tenants.tenants:Tenants.run_alone",
+        "rl_backend.runtime.tenants.tenants:Tenants.run_passes",
         "except BaseException:",
         "except Exception:",
         ("test_tenants_of_an_interrupted_pass_do_not_step_and_those_beside_it_do[alone]",),

@@ -7,7 +7,7 @@ from tests.mutations.fault import Fault
 FAULTS = [
     Fault(
         "verl-token-count-of-one-rank",
-        "adapters.verl.micro_batches:_agreed_num_tokens",
+        "adapters.verl.batches:_agreed_num_tokens",
         "dist.all_reduce(facts, group=place.data_parallel_group)",
         "pass",
         ("test_sft_steps_in_every_layout_are_those_of_one_rank[native dp]",),
@@ -15,7 +15,7 @@ FAULTS = [
     ),
     Fault(
         "verl-refusals-of-other-ranks-not-heard",
-        "adapters.verl.micro_batches:_agreed_num_tokens",
+        "adapters.verl.batches:_agreed_num_tokens",
         "if refusing:",
         "if False:",
         ("test_a_batch_that_one_rank_refuses_is_refused_on_all_and_the_next_one_runs",),
@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "verl-temperature-ignored",
-        "adapters.verl.micro_batches:_pack",
+        "adapters.verl.batches:_pack",
         'sequence_fields["temperature"] = temperature.reshape(len(data))',
         'sequence_fields["temperature"] = torch.ones(len(data))',
         ("test_an_engine_gives_transformers_log_probs_and_values_and_exports_its_weights[native]",),
@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "verl-outputs-in-the-order-of-micro-batches",
-        "adapters.verl.outputs:as_verl_output",
+        "adapters.verl.batches:as_verl_output",
         "rows[row] = sequence",
         "rows[batch.order.index(row)] = sequence",
         (
@@ -42,7 +42,7 @@ FAULTS = [
     ),
     Fault(
         "verl-dp-size-is-1",
-        "adapters.verl.micro_batches:cut_batch",
+        "adapters.verl.batches:cut_batch",
         "dp_size=place.data_parallel_size,",
         "dp_size=1,",
         ("test_sft_steps_in_every_layout_are_those_of_one_rank[native dp]",),
@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         "verl-multiple-ignored",
-        "adapters.verl.micro_batches:cut_batch",
+        "adapters.verl.batches:cut_batch",
         "num_batches_divided_by=multiple if multiple > 1 else None,",
         "num_batches_divided_by=None,",
         ("test_a_schedule_that_takes_groups_of_micro_batches_gets_whole_groups",),
@@ -58,7 +58,7 @@ FAULTS = [
     ),
     Fault(
         "verl-positions-not-checked",
-        "adapters.verl.micro_batches:_problem",
+        "adapters.verl.batches:_problem",
         """
         _require_positions(data)
         _require_cuttable(data, cp_size)
@@ -69,7 +69,7 @@ FAULTS = [
     ),
     Fault(
         "verl-warm-up-ratio-of-the-training",
-        "adapters.verl.settings:optimizer_settings",
+        "adapters.verl.options.settings:optimizer_settings",
         "warmup_steps = int(config.lr_warmup_steps_ratio * max(decay_steps, 0))",
         "warmup_steps = int(config.lr_warmup_steps_ratio * max(config.total_training_steps, 0))",
         ("test_the_schedule_is_the_one_that_verl_makes_of_the_same_fields",),
@@ -77,7 +77,7 @@ FAULTS = [
     ),
     Fault(
         "verl-weight-decay-ignored",
-        "adapters.verl.settings:optimizer_settings",
+        "adapters.verl.options.settings:optimizer_settings",
         "weight_decay=config.weight_decay, weight_decay_incr_style=config.weight_decay_incr_style,",
         "weight_decay_incr_style=config.weight_decay_incr_style,",
         ("test_the_schedule_is_the_one_that_verl_makes_of_the_same_fields",),
@@ -85,7 +85,7 @@ FAULTS = [
     ),
     Fault(
         "verl-seed-ignored",
-        "adapters.verl.settings:engine_settings",
+        "adapters.verl.options.settings:engine_settings",
         "seed=engine_config.seed, max_tokens_per_micro_batch=_NO_LIMIT,",
         "max_tokens_per_micro_batch=_NO_LIMIT,",
         ("test_sizes_dtype_and_seed_reach_the_runtime",),
@@ -93,7 +93,7 @@ FAULTS = [
     ),
     Fault(
         "verl-replay-for-the-reference-too",
-        "adapters.verl.routes:router_replay",
+        "adapters.verl.batches:router_replay",
         'if mode == "disabled" or not tu.get(data, "enable_routing_replay", False):',
         'if mode == "disabled":',
         ("test_routes_of_the_policy_and_of_a_rollout_are_replayed[qwen3_moe-native]",),
@@ -101,7 +101,7 @@ FAULTS = [
     ),
     Fault(
         "verl-r2-replays-where-it-records",
-        "adapters.verl.routes:router_replay",
+        "adapters.verl.batches:router_replay",
         'return "record"',
         'return "off"',
         ("test_routes_of_the_policy_and_of_a_rollout_are_replayed[qwen3_moe-native]",),
@@ -109,7 +109,7 @@ FAULTS = [
     ),
     Fault(
         "verl-mode-keeps-gradients",
-        "adapters.verl.engine_mode:EngineMode.__exit__",
+        "adapters.verl.engine:EngineMode.__exit__",
         "self.engine.optimizer_zero_grad()",
         "pass",
         ("test_gradients_of_verls_losses_do_not_depend_on_how_a_batch_is_cut[native]",),
@@ -157,7 +157,7 @@ FAULTS = [
     ),
     Fault(
         "verl-up-projection-by-the-name-of-gate",
-        "adapters.verl.lora_modules:",
+        "adapters.verl.options.lora:",
         '"up_proj": ("linear_fc1", "linear_fc1_up"),',
         '"up_proj": ("linear_fc1", "linear_fc1_gate"),',
         ("test_megatrons_names_and_wildcards_become_hugging_face_names",),
@@ -180,14 +180,6 @@ FAULTS = [
         "verl could not bring an adapter into vLLM",
     ),
     Fault(
-        "time-of-the-last-batch-only",
-        "adapters.verl.timing:AdapterTime.batch",
-        "self.total += elapsed",
-        "self.total = elapsed",
-        ("test_times_of_all_batches_are_added_those_that_fail_too",),
-        "the adapter's share of the time would be many times too high",
-    ),
-    Fault(
         "failed-save-leaves-the-runtime-open",
         "adapters.verl.engine:RuntimeEngine.close",
         """
@@ -207,7 +199,7 @@ FAULTS = [
     ),
     Fault(
         "plain-expressions-are-names",
-        "adapters.verl.lora_settings:_expression",
+        "adapters.verl.options.lora:_expression",
         'return "expression", (value,)',
         'return ("expression" if set(value) & set("*+?[(|") else "peft"), (value,)',
         ("test_a_text_is_an_expression_of_whole_names_however_plain_and_a_list_has_names",),
@@ -215,7 +207,7 @@ FAULTS = [
     ),
     Fault(
         "one-name-is-taken-letter-by-letter",
-        "adapters.verl.lora_settings:_names_of",
+        "adapters.verl.options.lora:_names_of",
         """
         if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
             raise ConfigError.of(field, value, "expected a list of names")
@@ -224,12 +216,12 @@ FAULTS = [
         if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
             raise ConfigError.of(field, value, "expected a list of names")
         """,
-        ("test_lora_settings.py::test_what_cannot_be_honoured_is_refused_by_name",),
+        ("test_lora.py::test_what_cannot_be_honoured_is_refused_by_name",),
         "a name would be taken for names of one letter each",
     ),
     Fault(
         "warm-up-ratio-of-all-training",
-        "adapters.verl.settings:optimizer_settings",
+        "adapters.verl.options.settings:optimizer_settings",
         "max(decay_steps, 0)",
         "max(config.total_training_steps, 0)",
         ("test_the_schedule_is_the_one_that_verl_makes_of_the_same_fields",),
@@ -250,21 +242,5 @@ FAULTS = [
         """,
         ("test_an_engine_rests_after_a_save_that_failed",),
         "after a save that failed, the rollout would lack the memory of the model",
-    ),
-    Fault(
-        "times-of-failed-batches-are-lost",
-        "adapters.verl.timing:AdapterTime.runtime",
-        """
-        try:
-            yield
-        finally:
-            self.adapter -= time.perf_counter() - start
-        """,
-        """
-        yield
-        self.adapter -= time.perf_counter() - start
-        """,
-        ("test_times_of_all_batches_are_added_those_that_fail_too",),
-        "the runtime's time in a batch that failed would count as the adapter's",
     ),
 ]

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.family_models import FAMILIES
 from benchmarks.parity_float64 import distance, float64_steps
 from benchmarks.parity_random import is_rounding
-from benchmarks.random_models import RandomModel, write_model
 from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, plan_batch
 from rl_backend.lab.parity.record import merge_ranks
 from rl_backend.lab.parity.transformers_side import record_transformers
+from tests.support.qwen3_5 import write_qwen3_5
 
 COMPUTED = ("mm", "bmm", "mul", "rsqrt", "exp", "_softmax", "_log_softmax", "addcdiv_")
 
@@ -40,11 +39,11 @@ class Dtypes(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> ParityConfig:
-    fields = {**FAMILIES["qwen3_5"].settings("small"), "num_hidden_layers": 2, "vocab_size": 61, "hidden_size": 32}
-    fields["layer_types"] = ["linear_attention", "full_attention"]
+    layers = ["linear_attention", "full_attention"]
+    model = write_qwen3_5(tmp_path_factory.mktemp("float64") / "model", layers=2, layer_types=layers, vocab_size=61)
     side = ParitySide(runtime=TRANSFORMERS)
     return ParityConfig(
-        model=str(write_model(RandomModel("qwen3_5_text", fields), 0, tmp_path_factory.mktemp("float64") / "model")),
+        model=str(model),
         reference=side,
         candidate=side,
         steps=3,

@@ -29,7 +29,7 @@ from rl_backend.contracts import BaseConfig, BatchError, ConfigError, OptimizerC
 from rl_backend.data.config import DataConfig
 from rl_backend.data.prompts import Prompt, PromptExample, encode_text, endless_batches, load_prompts, load_tokenizer
 from rl_backend.data.rewards import LoadedReward, RewardScorer
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.models import write_tiny
 

@@ -40,7 +40,7 @@ def composed(name: str, overrides: list[str]) -> Any:
 def test_verl_and_our_engine_take_the_overrides_of_sft(task: Path, device: Any, backend: Any) -> None:
     from verl.utils.config import omega_conf_to_dataclass
 
-    from adapters.verl.settings import engine_settings
+    from adapters.verl.options.settings import engine_settings
 
     options = sft.SFTOptions(model=str(task / "model"), **FILES, device=device, backend=backend, tp=2)
     config = composed("sft_trainer_engine", sft.overrides(options, None))
@@ -56,7 +56,7 @@ def test_verl_and_our_engine_take_the_overrides_of_rl(task: Path, device: Any, s
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    from adapters.verl.settings import engine_settings
+    from adapters.verl.options.settings import engine_settings
 
     given = options(model=str(task / "model"), **FILES, device=device, backend="bridge", ranks=4, tp=2, rollout_tp=2)
     config = composed("ppo_trainer", script.overrides(given, None))
@@ -77,7 +77,7 @@ def test_verl_and_our_engine_take_the_overrides_of_rl(task: Path, device: Any, s
 def test_verl_and_our_engine_take_the_overrides_of_router_replay(tmp_path: Path, mode: Any) -> None:
     from verl.utils.config import omega_conf_to_dataclass
 
-    from adapters.verl.settings import engine_settings
+    from adapters.verl.options.settings import engine_settings
 
     write_verl_task(tmp_path, model="qwen3_moe")
     given = grpo.GRPOOptions(model=str(tmp_path / "model"), **FILES, router_replay=mode, batch_size=8, updates_per_step=2)

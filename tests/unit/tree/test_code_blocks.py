@@ -52,6 +52,7 @@ RUN_BY = {
 NOT_PARSED = {
     "ray": "needs a cluster; tests/e2e/test_cluster_jobs.py runs what the page says",
     "chmod": "the system's",
+    "unzip": "the system's",
     "export": "the shell's",
 }
 """Programs whose arguments nothing here reads, and why."""

@@ -126,7 +126,7 @@ BAD_IMPORTS = {
     "rl_backend/__init__.py": "import actors",
     "actors/__init__.py": "import adapters",
     "adapters/__init__.py": "import examples",
-    "rl_backend/data/prompts.py": "import adapters.verl.settings",
+    "rl_backend/data/prompts.py": "import adapters.verl.options.settings",
     "examples/sft.py": "import examples.demo.task",
     "examples/ppo.py": "import examples.grpo",
     "examples/__init__.py": "import benchmarks.report",
@@ -238,7 +238,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import rl_backend
 for module in pkgutil.walk_packages(rl_backend.__path__, "rl_backend.", onerror=lambda name: None):
-    of_megatron = module.name.startswith("rl_backend.runtime.bridge")
+    of_megatron = module.name.startswith("rl_backend.runtime.bridge.") and module.ispkg
     if not of_megatron and module.name != "rl_backend.cli.__main__":
         importlib.import_module(module.name)
 assert rl_backend.create_runtime

@@ -11,6 +11,7 @@ import pytest
 from actors.rollout.config import RolloutConfig
 from actors.rollout.vllm.capabilities import DELTANET_TYPES, LATENT_TYPES, REFUSALS, check_served
 from rl_backend.contracts import ConfigError, UnsupportedError
+from tests.support.claims import ROOT
 
 MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_parameters": {"rope_type": "yarn", "factor": 40.0}}
 HEADS = {"linear_key_head_dim": 96}
@@ -160,3 +161,10 @@ def test_engines_divide_the_heads_of_deltanet(tmp_path: Path) -> None:
 def test_every_refusal_says_what_was_measured_and_what_to_do() -> None:
     for refusal in REFUSALS:
         assert refusal.what and refusal.measured and refusal.instead and refusal.device in ("cpu", "cuda")
+
+
+def test_the_page_of_capabilities_has_every_refusal() -> None:
+    text = (ROOT / "docs" / "reference" / "capabilities.md").read_text()
+    for each in REFUSALS:
+        models = ", ".join(sorted(each.model_types)) or "all"
+        assert f"| {models} | {each.device} | {each.what} | {each.measured} | {each.instead} |" in text

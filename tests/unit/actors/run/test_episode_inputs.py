@@ -22,8 +22,10 @@ PLAYER = "async def play(row, sampler): ...\n"
 @pytest.mark.shows(
     "episodes: a player's turn ends where the model's does, without the player's saying so, in held-out sets too"
 )
-@pytest.mark.parametrize("template", [CHATML, None])
-def test_turns_of_players_end(tmp_path: Path, template: str | None) -> None:
+@pytest.mark.parametrize(
+    ("template", "end"), [(CHATML, "<|im_end|>"), (CHATML.replace("<|im_end|>", "<|im_start|>"), "<|im_start|>"), (None, "")]
+)
+def test_turns_of_players_end(tmp_path: Path, template: str | None, end: str) -> None:
     tokenizer = chat_tokenizer(template)
     model = write_tiny("qwen3", tmp_path / "model", vocab_size=512, eos_token_id=tokenizer.eos_token_id)
     tokenizer.save_pretrained(model)
@@ -35,7 +37,7 @@ def test_turns_of_players_end(tmp_path: Path, template: str | None) -> None:
         model=str(model), dataset=f"{tmp_path}/rows.jsonl", player=f"{tmp_path}/mine.py:play", run_dir="runs/x", **options
     )
     inputs = load_episode_inputs(config)
-    assert tokenizer.decode(inputs.ends) == ("</s><|im_end|>" if template else "</s>")
+    assert tokenizer.decode(inputs.ends) == f"</s>{end}"
     assert turn_sampling(config.sampling, inputs.ends).stop_token_ids == (42, *inputs.ends)
     (hard,) = inputs.held_out
     engines = Engines()

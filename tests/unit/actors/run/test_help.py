@@ -14,7 +14,7 @@ from actors.run.options import Options, sections_of
 from examples.grpo import GRPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 
 LONG = "a word of this text is never divided, and a line that is full goes on in the next one below the text before it"
 

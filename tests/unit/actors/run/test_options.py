@@ -22,7 +22,7 @@ from examples.sft import SFTConfig
 from examples.tenants import TenantsConfig, UserConfig
 from rl_backend.contracts import MAY_CHANGE, BaseConfig, ConfigError, HasEffect, NativeConfig
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 
 REQUIRED = ("--model", "m", "--dataset", "d", "--reward", "r")
 

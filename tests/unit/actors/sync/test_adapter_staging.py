@@ -23,7 +23,7 @@ from actors.wire.factors import FactorMemories, FactorMemory, PackedFactors, Sha
 from actors.wire.segment import Segment, SharedSegment, host_identity
 from rl_backend.contracts import ConfigError, UnsupportedError, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
 from tests.support.native import open_runtime
 
 SEQUENCES = [(5, 9, 3, 77, 21), (8, 8, 1)]
@@ -48,7 +48,7 @@ def tenant(runtime: NativeRuntime, context: RankContext) -> HandleRef:
     handle = runtime.create_lora_adapter(runtime.build_model(trainable=False), config)
     torch.manual_seed(0)
     handle.rows.weights.normal_(std=0.3)
-    return HandleRef("group", context.keep(handle), "poet", False, (0,), (0,), lora_id=handle.lora_id)
+    return HandleRef("group", context.keep(handle).key, "poet", False, (0,), (0,), lora_id=handle.lora_id)
 
 
 def engine_of(model: Path, dtype: str) -> AdapterReceiver:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from actors.train.context import HandleRef, RankContext
+from actors.train.context import BuiltModel, HandleRef, RankContext, RankFunction, refs_in
 from actors.train.future import BoundOperation, GroupFuture, operation
-from rl_backend.contracts import BatchError, HandleError
+from rl_backend.contracts import BatchError, HandleError, RLBackendError
+from tests.support.plain_handle import PlainHandle
 
 
 def context(group_id: str = "group") -> Any:
-    runtime: Any = None
+    runtime: Any = SimpleNamespace(is_mp_src_rank_with_outputs=lambda handle: True)
     return RankContext(runtime, group_id, 0, 1)
 
 
@@ -23,15 +26,11 @@ def ref(key: int, group_id: str = "group") -> HandleRef:
 
 def test_handles_are_found_by_the_operation_that_made_them() -> None:
     rank, other = context(), context()
-    handles: list[Any] = ["first", "second"]
-    for number, handle in zip((3, 7), handles, strict=True):
+    first, second = (PlainHandle(name, False, 0, 0, 1) for name in ("first", "second"))
+    for number, handle in ((3, first), (7, second)):
         rank.operation = number
-        assert rank.keep(handle) == number
-    assert (rank.handle(ref(3)), rank.handles(ref(7)), rank.handles([ref(7), ref(3)])) == (
-        "first",
-        "second",
-        ["second", "first"],
-    )
+        assert rank.keep(handle).key == number
+    assert (rank.handle(ref(3)), rank.handles(ref(7)), rank.handles((ref(7), ref(3)))) == (first, second, [second, first])
     for missing in (ref(4), ref(3, "another group")):
         with pytest.raises(HandleError) as caught:
             rank.handles([ref(7), missing])
@@ -39,9 +38,14 @@ def test_handles_are_found_by_the_operation_that_made_them() -> None:
     rank.forget(ref(3))
     with pytest.raises(HandleError):
         rank.handle(ref(3))
-    assert rank.handle(ref(7)) == "second"
+    assert rank.handle(ref(7)) is second
     with pytest.raises(HandleError):
         other.handle(ref(7))
+
+
+def test_models_are_found_among_the_arguments_of_a_call() -> None:
+    assert list(refs_in([ref(1), 7, "name", [ref(2), ref(3)], (ref(4), None)])) == [ref(1), ref(2), ref(3), ref(4)]
+    assert RankFunction(len) == RankFunction(len, (), {})
 
 
 class Counted:
@@ -134,3 +138,34 @@ def test_an_operation_is_called_or_submitted_on_the_group_it_belongs_to() -> Non
     every: list[Any] = [three.scale, three.scale.submit, Doubler.scale]
     for named in every:
         assert (named.__name__, named.__doc__) == ("scale", "Says so.")
+
+
+def built(rank: int, dp_rank: int, *, source: bool = True, size: int = 2) -> BuiltModel:
+    return BuiltModel(5, "policy", dp_rank, size, source, 4, True, "values", 3)
+
+
+def test_a_model_that_all_ranks_have_built_names_where_its_outputs_are() -> None:
+    values = [built(0, 1, source=False), built(1, 0), built(2, 1), built(3, 0, source=False)]
+    made = HandleRef.of("group", values)
+    assert made == HandleRef("group", 5, "policy", True, (1, 0, 1, 0), (1, 2), "values", 4, 3)
+    assert made.data_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks", "dp_ranks"),
+    [
+        ([built(0, 0), built(1, 1, source=False)], [0], [0]),
+        ([built(0, 0), built(1, 0), built(2, 1)], [1, 2], [0, 1]),
+        ([built(0, 1), built(1, 2)], [0, 1], [1, 2]),
+        ([built(0, 0, source=False)], [], []),
+    ],
+)
+def test_a_runtime_without_one_source_for_each_data_parallel_rank_is_refused(
+    values: Sequence[BuiltModel], ranks: list[int], dp_ranks: list[int]
+) -> None:
+    with pytest.raises(RLBackendError) as caught:
+        HandleRef.of("group", values)
+    assert str(caught.value) == (
+        f"the runtime names ranks {ranks} as sources of the outputs of data-parallel ranks {dp_ranks}; expected one for "
+        "each of 2"
+    )

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from actors.train.context import HandleRef
 from actors.train.group import TrainGroup
 from actors.train.order import Driver, OperationHeader, OperationLedger
 from actors.train.ranks import TrainRanks
 from rl_backend.contracts import HandleError, OperationOrderError, RLBackendError, RuntimeConfig
 
+MODEL = HandleRef("group", 1, "policy", False, (0,), (0,))
 FIRST, SECOND = Driver("1", "the first driver"), Driver("2", "the second driver")
 
 
@@ -64,7 +66,7 @@ def test_a_driver_whose_group_another_operates_ends_nothing(group: TrainGroup, r
     ranks._ledger.transfer(SECOND)
     if told:
         with pytest.raises(OperationOrderError):
-            group.submit("weight_version")
+            group.weight_version(MODEL)
     for _ in range(2):
         with pytest.raises(OperationOrderError, match="'ours' is operated by the second driver"):
             group.shutdown()
@@ -76,7 +78,7 @@ def test_a_group_ends_once_however_its_ranks_close(group: TrainGroup, ranks: Ran
     group.shutdown()
     assert (ranks.sent, ranks.timeouts, ranks.killed) == (["shutdown"], [7.0], 1)
     with pytest.raises(HandleError, match="'ours' was shut down"):
-        group.submit("weight_version")
+        group.weight_version(MODEL)
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ray import cloudpickle
 
 from actors.train import group as module
-from actors.train.context import HandleRef, RankContext
+from actors.train import passes
+from actors.train.context import HandleRef, RankContext, RankFunction
 from actors.train.group import TrainGroup
 from actors.train.order import Driver, OperationHeader
 from actors.train.outcome import Apart, RankInfo
+from actors.train.passes import forward_backward
 from actors.train.ranks import GroupMembers, TrainRanks
-from rl_backend.contracts import BatchError, HandleError, RLBackendError, RuntimeConfig
+from rl_backend.contracts import BatchError, HandleError, RLBackendError, RuntimeConfig, TokenSequence
 from rl_backend.contracts.atoms import Operation
+from rl_backend.runtime import Runtime
+from tests.support.tensordicts import tensordict_of
 from tests.support.told_ranks import FIRST, SECOND
 
 CONFIG = RuntimeConfig(hf_path="model", max_tokens_per_micro_batch=7)
@@ -132,7 +137,7 @@ def test_a_group_that_nobody_holds_stops_its_ranks_unless_it_was_copied(
         assert copy.config == CONFIG and copy.name == "ours" and copy.ranks == ranks.infos
         assert copy.journal == made.journal == (Operation("build_model", {}, 4),)
         with pytest.raises(RLBackendError, match="is operated by whoever has it, and this is the second"):
-            copy.submit("zero_grad", handle=ref(1))
+            copy.zero_grad(ref(1))
         del copy
     assert KILLED == []
     del made
@@ -167,7 +172,7 @@ def test_an_error_of_closing_is_raised_where_it_is_the_only_one(ranks: Ranks, gr
 
 def test_an_operation_is_sent_titled_and_waited_for(group: TrainGroup, ranks: Ranks) -> None:
     ranks.answers = [["first", "second"]]
-    future = group.submit("list_lora_adapters", handle=ref(3))
+    future = group.list_lora_adapters.submit(ref(3))
     assert ranks.sent == [("list_lora_adapters", [Operation("list_lora_adapters", {"handle": ref(3)})] * 2, None)]
     assert not future.done() and not ranks.collected
     ranks.come = True
@@ -179,17 +184,53 @@ def test_an_operation_is_sent_titled_and_waited_for(group: TrainGroup, ranks: Ra
 def test_a_model_of_another_group_is_refused_before_anything_is_sent(group: TrainGroup, ranks: Ranks) -> None:
     for handle in (ref(1, "other"), [ref(2), ref(1, "other")]):
         with pytest.raises(HandleError) as caught:
-            group.submit("zero_grad", handle=handle)
+            group.zero_grad(handle)
         assert str(caught.value) == "model 'model 1' belongs to another training group"
         assert caught.value.details == {"name": "model 1"}
     assert not ranks.sent
 
 
-def test_several_models_are_sent_as_a_list_whatever_holds_them(group: TrainGroup, ranks: Ranks) -> None:
+def test_several_models_are_sent_as_they_are_held(group: TrainGroup, ranks: Ranks) -> None:
     ranks.answers = [[None, None]] * 2
     group.zero_grad((ref(1), ref(2)))
     group.zero_grad(ref(1))
-    assert [calls[0].arguments["handle"] for _, calls, _ in ranks.sent] == [[ref(1), ref(2)], ref(1)]
+    assert [calls[0].arguments["handle"] for _, calls, _ in ranks.sent] == [(ref(1), ref(2)), ref(1)]
+
+
+def test_each_rank_is_sent_the_pass_of_its_data_parallel_rank(group: TrainGroup, ranks: Ranks) -> None:
+    """Given as a list or as a TensorDict."""
+    rows = [
+        TokenSequence(torch.arange(each, each + 4), {"loss_mask": torch.tensor([1.0, 1.0, 1.0, 0.0])}) for each in (10, 20)
+    ]
+    two = HandleRef("group", 1, "policy", False, (1, 0), (1, 0))
+    for given in (rows, tensordict_of(rows)):
+        group.forward.submit(two, given, meta={"temperature": 0.5}, router_replay="replay")
+    for title, calls, loss in ranks.sent:
+        assert (title, loss) == ("forward_backward", None)
+        assert [call.function for call in calls] == [forward_backward] * 2
+        assert [call.kwargs for call in calls] == [{"forward_only": True, "router_replay": "replay"}] * 2
+        assert [call.args[0] for call in calls] == [two] * 2
+        batches = [call.args[1] for call in calls]
+        assert sorted(batch.input_ids.tolist() for (batch,) in batches) == [[10, 11, 12, 13], [20, 21, 22, 23]]
+        shares = passes.spread(two, rows, 7, trains=False, has_loss=False).batches
+        assert [batch.input_ids.tolist() for (batch,) in batches] == [shares[each][0].input_ids.tolist() for each in (1, 0)]
+        assert all(batch.meta["temperature"] == 0.5 for (batch,) in batches)
+
+
+def test_results_of_the_ranks_become_one(group: TrainGroup, ranks: Ranks) -> None:
+    ranks.answers = [["a", "b"], [False, True], [False, False], [3, 3], [3, 4], [{"f": 1}, {}]]
+    assert group.lr_scheduler_step(ref(1)) == "a"
+    assert group.checkpoint_is_pending(ref(1)) is True and group.checkpoint_is_pending(ref(1)) is False
+    assert group.weight_version(ref(1)) == 3
+    with pytest.raises(RLBackendError, match=r"^ranks disagree on the weight version of 'model 1': \[3, 4\]$"):
+        group.weight_version(ref(1))
+    assert group.export_lora_adapter(ref(1)) == {"f": 1}
+
+
+def test_what_cannot_leave_a_rank_is_not_started(group: TrainGroup, ranks: Ranks) -> None:
+    with pytest.raises(AssertionError, match="what export_weights gives cannot leave a rank; call it in run_on_ranks"):
+        group.submit(Runtime[HandleRef].export_weights, ref(1))
+    assert not ranks.sent
 
 
 def collect(context: RankContext, number: int, *, plus: int) -> int:
@@ -208,7 +249,7 @@ def test_a_function_is_titled_by_its_name_and_large_results_stay_apart(group: Tr
     assert group.run_on_ranks(collect, 4, plus=1) == [5, Apart("small", "stored 1")]
     group.run_on_ranks(Called())
     (first, (call, _), _), (second, _, _) = ranks.sent
-    assert call == Operation("run_on_ranks", {"function": collect, "args": (4,), "kwargs": {"plus": 1}})
+    assert call == RankFunction(collect, (4,), {"plus": 1})
     assert (first, second) == ("run_on_ranks(collect)", "run_on_ranks(Called)")
     assert ranks.collected[0][0] == "operation 1 (run_on_ranks(collect))"
 
@@ -231,8 +272,9 @@ def test_a_loss_is_sent_beside_its_operation(group: TrainGroup, ranks: Ranks) ->
     sender: Any = SimpleNamespace(send=send)
     group._losses = sender
     given: Any = "a loss"
-    group.submit("zero_grad", given, handle=ref(1))
-    group.submit("zero_grad", handle=ref(1))
+    rows = [TokenSequence(torch.arange(3), {"loss_mask": torch.tensor([1.0, 1.0, 0.0])})]
+    group.forward_backward.submit(ref(1), rows, given)
+    group.forward.submit(ref(1), rows)
     assert [loss for *_, loss in ranks.sent] == ["sent loss", None] and sent == ["a loss"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,21 @@ import torch
 from actors.train.context import HandleRef
 from actors.train.future import GroupFuture, operation
 from actors.train.group import TrainGroup
-from rl_backend.contracts import LoRAConfig, OptimizerConfig
+from rl_backend.contracts import AdamParams, LoRAConfig, OptimizerConfig
+from rl_backend.contracts.atoms import Operation
+from rl_backend.runtime import Runtime
 
 HANDLE = HandleRef("group", 0, "policy", False, (0,), (0,))
 GIVEN: dict[str, Any] = {
     "handle": HANDLE,
-    "sequences": ["a sequence"],
-    "loss": "a loss",
     "lora": LoRAConfig(rank=3),
     "optimizer": OptimizerConfig(lr=0.5),
+    "adam": AdamParams(lr=0.5),
     "tensors": {"a": torch.ones(1)},
     "name": "mine",
     "head": "values",
     "device": "cpu",
-    "router_replay": "R3",
-    "meta": {"temperature": 0.5},
     "extra": {"step": 3},
-    "max_tokens_per_micro_batch": 64,
     "path": Path("there"),
     "hf_path": Path("model"),
 }
@@ -40,48 +37,50 @@ class Recorded(TrainGroup):
     """Keeps what would be sent to the ranks."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[str, Any, dict[str, Any]]] = []
+        self.sent: list[tuple[str, dict[str, Any]]] = []
 
-    def submit(self, name: str, loss: Any = None, /, **arguments: Any) -> GroupFuture[Any]:
-        self.sent.append((name, loss, arguments))
-        return GroupFuture(name, lambda timeout: None, lambda: True)
+    def _submit(self, operation: Operation) -> GroupFuture[Any]:
+        self.sent.append((operation.name, dict(operation.arguments)))
+        return GroupFuture(operation.name, lambda timeout: None, lambda: True)
 
 
-OPERATIONS = {
-    name: list(inspect.signature(method._method).parameters.values())[1:]
+ATOMS_OF_A_GROUP = [
+    name
     for name, method in vars(TrainGroup).items()
-    if isinstance(method, operation)
-}
+    if isinstance(method, operation) and name not in ("forward_backward", "forward", "weight_version", "export_lora_adapter")
+]
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+def parameters(name: str) -> list[inspect.Parameter]:
+    return list(inspect.signature(getattr(Runtime, name)).parameters.values())[1:]
+
+
+@pytest.mark.parametrize("name", ATOMS_OF_A_GROUP)
 def test_an_operation_hands_on_every_argument(name: str) -> None:
     group = Recorded()
     given = {
         parameter.name: (not parameter.default) if isinstance(parameter.default, bool) else GIVEN[parameter.name]
-        for parameter in OPERATIONS[name]
+        for parameter in parameters(name)
     }
     getattr(group, name)(**given)
-    ((sent, loss, arguments),) = group.sent
-    assert sent == ("forward_backward" if name == "forward" else name)
-    assert loss == given.pop("loss", None)
-    if name == "forward":
-        assert arguments.pop("forward_only") is True
-    assert arguments == {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+    assert group.sent == [(name, given)]
 
 
-def test_what_is_not_given_is_left_to_the_ranks() -> None:
+@pytest.mark.parametrize("name", ATOMS_OF_A_GROUP)
+def test_what_is_not_given_or_has_its_default_is_left_to_the_ranks(name: str) -> None:
     group = Recorded()
-    sequences: Sequence[Any] = ["a sequence"]
-    group.forward(HANDLE, sequences)
-    group.forward_backward(HANDLE, sequences, None, forward_only=True)
-    assert group.sent[0] == group.sent[1]
-    ((_, loss, arguments), _) = group.sent
-    assert loss is None and arguments == {
-        "handle": HANDLE,
-        "sequences": sequences,
-        "forward_only": True,
-        "meta": None,
-        "max_tokens_per_micro_batch": None,
-        "router_replay": "off",
-    }
+    needed = {each.name: GIVEN[each.name] for each in parameters(name) if each.default is each.empty}
+    getattr(group, name)(**needed)
+    getattr(group, name)(
+        **{each.name: GIVEN[each.name] if each.default is each.empty else each.default for each in parameters(name)}
+    )
+    assert group.sent == [(name, needed)] * 2
+
+
+def test_an_argument_that_no_atom_takes_is_refused_before_anything_is_sent() -> None:
+    group: Any = Recorded()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rate'"):
+        group.zero_grad(HANDLE, rate=3)
+    with pytest.raises(TypeError, match="missing a required argument: 'handle'"):
+        group.zero_grad()
+    assert not group.sent

@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from actors.train.context import RankContext
-from actors.train.outcome import Apart, BuiltModel, Completed, Failed, RankForward, TenantForward
+from actors.train.context import BuiltModel, RankContext, RankFunction, lora_factors, weight_version
+from actors.train.outcome import Apart, Completed, Failed
+from actors.train.passes import RankForward, TenantForward, forward_backward
 from rl_backend.contracts import (
     BatchError,
     ForwardResult,
     HandleError,
     Metric,
-    ModelHandle,
     OperationOrderError,
     RLBackendError,
     StepResult,
 )
 from rl_backend.contracts.atoms import Operation
+from tests.support.plain_handle import PlainHandle
 from tests.support.told_worker import ToldRank, ref
 
 pytestmark = pytest.mark.usefixtures("exported")
@@ -35,7 +36,7 @@ def test_an_operation_is_the_runtimes_call_of_that_name_on_its_handles() -> None
         ("lr_scheduler_step", ([rank.frozen, rank.trained],), {}),
         ("to", (rank.trained,), {"device": "cpu", "grad": False}),
     ]
-    assert rank.run("weight_version", handle=ref(2)) == 5
+    assert rank.call(weight_version, ref(2)) == 5
     with pytest.raises(HandleError):
         rank.run("zero_grad", handle=ref(3))
 
@@ -51,7 +52,7 @@ def test_a_pass_trains_or_evaluates_and_sends_outputs_end_to_end(key: int, forwa
     rank.runtime.answers["forward_backward"] = ForwardResult(
         (1.0, 2.0), {"m": Metric(3.0, 4.0)}, {"log_probs": rows}, {"tenant": part}
     )
-    found = rank.run("forward_backward", "a loss", handle=ref(key), data=["a batch"], forward_only=forward_only)
+    found = rank.call(forward_backward, ref(key), ["a batch"], loss="a loss", forward_only=forward_only)
     assert isinstance(found, RankForward)
     assert (found.losses, found.metrics) == ((1.0, 2.0), {"m": Metric(3.0, 4.0)})
     assert found.outputs.keys() == {"log_probs"} and found.outputs["log_probs"].tolist() == [1.0, 2.0, 3.0]
@@ -66,13 +67,13 @@ def test_a_pass_trains_or_evaluates_and_sends_outputs_end_to_end(key: int, forwa
 def test_a_pass_without_a_loss_has_none() -> None:
     rank = ToldRank()
     rank.runtime.answers["forward_backward"] = ForwardResult()
-    rank.run("forward_backward", None, handle=ref(1), data=["a batch"], router_replay="R3")
+    rank.call(forward_backward, ref(1), ["a batch"], router_replay="R3")
     assert rank.runtime.calls[1] == ("forward_backward", (rank.trained, ["a batch"], None), {"router_replay": "R3"})
 
 
 def test_a_built_model_is_kept_under_its_operation() -> None:
     rank = ToldRank()
-    made = ModelHandle("critic", True, 0, 2, 4, "values", 3, lora_id=6)
+    made = PlainHandle("critic", True, 0, 2, 4, "values", 3, lora_id=6)
     rank.context.operation = 9
     for name, given in (("build_model", {"head": "values"}), ("create_lora_adapter", {"handle": ref(2), "lora": "lora"})):
         for is_source in (True, False):
@@ -94,7 +95,7 @@ def test_what_only_the_driver_reads_comes_from_rank_0(rank: int) -> None:
         "export_lora_adapter": iter([("b", torch.ones(2)), ("a", torch.zeros(1))]),
         "get_optimizer_state": "s",
     }
-    factors = one.run("export_lora_adapter", handle=ref(1))
+    factors = one.call(lora_factors, ref(1))
     assert list(factors) == (["b", "a"] if rank == 0 else [])
     assert next(one.runtime.answers["export_lora_adapter"], None) is None, "every rank takes part to the end"
     assert one.run("get_optimizer_state", handle=ref(1)) == ("s" if rank == 0 else None)
@@ -128,7 +129,7 @@ def test_the_end_closes_what_callers_kept_and_then_the_runtime() -> None:
         "second": close("second", BatchError("odd")),
     }
     with pytest.raises(BatchError, match="odd"):
-        rank.run("shutdown")
+        rank.call(RankContext.close)
     assert closed == ["second", "first"] and rank.runtime.calls == [("close", (), {})]
 
 
@@ -143,11 +144,11 @@ def apart(context: RankContext) -> Apart[str]:
 
 def test_a_function_runs_with_the_rank_and_its_arguments() -> None:
     rank = ToldRank()
-    call = Operation("run_on_ranks", {"function": double, "args": (4,), "kwargs": {"plus": 1}})
+    call = RankFunction(double, (4,), {"plus": 1})
     outcome, stored = rank.execute(call)
     assert isinstance(outcome, Completed) and outcome.value == 9 and outcome.peak_memory > 1 << 20 and stored is None
     assert rank.context.operation == 1
-    outcome, stored = rank.execute(Operation("run_on_ranks", {"function": apart, "args": (), "kwargs": {}}))
+    outcome, stored = rank.execute(RankFunction(apart))
     assert outcome.value == Apart("small", None) and stored == "large" and outcome.peak_memory > 1 << 20
     assert rank.worker.progress() == (2, 2)
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from actors.train import worker
-from actors.train.context import RankContext
+from actors.train.context import RankContext, RankFunction
 from actors.train.order import Driver
 from actors.train.outcome import Completed, Failed
+from actors.train.passes import forward_backward
 from rl_backend.contracts import (
     ForwardResult,
     PackedBatch,
@@ -35,7 +36,7 @@ def test_an_operation_reports_its_work_and_the_versions_of_its_models(
     monkeypatch.setattr(worker, "span", recorder.span)
     rank = ToldRank(2)
     rank.runtime.answers["forward_backward"] = ForwardResult()
-    outcome, _ = rank.execute(Operation("forward_backward", {"handle": ref(1), "data": [packed(2, 3), packed(4)]}))
+    outcome, _ = rank.execute(RankFunction(forward_backward, (ref(1), [packed(2, 3), packed(4)])))
     assert isinstance(outcome, Completed)
     (event,) = recorder.take()
     assert (event.name, event.category) == ("forward_backward", "operation")
@@ -58,15 +59,15 @@ def nothing(context: RankContext, *given: Any) -> None:
 def test_versions_are_of_every_model_that_an_operation_was_given(exported: list[tuple[Any, ...]]) -> None:
     rank = ToldRank()
 
-    def versions(operation: Operation) -> dict[str, int]:
+    def versions(call: Operation | RankFunction) -> dict[str, int]:
         exported.clear()
-        rank.execute(operation)
+        rank.execute(call)
         return {tags["model"]: value for name, value, tags in exported if name == "rl_backend_rank_weight_version"}
 
     both = {"policy": 3, "reference": 5}
     assert versions(Operation("zero_grad", {"handle": [ref(1), ref(2, "reference")]})) == both
     given = (ref(4, "another group's"), 7, ref(1), ref(2, "reference"))
-    assert versions(Operation("run_on_ranks", {"function": nothing, "args": given, "kwargs": {}})) == both
+    assert versions(RankFunction(nothing, given)) == both
     assert versions(Operation("build_model", {})) == {}
 
 

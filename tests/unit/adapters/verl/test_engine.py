@@ -13,7 +13,6 @@ import torch
 
 from adapters.verl import engine as module
 from adapters.verl.engine import LanguageModelEngine, ValueModelEngine
-from adapters.verl.timing import AdapterTime
 from rl_backend.contracts import ConfigError, ForwardResult, HandleError
 from rl_backend.runtime import RankPlace
 from tests.support.verl_batches import make_batch, rows
@@ -104,7 +103,7 @@ def made(kind: Any = LanguageModelEngine, weights: Path | None = None, *, is_sou
         "runtime": SimpleNamespace(backend_cfg=SimpleNamespace(parallel=SimpleNamespace(cp=1))),
     }
     engine.settings = SimpleNamespace(**{**given, **settings})
-    engine.mode, engine.time, engine.calls = None, AdapterTime(), calls
+    engine.mode, engine.calls = None, calls
     engine._checkpoints, engine._runtime, engine._model = (
         Checkpoints(calls, weights),
         Runtime(calls, is_source=is_source),
@@ -125,7 +124,7 @@ def test_what_verl_asks_of_a_rank_and_its_model_is_answered() -> None:
     assert engine.is_mp_src_rank_with_outputs() is True and made(is_source=False).is_mp_src_rank_with_outputs() is False
     assert engine.handle is TENANT and engine.optimizer == "adam" and engine.module == ["root"]
     assert (engine.is_param_offload_enabled, engine.is_optimizer_offload_enabled) == (False, True)
-    assert engine.optimizer_step() == 1.5 and engine.lr_scheduler_step() == 0.25 and engine.time.total > 0
+    assert engine.optimizer_step() == 1.5 and engine.lr_scheduler_step() == 0.25
     engine.optimizer_zero_grad()
     for mode in ("train", "eval"):
         with engine.runtime_mode(mode):
@@ -248,7 +247,6 @@ def test_a_batch_runs_on_what_is_at_work_and_a_reference_never_replays(
         ("run", at_work.name, 2, not forward_only, ("forward_only", forward_only), ("router_replay", replay)),
     ]
     assert found["loss"] == [1.0] and len(found["model_output"]["log_probs"].unbind()) == 8
-    assert 0 < engine.time.adapter < engine.time.total
     engine._runtime.place = RankPlace(torch.device("cpu"), 0, 1, None, False)  # type: ignore[arg-type]
     assert engine.forward_backward_batch(batch, None, True) == {}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from adapters.verl.engine_mode import EngineMode
+from adapters.verl.engine import EngineMode
 
 ALL = ("model", "optimizer", "grad")
 

@@ -71,7 +71,7 @@ def test_batches_that_an_engine_cannot_honour_are_refused(
 ) -> None:
     from verl.utils import tensordict_utils as tu
 
-    from adapters.verl.micro_batches import cut_batch
+    from adapters.verl.batches import cut_batch
 
     batch = make_batch(rows(), "response")
     for name, value in changes.items():
@@ -87,7 +87,7 @@ def test_batches_that_an_engine_cannot_honour_are_refused(
 def test_text_in_a_batch_of_a_model_that_reads_images_is_taken(lengths: str) -> None:
     from verl.utils import tensordict_utils as tu
 
-    from adapters.verl.micro_batches import cut_batch
+    from adapters.verl.batches import cut_batch
 
     some = rows()
     if lengths == "equal":
@@ -100,8 +100,8 @@ def test_text_in_a_batch_of_a_model_that_reads_images_is_taken(lengths: str) -> 
 
 
 def test_routes_to_replay_that_are_missing_or_too_few_are_refused() -> None:
-    from adapters.verl.routes import BatchRoutes, router_replay
-    from adapters.verl.settings import RouterReplayMode
+    from adapters.verl.batches import BatchRoutes, router_replay
+    from adapters.verl.options.settings import RouterReplayMode
 
     batch = make_batch(rows(), "response", enable_routing_replay=True)
     assert router_replay(batch, "R2", forward_only=True) == "record"
@@ -143,49 +143,6 @@ def test_checkpoints_on_hdfs_are_refused(local_path: str, hdfs_path: str | None)
     with pytest.raises(UnsupportedError) as raised:
         EngineCheckpoints(STATE, STATE).load(None, None, local_path, hdfs_path)  # type: ignore[arg-type]
     assert "default_hdfs_dir=null" in str(raised.value)
-
-
-def test_the_adapters_share_is_what_is_neither_the_runtimes_nor_the_losses() -> None:
-    import time
-
-    from adapters.verl.timing import AdapterTime
-
-    spent = AdapterTime()
-    with spent.batch():
-        with spent.runtime():
-            time.sleep(0.1)
-            with spent.adapter_inside_runtime():
-                time.sleep(0.02)
-        time.sleep(0.02)
-    assert spent.total >= 0.14
-    assert 0.04 <= spent.adapter < spent.total - 0.05
-
-
-def test_times_of_all_batches_are_added_those_that_fail_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from adapters.verl import timing
-
-    clock = [100.0]
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    spent = timing.AdapterTime()
-    assert spent.fraction == 0.0
-
-    def batch(packing: float, computing: float, loss: float, error: Exception | None = None) -> None:
-        with spent.batch():
-            clock[0] += packing
-            with spent.runtime():
-                clock[0] += computing
-                with spent.adapter_inside_runtime():
-                    clock[0] += loss
-                if error is not None:
-                    raise error
-
-    batch(0.25, 1.5, 0.25)
-    batch(0.5, 1.0, 0.0)
-    clock[0] += 64.0  # between batches
-    assert (spent.total, spent.adapter, spent.fraction) == (3.5, 1.0, 2 / 7)
-    with pytest.raises(BatchError):
-        batch(0.5, 3.75, 0.25, BatchError("too long"))
-    assert (spent.total, spent.adapter) == (8.0, 1.75)
 
 
 class Noted:

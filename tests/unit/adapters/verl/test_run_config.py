@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from adapters.verl.checkpoint_contents import require_contents
-from adapters.verl.model_facts import model_facts
-from adapters.verl.run_config import is_ours, require_run
+from adapters.verl.options.model_facts import model_facts
+from adapters.verl.options.settings import require_contents
+from adapters.verl.registration import is_ours
+from adapters.verl.run_config import require_run
 from adapters.verl.trainer_saves import _change
 from rl_backend.contracts import ConfigError
 

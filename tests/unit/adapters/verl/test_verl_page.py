@@ -1,4 +1,4 @@
-"""docs/verl.md is true: its lines are what verl takes, its tables are the decisions."""
+"""docs/verl.md and docs/reference/verl_fields.md are true: verl takes the lines, and the tables are the decisions."""
 
 from __future__ import annotations
 
@@ -6,33 +6,57 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
 
-from adapters.verl.megatron_decisions import TRANSFORMER
-from benchmarks.family_models import FAMILIES
+from adapters.verl.options.decisions import ADAM, DDP, DECISIONS, TRANSFORMER
+from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.model import find_model
+from rl_backend.runtime.bridge import config as bridge_config
+from tests.support.claims import ROOT
+from tests.support.small_models import FAMILIES, WRITERS
 from tests.support.verl_configs import TARGET, write_config
-from tests.support.verl_fields import PAGE, page_with_tables
+from tests.support.verl_fields import TITLES, field_table
 
 SWITCHES = re.findall(
-    r"^    (.*(?:megatron|engine).*)$", PAGE.read_text().split("**Without an override.**")[0], re.MULTILINE
+    r"^    (.*(?:megatron|engine).*)$",
+    (ROOT / "docs" / "verl.md").read_text().split("**Without an override.**")[0],
+    re.MULTILINE,
 )
 
 
-def test_the_tables_are_those_of_the_decisions() -> None:
-    assert PAGE.read_text() == page_with_tables(), "run: python -m tests.support.verl_fields"
+ELSEWHERE = {
+    TRANSFORMER: set(bridge_config.SIZES),
+    ADAM: {"optimizer_cpu_offload", "optimizer_offload_fraction"},
+}
+"""Megatron's fields that other fields of verl's are compared with."""
 
 
-def test_families_whose_routers_round_logits_are_named() -> None:
+@pytest.mark.parametrize("where", TITLES)
+def test_the_tables_have_every_decision(where: str) -> None:
+    table, of_megatron = field_table(where), where in (TRANSFORMER, DDP, ADAM)
+    if of_megatron:
+        assert table.keys() == DECISIONS[where].keys() | ELSEWHERE.get(where, set())
+    for name, decision in DECISIONS[where].items():
+        values = [f"`{value!r}`" for value in decision.accepts]
+        if not of_megatron:
+            assert table[name] == (f"refused unless {' or '.join(values)}: {decision.reason}",)
+            continue
+        accepts, native, bridge = table[name]
+        assert accepts == ", ".join(values), name
+        assert native.startswith("no meaning") == decision.is_kernel, name
+        assert decision.reason is None or decision.reason == native == bridge, name
+    others = table.keys() - DECISIONS[where].keys()
+    assert of_megatron or not any(table[name][0].startswith("refused unless") for name in others)
+
+
+def test_families_whose_routers_round_logits_are_named(tmp_path: Path) -> None:
     rounding = set()
-    for name, family in FAMILIES.items():
-        if family.is_mixture and not family.corrected:
-            config = AutoConfig.for_model(family.model_type, **family.settings("small")).to_dict()
-            blocks = [layer.feed_forward for layer in find_model("auto", config).parse_config(config).layers]
-            routers = [router for block in blocks if (router := getattr(block, "router", None)) is not None]
-            if any(router.rounded_logits for router in routers):
-                rounding.add(name)
-    assert rounding == set(re.findall("`(.*?)`", TRANSFORMER["moe_router_dtype"].native))
+    for name in FAMILIES:
+        config = read_hf_config(WRITERS[name](tmp_path / name))
+        blocks = [layer.feed_forward for layer in find_model("auto", config).parse_config(config).layers]
+        routers = [router for block in blocks if (router := getattr(block, "router", None)) is not None]
+        if any(router.rounded_logits for router in routers):
+            rounding.add(name)
+    assert rounding == set(re.findall("`(.*?)`", field_table(TRANSFORMER)["moe_router_dtype"][1]))
 
 
 def lines(*starts: str) -> list[str]:

@@ -16,7 +16,7 @@ from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config, require_fl
 from rl_backend.checkpoint.kept_weights import find_kept, open_kept
 from rl_backend.contracts import CheckpointError, NativeConfig, RuntimeConfig, UnsupportedError
 from rl_backend.model import QWEN3
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import native_runtime
 from tests.support.fp8 import quantised, write_fp8
 
 NAME = "model.layers.1.mlp.down_proj.weight"
@@ -93,7 +93,7 @@ def test_a_part_reads_only_the_factors_of_its_blocks(
 @pytest.mark.shows("checkpoint: a model stored in FP8 trains, and is saved in plain numbers without quantization_config")
 def test_a_model_in_fp8_is_built_saved_and_read_again(stored: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     path, plain = stored
-    runtime = NativeRuntime(RuntimeConfig(hf_path=str(path), backend_cfg=NativeConfig(device="cpu")))
+    runtime = native_runtime(RuntimeConfig(hf_path=str(path), backend_cfg=NativeConfig(device="cpu")))
     try:
         policy = runtime.build_model()
         runtime.save_checkpoint(policy, tmp_path / "out", hf=True)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, HFReader, read_hf_config
+from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, HFReader, StoredTensor, read_hf_config
 from rl_backend.checkpoint.hf_weights import load_weights
 from rl_backend.contracts import CheckpointError, RuntimeConfig
 from rl_backend.model import QWEN3, BuildSettings
@@ -370,7 +370,7 @@ def test_packed_experts_are_read_one_by_one(tmp_path: Path) -> None:
             continue
         names = {f"{block}.{expert}.{name}_proj.weight" for expert in range(3) for name in ("gate", "up", "down")}
         assert set(reader.infos) == names | set(kept)
-        assert reader.infos[f"{block}.2.up_proj.weight"].shape == (4, 5)
+        assert reader.infos[f"{block}.2.up_proj.weight"] == StoredTensor((4, 5), torch.float32)
         for expert in range(3):
             assert torch.equal(reader.read(f"{block}.{expert}.gate_proj.weight"), gate_up[expert, :4])
             assert torch.equal(

@@ -50,6 +50,13 @@ def test_lines_of_several_files_have_their_own_places(tmp_path: Path) -> None:
     assert rows.files == tuple(tmp_path / name for name in ("a.jsonl", "b.csv", "c.json", "d.json"))
 
 
+def test_a_line_of_empty_cells_is_a_row_and_an_empty_line_is_not(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('x,y\n,\n\n1,2\n"",\n\n')
+    rows = TextRows("all", "mine", [tmp_path / "a.csv"])
+    assert list(rows) == [{"x": None, "y": None}, {"x": "1", "y": "2"}, {"x": None, "y": None}]
+    assert [rows.where(index)[-6:] for index in range(3)] == ["line 2", "line 4", "line 5"]
+
+
 @pytest.mark.parametrize(
     ("name", "data", "index", "message"),
     [

@@ -102,6 +102,15 @@ def test_the_text_says_what_was_compared_and_how_it_went() -> None:
     assert "first divergence: loss (step 2): relative difference 1.0e-03" in flat
 
 
+@pytest.mark.parametrize("farthest", range(2))
+def test_a_stage_names_what_is_farthest_over_its_tolerance_beside_that_difference(farthest: int) -> None:
+    names = list(SAME.gradients)[:2]
+    factors = [1.5 if place == farthest else 1.01 for place in range(2)]
+    changed = times(times(SAME.gradients, names[0], factors[0]), names[1], factors[1])
+    row = next(line for line in as_text(result(record(gradients=changed))).splitlines() if line.startswith("  gradient"))
+    assert row.split()[2:5] == ["5.0e-01", "1e-04", names[farthest]] and row.endswith("<- over")
+
+
 def test_a_loss_that_hardly_falls_says_little() -> None:
     slow = record(losses=[2.0, 2.0, 1.91])
     found = ParityResult(config(), 1, compared(slow, slow), {"reference": {}, "candidate": {}})

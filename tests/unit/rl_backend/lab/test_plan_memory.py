@@ -16,7 +16,7 @@ from rl_backend.lab.plan.bridge import LocalLayers
 from rl_backend.lab.plan.memory import ParameterSize, ShardedStage, Workload
 from rl_backend.lab.plan.native import sync_bucket_bytes
 from rl_backend.pipeline import Action, Kind
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.native.layout import describe_model
 from tests.unit.rl_backend.cli.test_plan_command import CONFIG
 

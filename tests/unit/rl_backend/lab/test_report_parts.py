@@ -201,6 +201,15 @@ def test_metrics_are_in_the_order_of_steps_and_the_last_line_of_a_step_counts(tm
     assert data.problems == ["metrics.jsonl: a is not a number in every step"]
 
 
+def test_a_file_that_cannot_be_read_is_a_problem_and_the_rest_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").mkdir()
+    (tmp_path / "run.json").write_text("[1]")
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    data = read_run(tmp_path)
+    assert (data.config, data.run, data.summary) == ({"a": 1}, {}, {})
+    assert data.problems[0] == "run.json: is not an object" and data.problems[1].startswith("summary.json: [Errno 21]")
+
+
 def test_problems_are_named_up_to_twelve() -> None:
     some = {f"m{index}": series(1.0, math.nan, math.inf) for index in range(12)}
     data = RunData(Path("run"), metrics=dict(some))

@@ -68,6 +68,7 @@ def test_layer_types_are_read_where_every_one_is_honoured() -> None:
         ({"sliding_window": 7, "use_sliding_window": False, "max_window_layers": 0}, (None,) * 4),
         ({"use_sliding_window": None, "layer_types": [F] * 4}, (None,) * 4),
         ({"sliding_window": 7, "use_sliding_window": True}, (None,) * 4),
+        ({"sliding_window": 7, "use_sliding_window": True, "num_hidden_layers": 30}, (None,) * 28 + (7,) * 2),
         ({"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}, (7,) * 4),
         ({"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 7)),
         (

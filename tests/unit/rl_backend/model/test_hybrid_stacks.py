@@ -33,7 +33,7 @@ from rl_backend.model.options import DecoderOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.norm import NormSpec
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from tests.support.families import load_native, random_sequences, run_native
 from tests.support.hybrid import HYBRID, WINDOW, read, write_hybrid
 from tests.support.native import gradients, micro_batches, open_runtime, token_loss

@@ -10,12 +10,12 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
-from benchmarks.family_models import FAMILIES, SAME_CODE
 from rl_backend.contracts import UnsupportedError
 from rl_backend.model.registry import MODEL_FAMILIES, find_model
+from tests.support.small_models import FAMILIES
 
 # Not all that is registered: other test files register families when they are imported.
-KINDS = [kind for name in (*FAMILIES, *SAME_CODE) for kind in MODEL_FAMILIES.get(name).hf_model_types]
+KINDS = [kind for name in FAMILIES for kind in MODEL_FAMILIES.get(name).hf_model_types]
 LIKE = {"kimi_k2": "deepseek_v3", "deepseek_v32": "deepseek_v3"}
 """``model_type`` that transformers does not have -> the one whose class vLLM reads it with."""
 NESTED = ("text_config", "rope_parameters")

@@ -15,7 +15,9 @@ from torch import Tensor
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import ConfigError, ModelOutput, PackedBatch, UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.model.decoder import MultiTokenPrediction
+from rl_backend.primitive.norm import NormSpec
+from rl_backend.runtime.native.engine import native_runtime
 from rl_backend.runtime.native.layout import check_weights
 from tests.support.drafting import COPIES as ORIGINALS
 from tests.support.drafting import PlainDrafting, write_drafting
@@ -36,6 +38,25 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_drafting(tmp_path_factory.mktemp("drafting") / "model")
+
+
+@pytest.mark.parametrize("norm", [NormSpec(1e-2), NormSpec(1e-2, kind="layer", bias=True), NormSpec(1e-2, from_one=True)])
+def test_all_three_norms_are_those_of_the_model(norm: NormSpec) -> None:
+    torch.manual_seed(0)
+    module = MultiTokenPrediction(6, norm, torch.nn.Tanh())
+    for each in module.parameters():
+        torch.nn.init.normal_(each)
+
+    def normed(x: Tensor, weights: torch.nn.Module) -> Tensor:
+        if norm.kind == "layer":
+            return torch.nn.functional.layer_norm(x, (6,), weights.weight, weights.bias, 1e-2)
+        weight = weights.weight + 1 if norm.from_one else weights.weight
+        return x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt() * weight
+
+    hidden, embedding = torch.randn(5, 6) / 10, torch.randn(5, 6) / 10
+    both = torch.cat((normed(embedding, module.embedding_norm), normed(hidden, module.hidden_norm)), -1)
+    expected = normed(torch.tanh(both @ module.projection.weight.t()), module.norm)
+    torch.testing.assert_close(module(hidden, embedding), expected)
 
 
 def mean_nll(output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> tuple[Tensor, Mapping[str, Any]]:
@@ -160,7 +181,7 @@ def test_a_directory_without_copies_is_saved_without_them(tmp_path: Path) -> Non
     for source in (with_copies, without):
         config = make_config(source, model="glm4_moe", model_cfg={"mtp": "joint"})
         check_weights(config, "log_probs")
-        with closing(NativeRuntime(config)) as runtime:
+        with closing(native_runtime(config)) as runtime:
             policy = runtime.build_model()
             runtime.forward_backward(policy, batches((0, 3)), mean_nll)
             runtime.optimizer_step(policy)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_backend.contracts import ConfigError
 from rl_backend.parallel.expert import AllToAllDispatcher
+from rl_backend.primitive.adapted_experts import RowOwners
 from rl_backend.primitive.router import Routing
 from tests.support.rank_threads import run_ranks
 
@@ -88,3 +89,23 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     made = AllToAllDispatcher(group, 12, 3, 2)
     assert (made.group, made.num_experts, made.ep_size, made.etp_size) == (group, 12, 3, 2)
     assert AllToAllDispatcher(group, 12, 6).etp_size == 1
+
+
+def test_rows_of_an_adapter_keep_the_draw_of_the_rank_that_sent_them() -> None:
+    """Dropout is drawn by each rank for its own tokens; one that has no row of the adapter draws nothing."""
+    tokens, draws = (3, 2, 1), ([5, -1], [9, 4], [-1, 7])
+
+    def on_rank(group: dist.ProcessGroup) -> list[tuple[int, tuple[int, int, int | None]]]:
+        rank = group.rank()
+        # Every token chooses the experts of the first two ranks; a rank has tokens of one adapter.
+        chosen = torch.tensor([[0, 1]] * tokens[rank])
+        owner = 1 if rank == 2 else 0
+        owners = RowOwners(torch.full((tokens[rank],), owner), [11, 12], [{}, {}], draws[rank])
+        x = torch.zeros(tokens[rank], HIDDEN, dtype=torch.float64)
+        routing = Routing(chosen, torch.ones(tokens[rank], 2, dtype=torch.float64), x)
+        found = AllToAllDispatcher(group, 3, 3)(x, routing, owners)
+        return [(expert, (run.start, run.stop, run.draw)) for expert, run in found.adapters]
+
+    answers = run_ranks(on_rank, 3)
+    runs = [(0, (0, 3, 5)), (0, (3, 5, 9)), (0, (5, 6, 7))]
+    assert answers == [runs, runs, []]

@@ -217,7 +217,7 @@ def test_rows_of_adapters_do_not_depend_on_each_other(monkeypatch: pytest.Monkey
     monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", 2**14)
     torch.manual_seed(0)
     vocab, rows, hidden, weight = 1000, (40, 100), torch.randn(140, 32), torch.randn(1000, 32)
-    labels = torch.randint(vocab, (140,))
+    labels, temperature = torch.randint(vocab, (140,)), 0.5 + torch.rand(140)
     factors = []
     for _ in rows:
         a, b = torch.randn(16, 32), torch.randn(vocab, 16)
@@ -227,7 +227,9 @@ def test_rows_of_adapters_do_not_depend_on_each_other(monkeypatch: pytest.Monkey
 
     def results(rows: slice, runs: list[AdapterRun]) -> list[torch.Tensor]:
         x = hidden[rows].clone().requires_grad_()
-        output = next_token_log_probs(x, weight, labels[rows], adapters=runs, calculate_entropy=True)
+        output = next_token_log_probs(
+            x, weight, labels[rows], adapters=runs, calculate_entropy=True, temperature=temperature[rows]
+        )
         assert output.entropy is not None
         (output.log_probs * 3 + output.entropy).sum().backward()
         assert x.grad is not None
@@ -240,13 +242,13 @@ def test_rows_of_adapters_do_not_depend_on_each_other(monkeypatch: pytest.Monkey
     assert all(torch.equal(mine, both[:40]) for mine, both in zip(alone, together, strict=True))
     assert torch.equal(gradients[0], factors[0].grad_a)
     assert torch.equal(gradients[1], factors[0].grad_b)
-    if adapts_head:
-        a, b = (each.clone().requires_grad_() for each in factors[0][:2])
-        x = hidden[:40].clone().requires_grad_()
-        log_p = torch.log_softmax(x @ weight.t() + 0.1 * (x @ a.t()) @ b.t(), -1)
+    for part, adapter in zip((slice(0, 40), slice(40, 140)), factors if adapts_head else (), strict=adapts_head):
+        a, b = (each.clone().requires_grad_() for each in adapter[:2])
+        x = hidden[part].clone().requires_grad_()
+        log_p = torch.log_softmax((x @ weight.t() + 0.1 * (x @ a.t()) @ b.t()) / temperature[part, None], -1)
         entropy = -(log_p.exp() * log_p).sum(-1)
-        (log_p.gather(1, labels[:40, None]).squeeze(1) * 3 + entropy).sum().backward()
-        for mine, expected in zip((alone[2], *factors[0][2:4]), (x.grad, a.grad, b.grad), strict=True):
+        (log_p.gather(1, labels[part, None]).squeeze(1) * 3 + entropy).sum().backward()
+        for mine, expected in zip((together[2][part], *adapter[2:4]), (x.grad, a.grad, b.grad), strict=True):
             assert torch.allclose(mine, expected, rtol=1e-3, atol=1e-4)
 
 

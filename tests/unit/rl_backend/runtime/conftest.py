@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from rl_backend.runtime.native import NativeRuntime
+    from rl_backend.runtime.native.engine import NativeRuntime
 
 # Imported by the fixtures that need them: `make check` runs tests of this folder that import nothing heavy.
 

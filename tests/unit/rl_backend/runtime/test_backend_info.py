@@ -16,7 +16,7 @@ from rl_backend.contracts import HandleError, NativeConfig, OptimizerConfig, Run
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig
 from rl_backend.data.packing import pack
 from rl_backend.primitive import adapted_layers
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime, native_runtime
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime, token_loss
 from tests.support.sft_batches import random_token_sequences
@@ -149,7 +149,7 @@ def stored_in(model: Path, name: str) -> tuple[Path, str]:
 def test_quantised_bases_are_refused_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny("qwen3", tmp_path / "quantised")
     config = (model / "config.json").read_text()
-    runtime = NativeRuntime(RuntimeConfig(hf_path=str(model), backend_cfg=NativeConfig(device="cpu")))
+    runtime = native_runtime(RuntimeConfig(hf_path=str(model), backend_cfg=NativeConfig(device="cpu")))
     monkeypatch.setattr(runtime.engine, "build", lambda *args, **kwargs: pytest.fail("a model is built"))
     try:
         (model / "config.json").write_text(config.replace("{", '{"quantization_config": {"quant_method": "fp8"},', 1))

@@ -15,7 +15,7 @@ from rl_backend.checkpoint.hf_writer import critic_config
 from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig, UnsupportedError
 from rl_backend.model import find_model
 from rl_backend.primitive.value_head import ValueHead
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
 from tests.support.critic import squared_error, transformers_values, write_critic
 from tests.support.native import (
     LENGTHS,

@@ -18,7 +18,7 @@ from actors.sync.transport.base import PushPlan
 from actors.train.outcome import breaks_process_group
 from rl_backend.cli import gpu_check
 from rl_backend.contracts import ConfigError, UnsupportedError
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.weights.inspection import CHECKSUM_BYTES, device_checksum
 from tests.support.bridge_runs import open_bridge
 from tests.support.clusters import ROOT
@@ -139,7 +139,7 @@ VARIABLE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 def test_deterministic_mode_sets_what_transformer_engine_reads(
     tied_model: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, refused: bool
 ) -> None:
-    from rl_backend.runtime.bridge import loading, provider
+    from rl_backend.runtime.bridge.model import loading, provider
 
     monkeypatch.setenv(VARIABLE, given or "")
     if given is None:

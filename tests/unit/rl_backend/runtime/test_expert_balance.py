@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError, OptimizerConfig, PackedBatch
 from rl_backend.runtime import check_config
-from rl_backend.runtime.native import NativeHandle, NativeRuntime, forward_backward, pipeline
+from rl_backend.runtime.native import forward_backward
+from rl_backend.runtime.native.engine import NativeRuntime
+from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.bridge_runs import poisoned_loss
 from tests.support.deepseek import write_latent
 from tests.support.families import load_transformers
@@ -241,7 +243,7 @@ def test_tokens_that_fill_up_a_ranks_share_count_as_no_use_of_experts(
     model: Path, monkeypatch: pytest.MonkeyPatch, stages: dict[str, Any]
 ) -> None:
     """As where tensor-parallel ranks share an odd number of tokens out."""
-    module = pipeline if stages else forward_backward
+    module = forward_backward
     lay_out, filler = forward_backward.lay_out, 3
 
     def with_filler(batch: PackedBatch, *args: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from rl_backend.cli.main import main
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
 from tests.support.kept_family import stored_bytes
 from tests.support.native import open_runtime, train
 from tests.support.qwen3_5 import write_qwen3_5

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rl_backend.contracts import (
+    AdamParams,
     BatchError,
     ConfigError,
     HandleError,
@@ -110,9 +111,12 @@ def test_lists_of_handles_are_checked_before_any_is_changed(runtime: StandingRun
 def test_versions_count_steps_that_were_taken(runtime: StandingRuntime) -> None:
     handle = runtime.build_model()
     assert runtime.optimizer_step(handle) is handle.answer and handle.weight_version == 8
+    adam = AdamParams(lr=0.5)
+    runtime.optimizer_step(handle, adam=adam)
+    assert handle.events == [None, adam] and handle.weight_version == 9
     handle.answer = StepResult(False, float("nan"), None)
     runtime.optimizer_step(handle)
-    assert handle.weight_version == 8
+    assert handle.weight_version == 9
     with pytest.raises(HandleError, match="optimizer_step of no tenants; give at least one"):
         runtime.optimizer_step([])
     with pytest.raises(HandleError, match="optimizer_step on 'model-1', which is no LoRA tenant; take a handle of create"):
@@ -235,7 +239,7 @@ def test_what_no_runtime_of_ones_own_offers_names_the_operation_and_its_class(ru
         for name in vars(Runtime)
         if "lora" in name or name in ("get_backend_info", "get_optimizer_state", "list_optimizer_states")
     ]
-    assert len(tenants) == 8
+    assert len(tenants) == 9
     for name in tenants:
         with pytest.raises(UnsupportedError, match=rf"^the runtime 'native' does not offer {name}; implement it in Bare"):
             getattr(Runtime, name)(bare, *given.get(name, (None,)))

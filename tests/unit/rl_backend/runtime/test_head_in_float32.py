@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import BackendConfig, ConfigError, NativeConfig, RuntimeConfig
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.native.layout import check_config
 from tests.support.native import micro_batches, open_runtime, relative_difference, token_loss
 from tests.support.quiet import write_quiet

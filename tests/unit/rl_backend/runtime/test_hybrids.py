@@ -13,7 +13,8 @@ from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassi
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import OptimizerConfig
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
+from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.critic import squared_error, transformers_values, write_critic
 from tests.support.native import VOCAB_SIZE, gradients, micro_batches, open_runtime, train, train_with, weights
 from tests.support.qwen3_5 import write_qwen3_5

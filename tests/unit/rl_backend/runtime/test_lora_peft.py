@@ -23,7 +23,8 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
 from rl_backend.data.packing import pack
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
+from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.tenants.handle import TenantHandle
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime

@@ -15,7 +15,8 @@ from rl_backend.checkpoint.peft_files import read_peft_directory, write_peft_dir
 from rl_backend.contracts import OptimizerConfig, UnsupportedError, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.packing import pack
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
+from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.tenants.handle import TenantHandle
 from tests.support.native import VOCAB_SIZE
 from tests.support.sft_batches import random_token_sequences

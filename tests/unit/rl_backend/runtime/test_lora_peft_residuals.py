@@ -25,7 +25,7 @@ from rl_backend.checkpoint.peft_files import read_peft_directory
 from rl_backend.contracts import UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.packing import pack
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
 from tests.support.native import VOCAB_SIZE
 from tests.support.sft_batches import random_token_sequences
 

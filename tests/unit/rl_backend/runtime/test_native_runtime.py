@@ -19,7 +19,8 @@ from rl_backend.contracts import (
     PackedBatch,
     UnsupportedError,
 )
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime, native_runtime
+from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.models import write_tiny
 from tests.support.native import (
     LENGTHS,
@@ -241,7 +242,7 @@ def test_one_seed_gives_one_result(tied_model: Path) -> None:
 
 
 def test_handles_of_another_or_a_closed_runtime_are_refused(tied_model: Path, runtime: NativeRuntime) -> None:
-    other = NativeRuntime(make_config(tied_model))
+    other = native_runtime(make_config(tied_model))
     foreign = other.build_model(name="foreign")
     with pytest.raises(HandleError, match="'foreign'"):
         runtime.zero_grad(foreign)

@@ -11,7 +11,8 @@ import torch
 
 from rl_backend.contracts import HandleError, UnsupportedError
 from rl_backend.runtime import offload as offload_module
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
+from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.offload import Offload
 from tests.support.native import micro_batches, open_runtime, token_loss, train
 

@@ -15,12 +15,10 @@ from actors.train.worker import run
 from rl_backend.contracts import HandleError, OptimizerConfig
 from rl_backend.contracts.atoms import ATOMS, PARTS, Operation
 from rl_backend.runtime import Runtime
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
 from tests.support.native import micro_batches, open_runtime, token_loss
 
-OF_RANKS = {"build_model", "forward_backward", "optimizer_step", "weight_version", "run_on_ranks", "shutdown"}
 NOT_ATOMS = {"place", "close"}
-GROUP_ONLY = {"run_on_ranks", "shutdown", "weight_version"}
 
 
 def parameters(function: Any) -> dict[str, inspect.Parameter]:
@@ -30,19 +28,12 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 def test_every_method_of_a_runtime_is_in_the_table() -> None:
     public = {name for name in vars(Runtime) if not name.startswith("_")} - NOT_ATOMS
-    assert public == ATOMS.keys() - GROUP_ONLY
+    assert public == ATOMS.keys()
 
 
-@pytest.mark.parametrize("name", [name for name, atom in ATOMS.items() if atom.join and name not in GROUP_ONLY])
-def test_a_group_takes_the_arguments_of_the_runtime_with_the_same_defaults(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name, atom in ATOMS.items() if atom.join])
+def test_a_group_offers_every_atom_that_can_leave_a_rank_with_its_signature(name: str) -> None:
     runtime, group = parameters(getattr(Runtime, name)), parameters(getattr(TrainGroup, name))
-    if ATOMS[name].split == "sequences":
-        # A group packs micro-batches from sequences, and sends the loss by itself.
-        runtime = {each: given for each, given in runtime.items() if each not in ("data", "loss_fn")}
-        group = {each: given for each, given in group.items() if each in runtime}
-    if name == "export_lora_adapter":
-        # What a group answers has travelled, and is a copy in any case.
-        del runtime["copy"]
     assert {each: given.default for each, given in group.items()} == {each: given.default for each, given in runtime.items()}
 
 
@@ -65,8 +56,8 @@ def test_an_argument_more_passes_through_everything_between_the_caller_and_the_e
     """Nothing on the way names an atom's arguments: contract, engine and caller are all that knows them."""
     runtime: Any = _Widened()
     context, handle = RankContext(runtime, "group", 0, 1, operation=7), _Handle()
-    key = context.keep(handle)  # type: ignore[arg-type]
-    ref = HandleRef("group", key, "policy", False, (0,), (0,))
+    context._handles[7] = handle  # type: ignore[assignment]
+    ref = HandleRef("group", 7, "policy", False, (0,), (0,))
     sent = pickle.loads(pickle.dumps(Operation("lr_scheduler_step", {"handle": ref, "by": 3})))
     assert run(context, sent, None) == 0.75
     assert runtime.seen == [(handle, {"by": 3})]

@@ -16,7 +16,7 @@ from rl_backend.contracts import PackedWeight, RoutedLayers, TensorInfo, Unsuppo
 from rl_backend.parallel.shards import ShardLayout
 from rl_backend.runtime.gradient_statistics import judge, rank_statistics
 from rl_backend.runtime.guarded import GuardedRuntime
-from rl_backend.runtime.native.activations import record_activations
+from rl_backend.runtime.native.forward_backward import record_activations
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import TensorLayout
 from rl_backend.runtime.saved_state import random_state, restore_random_state, training_manifest

@@ -22,7 +22,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import LORA_FIELD, PEFT_PREFIX, LoRAConfig
 from rl_backend.data.packing import pack
-from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
 from rl_backend.runtime.tenants.state import problem_of_import
 from tests.support.native import VOCAB_SIZE, open_runtime
 from tests.support.sft_batches import random_token_sequences

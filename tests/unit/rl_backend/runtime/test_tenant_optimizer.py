@@ -18,7 +18,8 @@ from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data.packing import pack
 from rl_backend.lora.rows import Section
 from rl_backend.runtime.adaptable import RowGroups, SumGroups
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.native.engine import NativeRuntime
+from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.tenants.handle import TenantHandle
 from rl_backend.runtime.tenants.optimizer import TenantOptimizer
 from tests.support.native import VOCAB_SIZE, open_runtime

@@ -1,0 +1,178 @@
+"""Passes of a training group: sequences spread over its ranks, run there, and the results merged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from actors.train.context import HandleRef, RankContext
+from rl_backend.contracts import (
+    BatchError,
+    ForwardResult,
+    HandleError,
+    LossFn,
+    Metric,
+    PackedBatch,
+    TokenSequence,
+    merge_metrics,
+)
+from rl_backend.contracts.lora import LORA_FIELD
+from rl_backend.data import (
+    MicroBatchPlan,
+    check_same_fields,
+    pack_plan,
+    plan_micro_batches,
+    plan_tenants,
+    restore_order,
+)
+
+
+class TenantForward(NamedTuple):
+    """A tenant's part of one rank's ForwardResult."""
+
+    lora_id: int
+    losses: tuple[float, ...]
+    metrics: Mapping[str, Metric]
+    error: str
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankForward:
+    """One rank's ForwardResult on its way to the driver.
+
+    Attributes:
+        outputs: name -> the rank's sequences end to end, (T, ...) on the CPU.
+        tenants: name of a LoRA tenant -> the losses and metrics of its part, and why it failed.
+    """
+
+    losses: tuple[float, ...]
+    metrics: Mapping[str, Metric]
+    outputs: Mapping[str, Tensor]
+    tenants: Mapping[str, TenantForward] = field(default_factory=dict)
+
+
+class Shares(NamedTuple):
+    """Sequences, divided over the data-parallel ranks.
+
+    Attributes:
+        batches: data-parallel rank -> its micro-batches.
+        plan, seq_lens: which sequences went where, and their lengths with those of fillers.
+        tenants: whose they are, by ``lora_id``; empty without LoRA tenants.
+    """
+
+    batches: Sequence[Sequence[PackedBatch]]
+    plan: MicroBatchPlan
+    seq_lens: Sequence[int]
+    tenants: Sequence[int] = ()
+
+
+def spread(
+    handle: HandleRef,
+    rows: Sequence[TokenSequence],
+    max_tokens: int,
+    *,
+    trains: bool,
+    has_loss: bool,
+    meta: Mapping[str, Any] | None = None,
+) -> Shares:
+    """The micro-batches of every data-parallel rank.
+
+    Args:
+        max_tokens: of a micro-batch.
+        trains: whether there is a backward pass.
+        has_loss: whether a loss is sent beside them.
+
+    Raises:
+        BatchError, HandleError: see :meth:`~actors.train.group.TrainGroup.forward_backward`; before any rank has seen it.
+    """
+    has_tenants = bool(rows) and LORA_FIELD in rows[0].sequence_fields
+    if handle.forward_only and trains and not has_tenants:
+        raise HandleError(f"model {handle.name!r} is forward-only; a backward pass needs gradients", name=handle.name)
+    if trains and not has_loss:
+        raise BatchError("loss=None: only a forward_only pass can do without a loss")
+    check_same_fields(rows)
+    seq_lens = [len(sequence) for sequence in rows]
+    dp_size, multiple_of = handle.data_parallel_size, handle.micro_batch_multiple
+    # A loss that reads no mask would count fillers.
+    fill = not has_loss or "loss_mask" in rows[0].token_fields
+    tenants: list[int] = []
+    if has_tenants and handle.lora_id < 0:
+        tenants = [int(row.sequence_fields[LORA_FIELD]) for row in rows]
+        plan = plan_tenants(seq_lens, tenants, dp_size, max_tokens, multiple_of=multiple_of, fill=fill)
+    else:
+        plan = plan_micro_batches(seq_lens, dp_size, max_tokens, multiple_of=multiple_of, fill=fill)
+    return Shares(pack_plan(rows, plan, meta), plan, plan.with_fillers(seq_lens), tenants)
+
+
+def token_budget(wanted: int | None, most: int) -> int:
+    """Of a micro-batch: what is asked for, at most the configuration's."""
+    if wanted is not None and wanted > most:
+        raise BatchError(
+            f"max_tokens_per_micro_batch={wanted} is more than the configuration's {most}; ask for less, or build the "
+            "group with a larger RuntimeConfig.max_tokens_per_micro_batch"
+        )
+    return most if wanted is None else wanted
+
+
+def forward_backward(
+    context: RankContext, handle: HandleRef, data: Sequence[PackedBatch], loss_fn: LossFn | None = None, **arguments: Any
+) -> RankForward:
+    """A pass on one rank, in training or evaluation mode."""
+    runtime, model = context.runtime, context.handle(handle)
+    # The frozen base of tenants is in evaluation mode while they train.
+    evaluates = arguments.get("forward_only") or model.forward_only
+    with runtime.eval_mode(model) if evaluates else runtime.train_mode(model):
+        result = runtime.forward_backward(model, data, loss_fn, **arguments)
+    # A view of a tensor is pickled with all of the tensor, so sequences travel as one.
+    outputs = {name: torch.cat(list(rows)).cpu() for name, rows in result.outputs.items()}
+    tenants = {
+        name: TenantForward(part.lora_id, part.losses, dict(part.metrics), part.error, tuple(part.outputs))
+        for name, part in result.tenants.items()
+    }
+    return RankForward(result.losses, dict(result.metrics), outputs, tenants)
+
+
+def merged(handle: HandleRef, shares: Shares, values: Sequence[RankForward]) -> ForwardResult:
+    """One ForwardResult from those of the source ranks.
+
+    Loss i is the mean over data-parallel ranks of each rank's i-th micro-batch, because gradients are averaged over them:
+    the sum of all is the number whose gradient the optimizer gets. Metrics add up over ranks; outputs are in the caller's
+    order.
+    """
+    sources = [values[rank] for rank in handle.source_ranks]
+    losses = [sum(of_batch) / len(sources) for of_batch in zip(*(source.losses for source in sources), strict=True)]
+    outputs = {}
+    for name in sources[0].outputs:
+        per_rank = [
+            torch.split(source.outputs[name], [shares.seq_lens[index] for index in shares.plan.rank_indices(dp_rank)])
+            for dp_rank, source in enumerate(sources)
+        ]
+        outputs[name] = restore_order(shares.plan, per_rank)
+    metrics = merge_metrics([source.metrics for source in sources])
+    tenants = {
+        name: _tenant_result(part.lora_id, [source.tenants[name] for source in sources], shares.tenants, outputs)
+        for name, part in sources[0].tenants.items()
+    }
+    return ForwardResult(tuple(losses), metrics, outputs, tenants)
+
+
+def _tenant_result(
+    lora_id: int, parts: Sequence[TenantForward], tenants: Sequence[int], outputs: Mapping[str, Sequence[Tensor]]
+) -> ForwardResult:
+    """As :func:`merged`, of one tenant; ``tenants`` says whose each sequence is."""
+    losses = [sum(of_batch) / len(parts) for of_batch in zip(*(part.losses for part in parts), strict=True)]
+    return ForwardResult(
+        tuple(losses),
+        merge_metrics([part.metrics for part in parts]),
+        {
+            name: [value for value, each in zip(outputs[name], tenants, strict=True) if each == lora_id]
+            for name in parts[0].outputs
+        },
+        error=next((part.error for part in parts if part.error), ""),
+        lora_id=lora_id,
+    )

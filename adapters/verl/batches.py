@@ -1,0 +1,351 @@
+"""verl's batches as a runtime takes them, with routes to replay, and the runtime's outputs as verl takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.dataset.dataset_utils import DatasetPadMode
+from verl.utils.py_functional import append_to_dict
+from verl.workers.engine.utils import detach_tree, prepare_micro_batches
+
+from adapters.verl.options.settings import RouterReplayMode
+from rl_backend.contracts import BatchError, ForwardResult, ModelOutput, PackedBatch, RLBackendError, UnsupportedError
+from rl_backend.contracts.routed_experts import ROUTES, ROUTES_LAYERS, ROUTES_MASK, route_fields
+from rl_backend.data.chat import TEXT_ALONE
+from rl_backend.runtime import RankPlace, RouterReplay
+
+_UNSUPPORTED = {
+    "distillation_use_topk": "top-k distillation reads logits, which are never kept",
+    "distillation_only": "top-k distillation reads logits, which are never kept",
+    "calculate_sum_pi_squared": "the sum of squared probabilities is not computed",
+}
+_OF_TEXT = frozenset({"mm_token_type_ids"})
+"""What a processor of images gives for text too."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What rides in ``PackedBatch.payload``: verl's own micro-batch, for verl's own loss.
+
+    Attributes:
+        index: its place among the micro-batches of the pass.
+        data: as verl cut it.
+    """
+
+    index: int
+    data: TensorDict
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """A batch, cut.
+
+    Attributes:
+        packed: one for each micro-batch, as many on every data-parallel rank.
+        order: row of the batch of each sequence of ``packed``, in their order.
+    """
+
+    packed: list[PackedBatch]
+    order: list[int]
+
+
+def cut_batch(
+    data: TensorDict,
+    place: RankPlace,
+    *,
+    multiple: int,
+    cp_size: int,
+    routes: BatchRoutes | None = None,
+) -> MicroBatches:
+    """Cuts this rank's batch as verl does, and packs it.
+
+    ``data`` and every micro-batch are given what verl's losses read: ``dp_size``, ``batch_num_tokens`` (``loss_mask`` summed
+    over the data-parallel ranks) and ``num_micro_batch``. A collective over the data-parallel ranks, which refuse together.
+
+    Args:
+        data: ``input_ids`` jagged (B, L_i); ``loss_mask`` jagged over all tokens or over the response, or dense.
+        multiple: with ``use_dynamic_bsz``, the number of micro-batches is one of its multiples.
+        cp_size: ranks that share a micro-batch; verl's ``max_token_len_per_gpu`` is for each of them.
+        routes: what the batch has for a replay.
+
+    Raises:
+        BatchError: ``input_ids`` that are not jagged, positions that do not count each sequence's tokens from 0, sequences
+            longer than a micro-batch, a number of them that micro-batches do not divide, wrong routes; or another rank
+            refused its batch.
+        UnsupportedError: what the model or the losses would need and do not get.
+    """
+    num_tokens = _agreed_num_tokens(data, place, _problem(data, cp_size, routes))
+    tu.assign_non_tensor(data, sp_size=cp_size, dp_size=place.data_parallel_size, batch_num_tokens=num_tokens)
+    micro_batches, indices = prepare_micro_batches(
+        data,
+        dp_group=place.data_parallel_group,
+        num_batches_divided_by=multiple if multiple > 1 else None,
+        same_micro_num_in_dp=True,
+    )
+    for each in (data, *micro_batches):
+        tu.assign_non_tensor(each, num_micro_batch=len(micro_batches))
+    packed = [_pack(MicroBatch(index, each), routes) for index, each in enumerate(micro_batches)]
+    return MicroBatches(packed, list(chain.from_iterable(indices)) if indices else list(range(len(data))))
+
+
+def _problem(data: TensorDict, cp_size: int, routes: BatchRoutes | None) -> RLBackendError | None:
+    """What is wrong with this rank's batch by itself."""
+    try:
+        _require_supported(data)
+        _require_positions(data)
+        _require_cuttable(data, cp_size)
+        if routes is not None:
+            routes.require(data)
+    except RLBackendError as error:
+        return error
+    return None
+
+
+def _agreed_num_tokens(data: TensorDict, place: RankPlace, problem: RLBackendError | None) -> float:
+    """``loss_mask`` summed over the data-parallel ranks, in the collective in which they learn of each other's problems."""
+    mask = data["loss_mask"]
+    num_tokens = (mask.values() if mask.is_nested else mask).sum().to(place.device)
+    facts = torch.stack([num_tokens, torch.full_like(num_tokens, problem is not None)])
+    if place.data_parallel_size > 1:
+        dist.all_reduce(facts, group=place.data_parallel_group)
+    total, refusing = facts.tolist()
+    if problem is not None:
+        raise problem
+    if refusing:
+        raise BatchError(
+            f"{refusing:.0f} of {place.data_parallel_size} data-parallel ranks refused their batches; nothing ran on any"
+        )
+    return float(total)
+
+
+def _pack(micro_batch: MicroBatch, routes: BatchRoutes | None) -> PackedBatch:
+    data = micro_batch.data
+    input_ids = data["input_ids"]
+    meta: dict[str, Any] = {"calculate_entropy": bool(tu.get(data, "calculate_entropy", False))}
+    token_fields: dict[str, Tensor] = {}
+    if routes is not None:
+        token_fields, meta[ROUTES_LAYERS] = routes.of(data)
+    sequence_fields = {}
+    temperature = torch.as_tensor(tu.get(data, "temperature", 1.0), dtype=torch.float32)
+    if temperature.dim() > 0:
+        sequence_fields["temperature"] = temperature.reshape(len(data))
+    else:
+        meta["temperature"] = float(temperature)
+    return PackedBatch(
+        input_ids.values().to(torch.int64),
+        input_ids.offsets().diff().cpu(),
+        token_fields=token_fields,
+        sequence_fields=sequence_fields,
+        meta=meta,
+        payload=micro_batch,
+    )
+
+
+def _require_positions(data: TensorDict) -> None:
+    positions = data.get("position_ids", None)
+    if positions is None or not (positions.is_nested or positions.dim() > 2):
+        return
+    offsets = data["input_ids"].offsets()
+    starts = offsets[:-1].repeat_interleave(offsets.diff())
+    counted = torch.arange(len(starts), device=starts.device) - starts
+    if positions.dim() > 2:
+        # A row for the text, and those of time, height and width, in which text counts as in its own.
+        if not _are_counted(positions, counted):
+            raise UnsupportedError(f"position_ids are not those of text: {TEXT_ALONE}", name="position_ids")
+    elif not torch.equal(positions.values(), counted):
+        raise BatchError(
+            "position_ids do not count the tokens of each sequence from 0; the models here always do", name="position_ids"
+        )
+
+
+def _are_counted(positions: Tensor, counted: Tensor) -> bool:
+    """Whether every row of (sequences, rows, tokens) is ``counted``. Sequences of one length are jagged in their rows."""
+    if not positions.is_nested:
+        return False
+    values = positions.values()
+    expected = counted if values.shape[-1] == len(counted) else torch.arange(values.shape[-1], device=values.device)
+    return torch.equal(values, expected.expand_as(values))
+
+
+def _require_cuttable(data: TensorDict, cp_size: int) -> None:
+    """What verl asserts on one rank while the others enter a collective."""
+    if tu.get(data, "use_dynamic_bsz", True):
+        limit, longest = tu.get(data, "max_token_len_per_gpu"), int(data["input_ids"].offsets().diff().max())
+        if limit is None or longest > limit * cp_size:
+            raise BatchError(
+                f"max_token_len_per_gpu={limit} times {cp_size} context-parallel ranks does not hold the longest sequence, "
+                f"of {longest} tokens; raise it",
+                name="max_token_len_per_gpu",
+            )
+        return
+    size, group = tu.get(data, "micro_batch_size_per_gpu"), tu.get(data, "force_group_size", 1)
+    if not size or len(data) % (size * group):
+        raise BatchError(
+            f"micro_batch_size_per_gpu={size} times force_group_size={group} does not divide {len(data)} sequences",
+            name="micro_batch_size_per_gpu",
+        )
+
+
+def _require_supported(data: TensorDict) -> None:
+    input_ids = data["input_ids"]
+    if not (input_ids.is_nested and input_ids.layout == torch.jagged):
+        raise BatchError(
+            f"input_ids is a dense tensor of shape {tuple(input_ids.shape)}; expected a jagged one, as verl's "
+            "left_right_2_no_padding makes it",
+            name="input_ids",
+        )
+    pad_mode = tu.get(data, "pad_mode", DatasetPadMode.NO_PADDING)
+    if pad_mode != DatasetPadMode.NO_PADDING:
+        raise UnsupportedError(
+            f"pad_mode={str(pad_mode)!r}: engines of verl take 'no_padding'; set data.pad_mode=no_padding"
+        )
+    for name, reason in _UNSUPPORTED.items():
+        if tu.get(data, name, False):
+            raise UnsupportedError(f"{name}=True: {reason}; switch it off", name=name)
+    for index, inputs in enumerate(tu.get(data, "multi_modal_inputs") or ()):
+        media = sorted(name for name in inputs or () if name not in _OF_TEXT)
+        if media:
+            raise UnsupportedError(
+                f"multi_modal_inputs of sequence {index} has {', '.join(media)}: {TEXT_ALONE}", name="multi_modal_inputs"
+            )
+
+
+def router_replay(data: TensorDict, mode: RouterReplayMode, *, forward_only: bool) -> RouterReplay:
+    """What a pass does with routes: R2 records them with log-probs, and later passes replay; R3 replays in both.
+
+    verl sets ``enable_routing_replay`` in the batches of the actor, and not in those of the reference.
+    """
+    if mode == "disabled" or not tu.get(data, "enable_routing_replay", False):
+        return "off"
+    if mode == "R2" and forward_only and data.get(ROUTES, None) is None:
+        return "record"
+    return "replay"
+
+
+@dataclass(frozen=True)
+class BatchRoutes:
+    """The routes that a batch brings for a replay, jagged (B, L_i or L_i - 1, layers, top_k).
+
+    A rollout has no routes for the last token, and verl's padding none at all: sequences without response. There the router
+    chooses.
+
+    Attributes:
+        mode: ``R2`` or ``R3``.
+        num_layers: of the model; routes of as many layers are indexed by them, others by layers with experts.
+    """
+
+    mode: RouterReplayMode
+    num_layers: int
+
+    def require(self, data: TensorDict) -> None:
+        """Raises :class:`BatchError` for routes that are missing, not jagged integers, or of another number of tokens."""
+        routes = data.get(ROUTES, None)
+        if routes is None:
+            source = (
+                "compute_log_prob records"
+                if self.mode == "R2"
+                else "the rollout returns (enable_rollout_routing_replay=True)"
+            )
+            raise BatchError(f"router_replay.mode={self.mode!r}: the batch has no {ROUTES!r}, which {source}", name=ROUTES)
+        if not routes.is_nested:
+            raise BatchError(
+                f"{ROUTES} is a dense tensor of shape {tuple(routes.shape)}; expected a jagged one", name=ROUTES
+            )
+        route_fields(routes.values()[:0], 0)
+        counts, lengths = (data[name].offsets().diff().tolist() for name in (ROUTES, "input_ids"))
+        for index, (known, length) in enumerate(zip(counts, lengths, strict=True)):
+            if known != length and not (self.mode == "R3" and known == length - 1):
+                raise BatchError(
+                    f"{ROUTES} of sequence {index} has {known} rows for {length} tokens; expected as many"
+                    + (", or one less" if self.mode == "R3" else ""),
+                    name=ROUTES,
+                    sequence=index,
+                )
+
+    def of(self, data: TensorDict) -> tuple[dict[str, Tensor], str]:
+        """Token fields, (T, ...), of a micro-batch of a batch with such routes, and which layers they are for."""
+        routes = data[ROUTES]
+        lengths = data["input_ids"].offsets().diff().tolist()
+        responses = _response_lengths(data) if self.mode == "R3" else lengths
+        rows: list[dict[str, Tensor]] = []
+        for row, length, response in zip(routes.unbind(), lengths, responses, strict=True):
+            fields = route_fields(row, length)
+            if self.mode == "R3":
+                fields[ROUTES_MASK][length - 1 if response else 0 :] = False
+            rows.append(fields)
+        fields = {name: torch.cat([row[name] for row in rows]) for name in (ROUTES, ROUTES_MASK)}
+        return fields, "all" if routes.shape[-2] == self.num_layers else "moe"
+
+
+def _response_lengths(data: TensorDict) -> list[int]:
+    mask = data["response_mask"]
+    rows = mask.unbind() if mask.is_nested else mask
+    return [int(row.sum()) for row in rows]
+
+
+type VerlLoss = Callable[..., tuple[Tensor, Mapping[str, Any]]]
+"""verl's ``loss(model_output=, data=, dp_group=)``. It is multiplied by ``dp_size``, so that gradients are averaged."""
+
+
+class MicroBatchLoss:
+    """verl's loss as a runtime calls it, on verl's own micro-batch.
+
+    Attributes:
+        metrics: of each micro-batch, as the loss returned them, without their graphs.
+    """
+
+    def __init__(self, loss: VerlLoss) -> None:
+        self._loss = loss
+        self.metrics: dict[int, Mapping[str, Any]] = {}
+
+    def __call__(
+        self, model_output: ModelOutput, data: PackedBatch, dp_group: Any = None
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        micro_batch = data.payload
+        assert isinstance(micro_batch, MicroBatch), "cut_batch packed it"
+        outputs = jagged_outputs(model_output, data)
+        loss, metrics = self._loss(model_output=outputs, data=micro_batch.data.to(data.device), dp_group=dp_group)
+        self.metrics[micro_batch.index] = detach_tree(metrics)
+        return loss, {}
+
+
+def jagged_outputs(model_output: ModelOutput, data: PackedBatch) -> dict[str, Tensor]:
+    """(T,) -> jagged (B, L_i) of every output that there is, differentiable."""
+    offsets = data.cu_seqlens.to(torch.int64)
+    return {
+        name: torch.nested.nested_tensor_from_jagged(value, offsets)
+        for name, value in model_output._asdict().items()
+        if value is not None
+    }
+
+
+def as_verl_output(result: ForwardResult, batch: MicroBatches, loss: MicroBatchLoss | None) -> dict[str, Any]:
+    """What ``forward_backward_batch`` returns on a source rank.
+
+    Returns:
+        ``model_output``: name -> jagged (B, L_i, ...), detached, in the order of verl's batch; ``loss``: one number for each
+        micro-batch; ``metrics``: name -> what each micro-batch gave, and in a replay ``router_replay/replayed_fraction``, of
+        this rank's tokens.
+    """
+    model_output = {}
+    for name, sequences in result.outputs.items():
+        rows: list[Tensor] = [sequences[0]] * len(batch.order)
+        for row, sequence in zip(batch.order, sequences, strict=True):
+            rows[row] = sequence
+        model_output[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    metrics: dict[str, Any] = {}
+    given = {} if loss is None else loss.metrics
+    for index in sorted(given):
+        append_to_dict(metrics, given[index])
+    masks = [each.token_fields[ROUTES_MASK] for each in batch.packed if ROUTES_MASK in each.token_fields]
+    if loss is not None and masks:
+        metrics["router_replay/replayed_fraction"] = [float(torch.cat(masks).float().mean())]
+    return {"model_output": model_output, "loss": list(result.losses), "metrics": metrics}

@@ -1,0 +1,1 @@
+"""Options of verl as a runtime takes them."""

@@ -1,0 +1,141 @@
+"""Models from GGUF files: dequantised and written as Hugging Face directories."""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync_tree
+from rl_backend.contracts import BatchError, CheckpointError, UnsupportedError
+from rl_backend.data.chat import turn_end
+
+_QUESTION = ({"role": "user", "content": "x"},)
+_TEXT = "The quick brown fox jumps over the lazy dog, and runs away from it."
+"""Ordinary words, of which every tokenizer with a real vocabulary has tokens of several letters."""
+
+
+class ImportedModel(NamedTuple):
+    """What was written.
+
+    Attributes:
+        model_type: of ``config.json``.
+        parameters: how many, tied ones once.
+        stored: type of the file's tensors, such as ``Q4_1``, -> how many have it.
+        end: the token that ends a text or an answer.
+        end_in_file: the one that the file's tokenizer names.
+    """
+
+    model_type: str
+    parameters: int
+    stored: Mapping[str, int]
+    end: str | None
+    end_in_file: str | None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether weights are those of a quantised model: near the released ones, and not equal to them."""
+        return any(kind not in ("F32", "F16", "BF16") for kind in self.stored)
+
+
+def import_gguf(file: Path | str, out: Path | str, *, dtype: torch.dtype = torch.float32) -> ImportedModel:
+    """Writes a GGUF file as a directory of weights, configuration and tokenizer, through transformers' own reader.
+
+    transformers reads the end token wrongly from some files. It is taken from the chat template, where there is one: what
+    ends an answer there ends it in ``tokenizer_config.json`` and ``generation_config.json`` too. The whole model is in
+    memory in ``dtype``. The directory appears in one rename; a failure leaves nothing behind.
+
+    Args:
+        out: must not exist; its parent must.
+        dtype: of the weights that are written.
+
+    Raises:
+        UnsupportedError: the package ``gguf`` is missing, or transformers does not read this kind of model.
+        CheckpointError: there is no such file, it is damaged, ``out`` exists or its parent does not, the chat template ends
+            answers without a special token, or words come out of the tokenizer as single letters.
+    """
+    source, target = Path(file).expanduser(), Path(out).expanduser()
+    if importlib.util.find_spec("gguf") is None:
+        raise UnsupportedError("GGUF files are read with the package gguf, which is not installed: pip install gguf")
+    if not source.is_file():
+        raise CheckpointError.at(source, "is no file; give one that ends in .gguf")
+    if target.exists():
+        raise CheckpointError.at(target, "exists already; choose a new directory")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target.parent} is not a directory; create it first", path=str(target))
+    stored = _tensor_types(source)
+    tokenizer = _read(source, _load_tokenizer)
+    _require_words(source, tokenizer)
+    named = tokenizer.eos_token
+    end = _end_token(source, tokenizer)
+    model = _read(source, lambda folder, name: _load_model(folder, name, dtype))
+    if end is not None:
+        tokenizer.eos_token = end
+        model.config.eos_token_id = tokenizer.eos_token_id
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+    draft = draft_of(target)
+    try:
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        sync_tree(draft)
+        commit_draft(draft, target)
+    except BaseException:
+        discard_draft(draft)
+        raise
+    return ImportedModel(model.config.model_type, sum(each.numel() for each in model.parameters()), stored, end, named)
+
+
+def _tensor_types(source: Path) -> Mapping[str, int]:
+    from gguf import GGUFReader
+
+    try:
+        return Counter(tensor.tensor_type.name for tensor in GGUFReader(source).tensors)
+    except (OSError, ValueError, IndexError) as error:  # what the reader raises of a file that is cut or is no GGUF
+        raise CheckpointError.at(source, f"cannot be read as GGUF ({error}); fetch it again") from error
+
+
+def _read(source: Path, load: Callable[[str, str], Any]) -> Any:
+    try:
+        return load(str(source.parent), source.name)
+    except (ValueError, NotImplementedError, KeyError) as error:  # transformers' errors of what it does not read
+        raise UnsupportedError(f"{source}: transformers does not read it: {error}") from error
+
+
+def _load_tokenizer(folder: str, name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, gguf_file=name)
+
+
+def _load_model(folder: str, name: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype)
+
+
+def _require_words(source: Path, tokenizer: Any) -> None:
+    tokens = tokenizer.encode(_TEXT, add_special_tokens=False)
+    if len(tokenizer) > 1000 and len(tokens) > len(_TEXT) / 2:
+        raise CheckpointError.at(
+            source,
+            f"has a tokenizer that transformers reads wrongly: {_TEXT!r} becomes {len(tokens)} tokens, nearly one a letter; "
+            "take the tokenizer and the weights from the model's own directory",
+        )
+
+
+def _end_token(source: Path, tokenizer: Any) -> str | None:
+    if not tokenizer.chat_template:
+        return None if tokenizer.eos_token is None else str(tokenizer.eos_token)
+    try:
+        end = turn_end(_QUESTION, tokenizer)
+    except BatchError as error:
+        raise CheckpointError.at(source, f"has a chat template that cannot be used: {error}") from error
+    if end is None:
+        raise CheckpointError.at(
+            source,
+            "has a chat template that ends answers without a special token, so nothing says what ends them; take the model "
+            "from its own directory",
+        )
+    return str(tokenizer.convert_ids_to_tokens(end))

@@ -1,0 +1,119 @@
+"""Tasks of reasoning-gym as data and as a reward: ``gym:chain_sum?max_terms=3&size=400``."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import yaml
+
+from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.data.rows import Row, Rows
+
+PREFIX = "gym:"
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class GymRows(Rows):
+    """Questions of one task, made by their seed when they are read.
+
+    A row has the question as a chat message, the answer as ground truth, and in ``extra_info`` what the task's scorer reads.
+    """
+
+    def __init__(self, source: str, task: str, questions: Any) -> None:
+        super().__init__(source, task)
+        self._questions = questions
+
+    def __len__(self) -> int:
+        return len(self._questions)
+
+    def read(self, index: int) -> Row:
+        entry = self._questions[index]
+        return {
+            "prompt": [{"role": "user", "content": entry["question"]}],
+            "answer": entry["answer"],
+            "extra_info": {"question": entry["question"], "metadata": entry["metadata"]},
+        }
+
+
+def is_gym(source: Path | str) -> bool:
+    """Whether a data set is a task of reasoning-gym."""
+    return str(source).startswith(PREFIX)
+
+
+def open_gym(source: str, *, field: str = "dataset") -> GymRows:
+    """Opens ``gym:TASK?OPTION=VALUE&...``, with the options of the task's own configuration.
+
+    ``seed`` is 0 and ``size`` 500 where they are left out: the same text names the same rows.
+
+    Args:
+        field: the option that names it, for messages.
+
+    Raises:
+        ConfigError: there is no such task, or it refuses an option.
+        UnsupportedError: reasoning-gym is not installed.
+    """
+    task, _, query = source.removeprefix(PREFIX).partition("?")
+    task_type, config_type = _registered(source, task, field)
+    known = {each.name for each in fields(config_type)}
+    options: dict[str, Any] = {"seed": 0, "size": 500}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in known:
+            problem = f"{task} has no option {name!r}; it has {', '.join(sorted(known))}"
+            raise ConfigError.of(field, source, problem)
+        options[name] = yaml.safe_load(value)
+    try:
+        config = config_type(**options)
+        config.validate()
+        return GymRows(source, task, task_type(config))
+    except (AssertionError, TypeError, ValueError) as error:  # what its configurations raise
+        raise ConfigError.of(field, source, f"{task} refuses its options: {error}") from error
+
+
+def gym_file(source: str, *, field: str = "dataset") -> Path:
+    """The source file of a task, which decides with its options what the rows are. Errors as of :func:`open_gym`."""
+    task = source.removeprefix(PREFIX).partition("?")[0]
+    return Path(inspect.getfile(_registered(source, task, field)[0]))
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> float:
+    """The score of the task's own scorer, from 0 to 1: ``--reward rl_backend.data.gym:compute_score``.
+
+    What stands between the last ``<answer>`` and ``</answer>`` is judged, or the whole response where there are none. Most
+    scorers give a part of 1 to a response that contains the answer: the shorter the response, the more.
+
+    Raises:
+        ConfigError: ``data_source`` is no task.
+    """
+    found = _ANSWER.findall(solution_str)
+    entry = {"answer": ground_truth, **(extra_info or {})}
+    return float(_scorer(data_source)((found[-1] if found else solution_str).strip(), entry))
+
+
+@lru_cache(maxsize=64)
+def _scorer(task: str) -> Any:
+    task_type, config_type = _registered(PREFIX + task, task, "data_source")
+    return task_type(config=config_type()).score_answer
+
+
+def _registered(source: str, task: str, field: str) -> tuple[Any, Any]:
+    try:
+        tasks = importlib.import_module("reasoning_gym.factory").DATASETS
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"{field}={source!r}: tasks are made by reasoning-gym, which is not installed ({error}); run "
+            "pip install reasoning-gym"
+        ) from None
+    if task not in tasks:
+        near = get_close_matches(task, tasks, n=3)
+        advice = f"did you mean {' or '.join(near)}?" if near else f"there are {len(tasks)}, such as chain_sum"
+        raise ConfigError.of(field, source, f"reasoning-gym has no task {task!r}; {advice}")
+    return tasks[task]  # type: ignore[no-any-return]

@@ -1,0 +1,6 @@
+"""The engine of the bridge runtime, and its models."""
+
+from rl_backend.runtime.bridge.installed import import_megatron
+
+# Megatron is imported in its own order, before any module here names a part of it.
+import_megatron()

@@ -1,0 +1,6 @@
+"""Megatron on this machine: process groups, layers without Transformer Engine, calls of CUDA on a CPU."""
+
+from rl_backend.runtime.bridge.installed import import_megatron
+
+# Megatron is imported in its own order, before any module here names a part of it.
+import_megatron()

@@ -1,0 +1,147 @@
+"""Hugging Face directories in Megatron-Bridge: what Megatron makes of ``config.json``, and loading the weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+from megatron.bridge.models.hf_pretrained.state import StateDict, StateSource
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rl_backend.checkpoint.hf_reader import HFReader
+from rl_backend.checkpoint.hf_weights import require_same_head
+from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, UnsupportedError
+from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
+from rl_backend.runtime.bridge.model.conversion import hf_names, unconverted
+from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer
+from rl_backend.runtime.bridge.model.text_models import text_model_config
+
+
+def open_bridge(hf_path: str) -> AutoBridge:
+    """The Megatron-Bridge of a directory, by its ``model_type``.
+
+    Raises:
+        UnsupportedError: transformers or Megatron-Bridge does not know the model.
+        CheckpointError: weight files that are missing or damaged.
+    """
+    reader = HFReader(hf_path)
+    model_type = reader.config.get("model_type")
+    try:
+        config = text_model_config(AutoConfig.from_pretrained(hf_path), reader.config)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"{hf_path}: transformers has no configuration for model_type {model_type!r}, which Megatron-Bridge starts from",
+            model_type=model_type,
+        ) from error
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if name is not None:
+        # A critic's directory names ...ForTokenClassification, which Megatron-Bridge does not know.
+        config.architectures = [name]
+    pretrained = PreTrainedCausalLM.from_pretrained(hf_path)
+    pretrained.config = config
+    pretrained._state_dict_accessor = StateDict(_NativeNames(reader))
+    bridge = AutoBridge(pretrained)
+    try:
+        found = AutoBridge.supports(config) and bridge._model_bridge is not None
+    except NotImplementedError:
+        found = False
+    if not found:
+        raise UnsupportedError(
+            f"{hf_path}: Megatron-Bridge has no bridge for model_type {config.model_type!r} ({config.architectures}); the "
+            "native runtime may serve it",
+            model_type=config.model_type,
+        )
+    return bridge
+
+
+class _NativeNames(StateSource):
+    """The weights of a directory as the native runtime reads them: from its files, under its names of single experts and of
+    the text model.
+    """
+
+    def __init__(self, reader: HFReader) -> None:
+        self._reader = reader
+
+    def get_all_keys(self) -> list[str]:
+        return list(self._reader.infos)
+
+    def load_tensors(self, keys: list[str]) -> dict[str, Tensor]:
+        return {name: self._reader.read(name) for name in keys}
+
+
+def load_model(
+    chunks: Sequence[Any],
+    pretrained: PreTrainedCausalLM,
+    model_bridge: Any,
+    groups: BridgeGroups,
+    *,
+    hf_path: str,
+    head: Head,
+    kept: tuple[str, ...],
+) -> None:
+    """Loads every parameter of new chunks, once it is certain that each has its weights and every weight its parameter.
+
+    A collective: Megatron spreads weights from one rank of each group.
+
+    Args:
+        pretrained, model_bridge: the directory, and Megatron-Bridge's part for the model family.
+        kept: beginnings of names of weights that Megatron's model need not have, as a saved one takes them from ``hf_path``.
+
+    Raises:
+        CheckpointError: weights that the directory lacks, or another head than the embeddings that it should be tied to.
+        UnsupportedError: weights that Megatron's model has no place for.
+    """
+    last = [chunk for chunk in chunks if head == "values" and getattr(chunk, "post_process", False)]
+    for chunk in last:
+        # Megatron-Bridge cannot load parameters that it has no name for: a critic's head comes after the rest.
+        chunk.output_layer = None
+    stored = set(pretrained.state.source.get_all_keys())
+    tasks = [task for task in model_bridge.build_conversion_tasks(pretrained, chunks) if task is not None]
+    wanted = {name for task in tasks for name in hf_names(task)}
+    missing = sorted(wanted - stored)
+    if missing:
+        raise CheckpointError(
+            f"{hf_path} lacks {len(missing)} weights that Megatron's model needs: {', '.join(missing[:4])}", names=missing
+        )
+    unloaded = sorted(unconverted(unwrap_model(list(chunks)), tasks))
+    if unloaded:
+        raise UnsupportedError(
+            f"Megatron-Bridge has no weights for the parameters {', '.join(unloaded[:4])}", names=unloaded
+        )
+    # Each rank knows its own experts only.
+    wanted_by_ranks: list[set[str]] = [set()] * groups.world_size
+    dist.all_gather_object(wanted_by_ranks, wanted, group=groups.host_group)
+    left = stored.difference(*wanted_by_ranks)
+    unread = sorted(name for name in left if not name.startswith(kept) and not _may_be_unread(name, head, pretrained.config))
+    if unread:
+        raise UnsupportedError(
+            f"{hf_path} has {len(unread)} weights that Megatron's model has no place for, so it would compute something "
+            f"else: {', '.join(unread[:4])}",
+            names=unread,
+        )
+    if head == "log_probs":
+        require_same_head(hf_path)
+    try:
+        model_bridge.load_weights_hf_to_megatron(pretrained, chunks)
+    except ValueError as error:
+        raise CheckpointError(f"{hf_path} has weights of other shapes than its config.json says: {error}") from error
+    for chunk in last:
+        chunk.output_layer = CriticOutputLayer(chunk.config.hidden_size, chunk.config)
+        head_of_values, reader = chunk.output_layer.value_head, HFReader(hf_path)
+        with torch.no_grad():
+            for name, parameter in zip(VALUE_HEAD_WEIGHTS, (head_of_values.weight, head_of_values.bias), strict=True):
+                # What the directory lacks of them is 0.
+                parameter.copy_(reader.read(name)) if name in reader.infos else parameter.zero_()
+
+
+def _may_be_unread(name: str, head: Head, hf_config: Any) -> bool:
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    if name == "lm_head.weight":
+        return head == "values" or bool(getattr(hf_config, "tie_word_embeddings", False))
+    return head == "values" and name in VALUE_HEAD_WEIGHTS

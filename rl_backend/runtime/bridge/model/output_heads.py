@@ -1,0 +1,116 @@
+"""Output heads: log-probs and values in place of Megatron's logits, as a loss takes them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_backend.contracts import ModelOutput
+from rl_backend.parallel.collectives import all_gather
+from rl_backend.parallel.tensor import vocabulary_shard
+from rl_backend.primitive.log_prob import next_token_log_probs
+from rl_backend.primitive.value_head import ValueHead, labels_without_values, values_of_tenants
+from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
+from rl_backend.runtime.bridge.passes.batch import LaidOut
+
+
+@dataclass(frozen=True)
+class OutputProcessor:
+    """Megatron's ``output_processor``: it takes the place of the logits, which would be full (tokens, vocabulary) tensors.
+
+    Attributes:
+        vocab_size: tokens of the model; Megatron may have padded its weight with more rows.
+        chunk_tokens: tokens whose logits exist at one time.
+    """
+
+    groups: BridgeGroups
+    vocab_size: int
+    chunk_tokens: int
+
+    def __call__(
+        self, *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: LaidOut, **_: Any
+    ) -> Tensor:
+        """Megatron calls this on the last stage.
+
+        Args:
+            hidden_states: (columns, rows, H), or this rank's part of the columns.
+
+        Returns:
+            (2, T) log-probs and entropy, or (1, T) values, or all three; float32. One tensor, as the pipeline schedules
+            want.
+        """
+        found = list[Tensor]()
+        if "log_probs" in context.heads:
+            found += self._log_probs(hidden_states, output_layer, output_weight, context)
+        if "values" in context.heads:
+            whole = context.pack(self._gather(hidden_states, every_rank_the_same=True))
+            if isinstance(output_layer, CriticOutputLayer):
+                values = output_layer.value_head(whole)
+            else:
+                values = whole.new_zeros(whole.shape[0], dtype=torch.float32)
+            found.append(values_of_tenants(whole, values, context.adapters, counts=self.groups.pg.tp.rank() == 0))
+        return torch.stack(found)
+
+    def _log_probs(
+        self, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: LaidOut
+    ) -> tuple[Tensor, Tensor]:
+        # Megatron waits for the gather of a parameter in a hook of its module, which is not called here.
+        for wait in output_layer._forward_pre_hooks.values():
+            wait(output_layer, ())
+        batch = context.batch
+        calculate_entropy = bool(batch.meta.get("calculate_entropy", False))
+        weight = output_layer.weight if output_weight is None else output_weight
+        assert isinstance(weight, Tensor)
+        group = self.groups.pg.tp
+        first_row = int(group.rank()) * weight.shape[0]
+        rows = max(0, min(weight.shape[0], self.vocab_size - first_row))
+        result = next_token_log_probs(
+            context.pack(self._gather(hidden_states, every_rank_the_same=False)),
+            # Without the rows by which Megatron pads the vocabulary.
+            weight if rows == weight.shape[0] else weight[:rows],
+            labels_without_values(batch.labels, context.adapters) if context.adapters else batch.labels,
+            temperature=batch.temperature,
+            chunk_tokens=self.chunk_tokens,
+            calculate_entropy=calculate_entropy,
+            adapters=context.adapters,
+            shard=None if group.size() == 1 else vocabulary_shard(group, first_row, self.vocab_size),
+        )
+        entropy = result.entropy if result.entropy is not None else torch.zeros_like(result.log_probs)
+        return result.log_probs, entropy
+
+    def _gather(self, hidden: Tensor, *, every_rank_the_same: bool) -> Tensor:
+        """All columns, on every tensor-parallel rank.
+
+        Args:
+            every_rank_the_same: every rank computes the same from them, and so already has the whole gradient. When False,
+                each has a part of it, and the parts are added up.
+        """
+        group = self.groups.pg.tp
+        if group.size() == 1:
+            return hidden
+        return all_gather(hidden, group, sum_gradients=not every_rank_the_same)
+
+
+class CriticOutputLayer(nn.Module):
+    """A critic's head, which replaces the language-model head.
+
+    Its parameters are the same on every tensor-parallel rank, and so are their gradients.
+
+    Attributes:
+        value_head: its parameters, in ``param_dtype``; values are computed in float32.
+    """
+
+    def __init__(self, hidden_size: int, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.value_head = ValueHead(hidden_size)
+
+
+def as_model_output(outputs: Tensor, laid_out: LaidOut) -> ModelOutput:
+    """The rows of :class:`OutputProcessor` by name."""
+    values = outputs[-1] if "values" in laid_out.heads else None
+    if "log_probs" not in laid_out.heads:
+        return ModelOutput(values=values)
+    calculate_entropy = bool(laid_out.batch.meta.get("calculate_entropy", False))
+    return ModelOutput(outputs[0], outputs[1] if calculate_entropy else None, values)

@@ -1,0 +1,6 @@
+"""A pass through Megatron: micro-batches, routes of tokens, loads of experts, gradients."""
+
+from rl_backend.runtime.bridge.installed import import_megatron
+
+# Megatron is imported in its own order, before any module here names a part of it.
+import_megatron()
