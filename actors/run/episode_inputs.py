@@ -13,7 +13,8 @@ from actors.run.eval_sets import HeldOutSet
 from actors.train.model import require_experts, require_known_end
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError
 from rl_backend.data.chat import turn_end
-from rl_backend.data.prompts import endless_batches, load_tokenizer, open_dataset
+from rl_backend.data.examples import open_dataset
+from rl_backend.data.prompts import endless_batches, load_tokenizer
 from rl_backend.data.rewards.worker import what_it_raised
 from rl_backend.environment.conversation import ChatFormat
 from rl_backend.environment.loading import load_environment, load_player, load_score

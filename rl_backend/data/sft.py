@@ -27,8 +27,7 @@ from rl_backend.data.chat import (
     template_inputs,
 )
 from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import Examples, Length, PromptExample, read_example
-from rl_backend.data.prompts import as_messages, cut_prompt, open_dataset
+from rl_backend.data.examples import Examples, Length, PromptExample, as_messages, cut_prompt, open_dataset, read_example
 from rl_backend.data.tools import UntoldCalls, read_tools_file
 
 type TrainOn = Literal["all", "last"]
