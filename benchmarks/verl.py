@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actors.cluster.ports import with_free_port
+from actors.cluster.rendezvous import with_free_port
 from benchmarks.report import machine, read_result, write_result
 from benchmarks.verl_trainers import Backend, run_part
 

@@ -13,8 +13,8 @@ from actors.options.sampled_config import RunConfig, SampledConfig
 from actors.rollout.lengths import positions_of
 from rl_backend.contracts import BatchError, ConfigError, NativeConfig, RLBackendError, UnsupportedError
 from rl_backend.lab.doctor.machine import read_memory
-from rl_backend.lab.plan import Workload, make_plan
-from rl_backend.lab.plan.make import GIB, Plan
+from rl_backend.lab.plan.make import GIB, Plan, make_plan
+from rl_backend.lab.plan.memory import Workload
 from rl_backend.options.option_set import has
 from rl_backend.runtime.native.layout import micro_batch_multiple
 

@@ -1,1 +1,1 @@
-"""The cluster: placement on nodes and cores, addresses, meeting points and the door between nodes."""
+"""The cluster: placement on nodes and cores, addresses, rendezvous, and the proxy between nodes."""

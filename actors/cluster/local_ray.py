@@ -1,23 +1,40 @@
-"""Ray for one machine, out of reach of others."""
+"""Ray for one machine, out of reach of others, with process groups of its own.
+
+Ray starts its processes in the group of the driver. A terminal, ``timeout`` and some schedulers send a signal to the whole
+group of a command. Ray's servers block Ctrl-C but end on SIGTERM, and with them the step that a run would still finish.
+"""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
-from actors.cluster.process_group import own_process_groups
+
+@contextmanager
+def own_process_groups() -> Iterator[None]:
+    """Inside, each process that Ray starts gets a group of its own, and passes it on to those that it starts.
+
+    They stay in the driver's session, and still end when the driver ends: the kernel sees to that, not the group.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def init_local_ray(**options: Any) -> None:
     """``ray.init(address="local", **options)``, where Ray and its processes listen only on the loopback address.
 
     By itself Ray binds to all interfaces of the machine, and its metrics can be read there without a token. What is sent to
-    the driver's process group does not reach Ray: see :mod:`actors.cluster.process_group`.
+    the driver's process group does not reach Ray: see :mod:`actors.cluster.local_ray`.
     """
     with _one_machine(), own_process_groups():
         ray.init(address="local", **options)

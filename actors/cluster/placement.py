@@ -1,4 +1,4 @@
-"""Cores and GPUs: how a run divides the cluster, and what the members of a group reserve."""
+"""Placement: the division of a cluster's cores and GPUs, and the reservations of a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A watch over Ray: its loss is noticed before Ray ends the process with a dump and leaves others behind."""
+"""Watch over Ray: a lost cluster is noticed before Ray ends the process with a dump and leaves others behind."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def ray_is_usable() -> bool:
 
 
 _loss: list[ClusterLostError] = []
-last_words: list[Callable[[ClusterLostError], None]] = []
+exit_hooks: list[Callable[[ClusterLostError], None]] = []
 """Called, in another thread, before a run that does not end within ``END_SECONDS`` is ended."""
 
 
@@ -141,7 +141,7 @@ class _Watch:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         if not self._stopped.wait(END_SECONDS):
-            for say in last_words:
+            for say in exit_hooks:
                 with suppress(Exception):  # the process must end whatever comes of it
                     say(self.error())
             sys.stderr.write(f"error: {self.error()}\n")

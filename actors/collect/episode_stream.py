@@ -13,8 +13,8 @@ from actors.folder.progress import StreamPosition
 from actors.rollout.sample import sample_seed
 from rl_backend.environment import TokenSource
 from rl_backend.environment.groups import Group, GroupTask, PlayOptions, play_groups
+from rl_backend.environment.playing import run_episodes
 from rl_backend.environment.protocol import Player
-from rl_backend.environment.running import run_episodes
 
 _ENVIRONMENT = -1
 """In place of the number of a sample: the seed for what the environments of a group draw."""

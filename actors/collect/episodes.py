@@ -25,9 +25,8 @@ from rl_backend.contracts import EpisodeFailedError
 from rl_backend.data.rewards import Score
 from rl_backend.environment import Episode, Limits, TokenSource
 from rl_backend.environment.groups import FAILED, Group, PlayOptions, play_groups
-from rl_backend.environment.playing import with_reward, without_reward
+from rl_backend.environment.playing import run_episodes, with_reward, without_reward
 from rl_backend.environment.protocol import Player
-from rl_backend.environment.running import run_episodes
 from rl_backend.lab.text import count
 from rl_backend.options.option_set import filled
 

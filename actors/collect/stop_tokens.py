@@ -12,7 +12,8 @@ from actors.rollout.config import SamplingConfig
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.chat import turn_end
 from rl_backend.data.config import DataConfig
-from rl_backend.data.prompts import Prompt, as_messages
+from rl_backend.data.examples import as_messages
+from rl_backend.data.prompts import Prompt
 
 
 @dataclass(frozen=True)

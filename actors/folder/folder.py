@@ -17,7 +17,7 @@ from typing import Any, Self
 import xxhash
 
 from actors.cluster.prometheus import export_step
-from actors.cluster.ray_watch import cluster_loss, last_words
+from actors.cluster.ray_watch import cluster_loss, exit_hooks
 from actors.cluster.session import RunStopped, termination
 from actors.folder.checkpoints import CHECKPOINTS, RunCheckpoints
 from actors.folder.lock import RunLock, cannot_write, usable_run_dir, written_to
@@ -104,7 +104,7 @@ class RunFolder:
             self._lock.release()
             raise
         self._report_seconds = report_seconds
-        last_words.append(self._write_end)
+        exit_hooks.append(self._write_end)
         self._last_log = time.monotonic_ns()
         self._next_report = time.monotonic() + report_seconds if report_seconds else math.inf
 
@@ -202,7 +202,7 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        last_words.remove(self._write_end)
+        exit_hooks.remove(self._write_end)
         refused: dict[str, OSError] = {}
         logs = (self._metrics, self._samples, self._held_out, self._curves)
         # TensorBoard's writer says what its thread has lost when it is flushed, not when it is closed.

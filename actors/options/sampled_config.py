@@ -24,8 +24,8 @@ from rl_backend.data.config import DataConfig
 from rl_backend.data.rewards import OnFailure, RewardConfig, WeightedReward
 from rl_backend.environment import Limits
 from rl_backend.environment.conversation import OtherEnd
-from rl_backend.environment.history import History
 from rl_backend.environment.parsers import PARSERS
+from rl_backend.environment.rendering import History
 from rl_backend.model.blocks import divisors, nearest
 from rl_backend.options.option_set import Follows, OptionSet, filled, get, has, options_of
 

@@ -20,7 +20,7 @@ from actors.run.session import ray_is
 from actors.watch.console import Phases, warn
 from rl_backend.contracts import ConfigError
 from rl_backend.environment.groups import PlayOptions, play_groups
-from rl_backend.environment.running import run_episodes
+from rl_backend.environment.playing import run_episodes
 from rl_backend.options.option_set import filled
 
 

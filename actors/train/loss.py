@@ -15,7 +15,7 @@ import xxhash
 from ray import ObjectRef, cloudpickle
 from torch import Tensor
 
-from rl_backend.contracts import ConfigError, Losses, LossFn, MetricValue, ModelOutput, PackedBatch
+from rl_backend.contracts import ConfigError, ConfigurableLoss, Losses, LossFn, MetricValue, ModelOutput, PackedBatch
 
 KEPT_LOSSES = 16
 
@@ -30,7 +30,8 @@ class Loss:
     Args:
         target: ``package.module:function``, importable on every node. The function takes ``model_output``, ``data``,
             ``dp_group=None`` and the keyword arguments.
-        keywords: bound to every call; each must be picklable.
+        keywords: bound to every call; each must be picklable. A :class:`~rl_backend.contracts.ConfigurableLoss` checks them
+            here.
 
     Raises:
         ConfigError: a name that cannot be imported, an object that cannot be called, or keyword arguments that the
@@ -40,14 +41,18 @@ class Loss:
     def __init__(self, target: str, /, **keywords: Any) -> None:
         self.target = target
         self.keywords = keywords
-        self._function = _import(target)
+        self._function, self._bound = _import(target), keywords
+        described = self._function
         try:
-            inspect.signature(self._function).bind(None, None, dp_group=None, **keywords)
+            if isinstance(self._function, ConfigurableLoss):
+                described = type(self._function)
+                self._function, self._bound = self._function.with_options(**keywords), {}
+            inspect.signature(self._function).bind(None, None, dp_group=None, **self._bound)
         except TypeError as error:
             raise ConfigError(
                 f"Loss({target!r}): {error}; the function is called as "
                 f"function(model_output, data, dp_group=..., **{sorted(keywords)}) and its signature is "
-                f"{inspect.signature(self._function)}",
+                f"{inspect.signature(described)}",
                 target=target,
                 keywords=sorted(keywords),
             ) from None
@@ -55,13 +60,13 @@ class Loss:
     def __call__(
         self, model_output: ModelOutput, data: PackedBatch, dp_group: Any = None
     ) -> tuple[Tensor | None, Mapping[str, MetricValue]]:
-        return self._function(model_output, data, dp_group=dp_group, **self.keywords)  # type: ignore[no-any-return]
+        return self._function(model_output, data, dp_group=dp_group, **self._bound)  # type: ignore[no-any-return]
 
     def plain(self) -> LossFn:
         """The function with its keyword arguments, for a caller who passes ``dp_group`` by its place; else this loss."""
         third = list(inspect.signature(self._function).parameters.values())[2:3]
         by_place = any(each.name == "dp_group" and each.kind == each.POSITIONAL_OR_KEYWORD for each in third)
-        return partial(self._function, **self.keywords) if by_place else self
+        return partial(self._function, **self._bound) if by_place else self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (self.target, self.keywords))

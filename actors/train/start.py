@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import ray
 from ray import cloudpickle
 
-from actors.cluster.meeting import meeting_address
 from actors.cluster.placement import PlacementStrategy, Reservation, reserve, thread_environment
+from actors.cluster.rendezvous import rendezvous_address
 from actors.train.order import Driver
 from actors.train.ranks import GroupMembers, TrainRanks
 from actors.train.worker import TrainActor
@@ -81,10 +81,10 @@ def _start(
     try:
         # Waiting for every process first keeps a slow one from looking like one that hangs.
         nodes = ranks.collect("start", 0, [worker.node_address.remote() for worker in workers], timeout)
-        (meeting,) = ranks.collect("start", 0, [workers[0].open_meeting.remote(meeting_address(nodes))], timeout)
+        (rendezvous,) = ranks.collect("start", 0, [workers[0].open_rendezvous.remote(rendezvous_address(nodes))], timeout)
         pickled = cloudpickle.dumps(config)
         refs = [
-            worker.start.remote(_rank_environment(rank, num_ranks, placed, gpus), meeting, pickled)
+            worker.start.remote(_rank_environment(rank, num_ranks, placed, gpus), rendezvous, pickled)
             for rank, worker in enumerate(workers)
         ]
         ranks.infos = tuple(ranks.collect("start", 0, refs, timeout))

@@ -13,7 +13,7 @@ import torch
 from ray import cloudpickle
 
 from actors.cluster import prometheus
-from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting, node_address, use_interface
+from actors.cluster.rendezvous import Rendezvous, RendezvousPoint, RendezvousRoute, node_address, use_interface
 from actors.train.context import RankContext, RankFunction, refs_in
 from actors.train.loss import LossReceiver, SentLoss
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
@@ -21,8 +21,7 @@ from actors.train.outcome import Apart, Completed, Failed, Outcome, RankInfo, fa
 from actors.train.passes import forward_backward
 from rl_backend.contracts import HandleError, LossFn, RLBackendError
 from rl_backend.contracts.atoms import Operation
-from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
-from rl_backend.parallel.store import store_environment
+from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT, store_environment
 from rl_backend.runtime import create_runtime
 from rl_backend.trace.recorder import Argument, TraceBatch, recorder, span
 
@@ -42,27 +41,27 @@ class TrainWorker:
         self._sequence = OperationSequence()
         self._losses = LossReceiver()
         self._context: RankContext | None = None
-        self._meeting_point: MeetingPoint | None = None
-        self._path: PathToMeeting | None = None
+        self._rendezvous_point: RendezvousPoint | None = None
+        self._path: RendezvousRoute | None = None
 
     def node_address(self) -> Outcome:
         """Answers this node's address."""
         return Completed(node_address())
 
-    def open_meeting(self, address: str) -> Outcome:
-        """Opens the store of the ranks, on rank 0; answers the :class:`~actors.cluster.meeting.Meeting`."""
+    def open_rendezvous(self, address: str) -> Outcome:
+        """Opens the store of the ranks, on rank 0; answers the :class:`~actors.cluster.rendezvous.Rendezvous`."""
         try:
-            self._meeting_point = MeetingPoint(address, COLLECTIVE_TIMEOUT)
+            self._rendezvous_point = RendezvousPoint(address, COLLECTIVE_TIMEOUT)
         except OSError as error:
             return failed(error)
-        return Completed(self._meeting_point.meeting)
+        return Completed(self._rendezvous_point.rendezvous)
 
-    def start(self, environment: Mapping[str, str], meeting: Meeting, pickled_config: bytes) -> Outcome:
+    def start(self, environment: Mapping[str, str], rendezvous: Rendezvous, pickled_config: bytes) -> Outcome:
         """Sets the rank's environment and builds its runtime; answers a :class:`RankInfo`."""
         try:
-            self._path = PathToMeeting(meeting)
+            self._path = RendezvousRoute(rendezvous)
             os.environ.update({**environment, **store_environment(self._path.port)})
-            use_interface(meeting.host)
+            use_interface(rendezvous.host)
             torch.set_num_threads(self._threads)
             runtime = create_runtime(cloudpickle.loads(pickled_config))
             self._context = RankContext(runtime, self._group_id, self._rank, self._world_size)

@@ -16,9 +16,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from actors.cluster.meeting import Meeting, PathToMeeting, node_address
+from actors.cluster.rendezvous import Rendezvous, RendezvousRoute, node_address
 from rl_backend.contracts import TensorInfo
-from rl_backend.parallel.store import LOOPBACK
+from rl_backend.parallel.groups import LOOPBACK
 from rl_backend.weights.staging import read_tensor
 
 TIMEOUT = timedelta(seconds=120)
@@ -29,7 +29,7 @@ TIMEOUT = timedelta(seconds=120)
 class Address:
     """Where a group meets, and how many processes are in it."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     size: int
 
 
@@ -40,10 +40,10 @@ class GlooGroup:
     """
 
     def __init__(self, address: Address, rank: int) -> None:
-        self._path = PathToMeeting(address.meeting)
+        self._path = RendezvousRoute(address.rendezvous)
         store = TCPStore(LOOPBACK, self._path.port, address.size, is_master=False, timeout=TIMEOUT)
         prefixed = PrefixStore("rl_backend_weights", store)
-        self._group: Any = ProcessGroupGloo(prefixed, rank, address.size, _options(address.meeting))
+        self._group: Any = ProcessGroupGloo(prefixed, rank, address.size, _options(address.rendezvous))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's contiguous CPU tensor to all."""
@@ -58,14 +58,14 @@ class GlooGroup:
         self._path.close()
 
 
-def _options(meeting: Meeting) -> Any:
-    """On the interface that ``GLOO_SOCKET_IFNAME`` names, else on the one with the meeting's kind of address."""
+def _options(rendezvous: Rendezvous) -> Any:
+    """On the interface that ``GLOO_SOCKET_IFNAME`` names, else on the one with the rendezvous' kind of address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     # Ranks of one machine have named the loopback interface for themselves; engines elsewhere cannot reach it.
-    if interface and (meeting.on_one_machine or interface != "lo"):
+    if interface and (rendezvous.on_one_machine or interface != "lo"):
         place = {"interface": interface}
     else:
-        place = {"hostname": LOOPBACK if meeting.on_one_machine else node_address()}
+        place = {"hostname": LOOPBACK if rendezvous.on_one_machine else node_address()}
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(**place)]
     options._timeout = TIMEOUT

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 from rl_backend.contracts import BatchError, ConfigError, EpisodeEndError
 from rl_backend.data.rewards.pool import TimeLimitError
 from rl_backend.environment.calling import Caller
-from rl_backend.environment.episode import Stop
 from rl_backend.environment.playing import ended_by
-from rl_backend.environment.protocol import Result, Sampler
+from rl_backend.environment.protocol import Result, Sampler, Stop
 
 MASKED = "parse_error_masked"
 """The metric with which a cookbook environment leaves a turn out of training."""

@@ -18,8 +18,7 @@ from aiohttp import web
 
 from adapters.verifiers.child import MODEL, TOKEN_HEADER
 from rl_backend.contracts import BatchError, EpisodeEndError
-from rl_backend.environment.episode import Turn
-from rl_backend.environment.protocol import Sampler
+from rl_backend.environment.protocol import Sampler, Turn
 
 _OURS = frozenset({"max_tokens", "stop_token_ids", "logprobs", "skip_special_tokens"})
 """Sampling parameters that a request may bring. The others are the run's, and would be ignored."""

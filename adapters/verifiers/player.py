@@ -13,9 +13,8 @@ from adapters.verifiers.endpoint import Session, TokenEndpoint
 from adapters.verifiers.process import VerifiersProcess
 from adapters.verifiers.settings import VerifiersSettings
 from rl_backend.contracts import BatchError, ConfigError, EpisodeFailedError
-from rl_backend.data.rewards.event_loop import EventLoop
-from rl_backend.environment.episode import Stop
-from rl_backend.environment.protocol import Result, Sampler
+from rl_backend.data.rewards.pool import EventLoop
+from rl_backend.environment.protocol import Result, Sampler, Stop
 
 STOPS: Mapping[str, Stop] = {
     "max_turns": "turns",

@@ -1,4 +1,4 @@
-"""Estimates from several responses to each prompt, with their errors."""
+"""Estimates from several responses to each prompt, with standard errors."""
 
 import math
 import statistics

@@ -1,9 +1,11 @@
-"""Losses of a policy, by their usual names and supervised, and the estimates of KL that they add."""
+"""Policy losses (GRPO, GSPO, CISPO), the supervised loss, and estimates of KL."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,9 +23,8 @@ from rl_backend.algorithm.loss_aggregation import (
     token_vector,
     zero_masked,
 )
+from rl_backend.algorithm.surrogates import MetricPair
 from rl_backend.contracts import EPISODE_SHARE, ConfigError, MetricValue, ModelOutput, PackedBatch
-
-SURROGATES = ("ppo", "gspo", "cispo")
 
 
 def _k3(difference: Tensor) -> Tensor:
@@ -79,31 +80,22 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kl_type: str = "k3") ->
     return surrogate - surrogate.detach() + value.detach()
 
 
-def policy_loss(
-    model_output: ModelOutput,
-    data: PackedBatch,
-    dp_group: Any = None,
-    *,
-    surrogate: str = "ppo",
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float | None = None,
-    loss_agg_mode: str = "token-mean",
-    loss_scale_factor: float | None = None,
-    kl_coef: float = 0.0,
-    kl_type: str = "k3",
-    tis_cap: float | None = None,
-    mis_bounds: Sequence[float] | None = None,
-    importance_level: str = "token",
-    importance_veto: float | None = None,
-    entropy_coef: float = 0.0,
-) -> tuple[Tensor, Mapping[str, MetricValue]]:
+type Surrogate = Callable[..., tuple[Tensor, dict[str, MetricPair]]]
+"""A loss per token of ``log_probs``, ``old_log_probs``, ``advantages`` and ``loss_mask``, (T,) each, and metrics.
+
+It takes ``clip_ratio_low`` and ``clip_ratio_high`` by name and, where it has such parameters, ``clip_ratio_c`` and
+``seq_lens``.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradientLoss:
     """Surrogate * importance weights + ``kl_coef`` * KL to a reference - ``entropy_coef`` * entropy; a
     :class:`~rl_backend.contracts.LossFn`.
 
-    ``grpo_loss``, ``gspo_loss`` and ``cispo_loss`` are this function with other defaults. All three terms are aggregated
-    in the same way. Composed as verl's ``ppo_loss``. ``dp_group`` is not needed, since the denominators are counted over
-    all ranks.
+    ``policy_loss``, ``grpo_loss``, ``gspo_loss`` and ``cispo_loss`` are such losses. All three terms are aggregated in the
+    same way. Composed as verl's ``ppo_loss``. Called with options, a loss is the one of :meth:`with_options`; given there,
+    they are checked once. ``dp_group`` is not needed, since the denominators are counted over all ranks.
 
     Reads token fields, each (T,) and aligned as :mod:`rl_backend.contracts.batch` defines:
         ``loss_mask``; ``old_log_probs``; ``advantages`` (or a sequence field of that name, (B,)); ``ref_log_probs`` when
@@ -113,10 +105,10 @@ def policy_loss(
     Reads from ``data.meta``: ``dp_size`` and ``batch_num_tokens`` or ``global_batch_size``, see
     :func:`~rl_backend.algorithm.loss_aggregation.aggregate_loss`.
 
-    Args:
-        surrogate: ``ppo``, ``gspo`` or ``cispo``, see :mod:`rl_backend.algorithm.surrogates`.
+    Attributes:
+        surrogate: one of :mod:`rl_backend.algorithm.surrogates`, or of your own.
         clip_ratio_low, clip_ratio_high: where the surrogate's importance ratio is clipped: 1 - low, 1 + high.
-        clip_ratio_c: dual clip, of ``ppo`` alone; None switches it off.
+        clip_ratio_c: dual clip, of ``clipped_policy_loss`` alone; None switches it off.
         loss_agg_mode, loss_scale_factor: see :func:`~rl_backend.algorithm.loss_aggregation.aggregation_terms`.
         kl_coef: may be annealed to 0, where no reference is needed.
         kl_type: see :func:`~rl_backend.algorithm.policy.kl_penalty`.
@@ -137,101 +129,151 @@ def policy_loss(
         the estimate k3 of KL(policy that sampled || policy of ``old_log_probs``), both in nats per token.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option that cannot work, when the loss is made.
         BatchError: a field, output or denominator that is missing or has another shape.
     """
-    if surrogate not in SURROGATES:
-        raise ConfigError.of("surrogate", surrogate, f"must be one of {', '.join(SURROGATES)}")
-    if clip_ratio_c is not None and surrogate != "ppo":
-        raise ConfigError.of(
-            "clip_ratio_c", clip_ratio_c, f"dual clip is ppo's; surrogate={surrogate!r} has none: leave it None"
+
+    surrogate: Surrogate = surrogates.clipped_policy_loss
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float | None = None
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: float | None = None
+    kl_coef: float = 0.0
+    kl_type: str = "k3"
+    tis_cap: float | None = None
+    mis_bounds: Sequence[float] | None = None
+    importance_level: str = "token"
+    importance_veto: float | None = None
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not callable(self.surrogate):
+            raise ConfigError.of("surrogate", self.surrogate, "must be a function, for example clipped_policy_loss")
+        if self.clip_ratio_c is not None and "clip_ratio_c" not in self._parameters:
+            raise ConfigError.of(
+                "clip_ratio_c", self.clip_ratio_c, "dual clip is ppo's; this surrogate has none: leave it None"
+            )
+        surrogates.check_clip_options(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
+        check_loss_agg_mode(self.loss_agg_mode, self.loss_scale_factor)
+        check_kl_type(self.kl_type)
+        surrogates.check_importance_options(self.tis_cap, self.mis_bounds, self.importance_level, self.importance_veto)
+        check_not_negative(kl_coef=self.kl_coef)
+        if not math.isfinite(self.entropy_coef):
+            raise ConfigError.of("entropy_coef", self.entropy_coef, "must be a finite number")
+
+    def with_options(self, **options: Any) -> Self:
+        """This loss with other options; raises TypeError for a name that it does not have."""
+        return replace(self, **options)
+
+    def __call__(
+        self, model_output: ModelOutput, data: PackedBatch, dp_group: Any = None, **options: Any
+    ) -> tuple[Tensor, Mapping[str, MetricValue]]:
+        if options:
+            return self.with_options(**options)(model_output, data)
+        log_probs = required_log_probs(model_output)
+        loss_mask = token_vector(data, "loss_mask")
+        old_log_probs = token_vector(data, "old_log_probs")
+        token_losses, metrics = self._surrogate_losses(log_probs, old_log_probs, loss_mask, data)
+        if "rollout_log_probs" in data.token_fields or self._is_weighted:
+            weights, measured = self._importance(old_log_probs, loss_mask, data)
+            metrics |= measured
+            token_losses = token_losses if weights is None else token_losses * weights
+        loss = self._aggregated(token_losses, loss_mask, data)
+        metrics["policy_loss"] = aggregation_terms(
+            token_losses.detach(),
+            loss_mask,
+            data.seq_lens,
+            self.loss_agg_mode,
+            loss_scale_factor=self.loss_scale_factor,
+            episode_share=data.sequence_fields.get(EPISODE_SHARE),
         )
-    surrogates.check_clip_options(clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    check_loss_agg_mode(loss_agg_mode, loss_scale_factor)
-    check_kl_type(kl_type)
-    surrogates.check_importance_options(tis_cap, mis_bounds, importance_level, importance_veto)
-    check_not_negative(kl_coef=kl_coef)
-    if not math.isfinite(entropy_coef):
-        raise ConfigError.of("entropy_coef", entropy_coef, "must be a finite number")
+        if self.kl_coef > 0:
+            ref_log_probs = token_vector(data, "ref_log_probs")
+            kl = kl_penalty(zero_masked(log_probs, loss_mask), zero_masked(ref_log_probs, loss_mask), self.kl_type)
+            metrics["kl"] = token_mean_metric(kl, loss_mask)
+            loss = loss + self.kl_coef * self._aggregated(kl, loss_mask, data)
+        if self.entropy_coef != 0:
+            loss = loss - self.entropy_coef * self._aggregated(differentiable_entropy(model_output), loss_mask, data)
+        entropy = model_output.entropy
+        if entropy is None and "old_entropy" in data.token_fields:
+            entropy = token_vector(data, "old_entropy")
+        if entropy is not None:
+            metrics["entropy"] = token_mean_metric(entropy, loss_mask)
+        return loss, metrics
 
-    log_probs = required_log_probs(model_output)
-    loss_mask = token_vector(data, "loss_mask")
-    old_log_probs = token_vector(data, "old_log_probs")
-    advantages = token_advantages(data)
+    @cached_property
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(inspect.signature(self.surrogate).parameters)
 
-    def aggregate(token_losses: Tensor) -> Tensor:
-        return aggregate_loss(token_losses, loss_mask, data, loss_agg_mode, loss_scale_factor=loss_scale_factor)
+    @property
+    def _is_weighted(self) -> bool:
+        return self.tis_cap is not None or self.mis_bounds is not None or self.importance_veto is not None
 
-    clip: dict[str, Any] = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
-    tokens = log_probs, old_log_probs, advantages, loss_mask
-    if surrogate == "gspo":
-        token_losses, clipped = surrogates.gspo_policy_loss(*tokens, data.seq_lens, **clip)
-    elif surrogate == "cispo":
-        token_losses, clipped = surrogates.cispo_policy_loss(*tokens, **clip)
-    else:
-        token_losses, clipped = surrogates.clipped_policy_loss(*tokens, clip_ratio_c=clip_ratio_c, **clip)
-    silent = (advantages == 0).to(log_probs.dtype)
-    metrics: dict[str, MetricValue] = {**clipped, "zero_advantages": token_mean_metric(silent, loss_mask)}
+    def _aggregated(self, token_losses: Tensor, loss_mask: Tensor, data: PackedBatch) -> Tensor:
+        return aggregate_loss(token_losses, loss_mask, data, self.loss_agg_mode, loss_scale_factor=self.loss_scale_factor)
 
-    importance = tis_cap is not None or mis_bounds is not None or importance_veto is not None
-    if "rollout_log_probs" in data.token_fields or importance:
+    def _surrogate_losses(
+        self, log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor, data: PackedBatch
+    ) -> tuple[Tensor, dict[str, MetricValue]]:
+        advantages = token_advantages(data)
+        given = {"clip_ratio_c": self.clip_ratio_c, "seq_lens": data.seq_lens}
+        token_losses, clipped = self.surrogate(
+            log_probs,
+            old_log_probs,
+            advantages,
+            loss_mask,
+            clip_ratio_low=self.clip_ratio_low,
+            clip_ratio_high=self.clip_ratio_high,
+            **{name: value for name, value in given.items() if name in self._parameters},
+        )
+        silent = (advantages == 0).to(log_probs.dtype)
+        return token_losses, {**clipped, "zero_advantages": token_mean_metric(silent, loss_mask)}
+
+    def _importance(
+        self, old_log_probs: Tensor, loss_mask: Tensor, data: PackedBatch
+    ) -> tuple[Tensor | None, dict[str, MetricValue]]:
+        """Weights of tokens, None without an importance option; and how far sampler and trainer are apart."""
         rollout_log_probs = token_vector(data, "rollout_log_probs")
-        metrics["log_prob_gap"] = token_mean_metric((old_log_probs - rollout_log_probs).abs(), loss_mask)
         sampled, trained = (zero_masked(values, loss_mask) for values in (rollout_log_probs, old_log_probs))
-        metrics["rollout_kl"] = token_mean_metric(kl_penalty(sampled, trained, "k3"), loss_mask)
-        if importance:
-            compared = old_log_probs, rollout_log_probs, loss_mask, data.seq_lens
-            if tis_cap is not None:
-                weights = surrogates.truncated_importance_weights(*compared, cap=tis_cap, level=importance_level)
-            elif mis_bounds is not None:
-                weights = surrogates.masked_importance_weights(*compared, bounds=mis_bounds, level=importance_level)
-            else:
-                weights = torch.ones_like(old_log_probs)
-            if importance_veto is not None:
-                weights = weights * surrogates.sequences_without_veto(*compared, veto=importance_veto)
-            metrics["importance_weight"] = token_mean_metric(weights, loss_mask)
-            metrics["importance_dropped"] = token_mean_metric((weights == 0).to(weights.dtype), loss_mask)
-            token_losses = token_losses * weights
-
-    loss = aggregate(token_losses)
-    metrics["policy_loss"] = aggregation_terms(
-        token_losses.detach(),
-        loss_mask,
-        data.seq_lens,
-        loss_agg_mode,
-        loss_scale_factor=loss_scale_factor,
-        episode_share=data.sequence_fields.get(EPISODE_SHARE),
-    )
-
-    if kl_coef > 0:
-        ref_log_probs = token_vector(data, "ref_log_probs")
-        kl = kl_penalty(zero_masked(log_probs, loss_mask), zero_masked(ref_log_probs, loss_mask), kl_type)
-        metrics["kl"] = token_mean_metric(kl, loss_mask)
-        loss = loss + kl_coef * aggregate(kl)
-
-    if entropy_coef != 0:
-        loss = loss - entropy_coef * aggregate(differentiable_entropy(model_output))
-    entropy = model_output.entropy
-    if entropy is None and "old_entropy" in data.token_fields:
-        entropy = token_vector(data, "old_entropy")
-    if entropy is not None:
-        metrics["entropy"] = token_mean_metric(entropy, loss_mask)
-    return loss, metrics
+        metrics: dict[str, MetricValue] = {
+            "log_prob_gap": token_mean_metric((old_log_probs - rollout_log_probs).abs(), loss_mask),
+            "rollout_kl": token_mean_metric(kl_penalty(sampled, trained, "k3"), loss_mask),
+        }
+        if not self._is_weighted:
+            return None, metrics
+        compared = old_log_probs, rollout_log_probs, loss_mask, data.seq_lens
+        if self.tis_cap is not None:
+            weights = surrogates.truncated_importance_weights(*compared, cap=self.tis_cap, level=self.importance_level)
+        elif self.mis_bounds is not None:
+            weights = surrogates.masked_importance_weights(*compared, bounds=self.mis_bounds, level=self.importance_level)
+        else:
+            weights = torch.ones_like(old_log_probs)
+        if self.importance_veto is not None:
+            weights = weights * surrogates.sequences_without_veto(*compared, veto=self.importance_veto)
+        metrics["importance_weight"] = token_mean_metric(weights, loss_mask)
+        metrics["importance_dropped"] = token_mean_metric((weights == 0).to(weights.dtype), loss_mask)
+        return weights, metrics
 
 
-grpo_loss = partial(policy_loss, surrogate="ppo", clip_ratio_c=3.0)
-"""PPO's clipped loss with dual clip, of PPO's actor and of GRPO: :func:`policy_loss` with verl's defaults.
+policy_loss = PolicyGradientLoss()
+
+grpo_loss = PolicyGradientLoss(clip_ratio_c=3.0)
+"""PPO's clipped loss with dual clip, of PPO's actor and of GRPO, with verl's defaults.
 
 Sources: PPO, https://arxiv.org/abs/1707.06347; GRPO, https://arxiv.org/abs/2402.03300, equation 3.
 """
 
-gspo_loss = partial(
-    policy_loss, surrogate="gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4, loss_agg_mode="seq-mean-token-mean"
+gspo_loss = PolicyGradientLoss(
+    surrogate=surrogates.gspo_policy_loss,
+    clip_ratio_low=3e-4,
+    clip_ratio_high=4e-4,
+    loss_agg_mode="seq-mean-token-mean",
 )
-"""GSPO, https://arxiv.org/abs/2507.18071, with the paper's clip ratios: :func:`policy_loss` with one ratio per sequence."""
+"""GSPO, https://arxiv.org/abs/2507.18071, with the paper's clip ratios: one ratio per sequence."""
 
-cispo_loss = partial(policy_loss, surrogate="cispo", clip_ratio_low=1.0)
-"""CISPO, https://arxiv.org/abs/2506.13585, without a lower bound on the ratio: :func:`policy_loss` with clipped weights."""
+cispo_loss = PolicyGradientLoss(surrogate=surrogates.cispo_policy_loss, clip_ratio_low=1.0)
+"""CISPO, https://arxiv.org/abs/2506.13585, without a lower bound on the ratio: clipped weights."""
 
 
 def sft_loss(

@@ -1,4 +1,4 @@
-"""Rewards of tokens, and the KL penalty and length penalty that are taken off them."""
+"""Rewards of tokens, with KL and length penalties."""
 
 from collections.abc import Sequence
 

@@ -12,8 +12,8 @@ from rl_backend.cli import command
 from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError, ParallelConfig
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import import_plugins
+from rl_backend.lab.parity.compare import Tolerances
 from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, DType, ParityConfig, ParitySide, SideName
-from rl_backend.lab.parity.differences import Tolerances
 from rl_backend.lab.parity.run import run_parity
 from rl_backend.lab.parity.text import as_json, as_text
 from rl_backend.options.parser import CommandError

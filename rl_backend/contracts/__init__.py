@@ -7,6 +7,7 @@ from rl_backend.contracts.base_config import MAY_CHANGE as MAY_CHANGE
 from rl_backend.contracts.base_config import SAME_CONTENTS as SAME_CONTENTS
 from rl_backend.contracts.base_config import BaseConfig as BaseConfig
 from rl_backend.contracts.base_config import HasEffect as HasEffect
+from rl_backend.contracts.base_config import ModelOptions as ModelOptions
 from rl_backend.contracts.base_config import OnResume as OnResume
 from rl_backend.contracts.batch import EPISODE_SHARE as EPISODE_SHARE
 from rl_backend.contracts.batch import PackedBatch as PackedBatch
@@ -46,6 +47,7 @@ from rl_backend.contracts.lora import LoRAConfig as LoRAConfig
 from rl_backend.contracts.lora import LoRAInfo as LoRAInfo
 from rl_backend.contracts.optimizer_config import AdamParams as AdamParams
 from rl_backend.contracts.optimizer_config import OptimizerConfig as OptimizerConfig
+from rl_backend.contracts.result import ConfigurableLoss as ConfigurableLoss
 from rl_backend.contracts.result import ForwardResult as ForwardResult
 from rl_backend.contracts.result import Losses as Losses
 from rl_backend.contracts.result import LossFn as LossFn
@@ -61,7 +63,6 @@ from rl_backend.contracts.routed_experts import route_fields as route_fields
 from rl_backend.contracts.runtime_config import BACKEND_CONFIGS as BACKEND_CONFIGS
 from rl_backend.contracts.runtime_config import MODEL_CONFIGS as MODEL_CONFIGS
 from rl_backend.contracts.runtime_config import BackendConfig as BackendConfig
-from rl_backend.contracts.runtime_config import ModelOptions as ModelOptions
 from rl_backend.contracts.runtime_config import NativeConfig as NativeConfig
 from rl_backend.contracts.runtime_config import ParallelConfig as ParallelConfig
 from rl_backend.contracts.runtime_config import Registry as Registry

@@ -91,6 +91,10 @@ class BaseConfig(BaseModel):
         return type(self).model_validate_json, (self.model_dump_json(),)
 
 
+class ModelOptions(BaseConfig):
+    """Base of the options of one model implementation; a family subclasses it and registers the subclass."""
+
+
 def _blamed(cls: type[BaseConfig], error: ValidationError) -> list[tuple[str, str]]:
     """Of each problem the field, and what is said of it."""
     blamed = []

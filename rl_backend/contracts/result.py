@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -57,6 +57,14 @@ class LossFn(Protocol):
     def __call__(
         self, model_output: ModelOutput, data: PackedBatch, dp_group: Any = None
     ) -> tuple[Tensor | None, Mapping[str, MetricValue]]: ...
+
+
+@runtime_checkable
+class ConfigurableLoss(Protocol):
+    """A loss whose options are checked when they are given, before anything runs."""
+
+    def with_options(self, **options: Any) -> LossFn:
+        """Raises TypeError for an option that it does not have, :class:`ConfigError` for a value that cannot work."""
 
 
 type Losses = LossFn | Mapping[str, LossFn]

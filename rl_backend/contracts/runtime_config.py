@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
-from rl_backend.contracts.base_config import MAY_CHANGE, SAME_CONTENTS, BaseConfig, HasEffect
+from rl_backend.contracts.base_config import MAY_CHANGE, SAME_CONTENTS, BaseConfig, HasEffect, ModelOptions
 from rl_backend.contracts.errors import ConfigError, RegistryError, RLBackendError
 from rl_backend.contracts.optimizer_config import OptimizerConfig
 
@@ -115,10 +115,6 @@ _ROUNDED = HasEffect(
 )
 
 type PipelineSchedule = Literal["auto", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"]
-
-
-class ModelOptions(BaseConfig):
-    """Base of the options of one model implementation; a family subclasses it and registers the subclass."""
 
 
 class BackendConfig(BaseConfig):

@@ -1,4 +1,4 @@
-"""Data: data sets as token ids, and from a caller's sequences to balanced, packed micro-batches and back to its order."""
+"""Data sets as token ids, and a caller's sequences as balanced, packed micro-batches."""
 
 from rl_backend.data.balance import MicroBatchPlan as MicroBatchPlan
 from rl_backend.data.balance import plan_micro_batches as plan_micro_batches

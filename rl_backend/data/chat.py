@@ -1,4 +1,4 @@
-"""The renderer: texts and chat messages become the token ids that a model sees, the same in rollouts, SFT and evaluation."""
+"""The renderer: texts and chat messages as token ids, the same in rollouts, SFT and evaluation."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

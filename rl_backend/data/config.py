@@ -1,4 +1,4 @@
-"""Options of data: which columns are read, how texts and messages become tokens, what happens to those too long."""
+"""Options of data: columns, rendering as tokens, and the treatment of examples that are too long."""
 
 from typing import Annotated, Any, Literal
 

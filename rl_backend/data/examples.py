@@ -1,4 +1,4 @@
-"""Examples: what is taken out of the rows of a data set, and which of them are kept."""
+"""Examples of a data set: the columns that are read and the rows that are kept."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
-from rl_backend.contracts import BatchError, UnsupportedError
+from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
 from rl_backend.data.chat import TEXT_ALONE, ChatMessage, require_text, require_utf8
 from rl_backend.data.config import DataConfig, TooLong
 from rl_backend.data.rows import Rows
@@ -315,3 +315,33 @@ class Examples[T](Sequence[T]):
         if isinstance(index, slice):
             return [self._make(row)[0] for row in self._kept[index]]
         return self._make(self._kept[index])[0]
+
+
+def open_dataset(path: Path | str, *, held_out: bool = False) -> Rows:
+    """The rows that ``dataset``, or of held-out rows ``eval_dataset``, names."""
+    return open_rows(path, field="eval_dataset", default_split=None) if held_out else open_rows(path)
+
+
+def as_messages(prompt: str | Sequence[ChatMessage], data: DataConfig, where: str) -> list[ChatMessage] | None:
+    """The conversation, with the system prompt; None for a text that is continued as it stands."""
+    if isinstance(prompt, str):
+        if data.text_prompts == "continue":
+            for option in ("system_prompt", "chat_template_kwargs", "tools_file"):
+                if data.is_set(option):
+                    problem = (
+                        f"{where} is text, which is continued as it stands; set text_prompts to message, or leave it out"
+                    )
+                    raise ConfigError.of(option, getattr(data, option), problem)
+            return None
+        prompt = [{"role": "user", "content": prompt}]
+    if data.system_prompt is None or any(message["role"] == "system" for message in prompt):
+        return list(prompt)
+    return [{"role": "system", "content": data.system_prompt}, *prompt]
+
+
+def cut_prompt(token_ids: list[int], most: int, tokenizer: Any) -> list[int]:
+    """The last ``most`` tokens; a begin-of-text token at the beginning stays."""
+    if len(token_ids) <= most:
+        return token_ids
+    begins = most > 1 and token_ids[0] == tokenizer.bos_token_id
+    return [*token_ids[:begins], *token_ids[len(token_ids) - most + begins :]]

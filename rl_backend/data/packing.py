@@ -1,4 +1,4 @@
-"""Sequences: out of a TensorDict, laid end to end in micro-batches, split over ranks; and outputs put back into order."""
+"""Packing: sequences laid end to end in micro-batches and split over ranks, and outputs put back into order."""
 
 from __future__ import annotations
 

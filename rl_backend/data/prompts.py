@@ -11,12 +11,10 @@ from rl_backend.data.chat import ChatMessage as ChatMessage
 from rl_backend.data.chat import encode_messages as encode_messages
 from rl_backend.data.chat import encode_text as encode_text
 from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import Examples, Length, read_example, warn_of_padding
+from rl_backend.data.examples import Examples, Length, as_messages, cut_prompt, open_dataset, read_example, warn_of_padding
 from rl_backend.data.examples import PromptExample as PromptExample
 from rl_backend.data.examples import read_examples as read_examples
 from rl_backend.data.hub import local_model
-from rl_backend.data.rows import Rows
-from rl_backend.data.sources import open_rows
 from rl_backend.data.tools import UntoldCalls, read_tools_file
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -103,11 +101,6 @@ def load_prompts(
     return examples
 
 
-def open_dataset(path: Path | str, *, held_out: bool = False) -> Rows:
-    """The rows that ``dataset``, or of held-out rows ``eval_dataset``, names."""
-    return open_rows(path, field="eval_dataset", default_split=None) if held_out else open_rows(path)
-
-
 def encode_prompt(
     prompt: str | Sequence[ChatMessage],
     tokenizer: Any,
@@ -146,31 +139,6 @@ def encode_prompt(
     if not token_ids:
         raise BatchError(f"{where}: a prompt of 0 tokens; remove the row")
     return token_ids
-
-
-def as_messages(prompt: str | Sequence[ChatMessage], data: DataConfig, where: str) -> list[ChatMessage] | None:
-    """The conversation, with the system prompt; None for a text that is continued as it stands."""
-    if isinstance(prompt, str):
-        if data.text_prompts == "continue":
-            for option in ("system_prompt", "chat_template_kwargs", "tools_file"):
-                if data.is_set(option):
-                    problem = (
-                        f"{where} is text, which is continued as it stands; set text_prompts to message, or leave it out"
-                    )
-                    raise ConfigError.of(option, getattr(data, option), problem)
-            return None
-        prompt = [{"role": "user", "content": prompt}]
-    if data.system_prompt is None or any(message["role"] == "system" for message in prompt):
-        return list(prompt)
-    return [{"role": "system", "content": data.system_prompt}, *prompt]
-
-
-def cut_prompt(token_ids: list[int], most: int, tokenizer: Any) -> list[int]:
-    """The last ``most`` tokens; a begin-of-text token at the beginning stays."""
-    if len(token_ids) <= most:
-        return token_ids
-    begins = most > 1 and token_ids[0] == tokenizer.bos_token_id
-    return [*token_ids[:begins], *token_ids[len(token_ids) - most + begins :]]
 
 
 def endless_batches[T](items: Sequence[T], size: int, seed: int, *, start: int = 0) -> Iterator[list[T]]:

@@ -1,4 +1,4 @@
-"""Examples to imitate: the token ids that the model sees before each of its turns, and those of the turn, which are trained.
+"""SFT examples: the token ids before each turn of the model, and those of the turn, which are trained.
 
 A turn is rendered as the model meets it: the messages before it with the template's generation prompt, then the turn. A
 template that rewrites earlier turns, as Qwen3's drops their thinking, gives a sequence for each turn; with others they share
@@ -27,8 +27,7 @@ from rl_backend.data.chat import (
     template_inputs,
 )
 from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import Examples, Length, PromptExample, read_example
-from rl_backend.data.prompts import as_messages, cut_prompt, open_dataset
+from rl_backend.data.examples import Examples, Length, PromptExample, as_messages, cut_prompt, open_dataset, read_example
 from rl_backend.data.tools import UntoldCalls, read_tools_file
 
 type TrainOn = Literal["all", "last"]

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.arrow_rows import ArrowRows
 from rl_backend.data.gym import gym_file, is_gym, open_gym
 from rl_backend.data.hub import FILES, hub_name, require_datasets, why_not
-from rl_backend.data.rows import Rows
-from rl_backend.data.text_rows import TEXT_SUFFIXES, TextRows
+from rl_backend.data.rows import TEXT_SUFFIXES, ArrowRows, Rows, TextRows
 
 _NO_OPTIONS = ("name", "version", "data_dir", "data_files", "description")
 """Fields of a configuration of ``datasets`` that do not say how files are read."""

@@ -1,7 +1,6 @@
 """Episodes of many turns: environments and tools, and the record of every token exactly as it was sampled."""
 
 from rl_backend.environment.answering import answering as answering
-from rl_backend.environment.episode import Episode as Episode
 from rl_backend.environment.groups import Group as Group
 from rl_backend.environment.groups import GroupTask as GroupTask
 from rl_backend.environment.groups import PlayOptions as PlayOptions
@@ -11,6 +10,7 @@ from rl_backend.environment.loading import load_environment as load_environment
 from rl_backend.environment.loading import load_player as load_player
 from rl_backend.environment.playing import play_episode as play_episode
 from rl_backend.environment.protocol import Environment as Environment
+from rl_backend.environment.protocol import Episode as Episode
 from rl_backend.environment.protocol import Generation as Generation
 from rl_backend.environment.protocol import MakeEnvironment as MakeEnvironment
 from rl_backend.environment.protocol import Player as Player

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from rl_backend.contracts import BatchError
 from rl_backend.data.chat import decode
 from rl_backend.data.config import DataConfig
-from rl_backend.data.prompts import as_messages, encode_prompt
+from rl_backend.data.examples import as_messages
+from rl_backend.data.prompts import encode_prompt
 from rl_backend.data.rewards import RewardCall, RewardScorer
 from rl_backend.data.tools import shown_objects
-from rl_backend.environment.episode import Turn
-from rl_backend.environment.protocol import MakeEnvironment, Prompt, Step, Tool
+from rl_backend.environment.protocol import MakeEnvironment, Prompt, Step, Tool, Turn
 
 
 def answering(

@@ -1,4 +1,4 @@
-"""A conversation as ids: what the model is given next, after each of its turns."""
+"""A conversation as token ids: the prompt after each of the model's turns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from itertools import takewhile
 from typing import Literal
 
 from rl_backend.contracts import EpisodeEndError
-from rl_backend.environment.episode import Finish, Message
-from rl_backend.environment.history import History, HistoryCheck, check_history
-from rl_backend.environment.rendering import ChatRenderer, closing_length
+from rl_backend.environment.protocol import Finish, Message
+from rl_backend.environment.rendering import ChatRenderer, History, HistoryCheck, check_history, closing_length
 
 type OtherEnd = Literal["replace", "keep"]
 """What is done with a sampled stop token with which the template does not end a turn: ``replace`` writes the template's own

@@ -1,4 +1,4 @@
-"""Groups of episodes of the same task, many at once, and what comes of those that fail."""
+"""Groups of episodes of the same task, played at once, and the handling of failed episodes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from rl_backend.contracts import EpisodeFailedError
 from rl_backend.data.rewards import OnFailure, score_value
-from rl_backend.environment.calling import Caller
-from rl_backend.environment.episode import Episode
+from rl_backend.environment.calling import Caller, logger, watched_loop
 from rl_backend.environment.limits import Limits
 from rl_backend.environment.playing import play_episode, with_reward, without_reward
-from rl_backend.environment.protocol import Player, TokenSource
-from rl_backend.environment.watchdog import logger, watched_loop
+from rl_backend.environment.protocol import Episode, Player, Score, TokenSource
 
 FAILED = frozenset({"error", "timeout", "cancelled"})
 """Reasons that ``on_failure`` is about. A limit of turns or tokens is no failure: the episode is cut."""
-
-
-class Score(Protocol):
-    """Rewards that need all episodes of a group; plain or asynchronous. They are added to those of the episodes."""
-
-    def __call__(self, episodes: Sequence[Episode]) -> Sequence[float] | Awaitable[Sequence[float]]: ...
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Environments and players, found by their names."""
+"""Environments and players, loaded by name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any, cast
 
 from rl_backend.contracts import ConfigError
 from rl_backend.data.rewards.loading import load_callable
-from rl_backend.environment.groups import Score
-from rl_backend.environment.protocol import MakeEnvironment, Player
+from rl_backend.environment.protocol import MakeEnvironment, Player, Score
 
 
 def load_environment(spec: str, *, field: str = "environment") -> MakeEnvironment:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rl_backend.contracts import ConfigError
-from rl_backend.environment.episode import CallStatus
+from rl_backend.environment.protocol import CallStatus
 
 _OPEN, _SHUT = "<tool_call>", "</tool_call>"
 _BEGINS_PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")

@@ -14,15 +14,12 @@ from rl_backend.data.rewards.worker import what_it_raised
 from rl_backend.data.tools import require_given
 from rl_backend.environment.calling import Caller, close_late
 from rl_backend.environment.conversation import ChatFormat, Conversation, OtherEnd, chat_format, id_format
-from rl_backend.environment.episode import Message, Turn
-from rl_backend.environment.history import History
 from rl_backend.environment.limits import Limits
 from rl_backend.environment.parsers import CallParser, call_parser, no_calls
 from rl_backend.environment.playing import ended_by
-from rl_backend.environment.protocol import Environment, MakeEnvironment, Prompt, Result, Sampler, Step, Tool
-from rl_backend.environment.rendering import ChatRenderer
-from rl_backend.environment.tool_calls import answer_messages, call_ids, calling_message, run_calls
-from rl_backend.environment.tools import tool_schema
+from rl_backend.environment.protocol import Environment, MakeEnvironment, Message, Prompt, Result, Sampler, Step, Tool, Turn
+from rl_backend.environment.rendering import ChatRenderer, History
+from rl_backend.environment.tools import answer_messages, call_ids, calling_message, run_calls, tool_schema
 
 CLOSING_SECONDS = 5.0
 """For ``close``, where ``limits.step_seconds`` is not set."""

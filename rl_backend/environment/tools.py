@@ -8,18 +8,20 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from rl_backend.contracts import ConfigError, EpisodeFailedError, RewardError
-from rl_backend.data.rewards.event_loop import EventLoop
+from rl_backend.contracts import ConfigError, EpisodeFailedError, RewardError, RolloutError
 from rl_backend.data.rewards.loading import load_callable
-from rl_backend.data.rewards.pool import Raised, WorkerPool
+from rl_backend.data.rewards.pool import EventLoop, Raised, TimeLimitError, WorkerPool
 from rl_backend.data.rewards.worker import location_of
-from rl_backend.environment.protocol import Tool
+from rl_backend.environment.calling import Caller
+from rl_backend.environment.parsers import Attempt
+from rl_backend.environment.protocol import CallStatus, Message, Tool, ToolCall
 
 type Where = Literal["processes", "threads"]
 """Where plain functions run: in processes of their own, which a limit of time ends and which share no memory, or in threads
@@ -203,3 +205,74 @@ def _without_titles(schema: Any) -> Any:
             if not (key in ("title", "additionalProperties") and not isinstance(value, dict))
         }
     return [_without_titles(each) for each in schema] if isinstance(schema, list) else schema
+
+
+async def run_calls(
+    attempts: Sequence[Attempt], tools: Mapping[str, Tool], caller: Caller, *, most: int | None, seconds: float | None
+) -> list[ToolCall]:
+    """Calls tools one after the other.
+
+    Args:
+        attempts: as they were written.
+        tools: by name.
+        most: calls that are still allowed; None for any number. The attempts beyond are not run.
+        seconds: limit of a call; None is endless.
+
+    Raises:
+        ConfigError, RolloutError, EpisodeFailedError: what is no single episode's failure. Anything else that a tool raises
+            is told to the model.
+    """
+    calls = []
+    for index, attempt in enumerate(attempts):
+        if most is not None and index >= most:
+            calls.append(_call(attempt, "over_limit", "no more calls are allowed"))
+        else:
+            calls.append(await _run(attempt, tools, caller, seconds))
+    return calls
+
+
+def call_ids(calls: Sequence[ToolCall], first: int) -> list[str]:
+    """An id for each call: nine letters and digits, because Mistral's templates refuse others."""
+    return [f"call{first + index:05d}" for index in range(len(calls))]
+
+
+def calling_message(content: str, calls: Sequence[ToolCall], ids: Sequence[str]) -> Message:
+    """The model's turn as chat templates take it."""
+    if not calls:
+        return {"role": "assistant", "content": content}
+    written = [
+        {"id": call_id, "type": "function", "function": {"name": call.name or "unknown", "arguments": dict(call.arguments)}}
+        for call, call_id in zip(calls, ids, strict=True)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": written}
+
+
+def answer_messages(calls: Sequence[ToolCall], ids: Sequence[str]) -> list[Message]:
+    return [
+        {"role": "tool", "content": call.answer, "name": call.name or "unknown", "tool_call_id": call_id}
+        for call, call_id in zip(calls, ids, strict=True)
+    ]
+
+
+async def _run(attempt: Attempt, tools: Mapping[str, Tool], caller: Caller, seconds: float | None) -> ToolCall:
+    if attempt.status != "ok":
+        return _call(attempt, attempt.status, attempt.problem)
+    tool = tools.get(attempt.name)
+    if tool is None:
+        return _call(attempt, "unknown_tool", f"there is no tool {attempt.name!r}; there are {', '.join(sorted(tools))}")
+    try:
+        # A copy: what the model wrote is rendered and recorded after the tool has had it.
+        answer = await caller(tool.__call__, deepcopy(attempt.arguments), seconds=seconds)
+    except TimeLimitError:
+        return _call(attempt, "timeout", "the tool took too long")
+    except ArgumentsError as error:
+        return _call(attempt, "invalid_arguments", str(error))
+    except (ConfigError, RolloutError, EpisodeFailedError, asyncio.CancelledError):
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001, a tool may raise anything, and the model is told
+        return _call(attempt, "raised", f"{type(error).__name__}: {error}")
+    return ToolCall(attempt.name, attempt.arguments, "ok", attempt.raw, str(answer))
+
+
+def _call(attempt: Attempt, status: CallStatus, problem: str) -> ToolCall:
+    return ToolCall(attempt.name, attempt.arguments, status, attempt.raw, f"Error: {problem}")

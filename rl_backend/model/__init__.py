@@ -1,13 +1,12 @@
 """Models by kind of block. Importing this package registers the built-in families."""
 
-from rl_backend.model import deepseek as deepseek
-from rl_backend.model import mixtures as mixtures
-from rl_backend.model import qwen3_5 as qwen3_5
-from rl_backend.model import sparse_families as sparse_families
-from rl_backend.model import variants as variants
-from rl_backend.model.families import MIXTRAL as MIXTRAL
-from rl_backend.model.families import QWEN3 as QWEN3
-from rl_backend.model.families import QWEN3_MOE as QWEN3_MOE
+from rl_backend.model.families import deepseek as deepseek
+from rl_backend.model.families import dense as dense
+from rl_backend.model.families import mixtures as mixtures
+from rl_backend.model.families import qwen3_5 as qwen3_5
+from rl_backend.model.families.dense import QWEN3 as QWEN3
+from rl_backend.model.families.mixtures import MIXTRAL as MIXTRAL
+from rl_backend.model.families.mixtures import QWEN3_MOE as QWEN3_MOE
 from rl_backend.model.input import BuildSettings as BuildSettings
 from rl_backend.model.input import ModelInput as ModelInput
 from rl_backend.model.input import ModelStage as ModelStage

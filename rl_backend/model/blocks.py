@@ -16,8 +16,7 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary
-from rl_backend.primitive.router import RouterSettings
-from rl_backend.primitive.router_losses import RowSequences
+from rl_backend.primitive.router import RouterSettings, RowSequences
 
 type Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of a micro-batch's positions; see :func:`~rl_backend.primitive.rope.rotary_cos_sin`."""
@@ -45,7 +44,7 @@ class KeyChoice(NamedTuple):
     Attributes:
         longest: tokens of the longest sequence, the same on every rank.
         loss_weight: factor of the losses of what chooses.
-        chosen: what the layer before attends to, :func:`~rl_backend.primitive.indexer.choose_keys`; None where that is all.
+        chosen: keys of the layer before (:func:`~rl_backend.primitive.sparse_attention.choose_keys`); None where it has all.
         recorded: what this layer must attend to, of the same kind; rows of -1 alone for the tokens for which it chooses.
             None where it chooses for all.
     """

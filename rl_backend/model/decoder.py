@@ -1,6 +1,6 @@
-"""A decoder: a stack of layers between embeddings and a head, on packed micro-batches."""
+"""Decoders on packed micro-batches: a stack of layers between embeddings and a head."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -9,33 +9,139 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import BatchError, ModelOptions, ModelOutput, NativeConfig
 from rl_backend.model.activation_checkpointing import checkpoint_layers
-from rl_backend.model.blocks import KeyChoice, Mixed, RouterInput
-from rl_backend.model.decoder_layer import DecoderLayer
+from rl_backend.model.blocks import KeyChoice, Mixed, Mixer, Rotation, RouterInput
 from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.input import BuildSettings, ModelInput, ModelStage
-from rl_backend.model.multi_token import MultiTokenPrediction
+from rl_backend.model.options import DecoderOptions
+from rl_backend.model.registry import ModelFamily
 from rl_backend.parallel.fsdp import apply_fsdp
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
-from rl_backend.primitive.adapter_runs import adapters_at_work
+from rl_backend.primitive.adapter_runs import AdapterRun, adapters_at_work
 from rl_backend.primitive.added_loss import with_added_loss
-from rl_backend.primitive.float32 import EndsInFloat32
+from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
+from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotations
 from rl_backend.primitive.value_head import ValueHead, labels_without_values, values_of_tenants
+
+
+class DecoderLayer(nn.Module):
+    """A mixer and a feed-forward block, added to the residual stream; norms have the names of ``DecoderSpec.norms``, and the
+    mixer that of its specification.
+
+    Attributes:
+        rotary, chooses: the mixer's.
+        place: number among the layers of the whole model that have a router; None for a layer without.
+        key_place: number among those that choose keys; None for a layer that chooses none.
+    """
+
+    def __init__(self, decoder: DecoderSpec, index: int, options: ModelOptions) -> None:
+        super().__init__()
+        spec = decoder.layers[index]
+        self.decoder = decoder
+        self.rotary, self.chooses, self._mixer_name = spec.mixer.rotary, spec.mixer.chooses, spec.mixer.module
+        self.place = sum(decoder.sparse[:index]) if decoder.sparse[index] else None
+        indexed = decoder.indexed_layers
+        self.key_place = indexed.layers.index(index) if indexed is not None and index in indexed.layers else None
+        self._add_norm(decoder.norms.before_mixer)
+        self.add_module(spec.mixer.module, spec.mixer.build(decoder.hidden_size, decoder.norm))
+        self._add_norm(decoder.norms.after_mixer)
+        self._add_norm(decoder.norms.before_feed_forward)
+        self.mlp = spec.feed_forward.build(decoder.hidden_size, options)
+        self._add_norm(decoder.norms.after_feed_forward)
+
+    @property
+    def mixer(self) -> Mixer:
+        return cast(Mixer, self.get_submodule(self._mixer_name))
+
+    def _add_norm(self, name: str | None) -> None:
+        if name is not None:
+            self.add_module(name, self.decoder.norm.build(self.decoder.hidden_size))
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        segments: Segments,
+        router: RouterInput,
+        adapters: Sequence[AdapterRun] = (),
+        key_choice: KeyChoice | None = None,
+    ) -> Mixed:
+        """(rows, hidden_size) -> the same; with a ``key_choice``, beside it what the mixer attended to."""
+        # Here and not around the model: recomputation and pipelines run layers of other micro-batches in between.
+        norms = self.decoder.norms
+        with adapters_at_work(adapters):
+            read = self._norm(norms.before_mixer, x)
+            chosen_keys = () if key_choice is None else (key_choice,)
+            output: Mixed = self.mixer(read, rotation, segments, *chosen_keys)
+            output, chosen = output if isinstance(output, tuple) else (output, None)
+            mixed = x + self._added(norms.after_mixer, output)
+            if not self.decoder.parallel_blocks:
+                read = self._norm(norms.before_feed_forward, mixed)
+            elif norms.before_feed_forward is not None:
+                read = self._norm(norms.before_feed_forward, x)
+            hidden = mixed + self._added(norms.after_feed_forward, self.mlp(read, router))
+            return hidden if key_choice is None else (hidden, chosen)
+
+    def _norm(self, name: str | None, x: Tensor) -> Tensor:
+        return x if name is None else self.get_submodule(name)(x)
+
+    def _added(self, norm: str | None, output: Tensor) -> Tensor:
+        """What a block with this ``output`` adds to the residual stream."""
+        normed, scale = self._norm(norm, output), self.decoder.residual_scale
+        return normed if scale == 1.0 else normed * scale
+
+    def each_norm(self) -> Iterator[nn.Module]:
+        """Those around the blocks."""
+        yield from (self.get_submodule(name) for name in self.decoder.norms if name is not None)
+
+
+class MultiTokenPrediction(nn.Module):
+    """Makes of a token's state and the next token's embedding what the head predicts the token after that one from.
+
+        norm(layer(projection([embedding_norm(embedding); hidden_norm(hidden)])))
+
+    Args:
+        layer: the decoder layer, already built.
+    """
+
+    def __init__(self, hidden_size: int, norm: NormSpec, layer: nn.Module) -> None:
+        super().__init__()
+        self.embedding_norm, self.hidden_norm = norm.build(hidden_size), norm.build(hidden_size)
+        self.projection = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.layer = layer
+        self.norm = norm.build(hidden_size)
+
+    def replicate_own(self, tensor: TensorParallel) -> None:
+        """Keeps all but the decoder layer on every rank, which uses it for its part of the tokens."""
+        for norm in (self.embedding_norm, self.hidden_norm, self.norm):
+            tensor.replicate(norm)
+        tensor.replicate_for_own_tokens(self.projection)
+
+    def forward(self, hidden: Tensor, embedding: Tensor, *context: object) -> Tensor:
+        """(N, hidden_size) twice -> (N, hidden_size).
+
+        Args:
+            context: what the decoder layer takes behind its first argument.
+        """
+        both = torch.cat((self.embedding_norm(embedding), self.hidden_norm(hidden)), dim=-1)
+        mixed = self.layer(self.projection(both), *context)
+        normed: Tensor = self.norm(mixed[0] if isinstance(mixed, tuple) else mixed)
+        return normed
+
 
 STAGE_COPIES = {"tied_head.weight": "embed_tokens.weight", "mtp_embed_tokens.weight": "embed_tokens.weight"}
 """See :attr:`~rl_backend.model.ModelFamily.stage_copies`."""
 
 
-class Decoder(EndsInFloat32):
+class Decoder(nn.Module):
     """The whole model, or a stage of it.
 
     Keeps no buffers, so a copy built on the meta device needs its parameters and nothing else. Every token is trained:
     unlike in transformers, ``pad_token_id`` has no part in it, because padding never reaches a model.
     """
-
-    end_names = ("embed_tokens", "norm", "score", "lm_head", "tied_head", "mtp_embed_tokens")
 
     def __init__(self, spec: DecoderSpec, settings: BuildSettings) -> None:
         super().__init__()
@@ -78,6 +184,11 @@ class Decoder(EndsInFloat32):
         """The layers of this stage, in their order."""
         yield from cast(Iterable[DecoderLayer], self.layers.values())
 
+    def ends_in_float32(self) -> Sequence[nn.Module]:
+        """See :class:`~rl_backend.primitive.float32.EndsInFloat32`."""
+        ends = (self.embed_tokens, self.norm, self.score, self.lm_head, self.tied_head, self.mtp_embed_tokens)
+        return [] if self.layer_dtype is None else [end for end in ends if end is not None]
+
     def forward(self, inputs: ModelInput) -> ModelOutput | Tensor:
         """Log-probs and, on request, entropy of (T,) tokens; or their values; or hidden states for the next stage.
 
@@ -88,16 +199,16 @@ class Decoder(EndsInFloat32):
         """
         hidden = self._embed(inputs)
         rotations = Rotations(inputs.position_ids, hidden.dtype)
-        choice = KeyChoice(inputs.longest, inputs.router_loss_weight)
+        key_choice = KeyChoice(inputs.longest, inputs.router_loss_weight)
         for layer in self.each_layer():
             experts = None if inputs.routes is None or layer.place is None else inputs.routes[:, layer.place]
             router = RouterInput(inputs.router_loss_weight, inputs.padding, experts, inputs.sequences)
             recorded = None if inputs.keys is None or layer.key_place is None else inputs.keys[:, layer.key_place]
-            told = choice._replace(recorded=recorded) if layer.chooses else None
-            mixed: Mixed = layer(hidden, rotations.of(layer.rotary), inputs.segments, router, inputs.adapters, told)
+            layer_choice = key_choice._replace(recorded=recorded) if layer.chooses else None
+            mixed: Mixed = layer(hidden, rotations.of(layer.rotary), inputs.segments, router, inputs.adapters, layer_choice)
             if isinstance(mixed, tuple):
                 hidden, chosen = mixed
-                choice = choice._replace(chosen=chosen)
+                key_choice = key_choice._replace(chosen=chosen)
             else:
                 hidden = mixed
         if self.norm is None:
@@ -125,7 +236,7 @@ class Decoder(EndsInFloat32):
     def _mtp_loss(
         self, mtp: MultiTokenPrediction, hidden: Tensor, inputs: ModelInput, rotations: Rotations, head: nn.Module
     ) -> Tensor:
-        """Of this rank's tokens, with all of its factors; see :class:`~rl_backend.model.multi_token.MTPOptions`."""
+        """Of this rank's tokens, with all of its factors; see :class:`~rl_backend.model.options.DecoderOptions`."""
         spec, second, layer = self.spec.mtp, inputs.second, cast(DecoderLayer, mtp.layer)
         assert spec is not None, "a model with such a layer has one"
         assert second is not None, "the runtime gives it to every model with such a layer"
@@ -138,9 +249,9 @@ class Decoder(EndsInFloat32):
             hidden, embedding, weight = hidden.detach(), embedding.detach(), weight.detach()
             bias = None if bias is None else bias.detach()
         router = RouterInput(inputs.router_loss_weight, inputs.padding, sequences=inputs.sequences)
-        choice = KeyChoice(inputs.longest, inputs.router_loss_weight) if layer.chooses else None
+        key_choice = KeyChoice(inputs.longest, inputs.router_loss_weight) if layer.chooses else None
         rotation = rotations.of(layer.rotary)
-        predicted = mtp(hidden.to(embedding.dtype), embedding, rotation, inputs.segments, router, (), choice)
+        predicted = mtp(hidden.to(embedding.dtype), embedding, rotation, inputs.segments, router, (), key_choice)
         log_probs, _ = self.next_token_log_probs(
             predicted.to(weight.dtype),
             weight,
@@ -236,3 +347,30 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
     if config.activation_checkpointing == "full":
         checkpoint_layers(units)
     apply_fsdp(module, units, groups, config, experts=experts)
+
+
+def decoder_family(
+    name: str,
+    read: Callable[[HFConfig], DecoderSpec],
+    kept_weights: Callable[[DecoderSpec], tuple[str, ...]] = DecoderSpec.kept_prefixes,
+) -> ModelFamily:
+    """The family of the ``model_type`` called ``name``, all of whose differences are in the decoder that ``read`` gives."""
+    return ModelFamily(
+        name=name,
+        hf_model_types=(name,),
+        options_type=DecoderOptions,
+        parse_config=lambda hf_config: read(HFConfig(hf_config, name)),
+        build=Decoder,
+        parallelize=parallelize,
+        weight_names=DecoderSpec.weight_names,
+        heads=("log_probs", "values"),
+        max_length=lambda decoder: decoder.max_length,
+        num_layers=lambda decoder: decoder.num_layers,
+        stage_copies=STAGE_COPIES,
+        check_layout=DecoderSpec.check_layout,
+        routed_layers=lambda decoder: decoder.routed_layers,
+        indexed_layers=lambda decoder: decoder.indexed_layers,
+        float32_head=True,
+        kept_weights=kept_weights,
+        configured=DecoderSpec.configured,
+    )

@@ -1,6 +1,8 @@
-"""Everything that tells one decoder from another, as a value."""
+"""A decoder's architecture as a value: sizes, blocks, norms, scales and Hugging Face names."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
@@ -14,9 +16,76 @@ from rl_backend.contracts import (
     WeightName,
 )
 from rl_backend.model.blocks import CacheBytes, LayerNorms, LayerSpec
-from rl_backend.model.multi_token import MTPSpec
-from rl_backend.model.options import MTP_OPTIONS, DecoderOptions
+from rl_backend.model.options import MTP_OPTIONS, DecoderOptions, MTPTraining
 from rl_backend.primitive.norm import NormSpec
+
+
+class MTPNames(NamedTuple):
+    """How a directory calls the parts of the layer.
+
+    Attributes:
+        module: all of it.
+        layer: its decoder layer.
+        embedding_norm, hidden_norm, projection, norm: of what comes in, of both together, and of what goes to the head,
+            within ``module``.
+        embedding, head: copies of the model's within ``module``, empty where there are none.
+    """
+
+    module: str
+    layer: str
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    embedding: str = "embed_tokens.weight"
+    head: str = "shared_head.head.weight"
+
+    @classmethod
+    def after_layers(cls, prefix: str, num_layers: int) -> "MTPNames":
+        """DeepSeek's and GLM's: behind the last of the model's layers."""
+        return cls(f"{prefix}.layers.{num_layers}", f"{prefix}.layers.{num_layers}")
+
+
+@dataclass(frozen=True)
+class MTPSpec:
+    """Attributes:
+    layer: its blocks.
+    names: in Hugging Face directories.
+    training: as in :class:`~rl_backend.model.options.DecoderOptions`; built unless it is ``keep``.
+    loss_weight: as there.
+    """
+
+    layer: LayerSpec
+    names: MTPNames
+    training: MTPTraining = "keep"
+    loss_weight: float = 0.1
+
+    @property
+    def is_trained(self) -> bool:
+        return self.training != "keep"
+
+    def own_weight_names(self, norm: NormSpec) -> dict[str, WeightName]:
+        """Of all but the decoder layer, by their names in :class:`MultiTokenPrediction`."""
+        modules = {
+            "embedding_norm": self.names.embedding_norm,
+            "hidden_norm": self.names.hidden_norm,
+            "norm": self.names.norm,
+        }
+        names: dict[str, WeightName] = {"projection.weight": f"{self.names.module}.{self.names.projection}.weight"}
+        for module, stored in modules.items():
+            names |= {f"{module}.{name}": f"{self.names.module}.{stored}.{name}" for name in norm.parameters}
+        return names
+
+    def copies(self, *, tied: bool) -> Mapping[str, tuple[str, ...]]:
+        """Parameter of the model -> names of the copies of it that a directory has in this module."""
+        embedding, head = (
+            tuple(f"{self.names.module}.{name}" for name in (copy,) if name)
+            for copy in (self.names.embedding, self.names.head)
+        )
+        return (
+            {"embed_tokens.weight": embedding + head} if tied else {"embed_tokens.weight": embedding, "lm_head.weight": head}
+        )
+
 
 PRE_NORMS = LayerNorms()
 """Llama's: before each block."""

@@ -1,4 +1,4 @@
-"""Inputs of a model: of its construction and of its forward."""
+"""Arguments of a model: of its construction and of its forward."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from rl_backend.contracts import Head, ModelOptions
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.log_prob import IGNORE_LABEL
-from rl_backend.primitive.router_losses import RowSequences
+from rl_backend.primitive.router import RowSequences
 
 
 class SecondTokens(NamedTuple):
@@ -98,7 +98,7 @@ class BuildSettings(NamedTuple):
         head: one of the family's ``heads``.
         log_prob_chunk_tokens: as in :class:`~rl_backend.contracts.NativeConfig`.
         stage: the part to build; None builds the whole model.
-        layer_dtype: as of :class:`~rl_backend.primitive.float32.EndsInFloat32`.
+        layer_dtype: dtype of what goes into layers, where the ends compute in float32; None where all is of one dtype.
     """
 
     options: ModelOptions

@@ -26,9 +26,9 @@ class DecoderOptions(ModelOptions):
 
     Attributes:
         freeze_router: leave the weights of routers as they are.
-        router_aux_loss_coef: of :func:`rl_backend.primitive.router_losses.load_balancing_loss`.
-        router_z_loss_coef: of :func:`rl_backend.primitive.router_losses.router_z_loss`.
-        router_sequence_loss_coef: of :func:`rl_backend.primitive.router_losses.sequence_balancing_loss`.
+        router_aux_loss_coef: of :func:`rl_backend.primitive.router.load_balancing_loss`.
+        router_z_loss_coef: of :func:`rl_backend.primitive.router.router_z_loss`.
+        router_sequence_loss_coef: of :func:`rl_backend.primitive.router.sequence_balancing_loss`.
         expert_bias_rate: what loss-free balancing adds to the bias of an expert that the tokens of a step chose less often
             than the mean, and takes from that of one they chose more often; see :mod:`rl_backend.runtime.native.balance`.
             0, the default, leaves biases as they are, as RL does: every push would change what engines route. DeepSeek-V3

@@ -1,4 +1,4 @@
-"""Collectives over the first dimension that the backward pass goes through."""
+"""Differentiable collectives over the first dimension."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

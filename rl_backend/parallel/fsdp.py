@@ -1,4 +1,4 @@
-"""Sharding by FSDP2, the same for every model family, and the state of it that a runtime changes between passes.
+"""FSDP2 sharding of any model family, and its state that a runtime changes between passes.
 
 A model that is not an FSDP module has no such state and stays as it is.
 """

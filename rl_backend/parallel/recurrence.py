@@ -1,4 +1,4 @@
-"""Context parallelism of recurrent layers: states go along the ranks that share a sequence.
+"""Context parallelism of recurrent layers: states are passed along the ranks that share a sequence.
 
 Ranks have two chunks of each sequence (:func:`~rl_backend.parallel.context.lay_out_tokens`), and a chunk begins with the
 state that the one before it leaves. In a run of tokens the last state is affine in the first, S -> A S + B: every rank

@@ -1,4 +1,4 @@
-"""Measured pipelines, out of the spans of their computations in a trace."""
+"""Measured pipelines, from the spans of their computations in a trace."""
 
 import statistics
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Times of a schedule: costs of actions, the choice of an order by them, and timeline and bubble on paper."""
+"""Simulated times of a schedule: costs of actions, the choice of an order by them, the timeline and its bubble."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,8 +6,18 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from rl_backend.contracts import ConfigError
-from rl_backend.pipeline.dependencies import Arrival, Event, Graph, event_graph, in_order
-from rl_backend.pipeline.schedule import COMPUTATIONS, Action, Kind, Order, Schedule
+from rl_backend.pipeline.schedule import (
+    COMPUTATIONS,
+    Action,
+    Arrival,
+    Event,
+    Graph,
+    Kind,
+    Order,
+    Schedule,
+    event_graph,
+    in_order,
+)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,19 @@ from collections import Counter
 
 from rl_backend.contracts import ScheduleError
 from rl_backend.contracts.errors import listed
-from rl_backend.pipeline.dependencies import Arrival, Event, arrival_of, event_graph, in_order, inputs_of
-from rl_backend.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
+from rl_backend.pipeline.schedule import (
+    RECEIVES,
+    SENDS,
+    Action,
+    Arrival,
+    Event,
+    Kind,
+    Schedule,
+    arrival_of,
+    event_graph,
+    in_order,
+    inputs_of,
+)
 
 
 def validate(schedule: Schedule) -> None:

@@ -1,4 +1,4 @@
-"""Functions of each number of a tensor: activations of feed-forward blocks, and those of gates."""
+"""Elementwise functions: activations of feed-forward blocks and of gates."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

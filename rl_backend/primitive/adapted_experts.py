@@ -1,4 +1,4 @@
-"""Experts of a frozen mixture, with low-rank products of several adapters beside them, and whose the rows are."""
+"""Experts of a frozen mixture with low-rank products of several adapters beside them, and the owners of rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_backend.primitive.adapted_linear import Work
+from rl_backend.primitive.adapted_layers import Work
 from rl_backend.primitive.adapter_runs import AdapterRun, Columns, Factors, runs_at_work
 from rl_backend.primitive.grouped_linear import grouped_product
 

@@ -1,4 +1,4 @@
-"""Losses of parts of a model, beside the one that a caller computes from its outputs."""
+"""Auxiliary losses, beside the one that a caller computes from a model's outputs."""
 
 from typing import Any
 

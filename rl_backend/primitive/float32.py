@@ -1,7 +1,7 @@
 """Parameters that are computed with in float32 in a model of another dtype."""
 
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -15,28 +15,20 @@ class KeptInFloat32(nn.Module):
     """
 
 
-class EndsInFloat32(nn.Module):
+@runtime_checkable
+class EndsInFloat32(Protocol):
     """A model whose own parameters, those outside its layers, may keep their float32 where those of layers are rounded.
 
-    The native runtime looks for this type as it does for :class:`KeptInFloat32`. Exports round these parameters as they do
-    all others.
-
-    Attributes:
-        end_names: attributes that are modules outside the layers; each may be None.
-        layer_dtype: dtype of what goes into layers; None where the whole model is computed in one dtype.
+    The native runtime asks every model whether it is one. Exports round these parameters as they do all others.
     """
 
-    end_names: ClassVar[tuple[str, ...]] = ()
-    layer_dtype: torch.dtype | None = None
-
-    def ends(self) -> Iterator[nn.Module]:
-        """The modules outside the layers."""
-        yield from (module for name in self.end_names if (module := getattr(self, name)) is not None)
+    def ends_in_float32(self) -> Sequence[nn.Module]:
+        """Modules outside the layers that compute in float32; none where they compute in the dtype of the layers."""
 
 
 def kept_ends(module: nn.Module) -> Sequence[nn.Module]:
     """The ends of a model that are computed with in float32; none where they are computed with as its layers are."""
-    return list(module.ends()) if isinstance(module, EndsInFloat32) and module.layer_dtype is not None else []
+    return module.ends_in_float32() if isinstance(module, EndsInFloat32) else ()
 
 
 def parameters_in_float32(module: nn.Module) -> frozenset[str]:

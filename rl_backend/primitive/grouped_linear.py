@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_backend.primitive.adapted_linear import padded_product
+from rl_backend.primitive.adapted_layers import padded_product
 from rl_backend.primitive.deferred import weight_gradient
 
 _ALIGNMENT = 16

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_backend.contracts import BatchError
-from rl_backend.primitive.adapted_ends import HEAD, Narrowed, parts_of_head
+from rl_backend.primitive.adapted_layers import HEAD, Narrowed, parts_of_head
 from rl_backend.primitive.adapter_runs import AdapterRun, Factors
 from rl_backend.primitive.tiles import (
     LowRank,
@@ -78,7 +78,7 @@ def next_token_log_probs(
         bias: (vocab_size,), or this rank's part of it.
         temperature: positive number or (T,) tensor; not differentiated.
         adapters: at work on rows of their own. What each gives does not depend on the others: on a CPU to the last bit. One
-            that has :data:`~rl_backend.primitive.adapted_ends.HEAD` adds its product to the logits of its rows.
+            that has :data:`~rl_backend.primitive.adapted_layers.HEAD` adds its product to the logits of its rows.
 
     Raises:
         BatchError: a temperature that is not positive, or a label outside the vocabulary (checked on a CPU only, where it
@@ -177,22 +177,26 @@ class _NextTokenLogProbs(torch.autograd.Function):
             entropy[positions][:, None],
             log_normalizers[positions][:, None],
         )
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        grads_wide = None if ctx.factors is None else ctx.factors.grad_b
-        grad_bias = torch.zeros_like(bias, dtype=wide(bias.dtype)) if ctx.needs_input_grad[-1] else None
-        grad_tokens, grad_weight, grad_narrow = gradients_of(
-            tokens, weight, gradient, ctx.chunk_tokens, need_hidden, need_weight, grads_wide, grad_bias
-        )
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        places = {"hidden": 0, "weight": 1, "bias": -1}
+        wanted = [name for name, place in places.items() if ctx.needs_input_grad[place]]
+        found = gradients_of(tokens, weight, gradient, ctx.chunk_tokens, wanted)
 
         def spread(values: Tensor | None, like: Tensor) -> Tensor | None:
             return None if values is None else torch.zeros_like(like).index_copy_(0, positions, values.to(like.dtype))
 
-        return spread(grad_tokens, hidden), grad_weight, *(None,) * 5, spread(grad_narrow, narrow), None, None, grad_bias
+        return (
+            spread(found.hidden, hidden),
+            found.weight,
+            *(None,) * 5,
+            spread(found.narrow, narrow),
+            None,
+            None,
+            found.bias,
+        )
 
 
 def _added(narrow: Tensor | None, factors: Factors | None) -> LowRank | None:
-    return None if narrow is None or factors is None else LowRank(narrow, factors.b.to(narrow.dtype))
+    return None if narrow is None or factors is None else LowRank(narrow, factors.b.to(narrow.dtype), factors.grad_b)
 
 
 def _sum_over_vocabulary(

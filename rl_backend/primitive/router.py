@@ -1,16 +1,72 @@
-"""Routers: choosing experts for tokens and weighting what they return."""
+"""Routers of mixtures of experts: the choice of experts, their load, and the losses that balance it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from rl_backend.contracts import ConfigError
 from rl_backend.primitive.activation import sigmoid
-from rl_backend.primitive.adapted_linear import padded_product
+from rl_backend.primitive.adapted_layers import padded_product
 from rl_backend.primitive.float32 import KeptInFloat32
+
+
+class ExpertUse(NamedTuple):
+    """Choices of the tokens of a micro-batch, without padding and without a gradient.
+
+    Attributes:
+        counts: (E,) int64, how often each expert was chosen.
+        num_tokens: 0-d int64.
+    """
+
+    counts: Tensor
+    num_tokens: Tensor
+
+
+def expert_use(
+    experts: Tensor,
+    num_experts: int,
+    padding: Tensor | None = None,
+    sum_over_ranks: Callable[[Tensor], object] | None = None,
+) -> ExpertUse:
+    """Counts (T, top_k) choices.
+
+    Args:
+        padding: (T,) bool, tokens that do not count.
+        sum_over_ranks: adds a tensor up, in place, over the ranks that have the other tokens of the micro-batch.
+    """
+    num_tokens = experts.new_full((1,), experts.shape[0])
+    if padding is not None:
+        num_tokens = num_tokens - padding.sum()
+        experts = experts.masked_fill(padding[:, None], num_experts)
+    use = torch.cat((count_sorted(experts.flatten().sort().values, num_experts), num_tokens))
+    if sum_over_ranks is not None:
+        sum_over_ranks(use)
+    return ExpertUse(use[:-1], use[-1])
+
+
+def count_sorted(ordered: Tensor, num_experts: int) -> Tensor:
+    """How often each expert stands in (N,) ascending numbers; (E,) int64. Unlike bincount it never waits for a device."""
+    ends = torch.searchsorted(ordered, torch.arange(num_experts, device=ordered.device), right=True)
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
+def expert_bias_step(counts: Tensor, rate: float) -> Tensor:
+    """What one step of loss-free balancing adds to a bias: ``rate * sign(mean count - count_e)``; (E,) float32.
+
+    Wang et al., arXiv 2408.15664, algorithm 1.
+
+    Args:
+        counts: (E,) int64, tokens of the whole batch, of all micro-batches and ranks, that chose each expert.
+        rate: the paper takes 0.001 for sigmoid scores.
+    """
+    # Whole numbers: a mean is rounded, and then no expert may have exactly as many as it.
+    below_mean = torch.sign(counts.sum() - counts.numel() * counts)
+    return rate * below_mean.to(torch.float32)
+
 
 _TINY = 1e-20
 """Keeps a sum of sigmoid scores that all underflow from dividing by 0; no other sum is changed by it."""
@@ -29,7 +85,7 @@ class RouterSettings:
         normalise: divide the weights of each token by their sum.
         scaling_factor: what the weights are multiplied by at the end.
         expert_bias: add a bias to the scores in the choice, and only there (Wang et al., arXiv 2408.15664). It is no
-            trained parameter; see :func:`rl_backend.primitive.expert_use.expert_bias_step`.
+            trained parameter; see :func:`rl_backend.primitive.router.expert_bias_step`.
         rounded_logits: compute the logits in the dtype of the tokens, and only what follows in float32. Engines that do so
             choose other experts for some tokens than those that do not.
         bias: the logits have a bias, which is trained.
@@ -175,3 +231,150 @@ def expert_weights(logits: Tensor, experts: Tensor, settings: RouterSettings) ->
 
 def _scores(logits: Tensor, score: Literal["softmax", "sigmoid"]) -> Tensor:
     return logits.softmax(-1) if score == "softmax" else sigmoid(logits)
+
+
+class RouterLossCoefficients(NamedTuple):
+    """Attributes:
+    load_balancing: factor of :func:`load_balancing_loss`.
+    z: factor of :func:`router_z_loss`.
+    sequence: factor of :func:`sequence_balancing_loss`.
+    """
+
+    load_balancing: float = 0.0
+    z: float = 0.0
+    sequence: float = 0.0
+
+
+class RowSequences(NamedTuple):
+    """Attributes:
+    of_rows: (T,) int64, which sequence of the micro-batch each token is from; any number for padding.
+    number: of sequences in the micro-batch, on all ranks.
+    """
+
+    of_rows: Tensor
+    number: int
+
+
+def load_balancing_loss(
+    routing: Routing, settings: RouterSettings, padding: Tensor | None = None, use: ExpertUse | None = None
+) -> Tensor:
+    """``E * sum_e f_e * P_e`` over the tokens of a micro-batch; 0-d, 1 when all experts are used alike.
+
+    ``f_e`` is the part of the choices that fell on expert e, without a gradient, and ``P_e`` the mean over tokens of the
+    score of e, scores of a token adding up to 1 (Switch Transformer, Fedus et al., arXiv 2101.03961, equations 4 to 6, for
+    ``top_k`` = 1; for more, as Megatron-Core's ``switch_load_balancing_loss_func``. transformers' ``aux_loss`` takes all
+    layers together and is ``top_k`` times as large).
+
+    Args:
+        padding: (T,) bool, tokens that do not count.
+        use: of the whole micro-batch, where these are only some of its tokens; the loss is then their share, and the shares
+            add up to it.
+    """
+    if use is None:
+        use = expert_use(routing.experts, settings.num_experts, padding)
+    scores = _shares(routing.logits, settings)
+    fractions = use.counts.to(scores.dtype) / (use.num_tokens * settings.top_k)
+    return settings.num_experts * torch.dot(fractions, _without(padding, scores).sum(0) / use.num_tokens)
+
+
+def _shares(logits: Tensor, settings: RouterSettings) -> Tensor:
+    """Scores of each token, which add up to 1."""
+    if settings.score == "softmax":
+        return logits.softmax(-1)
+    sigmoid = logits.sigmoid()
+    return sigmoid / (sigmoid.sum(-1, keepdim=True) + 1e-20)
+
+
+def sequence_balancing_loss(
+    logits: Tensor,
+    settings: RouterSettings,
+    sequences: RowSequences,
+    padding: Tensor | None = None,
+    sum_over_ranks: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """The mean over sequences of ``E * sum_e f_e * P_e`` within each (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
+
+    ``f_e`` is the part of the sequence's ``top_k`` highest scores that are of expert e, without the bias and the groups of
+    the choice, and ``P_e`` the mean of its score, scores of a token adding up to 1.
+
+    Args:
+        logits: (T, E).
+        padding: (T,) bool, tokens that do not count.
+        sum_over_ranks: adds a tensor up, in place, over the ranks that have the other tokens of the micro-batch. The loss is
+            then the share of these tokens, and the shares add up to it.
+    """
+    num_experts = settings.num_experts
+    rows = sequences.of_rows.clamp(0, sequences.number - 1)
+    counted = torch.ones_like(rows) if padding is None else (~padding).to(rows.dtype)
+    highest = logits.detach().topk(settings.top_k, dim=-1).indices + rows[:, None] * num_experts
+    counts = rows.new_zeros(sequences.number * (num_experts + 1))
+    counts.scatter_add_(0, highest.flatten(), counted.repeat_interleave(settings.top_k))
+    counts.scatter_add_(0, rows + sequences.number * num_experts, counted)
+    if sum_over_ranks is not None:
+        sum_over_ranks(counts)
+    of_experts, lengths = counts.split((sequences.number * num_experts, sequences.number))
+    shares = _shares(logits, settings)
+    of_rows, lengths_of_rows = of_experts.view(-1, num_experts)[rows].to(shares.dtype), lengths[rows].to(shares.dtype)
+    losses = (shares * of_rows).sum(-1) * num_experts / (settings.top_k * lengths_of_rows.square())
+    return _without(padding, losses).sum() / sequences.number
+
+
+def router_z_loss(logits: Tensor, padding: Tensor | None = None, use: ExpertUse | None = None) -> Tensor:
+    """``mean over tokens of logsumexp(logits) ** 2`` (ST-MoE, Zoph et al., arXiv 2202.08906, equation 5); (T, E) -> 0-d.
+
+    Args:
+        padding, use: as in :func:`load_balancing_loss`.
+    """
+    squares = _without(padding, logits.logsumexp(-1).square())
+    if use is None:
+        return squares.sum() / (squares.numel() if padding is None else (~padding).sum())
+    return squares.sum() / use.num_tokens
+
+
+def _without(padding: Tensor | None, values: Tensor) -> Tensor:
+    return values if padding is None else values.masked_fill(padding.view(-1, *(1,) * (values.dim() - 1)), 0.0)
+
+
+def with_router_losses(
+    routing: Routing,
+    settings: RouterSettings,
+    coefficients: RouterLossCoefficients,
+    loss_weight: float,
+    padding: Tensor | None = None,
+    sum_over_ranks: Callable[[Tensor], object] | None = None,
+    sequences: RowSequences | None = None,
+) -> Routing:
+    """The same routing, whose weights bring the gradient of the losses into the backward pass, times ``loss_weight``.
+
+    The value of the loss that is differentiated does not change.
+
+    Args:
+        padding: (T,) bool, tokens that do not count.
+        sum_over_ranks: adds a tensor up, in place, over the ranks that have the other tokens of the micro-batch. The losses
+            are those of all of its tokens, and the gradients of the ranks add up to theirs.
+        sequences: which sequence each token is from; None for a micro-batch of one.
+    """
+    if coefficients == RouterLossCoefficients() or not torch.is_grad_enabled():
+        return routing
+    use = expert_use(routing.experts, settings.num_experts, padding, sum_over_ranks)
+    losses = routing.logits.new_zeros(())
+    if coefficients.load_balancing:
+        losses = losses + coefficients.load_balancing * load_balancing_loss(routing, settings, padding, use)
+    if coefficients.z:
+        losses = losses + coefficients.z * router_z_loss(routing.logits, padding, use)
+    if coefficients.sequence:
+        sequences = sequences or RowSequences(routing.experts.new_zeros(routing.experts.shape[0]), 1)
+        balance = sequence_balancing_loss(routing.logits, settings, sequences, padding, sum_over_ranks)
+        losses = losses + coefficients.sequence * balance
+    return routing._replace(weights=_WithLoss.apply(routing.weights, loss_weight * losses))
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones(())

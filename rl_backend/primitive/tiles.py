@@ -3,12 +3,13 @@
 The gradient of next-token log-probs and entropy is computed from them too, from logits that are computed again.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.adapted_linear import ENOUGH_ROWS
+from rl_backend.primitive.adapted_layers import ENOUGH_ROWS
 
 _TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 """Logits of a tile: on a CPU what its cache holds."""
@@ -19,6 +20,7 @@ class LowRank(NamedTuple):
 
     narrow: Tensor  # (N, rank)
     wide: Tensor  # (vocabulary, rank), or words of it
+    grad_wide: Tensor  # of that shape; what the gradient is added to
 
 
 class Tokens(NamedTuple):
@@ -62,7 +64,7 @@ class Tokens(NamedTuple):
             temperatures = None if chosen is None else chosen.expand(positions.shape[0], 1)
         else:
             temperatures = temperature.to(hidden.device, wide(hidden.dtype))[positions][:, None]
-        added = None if added is None else LowRank(added.narrow[positions], added.wide)
+        added = None if added is None else added._replace(narrow=added.narrow[positions])
         return cls(hidden[positions], labels[positions], temperatures, start, added, several), positions
 
     def chunks(self, size: int) -> list[slice]:
@@ -91,7 +93,8 @@ class Tile(NamedTuple):
         column = tokens.labels[chunk] - (tokens.start + words.start)
         inside = (column >= 0) & (column < words.stop - words.start)
         temperature = tokens.temperature[chunk] if tokens.temperature is not None else None
-        added = None if tokens.added is None else LowRank(tokens.added.narrow[chunk], tokens.added.wide[words])
+        added = tokens.added
+        added = added and LowRank(added.narrow[chunk], added.wide[words], added.grad_wide[words])
         bias = None if tokens.bias is None else tokens.bias[words]
         return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0)[:, None], inside, temperature, added, bias)
 
@@ -195,43 +198,47 @@ class NextTokenGradient(NamedTuple):
         return result if tile.temperature is None else result.div_(tile.temperature)
 
 
+class HeadGradients(NamedTuple):
+    """Gradients of what logits are made of; None for those that nobody asked for."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    narrow: Tensor | None  # of what an adapter adds
+
+
 def gradients_of(
-    tokens: Tokens,
-    weight: Tensor,
-    gradient: NextTokenGradient,
-    chunk_tokens: int,
-    need_hidden: bool,
-    need_weight: bool,
-    grad_wide: Tensor | None,
-    grad_bias: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden states and weight, and that of what an adapter narrows; adds to the last two."""
+    tokens: Tokens, weight: Tensor, gradient: NextTokenGradient, chunk_tokens: int, wanted: Collection[str]
+) -> HeadGradients:
+    """The gradients of ``wanted`` (``hidden``, ``weight``, ``bias``), and of an adapter if there is one."""
     dtype = wide(weight.dtype)
-    grad_tokens = torch.zeros_like(tokens.hidden, dtype=dtype) if need_hidden else None
-    grad_weight = torch.empty_like(weight) if need_weight else None
+    grad_hidden = torch.zeros_like(tokens.hidden, dtype=dtype) if "hidden" in wanted else None
+    grad_weight = torch.empty_like(weight) if "weight" in wanted else None
+    bias = tokens.bias if "bias" in wanted else None
+    grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide(bias.dtype))
     grad_narrow = None if tokens.added is None else torch.zeros_like(tokens.added.narrow, dtype=dtype)
     chunks = tokens.chunks(chunk_tokens)
     if not chunks and grad_weight is not None:
         grad_weight.zero_()
     buffers = buffers_for(tokens, weight, chunk_tokens, count=1 if gradient.entropy is None else 2)
     for words in vocabulary_slices(tokens, weight, chunk_tokens) if chunks else ():
-        direct = grad_weight is not None and grad_weight.dtype == dtype
-        target = grad_weight[words] if direct and grad_weight is not None else None
-        if need_weight and not direct:
-            target = torch.empty_like(weight[words], dtype=dtype)
+        own = None if grad_weight is None else grad_weight[words]
+        # Sums over chunks are computed in the wide dtype and rounded once.
+        target = own if own is None or own.dtype == dtype else torch.empty_like(own, dtype=dtype)
         for chunk in chunks:
             tile = Tile.of(tokens, chunk, weight, words)
             exact = gradient.of_logits(chunk, tile, buffers)
             if grad_bias is not None:
                 grad_bias[words] += exact.sum(0)
             grad_logits = exact.to(weight.dtype)
-            if grad_tokens is not None:
-                add_matmul(grad_tokens[chunk], grad_logits, tile.weight, beta=1)
+            if grad_hidden is not None:
+                add_matmul(grad_hidden[chunk], grad_logits, tile.weight, beta=1)
             if target is not None:
                 add_matmul(target, grad_logits.t(), tile.hidden, beta=0 if chunk.start == 0 else 1)
-            if tile.added is not None and grad_narrow is not None and grad_wide is not None:
+            if tile.added is not None and grad_narrow is not None:
                 add_matmul(grad_narrow[chunk], grad_logits, tile.added.wide, beta=1)
-                add_matmul(grad_wide[words], grad_logits.t(), tile.added.narrow, beta=1)
-        if grad_weight is not None and target is not None and not direct:
-            grad_weight[words] = target
-    return grad_tokens, grad_weight, grad_narrow
+                add_matmul(tile.added.grad_wide, grad_logits.t(), tile.added.narrow, beta=1)
+        if own is not None and target is not None and target is not own:
+            own.copy_(target)
+    rounded = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
+    return HeadGradients(grad_hidden, grad_weight, rounded, grad_narrow)

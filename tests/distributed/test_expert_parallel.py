@@ -16,8 +16,7 @@ from rl_backend.model.feedforward.moe import MoE
 from rl_backend.parallel.collectives import all_to_all_rows
 from rl_backend.parallel.expert import AllToAllDispatcher
 from rl_backend.primitive.experts import SwiGLUExperts
-from rl_backend.primitive.router import RouterSettings
-from rl_backend.primitive.router_losses import RouterLossCoefficients
+from rl_backend.primitive.router import RouterLossCoefficients, RouterSettings
 from tests.support.rank_pool import RankPool
 
 HIDDEN, INTERMEDIATE, EXPERTS = 8, 12, 8

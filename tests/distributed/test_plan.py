@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, RuntimeConfig
-from rl_backend.lab.plan import Workload, make_plan
+from rl_backend.lab.plan.make import make_plan
+from rl_backend.lab.plan.memory import Workload
 from rl_backend.parallel.fsdp import fsdp_parameters
 from rl_backend.parallel.shards import local_tensor
 from tests.support.bridge_runs import bridge_config, open_bridge

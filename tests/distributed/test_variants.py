@@ -10,8 +10,8 @@ import pytest
 
 from rl_backend.contracts import ParallelConfig, UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.lab.parity.compare import Tolerances
 from rl_backend.lab.parity.config import ParityConfig, ParitySide
-from rl_backend.lab.parity.differences import Tolerances
 from rl_backend.lab.parity.run import compare_sides, record_side
 from tests.distributed.test_checkpoint_layouts import check
 from tests.distributed.test_native_layouts import assert_same, run_layout

@@ -25,7 +25,8 @@ from rl_backend.contracts import (
     WeightVersionError,
 )
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.lab.plan import Workload, make_plan
+from rl_backend.lab.plan.make import make_plan
+from rl_backend.lab.plan.memory import Workload
 from tests.support.prometheus import Served, await_served, values
 from tests.support.served_tenants import PROMPTS, SAMPLING, TOLERANCE, ServedTenants, tokens
 

@@ -16,7 +16,8 @@ from actors.sync.push import WeightSync
 from rl_backend.contracts import NativeConfig, RLBackendError, RuntimeConfig, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.environment import Generation
-from rl_backend.lab.plan import Workload, make_plan
+from rl_backend.lab.plan.make import make_plan
+from rl_backend.lab.plan.memory import Workload
 from tests.support.deltanet_engines import (
     LONG,
     PROMPTS,

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.fla_rule import fla_gated_delta_rule, has_fla
-from rl_backend.primitive.gated_delta import gated_delta_rule, l2_normalised
+from rl_backend.primitive.gated_delta import fla_gated_delta_rule, gated_delta_rule, has_fla, l2_normalised
 from tests.gpu.conftest import MakeRuntime
 from tests.support.native import micro_batches, token_loss
 from tests.support.qwen3_5 import write_qwen3_5

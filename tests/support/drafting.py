@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_backend.model import register_model
-from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.families import decoder_family, qwen3, qwen3_moe
+from rl_backend.model.decoder import decoder_family
+from rl_backend.model.decoder_spec import DecoderSpec, MTPNames, MTPSpec
+from rl_backend.model.families.dense import qwen3
+from rl_backend.model.families.mixtures import qwen3_moe
 from rl_backend.model.hf_config import HFConfig
-from rl_backend.model.multi_token import MTPNames, MTPSpec
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 

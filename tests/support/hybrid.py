@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from rl_backend.contracts import stored_tensors
 from rl_backend.model import BuildSettings, register_model
 from rl_backend.model.blocks import FeedForwardSpec, LayerSpec
+from rl_backend.model.decoder import decoder_family
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.families import decoder_family, read_decoder, read_router
+from rl_backend.model.families.reading import read_decoder, read_router
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.options import DecoderOptions

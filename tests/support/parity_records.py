@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_backend.lab.parity.compare import Comparison, compare
-from rl_backend.lab.parity.differences import Tolerances
+from rl_backend.lab.parity.compare import Comparison, Tolerances, compare
 from rl_backend.lab.parity.record import SideRecord
 
 TOLERANCES = Tolerances.of("float32")

@@ -13,6 +13,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined] # not in its __all__
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
 
 _LIMIT = timedelta(seconds=30)
 _here = threading.local()
@@ -21,7 +26,7 @@ _here = threading.local()
 def run_ranks[R](function: Callable[[dist.ProcessGroup], R], size: int = 2) -> list[R]:
     """What ``function`` of a group of ``size`` ranks returned, by rank; raises the error of the lowest rank that has one.
 
-    A process has one default group, so code that asks torch for it is not for these. ``dist.get_rank``,
+    A process has one default group, so code that asks torch for it is for :func:`run_ranks_with_meshes`. ``dist.get_rank``,
     ``dist.get_world_size`` and ``dist.new_group``, which only its own ranks call, answer for the thread's rank.
     """
     store = HashStore()
@@ -76,3 +81,39 @@ def _answering_for_threads() -> Iterator[None]:
         patch.object(dist, "destroy_process_group", lambda group: None),
     ):
         yield
+
+
+def run_ranks_with_meshes[R](function: Callable[[dist.ProcessGroup], R], world_size: int) -> list[R]:
+    """As :func:`run_ranks`, for code that needs a default group, as meshes do: torch's own double of gloo, without sends."""
+    found: dict[int, R] = {}
+    failed: list[BaseException] = []
+    store = HashStore()
+
+    def run(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            group = dist.group.WORLD
+            assert group is not None
+            found[rank] = function(group)
+            dist.destroy_process_group()
+        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
+            failed.append(error)
+            # The others would wait for this rank.
+            ProcessLocalGroup.exception_handle(error)
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    _install_threaded_pg()
+    try:
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_LIMIT.total_seconds())
+        if failed:
+            raise failed[0]
+        assert not any(thread.is_alive() for thread in threads), "a rank waits for another"
+    finally:
+        ProcessLocalGroup.reset()
+        _uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+    return [found[rank] for rank in range(world_size)]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from actors.cluster.meeting import use_interface
 from actors.cluster.placement import thread_environment
+from actors.cluster.rendezvous import use_interface
 from actors.rollout.config import OWN_ARGUMENTS, RolloutConfig
 from actors.rollout.vllm.capabilities import check_served, has_deltanet, has_latent_attention
 from actors.rollout.vllm.served_config import config_folder
@@ -23,7 +23,7 @@ from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.contracts import ConfigError, RLBackendError, RolloutError, UnsupportedError
 from rl_backend.contracts.lora import ENGINE_RANKS, engine_slots
-from rl_backend.parallel.store import LOOPBACK
+from rl_backend.parallel.groups import LOOPBACK
 
 _GIB = 2**30
 _LONGEST = 400

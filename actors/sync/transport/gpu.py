@@ -25,7 +25,7 @@ import ray
 import torch
 from torch import Tensor
 
-from actors.cluster.ports import with_free_port
+from actors.cluster.rendezvous import with_free_port
 from actors.rollout.group.engines import EngineSet
 from actors.sync.source import SourceContext, SourceRanks
 from actors.sync.transport.staged import SOURCE_RANK, PushPlan, Transport, export, from_source

@@ -24,7 +24,7 @@ import ray
 import torch
 from torch import Tensor
 
-from actors.cluster.meeting import MeetingPoint, meeting_address, node_address
+from actors.cluster.rendezvous import RendezvousPoint, node_address, rendezvous_address
 from actors.rollout.group.engines import EngineSet
 from actors.sync.source import SourceContext, SourceHandle, SourceRanks
 from actors.wire.gloo_group import TIMEOUT, Address, GlooGroup
@@ -358,7 +358,7 @@ class GlooTransport(StagedTransport):
         size = len(members) + 1
         source = from_source(train.run_on_ranks(source_node))
         nodes = [source, *(rollout.infos[engine].node_ip for engine in members)]
-        address: Address = from_source(train.run_on_ranks(listen, self._key, meeting_address(nodes), size))
+        address: Address = from_source(train.run_on_ranks(listen, self._key, rendezvous_address(nodes), size))
         positions = {engine: position for position, engine in enumerate(members, start=1)}
         joining = rollout.start_call("join_gloo", self._key, address, each=lambda engine: (positions[engine],))
         connected = train.run_on_ranks(connect, self._key)
@@ -377,9 +377,9 @@ def listen(context: SourceContext, key: str, address: str, size: int) -> Address
     if context.rank != SOURCE_RANK:
         return None
     disconnect(context, key)
-    point = MeetingPoint(address, TIMEOUT)
-    context.state[key] = (point, Address(point.meeting, size))
-    return Address(point.meeting, size)
+    point = RendezvousPoint(address, TIMEOUT)
+    context.state[key] = (point, Address(point.rendezvous, size))
+    return Address(point.rendezvous, size)
 
 
 def connect(context: SourceContext, key: str) -> RLBackendError | None:

@@ -1,4 +1,4 @@
-"""Options of rewards: which functions, with what weights, how they are called, and what comes of a call that fails."""
+"""Options of rewards: functions, weights, how they are called, and what a failed call counts."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Reward functions, found by their names."""
+"""Reward functions, loaded by name."""
 
 from __future__ import annotations
 

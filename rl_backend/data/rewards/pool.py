@@ -1,4 +1,4 @@
-"""Threads and processes that call plain reward functions, many at once, each within a limit of time."""
+"""Pools of threads and processes that call plain reward functions, many at once, each within a limit of time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import multiprocessing
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,6 +18,53 @@ from typing import Any, Protocol
 
 from rl_backend.child_process import open_lifeline, tie
 from rl_backend.contracts import RewardError
+
+BEAT_SECONDS = 0.5
+_END_SECONDS = 2.0
+
+
+class EventLoop:
+    """Runs coroutines that other threads wait for. Its thread is a daemon, which the interpreter does not wait for."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._last_beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+        self._thread.start()
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since the loop could last run what it is asked to."""
+        return time.monotonic() - self._last_beat
+
+    def run[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancels everything and ends; a loop that is blocked is left to its thread."""
+
+        async def end() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=_END_SECONDS)
+            self._loop.call_soon(self._loop.stop)
+
+        with suppress(TimeoutError):
+            self.run(end()).result(timeout=2 * _END_SECONDS)
+        self._thread.join(timeout=_END_SECONDS)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._beat()
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _beat(self) -> None:
+        self._last_beat = time.monotonic()
+        self._loop.call_later(BEAT_SECONDS, self._beat)
+
 
 MOST_LEFT_BEHIND = 64
 """Threads with calls that did not end in time. Each holds memory, and what its call holds."""

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any, Self
 
 from rl_backend.contracts import BatchError, ConfigError, RewardError
-from rl_backend.data.rewards.event_loop import BEAT_SECONDS, EventLoop
 from rl_backend.data.rewards.loading import LoadedReward
-from rl_backend.data.rewards.pool import Raised, TimeLimitError, WorkerPool
+from rl_backend.data.rewards.pool import BEAT_SECONDS, EventLoop, Raised, TimeLimitError, WorkerPool
 from rl_backend.data.rewards.result import OnFailure, RewardCall, Score, beside_the_score, score_value
 from rl_backend.data.rewards.worker import what_it_raised
 

@@ -1,4 +1,4 @@
-"""The process that calls plain reward functions for a run, and how a function is found.
+"""Worker process that calls plain reward functions, and the lookup of functions.
 
 python -P worker.py DESCRIPTOR     DESCRIPTOR: of the connection to the run
 

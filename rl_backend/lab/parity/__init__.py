@@ -1,1 +1,1 @@
-"""Do two runtimes train alike? Each trains in its own processes, from one checkpoint on the same batches."""
+"""Comparison of two runtimes, each trained in its own processes from one checkpoint on the same batches."""

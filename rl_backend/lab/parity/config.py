@@ -1,4 +1,4 @@
-"""The configuration of a comparison, and what both sides start from: the batch, and the numbers of an adapter."""
+"""Configuration of a comparison, and its common start: the batch, and the numbers of an adapter."""
 
 import hashlib
 import math

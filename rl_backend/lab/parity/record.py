@@ -1,4 +1,4 @@
-"""Records: what one rank saw, and what one side computed."""
+"""Records of a comparison: the values of one rank, and of one side."""
 
 import importlib.metadata
 import math

@@ -18,12 +18,11 @@ import torch
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.child_process import open_lifeline, tie
 from rl_backend.contracts import ConfigError, ParityError, text_config
-from rl_backend.lab.parity.compare import Comparison, compare
+from rl_backend.lab.parity.compare import Comparison, Tolerances, compare
 from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, ParityConfig, SideName, make_sequences, plan_batch
-from rl_backend.lab.parity.differences import Tolerances
 from rl_backend.lab.parity.record import RankRecord, SideRecord, merge_ranks
 from rl_backend.model import model_kept_prefixes
-from rl_backend.parallel.store import host_store, prefer_loopback, store_environment
+from rl_backend.parallel.groups import host_store, prefer_loopback, store_environment
 
 GRACE_SECONDS = 5.0
 """How long the other ranks of a side may take to report their own error after the first has failed."""

@@ -1,4 +1,4 @@
-"""The side that is no runtime: transformers' model, with peft's adapters for LoRA, one sequence at a time; torch's AdamW."""
+"""The side of a comparison that is no runtime: transformers' model with peft's adapters, and torch's AdamW."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,19 +6,80 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.stored_names import own_name
-from rl_backend.contracts import ModelOutput, OptimizerConfig, PackedBatch
+from rl_backend.contracts import ConfigError, ModelOutput, OptimizerConfig, PackedBatch, UnsupportedError
+from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAKind
 from rl_backend.data import pack_plan
-from rl_backend.lab.parity.adapters import add_peft_adapter
-from rl_backend.lab.parity.config import ParityConfig, ParitySide, make_sequences, plan_batch
+from rl_backend.lab.parity.config import ParityConfig, ParitySide, make_sequences, plan_batch, start_of
 from rl_backend.lab.parity.record import RankRecord, package_versions
 from rl_backend.runtime.module_outputs import record_outputs
+
+
+def add_peft_adapter(
+    model: PreTrainedModel, config: LoRAConfig, seed: int, in_files: Callable[[str], str]
+) -> dict[str, nn.Parameter]:
+    """Puts peft's adapters into ``model``, frozen itself from now on; name beside those of files -> parameter.
+
+    Args:
+        in_files: name of a module in ``model`` -> in the files of its weights.
+
+    Raises:
+        UnsupportedError: peft is not installed, or targets among experts, which transformers keeps as one parameter.
+        ConfigError: targets that the model does not have.
+    """
+    try:
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+    except ImportError:
+        raise UnsupportedError("peft is not installed; the transformers side of a comparison of LoRA needs it") from None
+    kinds = _kinds(model)
+    for target in config.targets:
+        if "experts" in target.split("."):
+            raise UnsupportedError(
+                f"LoRAConfig.targets has {target!r}: transformers keeps experts as one parameter, which peft adapts in "
+                "another form; compare two runtimes",
+                target=target,
+            )
+        if not any(config.replace(targets=(target,)).selects(name, kind) for name, kind in kinds.items()):
+            raise ConfigError.of("LoRAConfig.targets", target, "no module of transformers' model")
+    modules = [name for name, kind in kinds.items() if config.selects(name, kind)]
+    inject_adapter_in_model(
+        PeftConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft takes any number
+            use_rslora=config.use_rslora,
+            target_modules=modules,
+        ),
+        model,
+    )
+    adapters = {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if parameter.requires_grad:
+            stored = PEFT_PREFIX + in_files(name.replace(".default", ""))
+            parameter.data = start_of(stored, parameter.shape, seed).to(parameter.device, model.dtype)
+            adapters[stored] = parameter
+    return adapters
+
+
+def _kinds(model: PreTrainedModel) -> dict[str, LoRAKind]:
+    """What each linear layer, and the embedding, is part of; without experts and routers."""
+    found: dict[str, LoRAKind] = {}
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if module is model.get_input_embeddings():
+            found[name] = "embedding"
+        elif module is model.get_output_embeddings():
+            found[name] = "head"
+        elif isinstance(module, nn.Linear) and "experts" not in parts and parts[-1] != "gate":
+            found[name] = "feed_forward" if "mlp" in parts else "attention"
+    return found
 
 
 def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:

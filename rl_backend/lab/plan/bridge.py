@@ -16,12 +16,11 @@ import torch
 
 from rl_backend.contracts import NativeConfig, PackedWeight, RuntimeConfig, TensorInfo, UnsupportedError
 from rl_backend.lab.plan.activations import StageMemory, most_in_flight
-from rl_backend.lab.plan.memory import RankMemory, Workload
+from rl_backend.lab.plan.memory import ParameterSize, RankMemory, Workload
 from rl_backend.lab.plan.native import rank_actions, rank_stages, weights_to_sync
-from rl_backend.lab.plan.sizes import ParameterSize
 from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.native.layout import check_model_layout, describe_model

@@ -20,13 +20,12 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import ENGINE_RANKS, LoRAConfig, engine_slots
 from rl_backend.lab.plan.activations import StageMemory, measure_stage, most_in_flight
-from rl_backend.lab.plan.memory import RankMemory, Workload
-from rl_backend.lab.plan.sizes import ShardedStage
+from rl_backend.lab.plan.memory import RankMemory, ShardedStage, Workload
 from rl_backend.lora.modules import AdaptedModule, modules_of_rank, select_modules
 from rl_backend.lora.rows import TenantRows, factors_of, lay_out_row
 from rl_backend.model import ModelStage
+from rl_backend.parallel.fake_groups import META, fake_rank
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.parallel.imagined import META, imagined_rank
 from rl_backend.pipeline import Action, Kind, make_schedule
 from rl_backend.primitive.float32 import round_parameters
 from rl_backend.primitive.tiles import logits_chunk_bytes
@@ -125,7 +124,7 @@ def rank_stages(
     adaptable: dict[str, AdaptedModule] = {}
     names = model.weight_names if workload.tenants else None
     batch = workload.micro_batch()
-    with imagined_rank(parallel, pipeline_rank * (num_ranks // parallel.pp), num_ranks) as groups:
+    with fake_rank(parallel, pipeline_rank * (num_ranks // parallel.pp), num_ranks) as groups:
         stages = model_stages(model.family, model.architecture, native, pipeline_rank)
         parts: Mapping[int, ModelStage | None] = stages or {0: None}
         # A rank that is the only one of its job, and computes in the dtype of its parameters, is left without FSDP.

@@ -1,4 +1,4 @@
-"""Samples of the model: what it wrote first and last."""
+"""Samples in a report: the model's first and last responses."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Mixtures of experts in the place of a feed-forward block."""
+"""Mixtures of experts as feed-forward blocks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import ModelOptions, PackedWeight, ParallelConfig, WeightName
 from rl_backend.model.blocks import FeedForward, FeedForwardSpec, RouterInput, linear_names, require_divided
-from rl_backend.model.feedforward.swiglu import SwiGLU
+from rl_backend.model.feedforward.dense import SwiGLU
 from rl_backend.model.options import EXPERT_BIAS_OPTIONS, ROUTER_OPTIONS, DecoderOptions
 from rl_backend.parallel.collectives import sum_over
 from rl_backend.parallel.expert import AllToAllDispatcher
@@ -16,10 +16,8 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel, distribute_experts
 from rl_backend.primitive.activation import sigmoid
 from rl_backend.primitive.adapted_experts import TokenShare
-from rl_backend.primitive.clamped_experts import ClampedExperts
-from rl_backend.primitive.experts import Experts, SwiGLUExperts
-from rl_backend.primitive.router import Router, RouterSettings, Routing
-from rl_backend.primitive.router_losses import RouterLossCoefficients, with_router_losses
+from rl_backend.primitive.experts import ClampedExperts, Experts, SwiGLUExperts
+from rl_backend.primitive.router import Router, RouterLossCoefficients, RouterSettings, Routing, with_router_losses
 
 
 class ExpertNames(NamedTuple):

@@ -9,16 +9,14 @@ from torch import Tensor, nn
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig, WeightName
 from rl_backend.model.blocks import CacheBytes, Mixer, MixerSpec, Rotation, linear_names, require_divided
 from rl_backend.model.options import DELTA_OPTIONS, DecoderOptions
-from rl_backend.parallel.fused import FusedProjections
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.recurrence import RecurrenceOverRanks
-from rl_backend.parallel.tensor import TensorParallel
+from rl_backend.parallel.tensor import FusedProjections, TensorParallel
 from rl_backend.primitive.activation import sigmoid, silu, softplus
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.causal_conv import CausalConv
-from rl_backend.primitive.fla_rule import fla_gated_delta_rule, has_fla
 from rl_backend.primitive.float32 import KeptInFloat32
-from rl_backend.primitive.gated_delta import ChunkedDeltaRule, l2_normalised
+from rl_backend.primitive.gated_delta import ChunkedDeltaRule, fla_gated_delta_rule, has_fla, l2_normalised
 from rl_backend.primitive.norm import NormSpec, RMSNorm
 
 _WHOLE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")

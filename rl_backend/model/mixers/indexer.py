@@ -1,4 +1,4 @@
-"""The module that scores keys for queries in DeepSeek-V3.2 and GLM-5; see :mod:`rl_backend.primitive.indexer`."""
+"""The module that scores keys for queries in DeepSeek-V3.2 and GLM-5; see :mod:`rl_backend.primitive.sparse_attention`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import WeightName
 from rl_backend.model.blocks import Rotation, linear_names
-from rl_backend.primitive.indexer import IndexTerms
 from rl_backend.primitive.norm import LayerNorm
 from rl_backend.primitive.rope import apply_rotary
+from rl_backend.primitive.sparse_attention import IndexTerms
 
 _NORM_EPS = 1e-6
 

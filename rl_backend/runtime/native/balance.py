@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from rl_backend.parallel.collectives import sum_over
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_region, local_tensor
-from rl_backend.primitive.expert_use import expert_bias_step, expert_use
-from rl_backend.primitive.router import Router, Routing
+from rl_backend.primitive.router import Router, Routing, expert_bias_step, expert_use
 
 
 class BiasMove(NamedTuple):

@@ -32,7 +32,7 @@ from rl_backend.pipeline.schedule import Action, Schedule
 from rl_backend.pipeline.tied_weights import add_gradients_of_copies, drop_gradients_of_copies
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.attention import Segments
-from rl_backend.primitive.router_losses import RowSequences
+from rl_backend.primitive.router import RowSequences
 from rl_backend.runtime.module_outputs import gather_outputs_of_stages, record_outputs
 from rl_backend.runtime.native.balance import PassLoads
 from rl_backend.runtime.native.handle import NativeHandle

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
-from rl_backend.model.multi_token import MultiTokenPrediction
+from rl_backend.model.decoder import MultiTokenPrediction
 from rl_backend.parallel.context import TokenLayout
 from rl_backend.primitive.router import Router, Routing
 from rl_backend.runtime.native.handle import NativeHandle

@@ -39,7 +39,7 @@ FAULTS = [
     ),
     Fault(
         "parity-without-the-common-factor",
-        "rl_backend.lab.parity.differences:activation_difference",
+        "rl_backend.lab.parity.compare:activation_difference",
         "return shared if shared.excess > whole.excess else whole",
         "return whole",
         ("test_a_factor_that_all_elements_share_is_found_where_the_norm_says_nothing",),
@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         "simulated-transfers-overtake-each-other",
-        "rl_backend.pipeline.dependencies:event_graph",
+        "rl_backend.pipeline.schedule:event_graph",
         "for queue in queues.values():",
         "for queue in ():",
         ("test_a_transfer_waits_for_the_one_before_it_in_its_direction",),

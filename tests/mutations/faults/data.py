@@ -83,7 +83,7 @@ FAULTS = [
     ),
     Fault(
         "cut-prompts-lose-their-end",
-        "rl_backend.data.prompts:cut_prompt",
+        "rl_backend.data.examples:cut_prompt",
         "return [*token_ids[:begins], *token_ids[len(token_ids) - most + begins :]]",
         "return token_ids[:most]",
         ("test_a_cut_keeps_the_end_of_a_prompt_and_the_token_that_begins_texts",),
@@ -99,7 +99,7 @@ FAULTS = [
     ),
     Fault(
         "system-prompt-before-ones-own",
-        "rl_backend.data.prompts:as_messages",
+        "rl_backend.data.examples:as_messages",
         'if data.system_prompt is None or any(message["role"] == "system" for message in prompt):',
         "if data.system_prompt is None:",
         ("test_a_system_prompt_and_template_variables_reach_the_model",),
@@ -163,7 +163,7 @@ FAULTS = [
     ),
     Fault(
         "a-file-changed-in-use-is-read-on",
-        "rl_backend.data.text_rows:TextRows.read",
+        "rl_backend.data.rows:TextRows.read",
         "if xxhash.xxh3_64_intdigest(found) != self._digests[index]:",
         "if not found:",
         ("test_prompts_are_made_when_they_are_asked_for_and_a_change_of_the_file_is_seen",),
@@ -279,7 +279,7 @@ FAULTS = [
     ),
     Fault(
         "system-message-is-looked-for-in-front",
-        "rl_backend.data.prompts:as_messages",
+        "rl_backend.data.examples:as_messages",
         'any(message["role"] == "system" for message in prompt)',
         'any(message["role"] == "system" for message in prompt[:1])',
         ("test_a_system_message_anywhere_in_a_row_takes_the_place_of_the_runs_own",),

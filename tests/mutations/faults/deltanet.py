@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "layers-in-the-wrong-order",
-        "rl_backend.model.qwen3_5:_hybrid",
+        "rl_backend.model.families.qwen3_5:_hybrid",
         "(layer + 1) % interval",
         "layer % interval",
         ("test_what_a_directory_does_not_say_is_as_in_transformers",),
@@ -198,7 +198,7 @@ FAULTS = [
     ),
     Fault(
         "full-attention-one-layer-early",
-        "rl_backend.model.qwen3_5:_hybrid",
+        "rl_backend.model.families.qwen3_5:_hybrid",
         "(layer + 1) % interval",
         "layer % interval",
         ("test_what_a_directory_does_not_say_is_as_in_transformers",),
@@ -214,7 +214,7 @@ FAULTS = [
     ),
     Fault(
         "third-fused-projection-starts-too-early",
-        "rl_backend.parallel.fused:_features_of_heads",
+        "rl_backend.parallel.tensor:_features_of_heads",
         "start += size",
         "start = size",
         ("test_a_rank_gets_the_features_of_its_heads_in_each_projection",),

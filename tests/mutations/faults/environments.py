@@ -86,7 +86,7 @@ FAULTS = [
     ),
     Fault(
         "changed-history-not-noticed",
-        "rl_backend.environment.history:_same",
+        "rl_backend.environment.rendering:_same",
         "return whole == renderer.text(prompt) + answer + rest and token_ids[-len(behind) :] == behind",
         "return token_ids[-len(behind) :] == behind",
         ("test_a_question_behind_an_answer_is_what_the_whole_conversation_has",),
@@ -182,7 +182,7 @@ FAULTS = [
     ),
     Fault(
         "threads-of-an-environment-waited-for",
-        "rl_backend.environment.running:run_episodes",
+        "rl_backend.environment.playing:run_episodes",
         "loop.set_default_executor(_DaemonThreads())",
         "pass",
         ("test_calls_that_hang_hold_up_no_others",),
@@ -206,7 +206,7 @@ FAULTS = [
     ),
     Fault(
         "calls-beyond-the-limit-run",
-        "rl_backend.environment.tool_calls:run_calls",
+        "rl_backend.environment.tools:run_calls",
         "if most is not None and index >= most:",
         "if most is not None and index > most:",
         ("test_calls_beyond_the_limit_are_not_run_and_end_the_episode",),
@@ -286,9 +286,9 @@ FAULTS = [
     ),
     Fault(
         "interrupted-episodes-have-ten-seconds",
-        "rl_backend.environment.running:run_episodes",
-        "_end(loop, [task for task in main if not task.done()], None)",
-        "_end(loop, [task for task in main if not task.done()], closing_seconds)",
+        "rl_backend.environment.playing:run_episodes",
+        "_end_tasks(loop, [task for task in main if not task.done()], None)",
+        "_end_tasks(loop, [task for task in main if not task.done()], closing_seconds)",
         ("test_an_interruption_waits_until_episodes_have_closed",),
         "what an episode opened would be left behind after a Ctrl-C",
     ),

@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "one-refusal-closes-the-doorway",
-        "actors.cluster.gate:Doorway._lead",
+        "actors.cluster.tcp_proxy:TcpProxy._lead",
         "inside.close()",
         "self.close()",
         ("test_a_connection_that_the_gate_refuses_is_closed_and_later_ones_pass",),

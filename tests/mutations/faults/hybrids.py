@@ -15,7 +15,7 @@ FAULTS = [
     ),
     Fault(
         "narrow-products-not-padded",
-        "rl_backend.primitive.adapted_linear:_with_enough_columns",
+        "rl_backend.primitive.adapted_layers:_with_enough_columns",
         "return F.pad(x, (0, missing)) if missing > 0 else x",
         "return x",
         ("test_rows_of_narrow_products_do_not_depend_on_others",),

@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "plan-gathers-shards-instead-of-parameters",
-        "rl_backend.lab.plan.sizes:ShardedStage.of",
+        "rl_backend.lab.plan.memory:ShardedStage.of",
         "computed[name]",
         "local_tensor(value).numel()",
         ("test_bytes_of_each_phase_follow_from_the_number_of_parameters",),
@@ -159,7 +159,7 @@ FAULTS = [
     ),
     Fault(
         "no-layer-is-fetched-ahead",
-        "rl_backend.lab.plan.sizes:ShardedStage.gathered",
+        "rl_backend.lab.plan.memory:ShardedStage.gathered",
         "2 * max(whole, default=0)",
         "max(whole, default=0)",
         ("test_gathered_layers_are_two_at_one_time_with_all_that_is_in_them",),

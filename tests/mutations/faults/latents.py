@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "sequences-counted-together",
-        "rl_backend.primitive.router_losses:sequence_balancing_loss",
+        "rl_backend.primitive.router:sequence_balancing_loss",
         "rows = sequences.of_rows.clamp(0, sequences.number - 1)",
         "rows = sequences.of_rows.clamp(0, 0)",
         _SEQUENCES,

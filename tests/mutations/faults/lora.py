@@ -72,7 +72,7 @@ FAULTS = [
     ),
     Fault(
         "adapters-of-an-outer-context-in-recomputation",
-        "rl_backend.model.decoder_layer:DecoderLayer.forward",
+        "rl_backend.model.decoder:DecoderLayer.forward",
         "with adapters_at_work(adapters):",
         "with adapters_at_work(adapters if torch.is_grad_enabled() else ()):",
         (
@@ -188,7 +188,7 @@ FAULTS = [
     ),
     Fault(
         "rows-of-products-taken-on-trust",
-        "rl_backend.primitive.row_products:_tried",
+        "rl_backend.primitive.adapted_layers:_tried",
         "if not (exact and _stacks_are_exact(x, weight, grad)):",
         "if False:",
         ("test_products_whose_rows_depend_on_others_are_noticed",),
@@ -255,7 +255,7 @@ FAULTS = [
     ),
     Fault(
         "neighbours-take-the-scale-of-the-first",
-        "rl_backend.primitive.adapted_linear:Work._scale",
+        "rl_backend.primitive.adapted_layers:Work._scale",
         "if len(set(scales)) == 1:",
         "if scales:",
         ("test_outputs_and_gradients_are_those_of_autograd",),
@@ -263,7 +263,7 @@ FAULTS = [
     ),
     Fault(
         "magnitudes-learnt-through-the-norm",
-        "rl_backend.primitive.adapted_linear:Work.add_gradients",
+        "rl_backend.primitive.adapted_layers:Work.add_gradients",
         "first.grad_magnitude.add_((grad * whole).sum(0).to(self._norm.dtype) / self._norm)",
         "first.grad_magnitude.add_((grad * whole).sum(0).to(self._norm.dtype) / first.magnitude)",
         (f"{_PARITY}[native one rank-dense]",),
@@ -271,7 +271,7 @@ FAULTS = [
     ),
     Fault(
         "norms-of-a-part-of-the-inputs",
-        "rl_backend.primitive.adapted_linear:_norms_of_rows",
+        "rl_backend.primitive.adapted_layers:_norms_of_rows",
         "if factors.sum_over_inputs is not None:",
         "if factors.sum_over_inputs is None:",
         (f"{_EXPERTS_LAYOUTS}[native-tp2]",),

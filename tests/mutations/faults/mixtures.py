@@ -7,7 +7,7 @@ _BRIDGE = "test_tensor_parallel_ranks_train_as_one"
 FAULTS = [
     Fault(
         "gradient-of-sinks-with-the-wrong-sign",
-        "rl_backend.primitive.blocked_attention:_BlockedAttention.backward",
+        "rl_backend.primitive.attention:_BlockedAttention.backward",
         "block.scatter(grad_of_sinks, of_sink.mul_(projected).neg_())",
         "block.scatter(grad_of_sinks, of_sink.mul_(projected))",
         ("test_a_sink_takes_its_share_of_the_softmax",),
@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "gates-clamped-from-below-too",
-        "rl_backend.primitive.clamped_experts:_Gated.forward",
+        "rl_backend.primitive.experts:_Gated.forward",
         "gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)",
         "gate, up = gate.clamp(-LIMIT, LIMIT), up.clamp(-LIMIT, LIMIT)",
         ("test_gates_are_clamped_as_in_transformers",),
@@ -47,7 +47,7 @@ FAULTS = [
     ),
     Fault(
         "rotary-dim-ignored",
-        "rl_backend.model.mixtures:minimax_m2",
+        "rl_backend.model.families.mixtures:minimax_m2",
         "default_rotary_part=_part_of_head(config),",
         "default_rotary_part=1.0,",
         ("test_a_published_minimax_m2_is_read_with_its_rotary_features",),

@@ -17,7 +17,7 @@ FAULTS = [
     ),
     Fault(
         "state-before-embedding",
-        "rl_backend.model.multi_token:MultiTokenPrediction.forward",
+        "rl_backend.model.decoder:MultiTokenPrediction.forward",
         "both = torch.cat((self.embedding_norm(embedding), self.hidden_norm(hidden)), dim=-1)",
         "both = torch.cat((self.hidden_norm(hidden), self.embedding_norm(embedding)), dim=-1)",
         _PLAIN,

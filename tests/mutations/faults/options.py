@@ -18,7 +18,7 @@ _ADAPTERS = "test_options_of_adapters_decide_what_engines_serve"
 
 _OPTIMIZER = "rl_backend.runtime.tenants.optimizer:TenantOptimizer.apply"
 _OF_SEQUENCES = "rl_backend.runtime.tenants.passes:sequences_of"
-_HEAD = "rl_backend.primitive.adapted_ends:Narrowed"
+_HEAD = "rl_backend.primitive.adapted_layers:Narrowed"
 
 FAULTS = [
     Fault(
@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         "gradient-of-an-embedding-without-the-scale",
-        "rl_backend.primitive.adapted_ends:_AdaptedEmbedding.backward",
+        "rl_backend.primitive.adapted_layers:_AdaptedEmbedding.backward",
         "(grad_own @ factors.b.to(grad.dtype)).mul_(factors.scale)",
         "grad_own @ factors.b.to(grad.dtype)",
         (f"{_DROPPED}[embedding and head]",),
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "magnitudes-with-inputs-that-are-not-dropped",
-        "rl_backend.primitive.adapted_linear:Work.add_to",
+        "rl_backend.primitive.adapted_layers:Work.add_to",
         "self._of_module(own) if kept is x else padded_product(kept, self._of_module(weight.t()))",
         "self._of_module(own)",
         (f"{_DROPPED}[magnitudes]",),
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     Fault(
         "gradient-of-linear-factors-without-dropout",
-        "rl_backend.primitive.adapted_linear:Work.add_gradients",
+        "rl_backend.primitive.adapted_layers:Work.add_gradients",
         "kept = dropped(x[self._rows], self._draw, first)",
         "kept = x[self._rows]",
         (f"{_DROPPED}[linear layers]",),
@@ -347,7 +347,7 @@ FAULTS = [
     ),
     Fault(
         "qwen3-next-without-norm-topk-prob-is-not-normalised",
-        "rl_backend.model.qwen3_5:qwen3_next",
+        "rl_backend.model.families.qwen3_5:qwen3_next",
         'config.flag("norm_topk_prob", True)',
         'config.flag("norm_topk_prob", False)',
         ("test_what_a_directory_of_qwen3_next_does_not_say_is_as_in_transformers",),

@@ -90,7 +90,7 @@ FAULTS = [
     ),
     Fault(
         "expert-bias-fills-full-experts",
-        "rl_backend.primitive.expert_use:expert_bias_step",
+        "rl_backend.primitive.router:expert_bias_step",
         "below_mean = torch.sign(counts.sum() - counts.numel() * counts)",
         "below_mean = torch.sign(counts.numel() * counts - counts.sum())",
         ("test_loss_free_balancing_lowers_the_bias_of_experts_with_more_than_the_mean",),
@@ -98,7 +98,7 @@ FAULTS = [
     ),
     Fault(
         "balancing-loss-counts-padding",
-        "rl_backend.primitive.router_losses:load_balancing_loss",
+        "rl_backend.primitive.router:load_balancing_loss",
         "_without(padding, scores).sum(0) / use.num_tokens,",
         "scores.sum(0) / use.num_tokens,",
         ("test_padding_does_not_count_in_the_losses",),
@@ -106,7 +106,7 @@ FAULTS = [
     ),
     Fault(
         "balancing-loss-of-one-ranks-tokens",
-        "rl_backend.primitive.expert_use:expert_use",
+        "rl_backend.primitive.router:expert_use",
         "sum_over_ranks(use)",
         "pass",
         (
@@ -117,7 +117,7 @@ FAULTS = [
     ),
     Fault(
         "router-losses-not-in-the-gradient",
-        "rl_backend.primitive.router_losses:_WithLoss.backward",
+        "rl_backend.primitive.router:_WithLoss.backward",
         "return grad, grad.new_ones(())",
         "return grad, grad.new_zeros(())",
         ("test_router_losses_enter_the_gradients_and_not_the_output",),
@@ -165,7 +165,7 @@ FAULTS = [
     ),
     Fault(
         "padding-counts-among-tokens",
-        "rl_backend.primitive.expert_use:expert_use",
+        "rl_backend.primitive.router:expert_use",
         """
         num_tokens = num_tokens - padding.sum()
         experts = experts.masked_fill(padding[:, None], num_experts)

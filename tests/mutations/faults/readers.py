@@ -19,7 +19,7 @@ FAULTS = [
     ),
     Fault(
         "gate-keeps-handshake-timeout",
-        "actors.cluster.gate:_join",
+        "actors.cluster.tcp_proxy:_join",
         """
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -86,7 +86,7 @@ FAULTS = [
     ),
     Fault(
         "history-falls-back-on-no-changes",
-        "rl_backend.environment.history:check_history",
+        "rl_backend.environment.rendering:check_history",
         "behind_calls if behind_calls is not None else behind_text",
         "behind_calls or behind_text",
         ("test_only_turns_with_calls_count_where_a_template_writes_calls",),
@@ -150,7 +150,7 @@ FAULTS = [
     ),
     Fault(
         "windows-default-first-layer",
-        "rl_backend.model.families:windows_by_layer_type",
+        "rl_backend.model.families.reading:windows_by_layer_type",
         'config.get("max_window_layers", 28)',
         'config.get("max_window_layers", layers)',
         ("test_windows_of_qwen_are_switched_on_and_begin_at_a_layer",),
@@ -166,7 +166,7 @@ FAULTS = [
     ),
     Fault(
         "mtp-last-norm-default-eps",
-        "rl_backend.model.multi_token:MultiTokenPrediction.__init__",
+        "rl_backend.model.decoder:MultiTokenPrediction.__init__",
         "self.norm = norm.build(hidden_size)",
         "self.norm = NormSpec(1e-6).build(hidden_size)",
         ("test_all_three_norms_are_those_of_the_model",),
@@ -182,7 +182,7 @@ FAULTS = [
     ),
     Fault(
         "csv-drops-rows-of-empty-cells",
-        "rl_backend.data.text_rows:_csv.places",
+        "rl_backend.data.rows:_csv.places",
         "if cells:",
         "if any(cells):",
         ("test_a_line_of_empty_cells_is_a_row_and_an_empty_line_is_not",),

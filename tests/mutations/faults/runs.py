@@ -127,7 +127,7 @@ FAULTS = [
     ),
     Fault(
         "parity-takes-any-difference",
-        "rl_backend.lab.parity.differences:Difference.over",
+        "rl_backend.lab.parity.compare:Difference.over",
         "return self.amount > self.tolerance",
         "return self.amount > 100 * self.tolerance",
         ("test_the_first_place_where_two_sides_part_is_named",),
@@ -151,7 +151,7 @@ FAULTS = [
     ),
     Fault(
         "parity-missing-tensors-are-equal",
-        "rl_backend.lab.parity.differences:tensor_difference",
+        "rl_backend.lab.parity.compare:tensor_difference",
         "return Difference(name, math.inf, tolerance, math.inf, missing_from=missing_from)",
         "return Difference(name, 0.0, tolerance, 0.0, missing_from=missing_from)",
         ("test_zero_gradients_other_shapes_infinities_and_absent_names_are_divergences",),
@@ -241,7 +241,7 @@ FAULTS = [
     ),
     Fault(
         "ray-in-the-process-group-of-the-run",
-        "actors.cluster.process_group:own_process_groups",
+        "actors.cluster.local_ray:own_process_groups",
         "services.ConsolePopen = partial(popen, process_group=0)",
         "services.ConsolePopen = partial(popen)",
         ("test_processes_of_ray_are_in_the_drivers_group_or_their_own",),

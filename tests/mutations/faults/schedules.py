@@ -73,7 +73,7 @@ FAULTS = [
     ),
     Fault(
         "weights-wait-for-nothing",
-        "rl_backend.pipeline.dependencies:inputs_of",
+        "rl_backend.pipeline.schedule:inputs_of",
         "return [Action(Kind.BACKWARD_INPUT, stage, micro_batch)]",
         "return []",
         ("test_what_is_dropped_doubled_swapped_or_moved_is_refused_unless_it_still_runs",),

@@ -11,7 +11,7 @@ _ITSELF = ("test_the_module_equals_the_formulas_and_lets_nothing_flow_back",)
 FAULTS = [
     Fault(
         "ties-go-to-the-last-keys",
-        "rl_backend.primitive.indexer:highest",
+        "rl_backend.primitive.sparse_attention:highest",
         "return above | (at_edge & (at_edge.cumsum(-1) <= room))",
         "return above | (at_edge & (at_edge.flip(-1).cumsum(-1).flip(-1) <= room))",
         ("test_ties_are_broken_by_the_lowest_number_whatever_comes_later",),
@@ -19,7 +19,7 @@ FAULTS = [
     ),
     Fault(
         "later-keys-are-scored",
-        "rl_backend.primitive.indexer:choose_keys",
+        "rl_backend.primitive.sparse_attention:choose_keys",
         "index_scores(terms.of(block)).masked_fill(~block.visible, -torch.inf),",
         "index_scores(terms.of(block)),",
         _FORMULAS,
@@ -27,7 +27,7 @@ FAULTS = [
     ),
     Fault(
         "scores-without-relu",
-        "rl_backend.primitive.indexer:index_scores",
+        "rl_backend.primitive.sparse_attention:index_scores",
         'products = torch.einsum("nhd,md->nhm", terms.query.to(dtype), terms.key.to(dtype)).relu()',
         'products = torch.einsum("nhd,md->nhm", terms.query.to(dtype), terms.key.to(dtype))',
         _FORMULAS,
@@ -75,7 +75,7 @@ FAULTS = [
     ),
     Fault(
         "halves-and-neighbours-exchanged",
-        "rl_backend.model.sparse_families:deepseek_v32",
+        "rl_backend.model.families.deepseek:deepseek_v32",
         "default_interleaved=False,",
         "default_interleaved=True,",
         ("test_log_probs_and_gradients_equal_the_reference[deepseek_v32]",),
@@ -91,7 +91,7 @@ FAULTS = [
     ),
     Fault(
         "warm-up-trains-the-model",
-        "rl_backend.model.sparse_families:configured",
+        "rl_backend.model.families.deepseek:configured",
         'trained_part=INDEXER if chosen.indexer == "warm_up" else None,',
         "trained_part=None,",
         ("test_indexers_learn_beside_the_model_and_alone",),
@@ -131,7 +131,7 @@ FAULTS = [
     ),
     Fault(
         "last-chosen-key-is-lost",
-        "rl_backend.primitive.indexer:_numbers",
+        "rl_backend.primitive.sparse_attention:_numbers",
         "torch.where(taken, taken.cumsum(-1) - 1, top_k)",
         "torch.where(taken, taken.cumsum(-1), top_k)",
         ("test_ties_are_broken_by_the_lowest_number_whatever_comes_later",),
@@ -139,7 +139,7 @@ FAULTS = [
     ),
     Fault(
         "warm-up-beside-a-detached-mtp-layer",
-        "rl_backend.model.sparse_families:_require_indexers_alone",
+        "rl_backend.model.families.deepseek:_require_indexers_alone",
         'if options.mtp != "keep":',
         'if options.mtp == "joint":',
         ("test_sparse_families.py::test_what_cannot_be_is_refused_by_name",),

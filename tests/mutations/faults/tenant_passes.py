@@ -41,7 +41,7 @@ FAULTS = [
     ),
     Fault(
         "clamped-experts-second-product-not-padded",
-        "rl_backend.primitive.clamped_experts:ClampedExperts.forward",
+        "rl_backend.primitive.experts:ClampedExperts.forward",
         "product(hidden, self.down_proj.transpose(1, 2), tokens.counts)",
         "grouped_linear(hidden, self.down_proj.transpose(1, 2), tokens.counts)",
         ("test_rows_of_clamped_experts_keep_their_bits_beside_others",),
@@ -57,7 +57,7 @@ FAULTS = [
     ),
     Fault(
         "gradients-of-the-first-work-only",
-        "rl_backend.primitive.adapted_linear:_AdaptedLinear.backward",
+        "rl_backend.primitive.adapted_layers:_AdaptedLinear.backward",
         "for work in ctx.work:",
         "for work in ctx.work[:1]:",
         ("test_each_adapter_gives_the_bits_that_it_gives_alone",),
@@ -73,7 +73,7 @@ FAULTS = [
     ),
     Fault(
         "rows-are-tried-in-float32-alone",
-        "rl_backend.primitive.row_products:_tried",
+        "rl_backend.primitive.adapted_layers:_tried",
         "x, weight, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)",
         "x, weight, grad = (torch.randn(shape, generator=generator) for shape in shapes)",
         ("test_the_dtype_whose_rows_depend_on_others_is_found",),
@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "embedding-adapter-works-to-the-end",
-        "rl_backend.primitive.adapted_ends:_AdaptedEmbedding.forward",
+        "rl_backend.primitive.adapted_layers:_AdaptedEmbedding.forward",
         "rows = slice(run.start, run.stop)",
         "rows = slice(run.start, len(tokens))",
         ("test_tokens_of_an_embedding_have_the_products_and_gradients_of_their_own_adapter",),
@@ -89,7 +89,7 @@ FAULTS = [
     ),
     Fault(
         "repeated-tokens-count-once",
-        "rl_backend.primitive.adapted_ends:_AdaptedEmbedding.backward",
+        "rl_backend.primitive.adapted_layers:_AdaptedEmbedding.backward",
         "factors.grad_a.index_add_(1, own, grad_narrow.to(factors.grad_a.dtype).t())",
         "factors.grad_a[:, own] += grad_narrow.to(factors.grad_a.dtype).t()",
         ("test_tokens_of_an_embedding_have_the_products_and_gradients_of_their_own_adapter",),
@@ -97,7 +97,7 @@ FAULTS = [
     ),
     Fault(
         "head-adapter-learns-from-what-it-dropped",
-        "rl_backend.primitive.adapted_ends:Narrowed.backward",
+        "rl_backend.primitive.adapted_layers:Narrowed.backward",
         "_add_product(factors.grad_a, scaled.t(), dropped(x, ctx.draw, factors))",
         "_add_product(factors.grad_a, scaled.t(), x)",
         ("test_what_an_adapter_of_the_head_narrows_has_the_gradients_of_autograd",),

@@ -43,7 +43,7 @@ FAULTS = [
     ),
     Fault(
         "blocks-added-unscaled",
-        "rl_backend.model.decoder_layer:DecoderLayer._added",
+        "rl_backend.model.decoder:DecoderLayer._added",
         "return normed if scale == 1.0 else normed * scale",
         "return normed",
         (f"{_EQUAL}[granite]",),
@@ -107,7 +107,7 @@ FAULTS = [
     ),
     Fault(
         "parallel-blocks-one-after-the-other",
-        "rl_backend.model.decoder_layer:DecoderLayer.forward",
+        "rl_backend.model.decoder:DecoderLayer.forward",
         "if not self.decoder.parallel_blocks:",
         "if not self.decoder.parallel_blocks or norms.before_feed_forward is None:",
         (f"{_EQUAL}[phi]",),
@@ -115,7 +115,7 @@ FAULTS = [
     ),
     Fault(
         "windows-in-every-sixth-layer",
-        "rl_backend.model.variants:gemma3_text",
+        "rl_backend.model.families.dense:gemma3_text",
         '"sliding_attention" if (layer + 1) % step else "full_attention"',
         '"full_attention" if (layer + 1) % step else "sliding_attention"',
         ("test_published_configurations_are_read_with_their_defaults",),
@@ -123,7 +123,7 @@ FAULTS = [
     ),
     Fault(
         "biases-of-projections-not-built",
-        "rl_backend.model.variants:granite",
+        "rl_backend.model.families.dense:granite",
         'config.flag("attention_bias"),',
         "False,",
         (f"{_EQUAL}[granite]",),
@@ -147,7 +147,7 @@ FAULTS = [
     ),
     Fault(
         "longest-sequence-without-rotary-scaling",
-        "rl_backend.model.families:decoder_family",
+        "rl_backend.model.decoder:decoder_family",
         "max_length=lambda decoder: decoder.max_length,",
         "max_length=None,",
         ("test_the_longest_sequence_is_what_the_rotary_embedding_is_made_for",),
@@ -163,7 +163,7 @@ FAULTS = [
     ),
     Fault(
         "local-layers-rotate-as-global-ones",
-        "rl_backend.model.variants:_rotary_by_kind",
+        "rl_backend.model.families.dense:_rotary_by_kind",
         'config.get("rope_local_base_freq", 10000.0)',
         'config.get("rope_theta", 10000.0)',
         ("test_published_configurations_are_read_with_their_defaults",),
@@ -171,7 +171,7 @@ FAULTS = [
     ),
     Fault(
         "tokens-to-all-experts-refused",
-        "rl_backend.model.families:read_router",
+        "rl_backend.model.families.reading:read_router",
         "if top_k > num_experts:",
         "if top_k >= num_experts:",
         ("test_tokens_may_go_to_one_expert_or_to_all",),

@@ -8,7 +8,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import nn
 
 from rl_backend.contracts import ConfigError, UnsupportedError
-from rl_backend.primitive.fla_rule import has_fla
+from rl_backend.primitive.gated_delta import has_fla
 from rl_backend.runtime.bridge.config import BridgeConfig
 
 FLOAT32_PARAMETERS = ("A_log",)

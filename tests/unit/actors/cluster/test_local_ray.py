@@ -1,16 +1,18 @@
-"""Joining a Ray that another process of this machine started."""
+"""A Ray of this machine alone: joined from another process, and out of reach of signals to the driver's process group."""
 
 from __future__ import annotations
 
 import errno
+import os
 import socket
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
-from actors.cluster.local_ray import join_ray
+from actors.cluster.local_ray import join_ray, own_process_groups
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,18 @@ def test_a_ray_is_of_this_machine_alone_where_its_port_does_not_answer_at_the_ad
 
     assert joined == [(address, False), (address, True)]
     assert ray_constants.ENABLE_RAY_CLUSTER is True
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_processes_of_ray_are_in_the_drivers_group_or_their_own(own: bool) -> None:
+    """Where the first case fails, Ray has come to see to it itself, and ``own_process_groups`` can go."""
+    before = services.ConsolePopen
+    with own_process_groups() if own else nullcontext():
+        process = services.start_ray_process(["sleep", "600"], "log_monitor", fate_share=True).process
+    try:
+        assert (os.getpgid(process.pid) == os.getpgrp()) is not own
+        assert os.getsid(process.pid) == os.getsid(0)
+        assert services.ConsolePopen is before
+    finally:
+        process.kill()
+        process.wait()

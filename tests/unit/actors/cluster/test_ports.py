@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from actors.cluster.ports import ATTEMPTS, is_port_clash, with_free_port
+from actors.cluster.rendezvous import ATTEMPTS, is_port_clash, with_free_port
 
 HOST = "127.0.0.1"
 SECOND = timedelta(seconds=5)

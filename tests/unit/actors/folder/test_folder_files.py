@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.cluster.ray_watch import last_words
+from actors.cluster.ray_watch import exit_hooks
 from actors.cluster.session import RunStopped
 from actors.folder import folder as folder_module
 from actors.folder.folder import RunFolder
@@ -88,10 +88,10 @@ def test_what_a_run_was_called_with_and_when_it_ended_is_said(tmp_path: Path, mo
     running = read(tmp_path)
     assert (running["state"], running["error"], running["ended"], running["resumed"]) == ("running", None, None, [])
     assert running["command"] == ["python3", "/x/mine.py", "--lr", "1"]
-    assert folder._write_end in last_words
+    assert folder._write_end in exit_hooks
     with folder:
         pass
-    assert folder._write_end not in last_words
+    assert folder._write_end not in exit_hooks
     finished = read(tmp_path)
     assert {**running, "state": "finished", "ended": finished["ended"]} == finished
     assert finished["ended"] >= finished["started"] and finished["started"].endswith("+00:00")

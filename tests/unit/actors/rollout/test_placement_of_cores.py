@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.cluster.meeting import interface_of
+from actors.cluster.rendezvous import interface_of
 from actors.rollout import placement
 from actors.rollout.config import RolloutConfig
 from actors.rollout.placement import NodePlace, choose_cores, places_on_nodes

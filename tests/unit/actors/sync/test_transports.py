@@ -135,7 +135,7 @@ class Point:
     """Where members meet."""
 
     def __init__(self, address: str, timeout: Any) -> None:
-        self.meeting = f"meeting at {address}"
+        self.rendezvous = f"rendezvous at {address}"
         self.closed = 0
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Point:
 @pytest.fixture
 def _members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_module, "GlooGroup", Member)
-    monkeypatch.setattr(staged_module, "MeetingPoint", Point)
+    monkeypatch.setattr(staged_module, "RendezvousPoint", Point)
     monkeypatch.setattr(staged_module, "node_address", lambda: "ip 0")
     monkeypatch.setattr(Member, "failures", 0)
 
@@ -166,7 +166,7 @@ def test_gloo_sends_what_all_ranks_export_to_a_segment_of_each_engine_over_one_g
         assert staged.manifest.version == 4
         assert [info.offset for info in staged.manifest.tensors] == [info.offset for info in layout]
         assert [info.digest for info in staged.manifest.tensors] == [tensor_digest(each) for each in WEIGHTS.values()]
-        join = [("join_gloo", "key", Address("meeting at ip 0", 3), {1: (1,), 4: (2,)})] if push == 0 else []  # type: ignore[arg-type]
+        join = [("join_gloo", "key", Address("rendezvous at ip 0", 3), {1: (1,), 4: (2,)})] if push == 0 else []  # type: ignore[arg-type]
         receive = ("receive", "key", WeightManifest(version=4, tensors=layout))
         assert rollout.asked == [("make_segment", nbytes), *join, receive]
         rollout.asked.clear()
@@ -176,7 +176,7 @@ def test_gloo_sends_what_all_ranks_export_to_a_segment_of_each_engine_over_one_g
     assert train.ranks[0].exports[0] == (None, torch.float32, None, 0)
     rollout.engines = (4,)
     transport.stage(PLAN, train, engines)
-    assert ("join_gloo", "key", Address("meeting at ip 0", 2), {4: (1,)}) in rollout.asked, "the engines have changed"  # type: ignore[arg-type]
+    assert ("join_gloo", "key", Address("rendezvous at ip 0", 2), {4: (1,)}) in rollout.asked, "the engines have changed"  # type: ignore[arg-type]
     assert member.closed == 1
     rollout.asked.clear()
     transport.close(train, engines)
@@ -245,7 +245,7 @@ def test_an_engine_that_does_not_join_is_an_error_of_the_source_rank_alone(monke
 
     monkeypatch.setattr(staged_module, "GlooGroup", late)
     rank: Any = Rank(0)
-    rank.state["key"] = Point("x", None), Address("meeting", 3)  # type: ignore[arg-type]
+    rank.state["key"] = Point("x", None), Address("rendezvous", 3)  # type: ignore[arg-type]
     error = staged_module.connect(rank, "key")
     assert isinstance(error, WeightSyncError) and "did not join within 120 s: 1 of 3 came" in str(error)
     other: Any = Rank(1)

@@ -75,7 +75,9 @@ class Cluster:
 
         return SimpleNamespace(
             node_address=SimpleNamespace(remote=lambda: Ref(Completed(self.addresses[rank]))),
-            open_meeting=SimpleNamespace(remote=lambda address: Ref(Completed(f"meeting of rank {rank} at {address}"))),
+            open_rendezvous=SimpleNamespace(
+                remote=lambda address: Ref(Completed(f"rendezvous of rank {rank} at {address}"))
+            ),
             start=SimpleNamespace(remote=begin),
         )
 
@@ -122,9 +124,9 @@ def test_every_rank_is_an_actor_with_its_place_and_environment(cluster: Cluster)
             "runtime_env": {"env_vars": environment},
         }
         assert arguments == ("0123456789abcdef", rank, 3, 2, Driver("1", "this driver"))
-    for rank, (given, meeting, pickled) in enumerate(cluster.started):
+    for rank, (given, rendezvous, pickled) in enumerate(cluster.started):
         assert given == {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": ("0", "0", "1")[rank]}
-        assert meeting == "meeting of rank 0 at 10.0.0.1" and cloudpickle.loads(pickled) == CONFIG
+        assert rendezvous == "rendezvous of rank 0 at 10.0.0.1" and cloudpickle.loads(pickled) == CONFIG
     assert len(cluster.started) == 3
     assert [info.node_ip for info in ranks.infos] == ["address 0", "address 1", "address 2"]
     ranks.check_usable()
@@ -146,7 +148,7 @@ def test_a_rank_with_a_gpu_leaves_its_choice_to_ray(cluster: Cluster) -> None:
 def test_ranks_of_one_machine_meet_at_its_loopback_address(cluster: Cluster) -> None:
     cluster.addresses = ["10.0.0.2"] * 3
     begin()
-    assert {meeting for _, meeting, _ in cluster.started} == {"meeting of rank 0 at 127.0.0.1"}
+    assert {rendezvous for _, rendezvous, _ in cluster.started} == {"rendezvous of rank 0 at 127.0.0.1"}
 
 
 def test_a_rank_that_does_not_start_in_time_frees_everything(cluster: Cluster) -> None:

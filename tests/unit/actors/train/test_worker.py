@@ -19,7 +19,7 @@ from rl_backend.contracts import ConfigError
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What torch is told to compute with."""
     told: list[int] = []
-    monkeypatch.setattr(worker, "PathToMeeting", lambda meeting: SimpleNamespace(port=1234))
+    monkeypatch.setattr(worker, "RendezvousRoute", lambda rendezvous: SimpleNamespace(port=1234))
     monkeypatch.setattr(worker, "use_interface", lambda host: None)
     monkeypatch.setattr(worker, "node_address", lambda: "10.0.0.7")
     monkeypatch.setattr(worker, "store_environment", lambda port: {"STORE_PORT_OF_TEST": str(port)})
@@ -32,8 +32,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def start(rank: int, world_size: int, cores: int) -> tuple[worker.TrainWorker, Any]:
     made = worker.TrainWorker("group", rank, world_size, cores, Driver("1", "a driver"))
-    meeting: Any = SimpleNamespace(host="10.0.0.1")
-    return made, made.start({"OMP_NUM_THREADS": str(cores)}, meeting, cloudpickle.dumps("a config"))
+    rendezvous: Any = SimpleNamespace(host="10.0.0.1")
+    return made, made.start({"OMP_NUM_THREADS": str(cores)}, rendezvous, cloudpickle.dumps("a config"))
 
 
 @pytest.mark.parametrize(("rank", "world_size", "cores"), [(0, 1, 1), (2, 3, 4)])

@@ -91,16 +91,16 @@ def test_calls_beside_operations_are_the_ledgers(monkeypatch: pytest.MonkeyPatch
 def test_rank_0_opens_the_meeting_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     made = worker.TrainWorker("group", 0, 1, 1, Driver("1", "a driver"))
     monkeypatch.setattr(
-        worker, "MeetingPoint", lambda address, timeout: SimpleNamespace(meeting=f"at {address}", to=timeout)
+        worker, "RendezvousPoint", lambda address, timeout: SimpleNamespace(rendezvous=f"at {address}", to=timeout)
     )
-    assert made.open_meeting("10.0.0.1") == Completed("at 10.0.0.1")
-    assert made._meeting_point is not None, "it lives as long as its rank"
+    assert made.open_rendezvous("10.0.0.1") == Completed("at 10.0.0.1")
+    assert made._rendezvous_point is not None, "it lives as long as its rank"
 
     def refuse(address: str, timeout: Any) -> None:
         raise OSError("address in use")
 
-    monkeypatch.setattr(worker, "MeetingPoint", refuse)
-    outcome = made.open_meeting("10.0.0.1")
+    monkeypatch.setattr(worker, "RendezvousPoint", refuse)
+    outcome = made.open_rendezvous("10.0.0.1")
     assert isinstance(outcome, Failed) and isinstance(outcome.error, OSError)
     monkeypatch.setattr(worker, "node_address", lambda: "10.0.0.9")
     assert made.node_address() == Completed("10.0.0.9")

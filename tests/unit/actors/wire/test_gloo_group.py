@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from actors.cluster.meeting import Meeting
+from actors.cluster.rendezvous import Rendezvous
 from actors.wire import gloo_group as module
 from actors.wire.gloo_group import Address, GlooGroup, receive_into
 from rl_backend.contracts import TensorInfo
 from rl_backend.weights.staging import read_tensor
 
-HERE, ELSEWHERE = Meeting("127.0.0.1", 5), Meeting("10.0.0.1", 6, b"secret")
+HERE, ELSEWHERE = Rendezvous("127.0.0.1", 5), Rendezvous("10.0.0.1", 6, b"secret")
 
 
 class Gloo:
@@ -44,11 +44,13 @@ class Gloo:
 
 
 @pytest.fixture
-def closed(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
-    """Ways to a meeting that were closed."""
-    ended: list[Meeting] = []
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[Rendezvous]:
+    """Ways to a rendezvous that were closed."""
+    ended: list[Rendezvous] = []
     monkeypatch.setattr(
-        module, "PathToMeeting", lambda meeting: SimpleNamespace(port=meeting.port + 1, close=lambda: ended.append(meeting))
+        module,
+        "RendezvousRoute",
+        lambda rendezvous: SimpleNamespace(port=rendezvous.port + 1, close=lambda: ended.append(rendezvous)),
     )
     monkeypatch.setattr(module, "TCPStore", lambda *arguments, **named: (arguments, named))
     monkeypatch.setattr(module, "PrefixStore", lambda prefix, store: (prefix, store))
@@ -58,7 +60,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
     return ended
 
 
-def test_a_member_joins_the_store_of_the_source(closed: list[Meeting]) -> None:
+def test_a_member_joins_the_store_of_the_source(closed: list[Rendezvous]) -> None:
     group = GlooGroup(Address(ELSEWHERE, 3), 2)
     (prefix, (place, named)), rank, size, options = Gloo.made
     assert prefix == "rl_backend_weights" and place == ("127.0.0.1", 7, 3)
@@ -69,7 +71,7 @@ def test_a_member_joins_the_store_of_the_source(closed: list[Meeting]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("meeting", "interface", "expected"),
+    ("rendezvous", "interface", "expected"),
     [
         (HERE, None, {"hostname": "127.0.0.1"}),
         (ELSEWHERE, None, {"hostname": "10.0.0.7"}),
@@ -81,15 +83,19 @@ def test_a_member_joins_the_store_of_the_source(closed: list[Meeting]) -> None:
     ],
 )
 def test_a_group_is_where_all_members_can_reach_it(
-    meeting: Meeting, interface: str | None, expected: dict[str, str], closed: list[Meeting], monkeypatch: pytest.MonkeyPatch
+    rendezvous: Rendezvous,
+    interface: str | None,
+    expected: dict[str, str],
+    closed: list[Rendezvous],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if interface is not None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-    GlooGroup(Address(meeting, 2), 1)
+    GlooGroup(Address(rendezvous, 2), 1)
     assert Gloo.made[3]._devices == [expected]
 
 
-def test_tensors_are_received_at_their_places(closed: list[Meeting]) -> None:
+def test_tensors_are_received_at_their_places(closed: list[Rendezvous]) -> None:
     infos: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("a", (2, 3), torch.uint8),
         ("none", (0, 4), torch.float32),

@@ -43,10 +43,9 @@ LOSSES: list[Callable[..., Any]] = [
 
 
 def describe(loss_fn: Callable[..., Any]) -> str:
-    options = [
-        str(value) for name, value in loss_fn.keywords.items() if name in ("surrogate", "loss_agg_mode", "mis_bounds")
-    ]
-    return "-".join([loss_fn.func.__name__, *options])
+    options = [str(value) for name, value in loss_fn.keywords.items() if name in ("loss_agg_mode", "mis_bounds")]
+    surrogate = getattr(getattr(loss_fn.func, "surrogate", loss_fn.func), "__name__", "loss")
+    return "-".join([surrogate, *options])
 
 
 def leaf(loss_fn: Callable[..., Any], output: ModelOutput) -> Tensor:

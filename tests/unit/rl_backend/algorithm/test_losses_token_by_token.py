@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm import LOSS_AGG_MODES, policy_loss, sft_loss, value_loss
+from rl_backend.algorithm import (
+    LOSS_AGG_MODES,
+    cispo_policy_loss,
+    clipped_policy_loss,
+    gspo_policy_loss,
+    policy_loss,
+    sft_loss,
+    value_loss,
+)
 from rl_backend.contracts import EPISODE_SHARE, PackedBatch
 from tests.support.rl_batches import batch_meta, pack, random_sequences
 
@@ -112,10 +120,13 @@ def kl_of(token: Token, kind: str) -> Tensor:
     return kinds[kind[:-1]]().detach() + through - through.detach()
 
 
+SURROGATES = {"ppo": clipped_policy_loss, "gspo": gspo_policy_loss, "cispo": cispo_policy_loss}
+
+
 def drawn_options(number: int) -> tuple[dict[str, Any], bool, bool]:
     """Options away from their defaults, whether episodes count whole, and whether advantages are one of each sequence."""
     draw = random.Random(number)
-    surrogate = ("ppo", "gspo", "cispo")[number % 3]
+    surrogate = [*SURROGATES][number % 3]
     mode = LOSS_AGG_MODES[number % 4]
     options: dict[str, Any] = {
         "surrogate": surrogate,
@@ -154,7 +165,7 @@ def test_the_policy_loss_under_drawn_options(number: int) -> None:
         shares = [count / total if total else 1.0 for count, total in zip(counts, totals, strict=True)]
         of_sequences[EPISODE_SHARE] = torch.tensor(shares, dtype=torch.float64)
     data = PackedBatch(batch.input_ids, batch.seq_lens, fields, of_sequences, meta)
-    loss, metrics = policy_loss(output, data, **options)
+    loss, metrics = policy_loss(output, data, **{**options, "surrogate": SURROGATES[options["surrogate"]]})
 
     assert output.log_probs is not None and output.entropy is not None
     named = {**fields, "advantages": given, "log_probs": output.log_probs, "entropy": output.entropy}

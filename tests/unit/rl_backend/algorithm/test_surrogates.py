@@ -11,6 +11,7 @@ from torch import Tensor
 from rl_backend.algorithm import (
     cispo_loss,
     cispo_policy_loss,
+    clipped_policy_loss,
     grpo_loss,
     gspo_loss,
     gspo_policy_loss,
@@ -102,14 +103,14 @@ def test_the_named_losses_are_the_policy_loss_with_their_surrogate() -> None:
     sequences = random_sequences(33)
     output, batch = pack(sequences, batch_meta(sequences))
     named = {
-        grpo_loss: {"surrogate": "ppo", "clip_ratio_c": 3.0},
+        grpo_loss: {"surrogate": clipped_policy_loss, "clip_ratio_c": 3.0},
         gspo_loss: {
-            "surrogate": "gspo",
+            "surrogate": gspo_policy_loss,
             "clip_ratio_low": 3e-4,
             "clip_ratio_high": 4e-4,
             "loss_agg_mode": "seq-mean-token-mean",
         },
-        cispo_loss: {"surrogate": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.2},
+        cispo_loss: {"surrogate": cispo_policy_loss, "clip_ratio_low": 1.0, "clip_ratio_high": 0.2},
     }
     losses = [loss_fn(output, batch)[0].item() for loss_fn in named]
     assert losses == [policy_loss(output, batch, **options)[0].item() for options in named.values()]

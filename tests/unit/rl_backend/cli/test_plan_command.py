@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from rl_backend.cli.main import main
 from rl_backend.contracts import PackedBatch
-from rl_backend.lab.plan import Workload, make_plan
-from rl_backend.lab.plan.make import candidate_layouts
-from rl_backend.parallel.imagined import imagined_rank
+from rl_backend.lab.plan.make import candidate_layouts, make_plan
+from rl_backend.lab.plan.memory import Workload
+from rl_backend.parallel.fake_groups import fake_rank
 from tests.support.claims import ROOT
 from tests.support.models import write_tiny
 from tests.support.native import make_config, open_runtime, token_loss
@@ -195,7 +195,7 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_ranks_that_do_not_run_leave_nothing_behind(model: Path) -> None:
-    with imagined_rank(make_config(model).backend_cfg.parallel, 3, 8) as groups:
+    with fake_rank(make_config(model).backend_cfg.parallel, 3, 8) as groups:
         assert (groups.dp_rank, groups.dp_size, groups.world_size) == (3, 8, 8)
     assert not torch.distributed.is_initialized()
 

@@ -14,11 +14,9 @@ import pytest
 
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import PromptExample
+from rl_backend.data.examples import PromptExample, as_messages, cut_prompt
 from rl_backend.data.prompts import (
-    as_messages,
     batches_per_epoch,
-    cut_prompt,
     encode_prompt,
     endless_batches,
     epoch_batches,

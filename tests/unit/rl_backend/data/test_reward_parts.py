@@ -14,9 +14,8 @@ import pytest
 
 from rl_backend.contracts import ConfigError
 from rl_backend.data.rewards import LoadedReward, RewardConfig
-from rl_backend.data.rewards.event_loop import EventLoop
 from rl_backend.data.rewards.loading import load_callable, load_reward_function
-from rl_backend.data.rewards.pool import Raised, TimeLimitError, WorkerPool
+from rl_backend.data.rewards.pool import EventLoop, Raised, TimeLimitError, WorkerPool
 from rl_backend.data.rewards.worker import location_of, module_at, what_it_raised
 from tests.support.rewards import calls
 

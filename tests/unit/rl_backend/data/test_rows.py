@@ -11,9 +11,8 @@ import pytest
 
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.hub import HubName, hub_name, local_model, why_not
-from rl_backend.data.rows import Row, Rows
+from rl_backend.data.rows import Row, Rows, TextRows
 from rl_backend.data.sources import data_files, open_rows
-from rl_backend.data.text_rows import TextRows
 
 
 class Numbers(Rows):

@@ -9,8 +9,7 @@ import pytest
 
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.environment.conversation import Conversation, chat_format, id_format
-from rl_backend.environment.history import HistoryCheck, check_history
-from rl_backend.environment.rendering import ChatRenderer, closing_length
+from rl_backend.environment.rendering import ChatRenderer, HistoryCheck, check_history, closing_length
 from tests.support.chat_templates import CHATML, MISTRAL, THINKING, chat_tokenizer
 
 CALLS = (

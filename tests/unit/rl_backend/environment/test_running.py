@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rl_backend.environment.running import run_episodes
+from rl_backend.environment.playing import run_episodes
 
 
 @contextmanager

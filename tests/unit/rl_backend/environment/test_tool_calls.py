@@ -11,11 +11,18 @@ import pytest
 
 from rl_backend.contracts import ConfigError, EpisodeFailedError, RolloutError
 from rl_backend.environment import Limits, ToolCall, ToolPool
-from rl_backend.environment.calling import Caller
+from rl_backend.environment.calling import Caller, task_name
 from rl_backend.environment.parsers import Attempt
-from rl_backend.environment.tool_calls import answer_messages, call_ids, calling_message, run_calls
-from rl_backend.environment.tools import ArgumentsError, ToolFunction, tool_function, tool_schema
-from rl_backend.environment.watchdog import task_name
+from rl_backend.environment.tools import (
+    ArgumentsError,
+    ToolFunction,
+    answer_messages,
+    call_ids,
+    calling_message,
+    run_calls,
+    tool_function,
+    tool_schema,
+)
 
 
 class Noted:

@@ -15,8 +15,7 @@ from rl_backend.data.rewards.loading import load_callable
 from rl_backend.environment import ToolCall, load_environment
 from rl_backend.environment.calling import Caller
 from rl_backend.environment.parsers import Attempt
-from rl_backend.environment.tool_calls import run_calls
-from rl_backend.environment.tools import ToolPool, tool_function, tool_schema
+from rl_backend.environment.tools import ToolPool, run_calls, tool_function, tool_schema
 
 FILE = """
 import os, time

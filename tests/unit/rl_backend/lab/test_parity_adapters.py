@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rl_backend.contracts import ConfigError, UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.lab.parity.adapters import add_peft_adapter
 from rl_backend.lab.parity.config import start_of
+from rl_backend.lab.parity.transformers_side import add_peft_adapter
 from tests.support.moe import write_moe
 
 

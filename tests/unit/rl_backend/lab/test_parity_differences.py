@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_backend.lab.parity.differences import COMMON_FACTOR_SHARE, activation_difference
+from rl_backend.lab.parity.compare import COMMON_FACTOR_SHARE, activation_difference
 
 TOLERANCE = 1e-4
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.lab.parity.compare import Tolerances
 from rl_backend.lab.parity.config import ParitySide
-from rl_backend.lab.parity.differences import Tolerances
 from rl_backend.lab.parity.run import compare_sides
 from tests.support.qwen3_5 import save_text_model, write_qwen3_5
 from tests.unit.rl_backend.lab.test_parity_faults import make_config, train_runtime, train_transformers

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rl_backend.contracts import NativeConfig, ParallelConfig, RuntimeConfig
-from rl_backend.lab.plan import Workload, make_plan
+from rl_backend.lab.plan.make import make_plan
+from rl_backend.lab.plan.memory import Workload
 from tests.support.released_deepseek import DEEPSEEK_V3
 
 DEVICE_BYTES = 80 * 10**9

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rl_backend.cli.main import main
-from rl_backend.lab.plan import Workload, make_plan
+from rl_backend.lab.plan.make import make_plan
+from rl_backend.lab.plan.memory import Workload
 from rl_backend.model import BuildSettings, find_model
 from rl_backend.model.decoder_spec import DecoderSpec
 from tests.support.native import make_config

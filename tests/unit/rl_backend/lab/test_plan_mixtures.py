@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.lab.plan import Workload, make_plan
+from rl_backend.lab.plan.make import make_plan
+from rl_backend.lab.plan.memory import Workload
 from rl_backend.model import BuildSettings, find_model
 from tests.support.drafting import write_drafting
 from tests.support.moe import write_moe

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from rl_backend.contracts import NativeConfig, RuntimeConfig, UnsupportedError
-from rl_backend.lab.plan import Workload, make_plan
 from rl_backend.lab.plan.bridge import LocalLayers
+from rl_backend.lab.plan.make import make_plan
+from rl_backend.lab.plan.memory import Workload
 from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.native.layout import describe_model
 from tests.support.native import make_config

@@ -10,9 +10,8 @@ from torch import nn
 
 from rl_backend.contracts import ConfigError, ModelOptions, PackedWeight, ParallelConfig
 from rl_backend.model.blocks import CacheBytes, FeedForwardSpec, MixerSpec, divisors, linear_names, nearest, require_divided
-from rl_backend.model.feedforward.mlp import MLPNames, MLPSpec
+from rl_backend.model.feedforward.dense import MLPNames, MLPSpec, SwiGLUSpec
 from rl_backend.model.feedforward.moe import ExpertNames, MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.mixers.deltanet import DeltaNetSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.mixers.indexer import IndexerSpec

@@ -14,12 +14,11 @@ from rl_backend.model import BuildSettings, ModelInput, ModelStage
 from rl_backend.model.activation_checkpointing import checkpoint_layers
 from rl_backend.model.blocks import LayerSpec, RouterInput
 from rl_backend.model.decoder import Decoder
-from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.model.decoder_spec import DecoderSpec, MTPNames, MTPSpec
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.input import SecondTokens, second_labels
 from rl_backend.model.mixers.gqa import GQASpec
-from rl_backend.model.multi_token import MTPNames, MTPSpec
 from rl_backend.model.options import DecoderOptions
 from rl_backend.primitive.adapter_runs import AdapterRun, OwnHead
 from rl_backend.primitive.attention import Segments

@@ -18,14 +18,13 @@ from rl_backend.contracts import (
 from rl_backend.model import BuildSettings, ModelStage
 from rl_backend.model.blocks import CacheBytes, LayerNorms, LayerSpec
 from rl_backend.model.decoder import Decoder
-from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.model.decoder_spec import DecoderSpec, MTPNames, MTPSpec
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.mixers.deltanet import DeltaNetSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.mixers.indexer import IndexerSpec
 from rl_backend.model.mixers.mla import ChosenKeysSpec, MLASpec
-from rl_backend.model.multi_token import MTPNames, MTPSpec
 from rl_backend.model.options import DecoderOptions
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary

@@ -10,7 +10,7 @@ from transformers import MistralConfig
 from rl_backend.contracts import UnsupportedError
 from rl_backend.model import find_model
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.primitive.rope import Llama3Scaling, YarnScaling
 

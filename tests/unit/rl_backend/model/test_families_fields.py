@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import UnsupportedError
-from rl_backend.model.families import (
+from rl_backend.model.families.reading import (
     full_attention,
     in_sparse_layers,
     read_activation,
@@ -18,8 +18,8 @@ from rl_backend.model.families import (
     window_of_every_layer,
     windows_by_layer_type,
 )
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.primitive.norm import NormSpec

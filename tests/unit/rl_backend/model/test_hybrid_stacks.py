@@ -25,9 +25,8 @@ from rl_backend.lab.plan.bridge import LocalLayers
 from rl_backend.lab.plan.memory import Workload
 from rl_backend.model import MODEL_FAMILIES, BuildSettings, ModelInput, ModelStage, register_model
 from rl_backend.model.blocks import LayerSpec, Mixer, MixerSpec, Rotation, linear_names
-from rl_backend.model.decoder import Decoder
+from rl_backend.model.decoder import Decoder, decoder_family
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.families import decoder_family
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.options import DecoderOptions

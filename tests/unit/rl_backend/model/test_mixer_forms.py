@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError, ModelOptions, NativeConfig
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoE, MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.mixers import deltanet
 from rl_backend.model.mixers.deltanet import DeltaNetSpec, GatedDeltaNet
 from rl_backend.model.mixers.gqa import GQASpec
@@ -19,11 +19,10 @@ from rl_backend.model.mixers.mla import MLASpec
 from rl_backend.model.options import DecoderOptions
 from rl_backend.primitive.activation import ACTIVATIONS, Activation
 from rl_backend.primitive.attention import Segments
-from rl_backend.primitive.clamped_experts import LIMIT, ClampedExperts
+from rl_backend.primitive.experts import LIMIT, ClampedExperts
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary, rotary_cos_sin
-from rl_backend.primitive.router import RouterSettings, Routing
-from rl_backend.primitive.router_losses import RouterLossCoefficients
+from rl_backend.primitive.router import RouterLossCoefficients, RouterSettings, Routing
 
 HIDDEN, LENGTHS = 10, (4, 1, 6)
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])

@@ -17,7 +17,7 @@ from rl_backend.model import find_model
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.mixers.gqa import GQASpec
-from rl_backend.primitive.clamped_experts import LIMIT, ClampedExperts
+from rl_backend.primitive.experts import LIMIT, ClampedExperts
 from rl_backend.primitive.rope import YarnScaling
 from rl_backend.primitive.router import Routing
 from tests.support.families import load_native, random_sequences, run_native

@@ -16,11 +16,20 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from rl_backend.model.blocks import RouterInput
 from rl_backend.model.feedforward.moe import MoE
-from rl_backend.primitive.expert_use import expert_bias_step, expert_use
 from rl_backend.primitive.experts import dispatch_on_one_rank
 from rl_backend.primitive.grouped_linear import _GroupByGroup, _GroupedMatmul, _has_kernel, grouped_linear
-from rl_backend.primitive.router import Router, RouterSettings, Routing, choose_experts, expert_weights
-from rl_backend.primitive.router_losses import RouterLossCoefficients, load_balancing_loss, router_z_loss
+from rl_backend.primitive.router import (
+    Router,
+    RouterLossCoefficients,
+    RouterSettings,
+    Routing,
+    choose_experts,
+    expert_bias_step,
+    expert_use,
+    expert_weights,
+    load_balancing_loss,
+    router_z_loss,
+)
 
 HIDDEN, EXPERTS, TOKENS = 16, 6, 40
 

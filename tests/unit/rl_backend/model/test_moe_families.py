@@ -26,7 +26,7 @@ from rl_backend.contracts import (
 from rl_backend.model import MIXTRAL, QWEN3_MOE, find_model
 from rl_backend.model.feedforward.moe import MoE, MoESpec
 from rl_backend.model.options import DecoderOptions
-from rl_backend.primitive.router_losses import load_balancing_loss, router_z_loss
+from rl_backend.primitive.router import load_balancing_loss, router_z_loss
 from tests.support.critic import transformers_values, write_critic
 from tests.support.families import load_native, load_transformers, random_sequences, run_native, run_transformers
 from tests.support.moe import MODELS, gradients_in_transformers_names, unpacked, write_moe

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import ConfigError, ModelOutput, PackedBatch, UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.model.multi_token import MultiTokenPrediction
+from rl_backend.model.decoder import MultiTokenPrediction
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.runtime.native.engine import native_runtime
 from rl_backend.runtime.native.layout import check_weights
@@ -214,7 +214,7 @@ def test_a_value_head_has_no_such_layer(model: Path) -> None:
 
 
 def test_a_model_without_the_layer_refuses_to_train_it() -> None:
-    from rl_backend.model.families import qwen3
+    from rl_backend.model.families.dense import qwen3
     from rl_backend.model.hf_config import HFConfig
     from rl_backend.model.options import DecoderOptions
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rl_backend.contracts import CheckpointError, NativeConfig, RuntimeConfig, UnsupportedError
-from rl_backend.model import find_model, variants
+from rl_backend.model import find_model
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.feedforward.mlp import MLPSpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
+from rl_backend.model.families import dense as variants
+from rl_backend.model.feedforward.dense import MLPSpec, SwiGLUSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.primitive.activation import ACTIVATIONS
 from rl_backend.runtime import create_runtime
@@ -143,7 +143,7 @@ def test_the_comparison_on_the_page_runs_as_it_stands(tmp_path: Path) -> None:
 
 def test_the_page_quotes_qwen2_as_it_is() -> None:
     (code,) = re.findall(r"^## Before you write one.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    source = (ROOT / "rl_backend" / "model" / "families.py").read_text()
+    source = (ROOT / "rl_backend" / "model" / "families" / "dense.py").read_text()
     assert [line for line in code.splitlines() if line not in source] == []
 
 

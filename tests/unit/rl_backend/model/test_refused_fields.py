@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from rl_backend.contracts import ConfigError, UnsupportedError
 from rl_backend.model import find_model
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.deepseek import LatentDefaults, latent_decoder
+from rl_backend.model.families.deepseek import LatentDefaults, latent_decoder
 from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.gqa import GQASpec

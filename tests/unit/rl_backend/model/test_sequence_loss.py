@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.router import RouterSettings, Routing
-from rl_backend.primitive.router_losses import (
+from rl_backend.primitive.router import (
     RouterLossCoefficients,
+    RouterSettings,
+    Routing,
     RowSequences,
     sequence_balancing_loss,
     with_router_losses,

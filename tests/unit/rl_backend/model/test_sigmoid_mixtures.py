@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 
-from rl_backend.model.families import read_decoder, swiglu_in_every_layer
+from rl_backend.model.families.reading import (
+    after_dense_layers,
+    read_decoder,
+    read_sigmoid_mixture,
+    swiglu_in_every_layer,
+    with_draft_layer,
+)
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
-from rl_backend.model.sigmoid_mixtures import after_dense_layers, read_sigmoid_mixture, with_draft_layer
 from rl_backend.primitive.router import RouterSettings
 from tests.unit.rl_backend.model.test_families_fields import config_of, refusal
 

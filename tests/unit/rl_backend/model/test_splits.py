@@ -15,10 +15,9 @@ from rl_backend.contracts import ModelOptions, NativeConfig
 from rl_backend.model import BuildSettings, decoder
 from rl_backend.model.blocks import FeedForwardSpec, LayerNorms, MixerSpec
 from rl_backend.model.decoder import Decoder
-from rl_backend.model.feedforward import mlp, moe, swiglu
-from rl_backend.model.feedforward.mlp import MLPSpec
+from rl_backend.model.feedforward import dense, moe
+from rl_backend.model.feedforward.dense import MLPSpec, SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoE, MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.mixers import deltanet, gqa, mla
 from rl_backend.model.mixers.deltanet import DeltaNetSpec, GatedDeltaNet
 from rl_backend.model.mixers.gqa import GroupedQueryAttention
@@ -49,7 +48,7 @@ class Told:
 
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (mlp, moe, swiglu, deltanet, gqa, mla, decoder):
+    for module in (dense, moe, deltanet, gqa, mla, decoder):
         monkeypatch.setattr(module, "TensorParallel", Told)
     CALLS.clear()
     yield

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from rl_backend.contracts import ConfigError, ModelOptions, UnsupportedError
 from rl_backend.model import find_model
 from rl_backend.model.blocks import LayerNorms, RouterInput
-from rl_backend.model.decoder_layer import DecoderLayer
+from rl_backend.model.decoder import DecoderLayer
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.primitive.activation import ACTIVATIONS, HF_ACTIVATIONS

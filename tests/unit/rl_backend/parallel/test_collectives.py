@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_backend.parallel import collectives
 from rl_backend.parallel.collectives import all_gather, all_reduce, all_to_all_rows, reduce_scatter, sum_over
-from tests.support.threaded_world import run_in_threads
+from tests.support.rank_threads import run_ranks
 
 RANKS = (1, 2, 3)
 """With more than two the order of a sum is made that of the ranks."""
@@ -39,7 +39,7 @@ def run(collective: Callable[[Tensor, dist.ProcessGroup], Tensor], ranks: int) -
         assert torch.equal(x, before)
         return output.detach(), gradient
 
-    return run_in_threads(on_rank, ranks)
+    return run_ranks(on_rank, ranks)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -81,7 +81,7 @@ def test_a_small_tensor_is_added_up_in_place(ranks: int, shape: tuple[int, ...])
         assert sum_over(group)(x) is None
         return x
 
-    for found in run_in_threads(on_rank, ranks):
+    for found in run_ranks(on_rank, ranks):
         assert torch.equal(found, torch.full(shape, (1.0, 11.0, 111.0)[ranks - 1]))
 
 
@@ -95,13 +95,13 @@ def test_more_than_two_ranks_are_added_up_in_their_order() -> None:
         sum_over(group)(small)
         return small[0, 0].item(), all_reduce(x, group)[1, 1].item(), reduce_scatter(x, group)[0, 1].item()
 
-    assert run_in_threads(on_rank, 3) == [(0.0, 0.0, 0.0)] * 3
+    assert run_ranks(on_rank, 3) == [(0.0, 0.0, 0.0)] * 3
 
 
 def test_the_order_of_a_sum_is_made_that_of_the_ranks_only_where_it_varies() -> None:
     for ranks, varies in ((1, False), (2, False), (3, True)):
-        assert run_in_threads(lambda group: collectives._order_varies(torch.zeros(1), group), ranks) == [varies] * ranks
-    assert run_in_threads(lambda group: collectives._order_varies(torch.zeros(1, device="meta"), group), 3) == [False] * 3
+        assert run_ranks(lambda group: collectives._order_varies(torch.zeros(1), group), ranks) == [varies] * ranks
+    assert run_ranks(lambda group: collectives._order_varies(torch.zeros(1, device="meta"), group), 3) == [False] * 3
 
 
 SENT = [[1, 0, 3], [2, 2, 0], [0, 0, 0]]
@@ -117,7 +117,7 @@ def test_rows_go_to_their_ranks_and_gradients_the_way_back() -> None:
         (gradient,) = torch.autograd.grad((output * weight(rank, output)).sum(), x)
         return x.detach(), output.detach(), gradient
 
-    found = run_in_threads(on_rank, 3)
+    found = run_ranks(on_rank, 3)
     parts = [x.split(sent) for (x, _, _), sent in zip(found, SENT, strict=True)]
     weights = [weight(rank, output) for rank, (_, output, _) in enumerate(found)]
     back = [each.split([row[rank] for row in SENT]) for rank, each in enumerate(weights)]

@@ -14,7 +14,7 @@ from rl_backend.contracts import ConfigError
 from rl_backend.parallel.expert import AllToAllDispatcher
 from rl_backend.primitive.adapted_experts import RowOwners
 from rl_backend.primitive.router import Routing
-from tests.support.threaded_world import run_in_threads
+from tests.support.rank_threads import run_ranks
 
 EXPERTS, HIDDEN, TOP_K = 4, 3, 2
 TOKENS = (3, 0, 5, 2)
@@ -53,7 +53,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts_and_gradients_come_back(ep
         return output.detach(), found.counts.tolist(), found.rows.detach(), found.adapters, *gradients
 
     ranks = ep * etp
-    answers = run_in_threads(on_rank, ranks)
+    answers = run_ranks(on_rank, ranks)
     counts = torch.zeros(EXPERTS, dtype=torch.int64)
     for rank, (output, *_, x_gradient, weight_gradient) in enumerate(answers):
         x, routing = inputs(rank)
@@ -106,6 +106,6 @@ def test_rows_of_an_adapter_keep_the_draw_of_the_rank_that_sent_them() -> None:
         found = AllToAllDispatcher(group, 3, 3)(x, routing, owners)
         return [(expert, (run.start, run.stop, run.draw)) for expert, run in found.adapters]
 
-    answers = run_in_threads(on_rank, 3)
+    answers = run_ranks(on_rank, 3)
     runs = [(0, (0, 3, 5)), (0, (3, 5, 9)), (0, (5, 6, 7))]
     assert answers == [runs, runs, []]

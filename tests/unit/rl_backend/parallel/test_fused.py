@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.parallel import fused
-from rl_backend.parallel.fused import FusedProjections
+from rl_backend.parallel import tensor
+from rl_backend.parallel.tensor import FusedProjections
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_rank_gets_the_features_of_its_heads_in_each_projection(
     outputs = torch.stack([torch.arange(sum(sizes)), 10 * torch.arange(sum(sizes))])
     held = outputs.chunk(ranks, dim=1)
     for collective in (send, receive):
-        monkeypatch.setattr(fused, "all_to_all_rows", collective)
+        monkeypatch.setattr(tensor, "all_to_all_rows", collective)
         found = [part.of_my_heads(mine) for part, mine in zip(parts, held, strict=True)]
     assert [each[0].tolist() for each in found] == expected
     assert all(torch.equal(each[1], 10 * each[0]) for each in found)

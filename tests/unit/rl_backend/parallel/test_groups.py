@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rl_backend.contracts import ConfigError, ParallelConfig, UnsupportedError
 from rl_backend.parallel import groups as module
+from rl_backend.parallel.fake_groups import fake_rank
 from rl_backend.parallel.groups import (
     COLLECTIVE_TIMEOUT,
     close_groups,
@@ -21,7 +22,6 @@ from rl_backend.parallel.groups import (
     open_groups,
     training_device,
 )
-from rl_backend.parallel.imagined import imagined_rank
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def test_a_rank_is_in_the_groups_of_its_place(
     sizes: dict[str, int], rank: int, world: int, expected: dict[str, Any]
 ) -> None:
     parallel = ParallelConfig(**sizes)
-    with imagined_rank(parallel, rank, world) as groups:
+    with fake_rank(parallel, rank, world) as groups:
         found = {
             name: members(getattr(groups, f"{name}_group"))
             for name in ("pp", "dp", "cp", "tp", "token", "replica", "expert")
@@ -97,7 +97,7 @@ def test_a_rank_is_in_the_groups_of_its_place(
 
 
 def test_what_was_made_is_destroyed_and_the_default_group_of_another_stays() -> None:
-    with imagined_rank(ParallelConfig(pp=2, tp=2), 5, 8):
+    with fake_rank(ParallelConfig(pp=2, tp=2), 5, 8):
         groups = open_groups(ParallelConfig(pp=2, tp=2), CPU)
         # Each partition of the ranks is made once.
         assert groups.token_group is groups.tp_group and groups.host_group in groups.made
@@ -111,15 +111,15 @@ def test_what_was_made_is_destroyed_and_the_default_group_of_another_stays() -> 
 
 def test_an_imagined_rank_leaves_the_process_as_it_was() -> None:
     hook = sys.excepthook
-    with imagined_rank(ParallelConfig(tp=2), 1, 4) as groups:
+    with fake_rank(ParallelConfig(tp=2), 1, 4) as groups:
         assert (dist.get_rank(), dist.get_world_size(), groups.dp_rank) == (1, 4, 0)
         with pytest.raises(UnsupportedError, match=r"^this process has a process group already; imagine ranks"):
-            imagined_rank(ParallelConfig(), 0, 1).__enter__()
+            fake_rank(ParallelConfig(), 0, 1).__enter__()
     assert not dist.is_initialized() and sys.excepthook is hook
-    with pytest.raises(ConfigError, match="world size 3"), imagined_rank(ParallelConfig(tp=2), 1, 3):
+    with pytest.raises(ConfigError, match="world size 3"), fake_rank(ParallelConfig(tp=2), 1, 3):
         pass
     assert not dist.is_initialized() and module._default_group.users == 0
-    with pytest.raises(KeyError), imagined_rank(ParallelConfig(), 0, 1):
+    with pytest.raises(KeyError), fake_rank(ParallelConfig(), 0, 1):
         raise KeyError
     assert not dist.is_initialized() and sys.excepthook is hook
 

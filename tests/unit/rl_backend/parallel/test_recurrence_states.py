@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_backend.parallel import recurrence
 from rl_backend.parallel.context import lay_out_tokens
 from rl_backend.parallel.recurrence import RecurrenceOverRanks
-from tests.support.threaded_world import run_in_threads
+from tests.support.rank_threads import run_ranks
 
 HEADS, KEY, VALUE = 2, 3, 4
 
@@ -103,7 +103,7 @@ def test_a_segment_has_the_tokens_before_it_whichever_rank_they_are_on(
         assert x.grad is not None
         return found.detach(), x.grad
 
-    found = run_in_threads(on_rank, ranks)
+    found = run_ranks(on_rank, ranks)
     # Every number that a segment was given has its gradient on the rank that the token is on.
     given = sum(int((history[..., 0] > 0).sum()) for history, _ in found)
     assert sum(float(gradient[:, 0].sum()) for _, gradient in found) >= given

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rl_backend.contracts import ParallelConfig, UnsupportedError
-from rl_backend.parallel.imagined import imagined_rank
+from rl_backend.parallel.fake_groups import fake_rank
 from rl_backend.parallel.shards import ShardLayout, chunk, layout_of, local_region, local_tensor, owns
 
 # Ranks 10 to 15 as 2 by 3; the second dimension is cut over the 3, then what is left over the 2.
@@ -74,7 +74,7 @@ def test_of_ranks_with_the_same_rectangle_the_first_counts() -> None:
 def test_a_layout_is_that_of_the_placements(
     placements: list[Placement], cuts: tuple[tuple[int, int], ...], rank: int, shape: tuple[int, int]
 ) -> None:
-    with imagined_rank(ParallelConfig(tp=2), rank, 4) as groups:
+    with fake_rank(ParallelConfig(tp=2), rank, 4) as groups:
         local = torch.zeros(shape)
         tensor = DTensor.from_local(local, groups.mesh, placements, run_check=False, shape=torch.Size((4, 6)), stride=(6, 1))
         layout = layout_of(tensor)
@@ -96,7 +96,7 @@ def test_a_layout_is_that_of_the_placements(
     ids=str,
 )
 def test_what_is_no_rectangle_is_refused(placements: list[Placement]) -> None:
-    with imagined_rank(ParallelConfig(tp=2), 0, 4) as groups:
+    with fake_rank(ParallelConfig(tp=2), 0, 4) as groups:
         mesh: DeviceMesh = groups.mesh
         tensor = DTensor.from_local(
             torch.zeros(2, 6), mesh, placements, run_check=False, shape=torch.Size((4, 6)), stride=(6, 1)
@@ -113,5 +113,5 @@ def test_a_plain_tensor_is_this_ranks_alone() -> None:
     assert layout_of(plain) == ShardLayout((2, 3), (), (0,), ())
     assert local_region(plain) == (slice(0, 2), slice(0, 3)) and owns(plain)
     assert not local_tensor(plain).requires_grad and local_tensor(plain).data_ptr() == plain.data_ptr()
-    with imagined_rank(ParallelConfig(), 2, 3):
+    with fake_rank(ParallelConfig(), 2, 3):
         assert layout_of(plain).ranks == (2,) and owns(plain)

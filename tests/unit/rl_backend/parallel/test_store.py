@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from actors.cluster.ports import with_free_port
+from actors.cluster.rendezvous import with_free_port
 from rl_backend.contracts import ConfigError
-from rl_backend.parallel.store import job_store
+from rl_backend.parallel.groups import job_store
 from tests.support.listening import Listening, listening_sockets
 
 TIMEOUT = timedelta(seconds=10)

@@ -16,7 +16,7 @@ from rl_backend.parallel.shards import local_region, local_tensor
 from rl_backend.parallel.tensor import LinearPart, TensorParallel
 from rl_backend.primitive.log_prob import next_token_log_probs
 from rl_backend.primitive.norm import RMSNorm
-from tests.support.threaded_world import run_in_threads
+from tests.support.rank_threads import run_ranks_with_meshes
 
 TOKENS = 6
 """Of all ranks; each has as many."""
@@ -47,7 +47,7 @@ def run(ranks: int, build: Callable[[TensorParallel, dist.ProcessGroup], Any]) -
     def on_rank(group: dist.ProcessGroup) -> Any:
         return build(TensorParallel(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))), group)
 
-    return run_in_threads(on_rank, ranks)
+    return run_ranks_with_meshes(on_rank, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

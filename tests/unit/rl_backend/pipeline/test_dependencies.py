@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rl_backend.contracts import ScheduleError
-from rl_backend.pipeline.dependencies import Arrival, Event, arrival_of, event_graph, in_order, inputs_of
-from rl_backend.pipeline.schedule import Action, Kind
+from rl_backend.pipeline.schedule import Action, Arrival, Event, Kind, arrival_of, event_graph, in_order, inputs_of
 from tests.support.pipeline import action, actions
 
 

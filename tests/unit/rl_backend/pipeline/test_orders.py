@@ -9,8 +9,7 @@ import pytest
 from rl_backend.contracts import ScheduleError
 from rl_backend.pipeline import Action, Costs, Kind, make_schedule, require_stages
 from rl_backend.pipeline.catalog import SCHEDULES, with_communication
-from rl_backend.pipeline.greedy import greedy_order
-from rl_backend.pipeline.orders import interleaved, orders_for_zbv, zb_h1, zb_h2
+from rl_backend.pipeline.orders import greedy_order, interleaved, orders_for_zbv, zb_h1, zb_h2
 from rl_backend.pipeline.schedule import loop_placement, v_placement
 from tests.support.pipeline import action, actions
 

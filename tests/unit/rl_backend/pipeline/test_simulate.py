@@ -9,8 +9,7 @@ import pytest
 
 from rl_backend.contracts import ConfigError, ScheduleError
 from rl_backend.pipeline import Action, Costs, Kind, Span, Timeline, make_schedule, simulate
-from rl_backend.pipeline.dependencies import Arrival, event_graph
-from rl_backend.pipeline.schedule import Order
+from rl_backend.pipeline.schedule import Arrival, Order, event_graph
 from rl_backend.pipeline.simulate import end_times, shortest
 from tests.support.pipeline import action, actions
 

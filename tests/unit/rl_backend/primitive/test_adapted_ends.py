@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_backend.primitive.adapted_ends import HEAD, Narrowed, adapted_embedding, parts_of_head
+from rl_backend.primitive.adapted_layers import HEAD, Narrowed, adapted_embedding, parts_of_head
 from rl_backend.primitive.adapter_runs import AdapterRun, Factors, adapters_at_work, dropped
 
 WORDS, HIDDEN = 11, 6

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_backend.primitive.adapted_experts import adapted_experts
 from rl_backend.primitive.adapter_runs import AdapterRun, Factors
-from rl_backend.primitive.clamped_experts import ClampedExperts
+from rl_backend.primitive.experts import ClampedExperts
 from rl_backend.primitive.router import Routing
 
 INPUTS, WIDTH, EXPERTS = 12, 10, 3

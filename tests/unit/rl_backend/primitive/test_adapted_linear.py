@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.adapted_linear import adapted_linear, padded_product, stacks_of
+from rl_backend.primitive.adapted_layers import adapted_linear, padded_product, stacks_of
 from rl_backend.primitive.adapter_runs import AdapterRun, Factors, adapters_at_work
 
 INPUTS, OUTPUTS = 48, 80

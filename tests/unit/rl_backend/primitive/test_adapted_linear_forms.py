@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.adapted_linear import adapted_linear, add_products, padded_product
+from rl_backend.primitive.adapted_layers import adapted_linear, add_products, padded_product
 from rl_backend.primitive.adapter_runs import AdapterRun, Columns, Factors, adapters_at_work, dropped
 
 INPUTS = 7

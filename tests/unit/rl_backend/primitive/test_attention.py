@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from rl_backend.primitive import attention
-from rl_backend.primitive import blocked_attention as blocked
-from rl_backend.primitive.attention import Segments, packed_attention
-from rl_backend.primitive.blocked_attention import blocked_attention
+from rl_backend.primitive import attention as blocked
+from rl_backend.primitive.attention import Segments, blocked_attention, packed_attention
 
 
 class Lengths(NamedTuple):

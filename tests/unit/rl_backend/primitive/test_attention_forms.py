@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.primitive import attention
-from rl_backend.primitive.attention import Segments, packed_attention
-from rl_backend.primitive.blocked_attention import blocked_attention
+from rl_backend.primitive.attention import Segments, blocked_attention, packed_attention
 from tests.unit.rl_backend.primitive.test_attention import Lengths, masked_softmax, segments_of
 
 LENGTHS = Lengths((3, 1, 5, 70), (3, 6, 5, 90))

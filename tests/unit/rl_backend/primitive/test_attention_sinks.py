@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.primitive import attention
-from rl_backend.primitive.attention import packed_attention
-from rl_backend.primitive.blocked_attention import blocked_attention
+from rl_backend.primitive.attention import blocked_attention, packed_attention
 from tests.unit.rl_backend.primitive.test_attention import ALL_LENGTHS, Lengths, make_qkv, segments_of
 
 HEADS, KV_HEADS = 6, 2

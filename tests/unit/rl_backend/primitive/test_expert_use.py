@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.expert_use import count_sorted, expert_bias_step, expert_use
+from rl_backend.primitive.router import count_sorted, expert_bias_step, expert_use
 
 CHOSEN = torch.tensor([[0, 3], [3, 1], [4, 3], [1, 0], [3, 4]])
 

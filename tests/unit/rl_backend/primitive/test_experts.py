@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rl_backend.primitive.adapted_experts import RowOwners, TokenShare
 from rl_backend.primitive.adapter_runs import AdapterRun, Factors, adapters_at_work
-from rl_backend.primitive.clamped_experts import LIMIT, ClampedExperts
 from rl_backend.primitive.experts import (
+    LIMIT,
+    ClampedExperts,
     SwiGLUExperts,
     copy_rows,
     dispatch_on_one_rank,

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.fla_rule import fla_gated_delta_rule, has_fla
-from rl_backend.primitive.gated_delta import gated_delta_rule, l2_normalised
+from rl_backend.primitive.gated_delta import fla_gated_delta_rule, gated_delta_rule, has_fla, l2_normalised
 
 LENGTHS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = (3, 70, 1), 2, 6, 4, 5
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 import torch
 from torch import nn
 
 from rl_backend.primitive.float32 import (
-    EndsInFloat32,
     KeptInFloat32,
     kept_ends,
     parameters_in_float32,
@@ -24,23 +21,22 @@ class Kept(KeptInFloat32):
         self.inner = nn.Linear(2, 2)
 
 
-class Model(EndsInFloat32):
-    end_names: ClassVar[tuple[str, ...]] = ("first", "missing", "last")
-
+class Model(nn.Module):
     def __init__(self, layer_dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.layer_dtype = layer_dtype
         self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 2)
-        self.missing = None
         self.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), Kept()), nn.Sequential(nn.Linear(2, 2), Kept())])
+
+    def ends_in_float32(self) -> list[nn.Module]:
+        return [] if self.layer_dtype is None else [self.first, self.last]
 
 
 KEPT = {f"layers.{layer}.1.{name}" for layer in (0, 1) for name in ("values", "inner.weight", "inner.bias")}
 
 
-def test_ends_are_the_modules_that_there_are() -> None:
+def test_ends_are_asked_of_models_that_have_them() -> None:
     model = Model()
-    assert list(model.ends()) == [model.first, model.last]
     assert list(kept_ends(model)) == []
     model.layer_dtype = torch.bfloat16
     assert list(kept_ends(model)) == [model.first, model.last]

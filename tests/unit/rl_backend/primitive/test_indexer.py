@@ -8,10 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive import indexer
+from rl_backend.primitive import sparse_attention as module
 from rl_backend.primitive.attention import Segments
-from rl_backend.primitive.indexer import IndexTerms, choose_keys, chosen_mask, highest, index_scores, query_blocks
-from rl_backend.primitive.sparse_attention import indexer_loss, sparse_attention
+from rl_backend.primitive.sparse_attention import (
+    IndexTerms,
+    choose_keys,
+    chosen_mask,
+    highest,
+    index_scores,
+    indexer_loss,
+    query_blocks,
+    sparse_attention,
+)
 
 QUERIES, KEYS = (2, 5, 1, 4), (3, 9, 1, 4)
 
@@ -23,7 +31,7 @@ def segments() -> Segments:
 
 @pytest.mark.parametrize("most", [1, 30, 40, 2**24])
 def test_blocks_are_neighbouring_queries_with_the_keys_up_to_the_last(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(indexer, "_MOST_SCORES", most)
+    monkeypatch.setattr(module, "_MOST_SCORES", most)
     heads, seen = 2, list[tuple[int, int]]()
     first_query = first_key = 0
     origins = []
@@ -45,7 +53,7 @@ def test_blocks_are_neighbouring_queries_with_the_keys_up_to_the_last(monkeypatc
 
 
 def test_a_plan_has_one_block_as_large_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexer, "_MOST_SCORES", 2 * 9 * 3)
+    monkeypatch.setattr(module, "_MOST_SCORES", 2 * 9 * 3)
     (block,) = query_blocks(segments(), 2, torch.device("meta"))
     assert block.visible.shape == (3, 9)
 
@@ -108,7 +116,7 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> 
 def test_attention_to_chosen_keys_with_groups_of_heads(
     monkeypatch: pytest.MonkeyPatch, kv_heads: int, most: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    monkeypatch.setattr(indexer, "_MOST_SCORES", most)
+    monkeypatch.setattr(module, "_MOST_SCORES", most)
     generator = torch.Generator().manual_seed(0)
     shapes = (sum(QUERIES), 4, 6), (sum(KEYS), kv_heads, 6), (sum(KEYS), kv_heads, 5)
     leaves: Any = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]

@@ -22,7 +22,7 @@ T, H, V = 13, 5, 900
 SIZES = (300, 257, 343)
 
 
-class Meeting:
+class Rendezvous:
     """Reductions over ranks that are threads."""
 
     def __init__(self, ranks: int) -> None:
@@ -59,9 +59,9 @@ def inputs(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return scale * hidden, weight, bias, labels
 
 
-def on_ranks[R](work: Callable[[int, int, int, VocabularyShard], R]) -> tuple[list[R], Meeting]:
+def on_ranks[R](work: Callable[[int, int, int, VocabularyShard], R]) -> tuple[list[R], Rendezvous]:
     """``work(rank, start, stop, shard)`` on every rank."""
-    meeting = Meeting(len(SIZES))
+    meeting = Rendezvous(len(SIZES))
     starts = [sum(SIZES[:rank]) for rank in range(len(SIZES))]
     with ThreadPoolExecutor(len(SIZES)) as pool:
         futures = [

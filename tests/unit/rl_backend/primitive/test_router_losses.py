@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.expert_use import expert_use
-from rl_backend.primitive.router import RouterSettings, Routing, choose_experts, expert_weights
-from rl_backend.primitive.router_losses import (
+from rl_backend.primitive.router import (
     RouterLossCoefficients,
+    RouterSettings,
+    Routing,
     RowSequences,
+    choose_experts,
+    expert_use,
+    expert_weights,
     load_balancing_loss,
     router_z_loss,
     sequence_balancing_loss,

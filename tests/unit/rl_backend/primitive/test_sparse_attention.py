@@ -12,11 +12,10 @@ from torch import Tensor
 
 from rl_backend.lab.plan.activations import LiveBytes
 from rl_backend.model.mixers.indexer import Indexer, IndexerSpec
-from rl_backend.primitive import indexer
+from rl_backend.primitive import sparse_attention as module
 from rl_backend.primitive.attention import Segments, packed_attention
-from rl_backend.primitive.indexer import IndexTerms, choose_keys, index_scores
 from rl_backend.primitive.rope import Rotary, rotary_cos_sin
-from rl_backend.primitive.sparse_attention import indexer_loss, sparse_attention
+from rl_backend.primitive.sparse_attention import IndexTerms, choose_keys, index_scores, indexer_loss, sparse_attention
 from tests.support import plain_sparse
 
 LENGTHS = (1, 7, 2, 13, 5)
@@ -43,7 +42,7 @@ def draw(lengths: Sequence[int] = LENGTHS, dtype: torch.dtype = torch.float64) -
 @pytest.fixture(params=[2**24, 40])
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block for a sequence, or one for each of a few queries."""
-    monkeypatch.setattr(indexer, "_MOST_SCORES", request.param)
+    monkeypatch.setattr(module, "_MOST_SCORES", request.param)
 
 
 @pytest.mark.shows(
@@ -223,7 +222,7 @@ def test_a_planned_pass_keeps_no_scores() -> None:
     with LiveBytes([query, key, value, chosen]) as live:
         out = sparse_attention(query, key, value, segments_of([length]), chosen)
         assert live.live < 2 * out.numel() + 1024
-        assert live.peak < live.live + 2 * 2 * indexer._MOST_SCORES
+        assert live.peak < live.live + 2 * 2 * module._MOST_SCORES
         of_query, of_key, of_value = torch.autograd.grad(out, (query, key, value), torch.empty_like(out))
     assert time.process_time() - began < 10
     for gradient, tensor in ((of_query, query), (of_key, key), (of_value, value)):

@@ -61,7 +61,7 @@ def test_the_tokens_at_work_are_chosen_with_their_temperatures_and_products() ->
     active = torch.tensor([False, True, True, False, True])
     narrow, matrix = torch.randn(5, 2), torch.randn(VOCABULARY, 2)
     by_token = torch.linspace(0.5, 2.5, 5)
-    tokens, positions = Tokens.select(hidden, labels, by_token, active, 3, LowRank(narrow, matrix))
+    tokens, positions = Tokens.select(hidden, labels, by_token, active, 3, LowRank(narrow, matrix, torch.zeros_like(matrix)))
     assert positions.tolist() == [1, 2, 4] and tokens.labels.tolist() == [2, 4, 8] and tokens.start == 3
     assert torch.equal(tokens.hidden, hidden[positions])
     assert tokens.temperature is not None and tokens.temperature.tolist() == [[1.0], [1.5], [2.5]]
@@ -99,7 +99,7 @@ def test_a_tile_has_the_logits_of_its_tokens_and_words(temperature: Tensor | flo
     narrow, matrix = torch.randn(9, 2, generator=generator), torch.randn(VOCABULARY, 2, generator=generator)
     weight, bias = torch.randn(VOCABULARY, HIDDEN, generator=generator), torch.randn(VOCABULARY, generator=generator)
     labels = torch.tensor([0, 0, 0, 25, 29, 24, 30, -100, 0])
-    tokens = tokens._replace(labels=labels, added=LowRank(narrow, matrix), bias=bias)
+    tokens = tokens._replace(labels=labels, added=LowRank(narrow, matrix, torch.zeros_like(matrix)), bias=bias)
     chunk, words = slice(3, 8), slice(5, 10)
     tile = Tile.of(tokens, chunk, weight, words)
     assert tile.inside.tolist() == [True, True, False, False, False]

@@ -26,8 +26,7 @@ from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.model.blocks import RouterInput
 from rl_backend.model.feedforward.moe import MoE
 from rl_backend.primitive.experts import SwiGLUExperts
-from rl_backend.primitive.router import RouterSettings
-from rl_backend.primitive.router_losses import RouterLossCoefficients
+from rl_backend.primitive.router import RouterLossCoefficients, RouterSettings
 from tests.support.bridge_runs import open_bridge
 from tests.support.moe import write_moe
 from tests.support.native import deal, micro_batches, open_runtime, token_loss

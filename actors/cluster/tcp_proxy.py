@@ -1,7 +1,7 @@
-"""A door to a port of this machine's loopback address, for processes on other nodes that know a secret.
+"""Authenticated proxy to a port of this machine's loopback address, for processes on other nodes that know a secret.
 
 The owner of the port opens a :class:`Gate` on an address that other nodes reach. A process elsewhere opens a
-:class:`Doorway`, whose port on its own loopback address leads through the gate. Both ends prove that they know the secret
+:class:`TcpProxy`, whose port on its own loopback address leads through the gate. Both ends prove that they know the secret
 before a byte passes (HMAC-SHA256 over fresh random numbers of both); what passes then is not encrypted.
 """
 
@@ -126,7 +126,7 @@ class Gate(Listener):
         return socket.create_connection(self._target, timeout=HANDSHAKE_SECONDS)
 
 
-class Doorway(Listener):
+class TcpProxy(Listener):
     """A port of this machine's loopback address that leads through a gate elsewhere.
 
     Raises:
@@ -154,7 +154,7 @@ def pass_gate(gate: tuple[str, int], secret: bytes) -> socket.socket:
     Raises:
         RLBackendError: the gate does not answer, or has another secret.
     """
-    where = f"the meeting point at {gate[0]}:{gate[1]}"
+    where = f"the rendezvous at {gate[0]}:{gate[1]}"
     try:
         connection = socket.create_connection(gate, timeout=HANDSHAKE_SECONDS)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Linear layers of a frozen model, with low-rank products of several adapters beside them.
+"""Linear layers, embeddings and heads of a frozen model, with low-rank products of several adapters beside them.
 
 Each adapter works on rows of its own; the product with the frozen weight is one for all rows. Gradients of the adapters'
 factors go straight into their buffers, outside of autograd. On a CPU a row of a matrix product does not depend on how many
@@ -6,7 +6,9 @@ other rows there are, once there are :data:`ENOUGH_ROWS`: what an adapter comput
 beside it. Fewer rows are padded.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_backend.primitive.adapter_runs import AdapterRun, Columns, Factors, dropped, runs_at_work
+from rl_backend.primitive.adapter_runs import AdapterRun, Columns, Factors, dropped, runs_at_work, split_by_adapter
 
 ENOUGH_ROWS = 16
 """From so many rows on, products of float32 matrices take one path in the libraries tried, with one thread or several."""
@@ -221,3 +223,151 @@ def add_products(buffers: list[Tensor], a: Tensor, b: Tensor) -> None:
     """
     products = torch.bmm(a, b)[:, : buffers[0].shape[0]]
     torch._foreach_add_(buffers, list(products.to(buffers[0].dtype).unbind()))
+
+
+HEAD = "lm_head"
+"""Hugging Face name of the module of the vocabulary projection."""
+
+
+def parts_of_head(adapters: Sequence[AdapterRun], num_rows: int) -> Iterator[tuple[slice, AdapterRun | None]]:
+    """Rows that are computed together, and the adapter of the head that works on them."""
+    start = 0
+    for rows, run in split_by_adapter(adapters, num_rows):
+        if run is not None and HEAD in run.modules:
+            if start < rows.start:
+                yield slice(start, rows.start), None
+            yield rows, run
+            start = rows.stop
+    if start < num_rows or not num_rows:
+        yield slice(start, num_rows), None
+
+
+class Narrowed(torch.autograd.Function):
+    """``scale * dropout(x) @ a.T`` of one adapter's rows; the gradient of ``a`` goes to its buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, draw: int | None, factors: Factors) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.draw, ctx.factors = draw, factors
+        return _narrow(dropped(x, draw, factors), factors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        factors, scaled = ctx.factors, grad * ctx.factors.scale
+        _add_product(factors.grad_a, scaled.t(), dropped(x, ctx.draw, factors))
+        return dropped(scaled @ factors.a.to(grad.dtype), ctx.draw, factors), None, None
+
+
+def adapted_embedding(tokens: Tensor, weight: Tensor, name: str) -> Tensor:
+    """Rows of ``weight``, plus ``scale * b @ a[:, token]`` for the tokens of each adapter that has ``name``.
+
+    Args:
+        tokens: (T,) int64.
+        weight: (vocab_size, hidden_size), frozen.
+    """
+    work = [(run, run.modules[name]) for run in runs_at_work() if name in run.modules]
+    if not work:
+        return F.embedding(tokens, weight)
+    # Tokens have no gradient; something has to ask for those of the factors.
+    anchor = weight.new_zeros((), requires_grad=torch.is_grad_enabled())
+    looked_up: Tensor = _AdaptedEmbedding.apply(anchor, tokens, weight, work)
+    return looked_up
+
+
+class _AdaptedEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, tokens: Tensor, weight: Tensor, work: Sequence[tuple[AdapterRun, Factors]]
+    ) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.work = work
+        hidden = F.embedding(tokens, weight)
+        for run, factors in work:
+            rows = slice(run.start, run.stop)
+            hidden[rows] += _looked_up(tokens[rows], factors).to(hidden.dtype) @ factors.b.to(hidden.dtype).t()
+        return hidden
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        for run, factors in ctx.work:
+            own, grad_own = tokens[run.start : run.stop], grad[run.start : run.stop]
+            _add_product(factors.grad_b, grad_own.t(), _looked_up(own, factors).to(grad.dtype))
+            grad_narrow = (grad_own @ factors.b.to(grad.dtype)).mul_(factors.scale)
+            factors.grad_a.index_add_(1, own, grad_narrow.to(factors.grad_a.dtype).t())
+        return None, None, None, None
+
+
+def _looked_up(tokens: Tensor, factors: Factors) -> Tensor:
+    """(rows,) -> (rows, rank)"""
+    return factors.a.t()[tokens].mul_(factors.scale)
+
+
+def _narrow(x: Tensor, factors: Factors) -> Tensor:
+    """``scale * x @ a.T``: (rows, in_features) -> (rows, rank)"""
+    return (x @ factors.a.to(x.dtype).t()).mul_(factors.scale)
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """``out += a @ b``, in the dtype of the factors."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
+    else:
+        out.add_(a @ b)
+
+
+logger = logging.getLogger(__name__)
+
+_STACKED = 10
+_ROWS = _STACKED * ENOUGH_ROWS
+_FEATURES = ((64, 16), (128, 192), (512, 64))
+_RUNS = ((0, 3), (5, 21), (33, _ROWS))
+
+
+def rows_are_exact(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether some rows give the same bits alone as beside others, in the products of a linear layer and of an adapter.
+
+    Holds for what was tried alone, so False on a GPU, whose library chooses kernels by the number of rows. Some
+    milliseconds once for each process, dtype, device and number of threads. A failure is logged.
+    """
+    return device.type == "cpu" and _tried(dtype, torch.get_num_threads())
+
+
+@lru_cache
+def _tried(dtype: torch.dtype, num_threads: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    for inputs, outputs in _FEATURES:
+        shapes = (_ROWS, inputs), (outputs, inputs), (_ROWS, outputs)
+        x, weight, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        exact = all(_is_exact(x, weight, grad, slice(*run)) for run in _RUNS)
+        if not (exact and _stacks_are_exact(x, weight, grad)):
+            logger.warning(
+                "rows of products of %s matrices on this CPU depend on others (%d threads): LoRA tenants' updates are the "
+                "same alone and beside others to rounding, not to the last bit",
+                dtype,
+                num_threads,
+            )
+            return False
+    return True
+
+
+def _is_exact(x: Tensor, weight: Tensor, grad: Tensor, run: slice) -> bool:
+    own_x, own_grad = x[run].clone(), grad[run].clone()
+    return (
+        torch.equal(padded_product(own_x, weight.t()), padded_product(x, weight.t())[run])
+        and torch.equal(padded_product(own_grad, weight), padded_product(grad, weight)[run])
+        and torch.equal(own_grad.t() @ own_x, grad[run].t() @ x[run])
+    )
+
+
+def _stacks_are_exact(x: Tensor, weight: Tensor, grad: Tensor) -> bool:
+    """Whether matrices give in one product of stacks what each gives alone."""
+    xs, grads = (each.view(_STACKED, ENOUGH_ROWS, -1) for each in (x, grad))
+    weights = torch.stack([weight.roll(index, 0) for index in range(_STACKED)])
+    return all(
+        torch.equal(torch.bmm(a, b), torch.cat([torch.bmm(*pair) for pair in zip(a.split(1), b.split(1), strict=True)]))
+        for a, b in ((xs, weights.mT), (grads, weights), (grads.mT, xs))
+    )

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-import actors.cluster.gate
-from actors.cluster.gate import Doorway, Gate, pass_gate
-from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting, meeting_address
+import actors.cluster.tcp_proxy
+from actors.cluster.rendezvous import Rendezvous, RendezvousPoint, RendezvousRoute, rendezvous_address
+from actors.cluster.tcp_proxy import Gate, TcpProxy, pass_gate
 from rl_backend.contracts import RLBackendError
-from rl_backend.parallel.store import LOOPBACK
+from rl_backend.parallel.groups import LOOPBACK
 
 ELSEWHERE = "127.0.0.2"
 """Stands for a node's address: not the one on which stores listen."""
@@ -31,8 +31,8 @@ TIMEOUT = timedelta(seconds=5)
 
 
 @pytest.fixture
-def point() -> Iterator[MeetingPoint]:
-    point = MeetingPoint(ELSEWHERE, TIMEOUT)
+def point() -> Iterator[RendezvousPoint]:
+    point = RendezvousPoint(ELSEWHERE, TIMEOUT)
     yield point
     point.close()
 
@@ -42,23 +42,23 @@ def store_at(port: int) -> TCPStore:
 
 
 @pytest.mark.shows("security: a process without a group's secret is turned away before it reads or writes the store")
-def test_a_joiner_without_the_secret_is_turned_away(point: MeetingPoint) -> None:
+def test_a_joiner_without_the_secret_is_turned_away(point: RendezvousPoint) -> None:
     point.store.set("key", "value")
-    gate = (point.meeting.host, point.meeting.port)
-    for secret in (b"", secrets.token_bytes(32), point.meeting.secret[:-1]):
+    gate = (point.rendezvous.host, point.rendezvous.port)
+    for secret in (b"", secrets.token_bytes(32), point.rendezvous.secret[:-1]):
         with pytest.raises(RLBackendError, match=r"127\.0\.0\.2:\d+ turned this process away: it has another secret"):
-            PathToMeeting(Meeting(*gate, secret))
+            RendezvousRoute(Rendezvous(*gate, secret))
     with pytest.raises(Exception, match=r".*"):
-        TCPStore(ELSEWHERE, point.meeting.port, is_master=False, timeout=timedelta(seconds=2)).get("key")
+        TCPStore(ELSEWHERE, point.rendezvous.port, is_master=False, timeout=timedelta(seconds=2)).get("key")
 
 
-def test_the_store_itself_cannot_be_reached_on_the_nodes_address(point: MeetingPoint) -> None:
+def test_the_store_itself_cannot_be_reached_on_the_nodes_address(point: RendezvousPoint) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((ELSEWHERE, point.store.port), timeout=5)
 
 
-def test_members_with_the_secret_share_the_store(point: MeetingPoint) -> None:
-    path = PathToMeeting(point.meeting)
+def test_members_with_the_secret_share_the_store(point: RendezvousPoint) -> None:
+    path = RendezvousRoute(point.rendezvous)
     one, other = store_at(path.port), store_at(path.port)
     waiting = threading.Thread(target=lambda: one.set("heard", other.get("late")))
     waiting.start()
@@ -73,9 +73,9 @@ def test_members_with_the_secret_share_the_store(point: MeetingPoint) -> None:
 
 
 def test_a_connection_that_the_gate_refuses_is_closed_and_later_ones_pass(
-    point: MeetingPoint, monkeypatch: pytest.MonkeyPatch
+    point: RendezvousPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Doorway(LOOPBACK, (point.meeting.host, point.meeting.port), point.meeting.secret)
+    path = TcpProxy(LOOPBACK, (point.rendezvous.host, point.rendezvous.port), point.rendezvous.secret)
     refused: list[bool] = []
 
     def pass_or_refuse(*gate: Any) -> socket.socket:
@@ -84,7 +84,7 @@ def test_a_connection_that_the_gate_refuses_is_closed_and_later_ones_pass(
             raise RLBackendError("the gate does not answer")
         return pass_gate(*gate)
 
-    monkeypatch.setattr(actors.cluster.gate, "pass_gate", pass_or_refuse)
+    monkeypatch.setattr(actors.cluster.tcp_proxy, "pass_gate", pass_or_refuse)
     open_before = None
     for number in range(4):
         if number < 2:
@@ -115,13 +115,13 @@ def test_something_else_that_answers_in_the_gates_place_is_not_trusted() -> None
         thread.join()
 
 
-def test_a_proof_that_was_overheard_is_worth_nothing(point: MeetingPoint) -> None:
+def test_a_proof_that_was_overheard_is_worth_nothing(point: RendezvousPoint) -> None:
     """What one joiner sent is sent again: the gate asks something else each time."""
-    gate = (point.meeting.host, point.meeting.port)
+    gate = (point.rendezvous.host, point.rendezvous.port)
     heard: list[bytes] = []
     with socket.create_connection(gate, timeout=5) as first:
         asked, nonce = first.recv(32), secrets.token_bytes(32)
-        heard.append(nonce + actors.cluster.gate._proof(point.meeting.secret, b"rl_backend joiner", asked, nonce))
+        heard.append(nonce + actors.cluster.tcp_proxy._proof(point.rendezvous.secret, b"rl_backend joiner", asked, nonce))
         first.sendall(heard[0])
         assert len(first.recv(32)) == 32
     with socket.create_connection(gate, timeout=5) as second:
@@ -130,17 +130,17 @@ def test_a_proof_that_was_overheard_is_worth_nothing(point: MeetingPoint) -> Non
         assert second.recv(32) == b""
 
 
-def test_who_says_nothing_does_not_hold_up_the_others(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = (point.meeting.host, point.meeting.port)
+def test_who_says_nothing_does_not_hold_up_the_others(point: RendezvousPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = (point.rendezvous.host, point.rendezvous.port)
     silent = [socket.create_connection(gate, timeout=5) for _ in range(20)]
-    path = PathToMeeting(point.meeting)
+    path = RendezvousRoute(point.rendezvous)
     assert store_at(path.port).add("count", 1) == 1
     for connection in silent:
         connection.close()
 
 
-def test_a_gate_outlives_a_time_without_descriptors(point: MeetingPoint) -> None:
-    gate = (point.meeting.host, point.meeting.port)
+def test_a_gate_outlives_a_time_without_descriptors(point: RendezvousPoint) -> None:
+    gate = (point.rendezvous.host, point.rendezvous.port)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Sockets of the joiners are there before the limit; only the gate needs more.
     joiners = [socket.socket() for _ in range(4)]
@@ -159,7 +159,7 @@ def test_a_gate_outlives_a_time_without_descriptors(point: MeetingPoint) -> None
             os.close(descriptor)
         for joiner in joiners:
             joiner.close()
-    pass_gate(gate, point.meeting.secret).close()
+    pass_gate(gate, point.rendezvous.secret).close()
 
 
 @pytest.mark.parametrize("number", [errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS])
@@ -188,10 +188,10 @@ def dribble(connection: socket.socket, stop: threading.Event) -> None:
             connection.sendall(b"x")
 
 
-def test_who_speaks_slowly_is_turned_away_in_time(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.cluster.gate, "HANDSHAKE_SECONDS", 0.5)
+def test_who_speaks_slowly_is_turned_away_in_time(point: RendezvousPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.cluster.tcp_proxy, "HANDSHAKE_SECONDS", 0.5)
     stop = threading.Event()
-    with socket.create_connection((point.meeting.host, point.meeting.port), timeout=5) as joiner:
+    with socket.create_connection((point.rendezvous.host, point.rendezvous.port), timeout=5) as joiner:
         assert len(joiner.recv(32)) == 32
         talker = threading.Thread(target=dribble, args=(joiner, stop))
         talker.start()
@@ -205,7 +205,7 @@ def test_who_speaks_slowly_is_turned_away_in_time(point: MeetingPoint, monkeypat
 
 
 def test_a_gate_that_speaks_slowly_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.cluster.gate, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(actors.cluster.tcp_proxy, "HANDSHAKE_SECONDS", 0.5)
     stop = threading.Event()
     with socket.create_server((LOOPBACK, 0)) as impostor:
         talker = threading.Thread(target=lambda: dribble(impostor.accept()[0], stop))
@@ -218,23 +218,23 @@ def test_a_gate_that_speaks_slowly_is_left_in_time(monkeypatch: pytest.MonkeyPat
         talker.join()
 
 
-def test_a_crowd_that_says_nothing_gives_up_its_places(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.cluster.gate, "MOST_PENDING", 8)
-    monkeypatch.setattr(actors.cluster.gate, "PLACE_SECONDS", 0.2)
-    gate = (point.meeting.host, point.meeting.port)
+def test_a_crowd_that_says_nothing_gives_up_its_places(point: RendezvousPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.cluster.tcp_proxy, "MOST_PENDING", 8)
+    monkeypatch.setattr(actors.cluster.tcp_proxy, "PLACE_SECONDS", 0.2)
+    gate = (point.rendezvous.host, point.rendezvous.port)
     before = threading.active_count()
     silent = [socket.create_connection(gate, timeout=5) for _ in range(40)]
-    pass_gate(gate, point.meeting.secret).close()
+    pass_gate(gate, point.rendezvous.secret).close()
     assert threading.active_count() - before <= 10
     for connection in silent:
         connection.close()
 
 
-def test_a_crowd_with_the_secret_is_let_in_whole(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.cluster.gate, "MOST_PENDING", 4)
-    gate = (point.meeting.host, point.meeting.port)
+def test_a_crowd_with_the_secret_is_let_in_whole(point: RendezvousPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.cluster.tcp_proxy, "MOST_PENDING", 4)
+    gate = (point.rendezvous.host, point.rendezvous.port)
     with ThreadPoolExecutor(32) as members:
-        for connection in members.map(lambda _: pass_gate(gate, point.meeting.secret), range(64)):
+        for connection in members.map(lambda _: pass_gate(gate, point.rendezvous.secret), range(64)):
             connection.close()
 
 
@@ -242,7 +242,7 @@ def test_a_gate_that_is_gone_is_an_error_that_says_so() -> None:
     with socket.create_server((LOOPBACK, 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(RLBackendError, match=rf"127\.0\.0\.1:{port} cannot be reached .* firewall"):
-        Doorway(LOOPBACK, (LOOPBACK, port), b"secret")
+        TcpProxy(LOOPBACK, (LOOPBACK, port), b"secret")
 
 
 def test_a_closed_gate_lets_nobody_in() -> None:
@@ -262,18 +262,18 @@ def test_a_closed_gate_lets_nobody_in() -> None:
     ],
 )
 def test_processes_of_one_machine_meet_on_its_loopback_address(nodes: list[str], expected: str) -> None:
-    assert meeting_address(nodes) == expected
+    assert rendezvous_address(nodes) == expected
 
 
 def test_a_meeting_does_not_show_its_secret() -> None:
-    assert "hidden" not in repr(Meeting("10.0.0.1", 1, b"hidden"))
+    assert "hidden" not in repr(Rendezvous("10.0.0.1", 1, b"hidden"))
 
 
 def test_a_connection_may_be_silent_for_longer_than_a_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.cluster.gate, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(actors.cluster.tcp_proxy, "HANDSHAKE_SECONDS", 0.2)
     with socket.create_server((LOOPBACK, 0)) as behind:
         gate = Gate(ELSEWHERE, behind.getsockname()[:2], b"secret")
-        doorway = Doorway(LOOPBACK, (ELSEWHERE, gate.port), b"secret")
+        doorway = TcpProxy(LOOPBACK, (ELSEWHERE, gate.port), b"secret")
         behind.settimeout(5)
         behind.accept()[0].close()  # the doorway has tried the gate
         with socket.create_connection((LOOPBACK, doorway.port), timeout=5) as inside:

@@ -1,25 +1,65 @@
-"""Families that are mixtures of experts over grouped-query attention, with routers of their own kinds."""
+"""Mixtures of experts over grouped-query attention: Mixtral, Qwen3-MoE, MiniMax-M2, GLM-4.5 and gpt-oss."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from rl_backend.model.decoder import decoder_family
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.families import decoder_family, full_attention, read_decoder, read_layer_types, read_router
+from rl_backend.model.families.reading import (
+    after_dense_layers,
+    full_attention,
+    in_sparse_layers,
+    read_decoder,
+    read_layer_types,
+    read_router,
+    read_sigmoid_mixture,
+    weights_behind_layers,
+    window_of_every_layer,
+    windows_by_layer_type,
+    with_draft_layer,
+)
 from rl_backend.model.feedforward.moe import ExpertNames, MoESpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.registry import register_model
-from rl_backend.model.sigmoid_mixtures import (
-    after_dense_layers,
-    read_sigmoid_mixture,
-    sigmoid_mixture_family,
-    with_draft_layer,
-)
-from rl_backend.primitive.clamped_experts import LIMIT
+from rl_backend.primitive.experts import LIMIT
 from rl_backend.primitive.norm import NormSpec
 
+
+def mixtral(config: HFConfig) -> DecoderSpec:
+    """Mixtral 8x7B and 8x22B (Jiang et al., arXiv 2401.04088): experts in every layer, a softmax over the chosen ones."""
+    config.require(
+        {"attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (), "router_jitter_noise": (0, 0.0)}
+    )
+    windows = full_attention(config) if config.get("sliding_window") is None else window_of_every_layer(config)
+    # The same weights as a softmax over the chosen logits, computed as transformers and vLLM do.
+    router, names = read_router(config, normalise=True), ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+    mixture = MoESpec(router, config.positive_int("intermediate_size"), names)
+    return read_decoder(
+        config,
+        windows,
+        [mixture] * len(windows),
+        norm=NormSpec(config.positive_float("rms_norm_eps", 1e-5)),
+        default_theta=1e6,
+        default_kv_heads=8,
+    )
+
+
+def qwen3_moe(config: HFConfig) -> DecoderSpec:
+    """Qwen3-MoE (arXiv 2505.09388): Qwen3 with experts chosen by a softmax over all of them.
+
+    Every ``decoder_sparse_step``-th layer has experts, except those that ``mlp_only_layers`` names.
+    """
+    config.require({"attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,)})
+    router = read_router(config, normalise=config.flag("norm_topk_prob"))
+    feed_forward = in_sparse_layers(config, MoESpec(router, config.positive_int("moe_intermediate_size")))
+    return read_decoder(config, windows_by_layer_type(config), feed_forward, default_kv_heads=4, qk_norm=True)
+
+
 _MINIMAX_HEAD_DIM = 128
+
+
 _MINIMAX_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "router_jitter_noise": (0, 0.0),
@@ -138,8 +178,12 @@ def _part_of_head(config: HFConfig) -> float:
     return min(1.0, math.nextafter(rotated / head_dim, 2.0))
 
 
+MIXTRAL = decoder_family("mixtral", mixtral)
+QWEN3_MOE = decoder_family("qwen3_moe", qwen3_moe)
 for family in (
-    sigmoid_mixture_family("glm4_moe", glm4_moe),
+    MIXTRAL,
+    QWEN3_MOE,
+    decoder_family("glm4_moe", glm4_moe, weights_behind_layers),
     decoder_family("gpt_oss", gpt_oss),
     decoder_family("minimax_m2", minimax_m2),
 ):

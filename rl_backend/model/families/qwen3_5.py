@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from rl_backend.model.blocks import FeedForwardSpec
+from rl_backend.model.decoder import decoder_family
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.families import (
-    decoder_family,
+from rl_backend.model.families.reading import (
     in_sparse_layers,
     read_decoder,
     read_layer_types,
@@ -33,6 +33,8 @@ _HONOURED: Mapping[str, tuple[Any, ...]] = {
     "sliding_window": (),
     "use_sliding_window": (False,),
 }
+
+
 _KEPT = ("model.visual.", "mtp.")
 
 
@@ -137,12 +139,13 @@ def _released_family(name: str, read: Callable[[HFConfig], DecoderSpec]) -> Mode
         decoder = read(HFConfig({**text, "tie_word_embeddings": tied[0] if tied else False}, name))
         return replace(decoder, prefix="model.language_model")
 
-    family = decoder_family(name, read)
-    return replace(family, hf_model_types=(name, f"{name}_text"), parse_config=parse, kept_weights=lambda _: _KEPT)
+    family = decoder_family(name, read, lambda _: _KEPT)
+    return replace(family, hf_model_types=(name, f"{name}_text"), parse_config=parse)
 
 
-QWEN3_5 = _released_family("qwen3_5", qwen3_5)
-QWEN3_5_MOE = _released_family("qwen3_5_moe", qwen3_5_moe)
-QWEN3_NEXT = replace(decoder_family("qwen3_next", qwen3_next), kept_weights=lambda _: _KEPT[1:])
-for family in (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT):
+for family in (
+    _released_family("qwen3_5", qwen3_5),
+    _released_family("qwen3_5_moe", qwen3_5_moe),
+    decoder_family("qwen3_next", qwen3_next, lambda _: _KEPT[1:]),
+):
     register_model(family)

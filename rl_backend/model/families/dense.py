@@ -1,24 +1,58 @@
-"""Families that are Llama but for activations, norms, scales, biases or names: fields of their specification."""
+"""Dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma, Granite, OLMo 2, StarCoder 2, Phi and Nemotron."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rl_backend.model.blocks import LayerNorms, LayerSpec
+from rl_backend.model.decoder import decoder_family
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.families import (
-    decoder_family,
+from rl_backend.model.families.reading import (
     full_attention,
     read_activation,
     read_decoder,
     read_layer_types,
     swiglu_in_every_layer,
     window_of_every_layer,
+    windows_by_layer_type,
 )
-from rl_backend.model.feedforward.mlp import MLPNames, MLPSpec
+from rl_backend.model.feedforward.dense import MLPNames, MLPSpec
 from rl_backend.model.hf_config import HFConfig, read_rotary
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.registry import register_model
 from rl_backend.primitive.norm import NormSpec
+
+
+def qwen2(config: HFConfig) -> DecoderSpec:
+    """Qwen2 and Qwen2.5 (arXiv 2407.10671): biases in the projections of queries, keys and values."""
+    config.require({"attention_bias": (True,), "mlp_bias": (False,)})
+    windows, feed_forward = windows_by_layer_type(config), swiglu_in_every_layer(config)
+    return read_decoder(config, windows, feed_forward, default_kv_heads=32, qkv_bias=True)
+
+
+def qwen3(config: HFConfig) -> DecoderSpec:
+    """Dense Qwen3 (arXiv 2505.09388): normalised queries and keys; transformers 4.51 or later."""
+    config.require({"attention_bias": (False,), "mlp_bias": (False,)})
+    windows, feed_forward = windows_by_layer_type(config), swiglu_in_every_layer(config)
+    return read_decoder(config, windows, feed_forward, default_head_dim=128, default_kv_heads=32, qk_norm=True)
+
+
+def llama(config: HFConfig) -> DecoderSpec:
+    """Llama 1 to 3 (Touvron et al., arXiv 2302.13971, 2307.09288; Grattafiori et al., arXiv 2407.21783).
+
+    ``attention_bias`` puts biases into all four projections of the attention, ``mlp_bias`` into the three of the
+    feed-forward block. ``rope_theta`` is 10000 where it is absent, as in Llama 1 and 2.
+    """
+    config.require({"rope_interleaved": (False,)})
+    bias, feed_forward = config.flag("attention_bias"), swiglu_in_every_layer(config, bias=config.flag("mlp_bias"))
+    return read_decoder(config, full_attention(config), feed_forward, default_theta=10000.0, qkv_bias=bias, output_bias=bias)
+
+
+def mistral(config: HFConfig) -> DecoderSpec:
+    """Mistral 7B and Nemo (Jiang et al., arXiv 2310.06825): one sliding window for all layers, or none."""
+    config.require({"attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": ()})
+    windows, feed_forward = window_of_every_layer(config), swiglu_in_every_layer(config)
+    return read_decoder(config, windows, feed_forward, default_theta=10000.0, default_kv_heads=8)
+
 
 GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
 """transformers' names of GELU's tanh form."""
@@ -246,7 +280,13 @@ def layer_norm(config: HFConfig, eps: str) -> NormSpec:
     return NormSpec(config.positive_float(eps, 1e-5), "layer", bias=True)
 
 
+QWEN2 = decoder_family("qwen2", qwen2)
+QWEN3 = decoder_family("qwen3", qwen3)
 for family in (
+    decoder_family("llama", llama),
+    decoder_family("mistral", mistral),
+    QWEN2,
+    QWEN3,
     decoder_family("gemma", gemma),
     decoder_family("gemma3_text", gemma3_text),
     decoder_family("granite", granite),

@@ -1,4 +1,4 @@
-"""One rank of a job that does not run, in a process alone: its groups, mesh and place."""
+"""Fake process groups: one rank of a layout whose other ranks do not exist."""
 
 import sys
 from collections.abc import Generator
@@ -15,7 +15,7 @@ META = torch.device("meta")
 
 
 @contextmanager
-def imagined_rank(parallel: ParallelConfig, rank: int, world_size: int) -> Generator[ParallelGroups]:
+def fake_rank(parallel: ParallelConfig, rank: int, world_size: int) -> Generator[ParallelGroups]:
     """The groups of global rank ``rank``, with which a model can be laid out, and run, on the meta device.
 
     They are torch's fake process groups: collectives return at once and move nothing.

@@ -1,4 +1,4 @@
-"""Meeting points, interfaces, ports and processes' causes, on this machine's loopback addresses."""
+"""Rendezvous points, interfaces, ports and processes' causes, on this machine's loopback addresses."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 import ray
 
-from actors.cluster import meeting, placement
-from actors.cluster.meeting import (
-    Meeting,
-    MeetingPoint,
-    PathToMeeting,
-    interface_of,
-    meeting_address,
-    use_interface,
-)
+from actors.cluster import placement, rendezvous
 from actors.cluster.placement import gpus_each, reserve, share_cluster, thread_environment
-from actors.cluster.ports import is_port_clash, with_free_port
+from actors.cluster.rendezvous import (
+    Rendezvous,
+    RendezvousPoint,
+    RendezvousRoute,
+    interface_of,
+    is_port_clash,
+    rendezvous_address,
+    use_interface,
+    with_free_port,
+)
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError
-from rl_backend.parallel.store import LOOPBACK
+from rl_backend.parallel.groups import LOOPBACK
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ from rl_backend.parallel.store import LOOPBACK
     [(["a"], LOOPBACK), (["a", "a", "a"], LOOPBACK), (["a", "b"], "a"), (["a", "a", "b"], "a"), (["b", "a", "a"], "b")],
 )
 def test_processes_meet_at_the_first_node_unless_all_are_one(nodes: list[str], address: str) -> None:
-    assert meeting_address(iter(nodes)) == address
+    assert rendezvous_address(iter(nodes)) == address
 
 
 def test_interfaces_are_found_by_their_address() -> None:
@@ -53,14 +54,14 @@ def test_gloo_uses_the_interface_of_the_meeting_unless_one_is_named(
     here: str, address: str, found: str | None, interface: str | None, prefers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(meeting, "node_address", lambda: here)
+    monkeypatch.setattr(rendezvous, "node_address", lambda: here)
 
     def interface_at(given: str) -> str | None:
         asked.append(given)
         return found
 
-    monkeypatch.setattr(meeting, "interface_of", interface_at)
-    monkeypatch.setattr(meeting, "prefer_loopback", lambda environment: asked.append(environment is os.environ))
+    monkeypatch.setattr(rendezvous, "interface_of", interface_at)
+    monkeypatch.setattr(rendezvous, "prefer_loopback", lambda environment: asked.append(environment is os.environ))
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     use_interface(address)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
@@ -71,31 +72,31 @@ def test_gloo_uses_the_interface_of_the_meeting_unless_one_is_named(
 
 
 def test_on_one_machine_there_is_no_gate_and_no_doorway() -> None:
-    point = MeetingPoint(LOOPBACK, timedelta(seconds=5))
-    assert point.meeting == Meeting(LOOPBACK, point.store.port) and point.meeting.secret == b""
-    assert point.meeting.on_one_machine and not Meeting("10.0.0.1", 1).on_one_machine
-    path = PathToMeeting(point.meeting)
+    point = RendezvousPoint(LOOPBACK, timedelta(seconds=5))
+    assert point.rendezvous == Rendezvous(LOOPBACK, point.store.port) and point.rendezvous.secret == b""
+    assert point.rendezvous.on_one_machine and not Rendezvous("10.0.0.1", 1).on_one_machine
+    path = RendezvousRoute(point.rendezvous)
     assert path.port == point.store.port
     path.close()
     point.close()
 
 
 def test_elsewhere_a_path_leads_through_the_gate_until_either_is_closed() -> None:
-    point = MeetingPoint("127.0.0.2", timedelta(seconds=5))
-    assert point.meeting.host == "127.0.0.2" and point.meeting.port != point.store.port
-    assert len(point.meeting.secret) == 32 and not point.meeting.on_one_machine
-    other = MeetingPoint("127.0.0.2", timedelta(seconds=5))
-    assert other.meeting.secret != point.meeting.secret
-    path = PathToMeeting(point.meeting)
-    assert path.port not in (point.meeting.port, point.store.port)
+    point = RendezvousPoint("127.0.0.2", timedelta(seconds=5))
+    assert point.rendezvous.host == "127.0.0.2" and point.rendezvous.port != point.store.port
+    assert len(point.rendezvous.secret) == 32 and not point.rendezvous.on_one_machine
+    other = RendezvousPoint("127.0.0.2", timedelta(seconds=5))
+    assert other.rendezvous.secret != point.rendezvous.secret
+    path = RendezvousRoute(point.rendezvous)
+    assert path.port not in (point.rendezvous.port, point.store.port)
     with socket.create_connection((LOOPBACK, path.port), timeout=5):
         pass
     path.close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((LOOPBACK, path.port), timeout=5)
     point.close()
-    with pytest.raises(RLBackendError, match=rf"the meeting point at 127\.0\.0\.2:{point.meeting.port} cannot be reached"):
-        PathToMeeting(point.meeting)
+    with pytest.raises(RLBackendError, match=rf"the rendezvous at 127\.0\.0\.2:{point.rendezvous.port} cannot be reached"):
+        RendezvousRoute(point.rendezvous)
     other.close()
 
 

@@ -1,4 +1,4 @@
-"""The feed-forward block of two matrices, without a gate (Vaswani et al., arXiv 1706.03762)."""
+"""Feed-forward blocks of dense layers: gated (SwiGLU and its kin; Shazeer, arXiv 2002.05202) and without a gate."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +11,55 @@ from rl_backend.model.blocks import FeedForward, FeedForwardSpec, RouterInput, l
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.activation import ACTIVATIONS, Activation
+
+
+@dataclass(frozen=True)
+class SwiGLUSpec(FeedForwardSpec):
+    """Attributes:
+    intermediate_size: features between the projections.
+    bias: whether all three projections have biases.
+    activation: of the gate; ``silu`` makes the block SwiGLU, ``gelu`` GEGLU.
+    """
+
+    intermediate_size: int
+    bias: bool = False
+    activation: Activation = "silu"
+    router = None
+
+    def build(self, hidden_size: int, options: ModelOptions) -> FeedForward:
+        return SwiGLU(hidden_size, self.intermediate_size, bias=self.bias, activation=self.activation)
+
+    def weight_names(self, layer: str) -> Mapping[str, WeightName]:
+        return linear_names(("gate_proj", "up_proj", "down_proj"), f"{layer}.mlp", bias=self.bias)
+
+    def check_layout(self, parallel: ParallelConfig) -> None:
+        require_divided("tp", parallel.tp, "intermediate_size", self.intermediate_size)
+
+
+class SwiGLU(FeedForward):
+    """``down(activation(gate(x)) * up(x))``; (..., hidden_size) -> (..., hidden_size)."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool = False, activation: Activation = "silu"
+    ) -> None:
+        super().__init__()
+        self.activate = ACTIVATIONS[activation]
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor, router: RouterInput = RouterInput()) -> Tensor:  # noqa: B008 - immutable
+        return self.down_proj(self.activate(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+    def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
+        """Tensor parallelism splits the intermediate features."""
+        if groups.tp_group.size() > 1:
+            tensor = TensorParallel(groups.tp_mesh)
+            tensor.gather_input(self)
+            tensor.column(self.gate_proj)
+            tensor.column(self.up_proj)
+            tensor.row(self.down_proj)
+        return ()
 
 
 class MLPNames(NamedTuple):

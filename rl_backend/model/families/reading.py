@@ -1,22 +1,18 @@
-"""The built-in model families: what each ``config.json`` says, as a stack of blocks.
+"""Fields of ``config.json`` that several families share, read as parts of a decoder.
 
-Each reader refuses by name the fields that this implementation would not honour; see :func:`read_decoder` for those that
-all share.
+What a family's reader does not honour is refused by name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 from rl_backend.model.blocks import FeedForwardSpec, LayerSpec
-from rl_backend.model.decoder import STAGE_COPIES, Decoder, parallelize
-from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.model.decoder_spec import DecoderSpec, MTPNames, MTPSpec
+from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import ExpertNames, MoESpec
-from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.hf_config import HFConfig, read_rotary
 from rl_backend.model.mixers.gqa import GQASpec
-from rl_backend.model.options import DecoderOptions
-from rl_backend.model.registry import ModelFamily, register_model
 from rl_backend.primitive.activation import HF_ACTIVATIONS, Activation
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.router import RouterSettings
@@ -38,91 +34,6 @@ class AttentionDifferences(TypedDict, total=False):
     output_name: str
     output_gate: bool
     sinks: bool
-
-
-def decoder_family(name: str, read: Callable[[HFConfig], DecoderSpec]) -> ModelFamily:
-    """The family of the ``model_type`` called ``name``, all of whose differences are in the decoder that ``read`` gives."""
-    return ModelFamily(
-        name=name,
-        hf_model_types=(name,),
-        options_type=DecoderOptions,
-        parse_config=lambda hf_config: read(HFConfig(hf_config, name)),
-        build=Decoder,
-        parallelize=parallelize,
-        weight_names=DecoderSpec.weight_names,
-        heads=("log_probs", "values"),
-        max_length=lambda decoder: decoder.max_length,
-        num_layers=lambda decoder: decoder.num_layers,
-        stage_copies=STAGE_COPIES,
-        check_layout=DecoderSpec.check_layout,
-        routed_layers=lambda decoder: decoder.routed_layers,
-        indexed_layers=lambda decoder: decoder.indexed_layers,
-        float32_head=True,
-        kept_weights=DecoderSpec.kept_prefixes,
-        configured=DecoderSpec.configured,
-    )
-
-
-def qwen2(config: HFConfig) -> DecoderSpec:
-    """Qwen2 and Qwen2.5 (arXiv 2407.10671): biases in the projections of queries, keys and values."""
-    config.require({"attention_bias": (True,), "mlp_bias": (False,)})
-    windows, feed_forward = windows_by_layer_type(config), swiglu_in_every_layer(config)
-    return read_decoder(config, windows, feed_forward, default_kv_heads=32, qkv_bias=True)
-
-
-def qwen3(config: HFConfig) -> DecoderSpec:
-    """Dense Qwen3 (arXiv 2505.09388): normalised queries and keys; transformers 4.51 or later."""
-    config.require({"attention_bias": (False,), "mlp_bias": (False,)})
-    windows, feed_forward = windows_by_layer_type(config), swiglu_in_every_layer(config)
-    return read_decoder(config, windows, feed_forward, default_head_dim=128, default_kv_heads=32, qk_norm=True)
-
-
-def llama(config: HFConfig) -> DecoderSpec:
-    """Llama 1 to 3 (Touvron et al., arXiv 2302.13971, 2307.09288; Grattafiori et al., arXiv 2407.21783).
-
-    ``attention_bias`` puts biases into all four projections of the attention, ``mlp_bias`` into the three of the
-    feed-forward block. ``rope_theta`` is 10000 where it is absent, as in Llama 1 and 2.
-    """
-    config.require({"rope_interleaved": (False,)})
-    bias, feed_forward = config.flag("attention_bias"), swiglu_in_every_layer(config, bias=config.flag("mlp_bias"))
-    return read_decoder(config, full_attention(config), feed_forward, default_theta=10000.0, qkv_bias=bias, output_bias=bias)
-
-
-def mistral(config: HFConfig) -> DecoderSpec:
-    """Mistral 7B and Nemo (Jiang et al., arXiv 2310.06825): one sliding window for all layers, or none."""
-    config.require({"attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": ()})
-    windows, feed_forward = window_of_every_layer(config), swiglu_in_every_layer(config)
-    return read_decoder(config, windows, feed_forward, default_theta=10000.0, default_kv_heads=8)
-
-
-def mixtral(config: HFConfig) -> DecoderSpec:
-    """Mixtral 8x7B and 8x22B (Jiang et al., arXiv 2401.04088): experts in every layer, a softmax over the chosen ones."""
-    config.require(
-        {"attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (), "router_jitter_noise": (0, 0.0)}
-    )
-    windows = full_attention(config) if config.get("sliding_window") is None else window_of_every_layer(config)
-    # The same weights as a softmax over the chosen logits, computed as transformers and vLLM do.
-    router, names = read_router(config, normalise=True), ExpertNames("block_sparse_moe", "w1", "w3", "w2")
-    mixture = MoESpec(router, config.positive_int("intermediate_size"), names)
-    return read_decoder(
-        config,
-        windows,
-        [mixture] * len(windows),
-        norm=NormSpec(config.positive_float("rms_norm_eps", 1e-5)),
-        default_theta=1e6,
-        default_kv_heads=8,
-    )
-
-
-def qwen3_moe(config: HFConfig) -> DecoderSpec:
-    """Qwen3-MoE (arXiv 2505.09388): Qwen3 with experts chosen by a softmax over all of them.
-
-    Every ``decoder_sparse_step``-th layer has experts, except those that ``mlp_only_layers`` names.
-    """
-    config.require({"attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,)})
-    router = read_router(config, normalise=config.flag("norm_topk_prob"))
-    feed_forward = in_sparse_layers(config, MoESpec(router, config.positive_int("moe_intermediate_size")))
-    return read_decoder(config, windows_by_layer_type(config), feed_forward, default_kv_heads=4, qk_norm=True)
 
 
 def in_sparse_layers(config: HFConfig, mixture: MoESpec) -> Sequence[FeedForwardSpec]:
@@ -277,11 +188,103 @@ def read_layer_types(config: HFConfig, honoured: set[str]) -> tuple[str, ...] | 
     return tuple(types)
 
 
-QWEN2 = decoder_family("qwen2", qwen2)
-QWEN3 = decoder_family("qwen3", qwen3)
-LLAMA = decoder_family("llama", llama)
-MISTRAL = decoder_family("mistral", mistral)
-MIXTRAL = decoder_family("mixtral", mixtral)
-QWEN3_MOE = decoder_family("qwen3_moe", qwen3_moe)
-for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE):
-    register_model(family)
+_SIGMOID_HONOURED: Mapping[str, tuple[Any, ...]] = {
+    # Fields of released directories; transformers knows neither, and takes these values.
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+
+
+_SIGMOID_NAMES = ExpertNames(shared="shared_experts")
+
+
+def read_sigmoid_mixture(
+    config: HFConfig, *, default_groups: tuple[int, int] = (1, 1), default_scale: float = 1.0
+) -> MoESpec:
+    """``n_routed_experts`` experts, chosen within groups by scores and a bias, and ``n_shared_experts`` for all tokens.
+
+    Args:
+        default_groups: ``n_group`` and ``topk_group`` where there are none.
+        default_scale: ``routed_scaling_factor`` where there is none.
+
+    Raises:
+        UnsupportedError: another way to score or to choose, or numbers that do not fit each other.
+    """
+    config.require(_SIGMOID_HONOURED)
+    width = config.positive_int("moe_intermediate_size")
+    return MoESpec(
+        read_sigmoid_router(config, default_groups, default_scale),
+        width,
+        _SIGMOID_NAMES,
+        shared_intermediate_size=config.positive_int("n_shared_experts", 1) * width,
+    )
+
+
+def read_sigmoid_router(config: HFConfig, default_groups: tuple[int, int], default_scale: float) -> RouterSettings:
+    """The router of :func:`read_sigmoid_mixture`, with logits in float32."""
+    experts, top_k = config.positive_int("n_routed_experts"), config.positive_int("num_experts_per_tok")
+    groups, chosen = (
+        config.positive_int(field, default) for field, default in zip(("n_group", "topk_group"), default_groups, strict=True)
+    )
+    if experts % groups:
+        config.refuse("n_group", groups, f"does not divide n_routed_experts={experts}")
+    size = experts // groups
+    if groups > 1 and size < 2:
+        config.refuse("n_group", groups, f"n_routed_experts={experts} leave 1 in a group, whose two best are added up")
+    if chosen > groups:
+        config.refuse("topk_group", chosen, f"there are n_group={groups}")
+    if top_k > chosen * size:
+        config.refuse("num_experts_per_tok", top_k, f"topk_group={chosen} groups have {chosen * size} experts")
+    return RouterSettings(
+        experts,
+        top_k,
+        score="sigmoid",
+        normalise=config.flag("norm_topk_prob", True),
+        scaling_factor=config.positive_float("routed_scaling_factor", default_scale),
+        expert_bias=True,
+        groups=groups,
+        chosen_groups=chosen,
+    )
+
+
+def after_dense_layers(config: HFConfig, mixture: FeedForwardSpec, *, default_dense: int) -> Sequence[FeedForwardSpec]:
+    """``mixture`` where ``mlp_layer_types`` says sparse, or from layer ``first_k_dense_replace`` on; else dense blocks.
+
+    Args:
+        default_dense: number of dense layers where neither field says.
+
+    Raises:
+        UnsupportedError: the fields contradict each other.
+    """
+    layers, kinds = config.positive_int("num_hidden_layers"), config.get("mlp_layer_types")
+    dense = config.get("first_k_dense_replace")
+    if dense is not None and (not isinstance(dense, int) or isinstance(dense, bool) or dense < 0):
+        config.refuse("first_k_dense_replace", dense, "expected a number of layers")
+    first = default_dense if dense is None else dense
+    by_number = ["dense" if layer < first else "sparse" for layer in range(layers)]
+    if kinds is None:
+        kinds = by_number
+    elif not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        config.refuse("mlp_layer_types", kinds, f"expected 'dense' or 'sparse' for each of num_hidden_layers={layers}")
+    elif dense is not None and kinds != by_number:
+        config.refuse("first_k_dense_replace", dense, f"mlp_layer_types says {kinds}; make them the same")
+    block = SwiGLUSpec(config.positive_int("intermediate_size"))
+    return [block if kind == "dense" else mixture for kind in kinds]
+
+
+def with_draft_layer(config: HFConfig, decoder: DecoderSpec, mixture: FeedForwardSpec) -> DecoderSpec:
+    """``decoder`` with the layer for multi-token prediction of which ``num_nextn_predict_layers`` says whether there is one.
+
+    Its attention is that of the last layer. It has the mixture, even where all layers before it are dense.
+    """
+    config.require({"num_nextn_predict_layers": (0, 1)})
+    if config.get("num_nextn_predict_layers", 0) != 1:
+        return decoder
+    names = MTPNames.after_layers(decoder.prefix, decoder.num_layers)
+    return replace(decoder, mtp=MTPSpec(decoder.layers[-1]._replace(feed_forward=mixture), names))
+
+
+def weights_behind_layers(decoder: DecoderSpec) -> tuple[str, ...]:
+    """What a directory may have behind the layers, where those for multi-token prediction are, whether or not it says so."""
+    return (f"{decoder.prefix}.layers.{decoder.num_layers}.",)
