@@ -6,6 +6,7 @@ import json
 import sys
 from argparse import SUPPRESS, BooleanOptionalAction
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeAliasType, Union, get_args, get_origin
@@ -36,13 +37,13 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
     file, given = ConfigFile(), {}
     try:
         # Values decide which options there are: first all are read that do not depend on it.
-        found, _ = OptionParser(config_type, description, sections, asks_help=False).parse_known_args(words)
+        found, _ = option_parser(config_type, description, sections, asks_help=False).parse_known_args(words)
         file = _read_file(found.config)
         types = options.section_types(merged(options.nest(file.values), options.nest(_values(found, sections))))
         sections = dict(sections_of(config_type, types))
-        parser = OptionParser(config_type, description, sections)
+        parser = option_parser(config_type, description, sections)
         if not {"--help", "-h"} & set(words):
-            parser.refuse_unknown(words, parser.meant)
+            parser.refuse_unknown(words, partial(_meant, config_type=config_type, sections=sections))
         found = parser.parse_args(words)
         _refuse_unknown(file, config_type, sections)
         given = options.nest(_values(found, sections))
@@ -72,37 +73,35 @@ def in_flags(error: RLBackendError, config: BaseConfig | None) -> str:
     return error.told(lambda field: f"--{shown(options.name_of(place))}" if (place := _place(field, sections)) else field)
 
 
-class OptionParser(CommandParser):
+def option_parser(config_type: type[BaseConfig], text: str, sections: Sections, *, asks_help: bool = True) -> CommandParser:
     """Flags of a configuration, by place and short name, whose values are text."""
+    prog = _program()
+    parser = CommandParser(
+        lambda: write_help(prog, config_type, text, sections), prog=prog, add_help=False, argument_default=SUPPRESS
+    )
+    parser.add_argument("--config", action="append", default=[])
+    parser.add_argument("--print-config", action="store_true", default=False)
+    if asks_help:
+        parser.add_argument("--help", "-h", action="help")
+    options = options_of(config_type)
+    for prefix, kind in sections.items():
+        for name, info in kind.model_fields.items():
+            place = prefix + name
+            flags = [f"--{each}" for each in dict.fromkeys((shown(options.name_of(place)), shown(place)))]
+            rule = options.follows.get(place)
+            hidden = f"{place}." in sections or (rule is not None and rule.because)
+            metavar, help = metavar_of(info.annotation), SUPPRESS if hidden else None
+            if metavar:
+                parser.add_argument(*flags, dest=place, action="append", metavar=metavar, help=help)
+            else:
+                parser.add_argument(*flags, dest=place, action=BooleanOptionalAction, help=help)
+    return parser
 
-    def __init__(self, config_type: type[BaseConfig], text: str, sections: Sections, *, asks_help: bool = True) -> None:
-        super().__init__(prog=_program(), add_help=False, argument_default=SUPPRESS)
-        self._described = config_type, text, sections
-        self.add_argument("--config", action="append", default=[])
-        self.add_argument("--print-config", action="store_true", default=False)
-        if asks_help:
-            self.add_argument("--help", "-h", action="help")
-        options = options_of(config_type)
-        for prefix, kind in sections.items():
-            for name, info in kind.model_fields.items():
-                place = prefix + name
-                flags = [f"--{each}" for each in dict.fromkeys((shown(options.name_of(place)), shown(place)))]
-                rule = options.follows.get(place)
-                hidden = f"{place}." in sections or (rule is not None and rule.because)
-                metavar, help = metavar_of(info.annotation), SUPPRESS if hidden else None
-                if metavar:
-                    self.add_argument(*flags, dest=place, action="append", metavar=metavar, help=help)
-                else:
-                    self.add_argument(*flags, dest=place, action=BooleanOptionalAction, help=help)
 
-    def meant(self, flag: str) -> str | None:
-        """The flag that was probably meant."""
-        config_type, _, sections = self._described
-        near = nearest(flag, config_type, sections)
-        return near and f"--{shown(near)}"
-
-    def format_help(self) -> str:
-        return write_help(self.prog, *self._described)
+def _meant(flag: str, config_type: type[BaseConfig], sections: Sections) -> str | None:
+    """The flag that was probably meant."""
+    near = nearest(flag, config_type, sections)
+    return near and f"--{shown(near)}"
 
 
 def _values(found: Any, sections: Sections) -> dict[str, Any]:

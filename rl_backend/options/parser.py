@@ -17,8 +17,9 @@ class CommandError(Exception):
 class CommandParser(argparse.ArgumentParser):
     """Raises :class:`CommandError` where argparse prints the usage and leaves."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, write_help: Callable[[], str] | None = None, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self._write_help = write_help or super().format_help
         # argparse takes -1e-4 and -inf for flags.
         self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
@@ -51,6 +52,9 @@ class CommandParser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # argparse drops a value that is -- itself, as in --stop-strings=--.
         return "--" if action.option_strings and arg_strings == ["--"] else super()._get_values(action, arg_strings)
+
+    def format_help(self) -> str:
+        return self._write_help()
 
     def error(self, message: str) -> NoReturn:
         raise CommandError(f"{message}; {self._advice()}")
