@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from actors.rollout.config import RolloutConfig
+from actors.rollout.group import group as group_module
 from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.group import CLOSE_SECONDS, RolloutGroup
-from actors.rollout.group.group import group as group_module
 from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
 from actors.rollout.placement import NodePlace
 from actors.wire.factors import PackedFactors

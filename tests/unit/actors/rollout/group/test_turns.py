@@ -11,8 +11,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.group import turns as turns_module
 from actors.rollout.group.engines import EngineSet
-from actors.rollout.group.group import turns as turns_module
 from actors.rollout.group.turns import ANSWER_SECONDS, EngineTurns, GroupTurns
 from actors.rollout.messages import AdapterVersion, Request, TurnAnswer, TurnRequest
 from actors.rollout.sample import VersionSpan
