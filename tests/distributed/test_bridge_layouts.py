@@ -88,6 +88,24 @@ def test_a_mixture_trains_the_same_when_its_ends_count_as_layers(
     assert_same(run, mixture_on_one_rank)
 
 
+def activations_job(model: str, layout: dict[str, int]) -> list[dict[str, torch.Tensor]]:
+    """Outputs of modules on the ranks that have outputs."""
+    with open_bridge(model, layout) as runtime:
+        handle = runtime.build_model(forward_only=True)
+        return [dict(each) for each in runtime.activations(handle, micro_batches([[0, 3], [5, 1]]))]
+
+
+@pytest.mark.shows("bridge: recorded activations are of every stage of a rank")
+def test_outputs_of_all_stages_of_a_rank_are_recorded(ranks: RankPool, dense: Path) -> None:
+    (expected,) = ranks.run(activations_job, str(dense), {}, world_size=1)
+    found = next(each for each in ranks.run(activations_job, str(dense), {"pp": 2, "vpp": 2}) if each)
+    assert {f"model.layers.{layer}" for layer in range(4)} < expected[0].keys()
+    for mine, one in zip(found, expected, strict=True):
+        assert mine.keys() == one.keys()
+        for name, output in one.items():
+            torch.testing.assert_close(mine[name], output, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.shows("bridge: router losses with pp and vpp match one rank's gradients and weights")
 @pytest.mark.parametrize(("world_size", "layout"), layouts({2: [{"pp": 2}, {"pp": 2, "vpp": 2}], 4: [{"pp": 4}]}))
 def test_router_losses_do_not_depend_on_the_pipeline(

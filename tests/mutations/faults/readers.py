@@ -196,4 +196,50 @@ FAULTS = [
         ("test_a_stage_names_what_is_farthest_over_its_tolerance_beside_that_difference",),
         "a table would give one tensor's difference the name of another",
     ),
+    Fault(
+        "episode-imports-from-here-too-late",
+        "rl_backend.cli.episode:run",
+        """
+        import_from_here()
+        config = parse_config(config_type("episodes"), "An episode played before training.", arguments.options)
+        """,
+        """
+        config = parse_config(config_type("episodes"), "An episode played before training.", arguments.options)
+        import_from_here()
+        """,
+        ("test_an_episode_is_played_with_modules_of_the_working_directory",),
+        "a plug-in of the working directory would be found by the run and not by this command",
+    ),
+    Fault(
+        "mapped-segment-of-another-user-raises",
+        "actors.sync.adapter_push:_mapped",
+        "(WeightSyncError, OSError, RuntimeError)",
+        "(WeightSyncError, OSError)",
+        ("test_a_segment_that_this_rank_may_not_open_is_no_error_of_one_rank",),
+        "one rank's error would leave the others waiting",
+    ),
+    Fault(
+        "rank-interface-of-node-address",
+        "actors.train.worker:TrainWorker.start",
+        "use_interface(rendezvous.host)",
+        "use_interface(node_address())",
+        ("test_a_rank_computes_with_its_cores_and_knows_its_place",),
+        "ranks of one machine would talk through its network card",
+    ),
+    Fault(
+        "bridge-gathers-first-chunk-again",
+        "rl_backend.runtime.bridge.engine.handle:BridgeHandle.step",
+        "gather_again(self.chunks)",
+        "gather_again(self.chunks[:1])",
+        ("test_a_step_waits_before_it_writes_and_gathers_only_what_was_written",),
+        "the second stage of a rank would go on with weights of before the step",
+    ),
+    Fault(
+        "activations-stage-without-chunk",
+        "rl_backend.runtime.bridge.engine.forward_backward:record_activations",
+        "stage = chunk * groups.parallel.pp + pp_group.rank()",
+        "stage = pp_group.rank()",
+        ("test_outputs_of_all_stages_of_a_rank_are_recorded",),
+        "a comparison would miss the layers of a rank's first stage",
+    ),
 ]

@@ -382,3 +382,17 @@ def test_a_canary_proves_nothing_where_nobody_answers_or_the_trainer_has_moved_o
     with pytest.raises(EngineDirtyError, match="engine 2 is dirty"):
         send_canary(Canary(), train, canary_group(0.5, DIRTY, DEAD), OF_RANK_1, ADAPTER)  # type: ignore[arg-type]
     assert not train.asked
+
+
+@pytest.mark.parametrize(
+    "error", [None, WeightSyncError("gone"), PermissionError(13, "denied"), RuntimeError("unable to open file, mode 0600")]
+)
+def test_a_segment_that_this_rank_may_not_open_is_no_error_of_one_rank(error: Exception | None) -> None:
+    def at(place: Segment) -> str:
+        if error is not None:
+            raise error
+        return f"memory of {place.path}"
+
+    memories: Any = SimpleNamespace(at=at)
+    assert adapter_push._mapped(memories, Segment("here", 8)) == (None if error else "memory of here")
+    assert adapter_push._mapped(memories, None) is None

@@ -20,7 +20,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What torch is told to compute with."""
     told: list[int] = []
     monkeypatch.setattr(worker, "RendezvousRoute", lambda rendezvous: SimpleNamespace(port=1234))
-    monkeypatch.setattr(worker, "use_interface", lambda host: None)
+    monkeypatch.setattr(worker, "use_interface", lambda host: os.environ.update(INTERFACE_OF_TEST=host))
     monkeypatch.setattr(worker, "node_address", lambda: "10.0.0.7")
     monkeypatch.setattr(worker, "store_environment", lambda port: {"STORE_PORT_OF_TEST": str(port)})
     monkeypatch.setattr(worker.torch, "set_num_threads", told.append)
@@ -43,6 +43,7 @@ def test_a_rank_computes_with_its_cores_and_knows_its_place(
     def create(config: str) -> str:
         assert os.environ["STORE_PORT_OF_TEST"] == "1234" and os.environ["OMP_NUM_THREADS"] == str(cores)
         assert threads == [cores], "a runtime may compute when it is made"
+        assert os.environ["INTERFACE_OF_TEST"] == "10.0.0.1", "where the ranks meet, not this node's address"
         return f"runtime of {config}"
 
     monkeypatch.setattr(worker, "create_runtime", create)

@@ -84,12 +84,15 @@ def test_a_step_waits_before_it_writes_and_gathers_only_what_was_written(ok: boo
         told.append((name, adam, has_gradients))
         return result
 
-    made = handle_of([Chunk(told, "0", overlaps=True)], optimizer=SimpleNamespace(step=step), has_gradients=True)
+    chunks = [Chunk(told, name, overlaps=True) for name in "01"]
+    made = handle_of(chunks, optimizer=SimpleNamespace(step=step), has_gradients=True)
     made.forward_only = False
     adam = AdamParams(lr=0.5)
     assert made.step(adam) is result
-    expected = [("0", "free_overlap_buffers", {}), ("actor", adam, True)]
-    assert told == expected + ([("0", "reset_param_sync_dispatch_state", {})] if ok else [])
+    waited, written = (
+        [(name, call, {}) for name in "01"] for call in ("free_overlap_buffers", "reset_param_sync_dispatch_state")
+    )
+    assert told == [*waited, ("actor", adam, True), *(written if ok else [])]
 
 
 def test_dropping_gradients_clears_buffers_masters_and_loads_of_every_chunk() -> None:
