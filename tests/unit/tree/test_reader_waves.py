@@ -122,8 +122,7 @@ def test_every_fault_of_a_wave_says_what_it_does_to_whom() -> None:
         faults = json.loads(file.read_text())["faults"]
         assert len({fault["name"] for fault in faults}) == len(faults)
         assert all(fault["effect"] and fault["kind"] for fault in faults)
-        placed = [find_place(ROOT, fault["where"], fault["old"], fault["new"]) for fault in faults[:1]]
-        assert all(place.text != place.file.read_text() for place in placed)
+        assert all("noticed_by" in fault or "survived" in fault or "equivalent" in fault for fault in faults)
 
 
 def test_the_record_counts_what_the_first_try_noticed(tmp_path: Path) -> None:
