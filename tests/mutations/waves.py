@@ -4,11 +4,11 @@
     python -m tests.mutations.waves draw --seed 7 --places 600 --by-rule > WAVE.json
     python -m tests.mutations.waves try WAVE.json --reach FOLDER --jobs 2
 
-A wave is ``{"seed": ..., "commit": ..., "faults": [{"name", "where", "old", "new", "effect", "kind"}, ...]}``,
-of the commit that it was tried on. A fault that no test can notice has ``equivalent``, a sentence of a second reader. A wave is committed before
-anything is tried. Faults by rule (:mod:`tests.mutations.rules`) cost nobody an hour: they show which functions of the tree
-are tested least. ``try`` puts each fault into a copy and runs tests that enter its function (:mod:`tests.mutations.reach` has
-recorded them), quick ones first; results go into the same file.
+A wave is ``{"seed": ..., "commit": ..., "faults": [{"name", "where", "old", "new", "effect", "kind"}, ...]}``, of the
+commit that it was tried on. A fault that no test can notice has ``equivalent``, a sentence of a second reader. A wave
+is committed before anything is tried. Faults by rule (:mod:`tests.mutations.rules`) cost nobody an hour: they show
+which functions of the tree are tested least. ``try`` puts each fault into a copy and runs tests that enter its function
+(:mod:`tests.mutations.reach` has recorded them), quick ones first; results go into the same file.
 """
 
 from __future__ import annotations
