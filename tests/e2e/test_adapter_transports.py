@@ -67,11 +67,11 @@ def test_an_adapter_goes_where_no_memory_is_shared(served: ServedTenants, monkey
         with pytest.raises(KeyboardInterrupt):
             sync.push()
     assert not rollout.lora.memory._in_use.keys() - {
-        pushed.factors.segment.path for pushed in rollout._adapters.values() if isinstance(pushed.factors, SharedFactors)
+        pushed.factors.segment.path for pushed in rollout.lora._pushed.values() if isinstance(pushed.factors, SharedFactors)
     }
     assert sync.push().transport == "shared_memory"
     infos = {engine: replace(info, host="another") for engine, info in rollout.infos.items()}
-    (pushed,) = (each for tenant, each in rollout._adapters.items() if tenant == "wide")
+    (pushed,) = (each for tenant, each in rollout.lora._pushed.items() if tenant == "wide")
     sent = rollout.lora.sent_to(pushed, infos[1])
     assert isinstance(sent.factors, PackedFactors) and rollout.lora.sent_to(pushed, rollout.infos[1]) == pushed
     again = replace(pushed.adapter, number=10**9 + 1)

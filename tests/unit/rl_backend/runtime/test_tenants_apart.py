@@ -95,7 +95,7 @@ def test_a_tenants_failed_save_is_told_to_nobody_else(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("rl_backend.checkpoint.training_state.write_training_state", full)
+        patch.setattr("rl_backend.runtime.checkpoints.write_training_state", full)
         runtime.save_checkpoint(first, tmp_path / "first", asynchronous=True)
         runtime.load_checkpoint(second, tmp_path / "second")
     with pytest.raises(CheckpointError, match="disk full"):
