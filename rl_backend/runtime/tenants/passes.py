@@ -76,10 +76,12 @@ class PassTenants:
         return self.present(data) if self.trains else []
 
     def fingerprint(self, data: Sequence[PackedBatch]) -> int:
+    def with_loss(self, data: Sequence[PackedBatch]) -> list[TenantHandle]:
+        """Those of the present that have a loss, the same on every rank; others may be present on one rank alone."""
+        return [each for each in self.present(data) if self.sole is not None or each.name in (self.losses or ())]
+
         """Of the tenants that have a loss: their steps and failures are those of all ranks."""
-        counted = [
-            str(each.lora_id) for each in self.present(data) if self.sole is not None or each.name in (self.losses or ())
-        ]
+        counted = [str(each.lora_id) for each in self.with_loss(data)]
         return zlib.crc32(",".join(counted).encode())
 
     def begin(self, data: Sequence[PackedBatch]) -> None:

@@ -129,6 +129,14 @@ def test_ranks_compare_the_tenants_that_have_a_loss() -> None:
 
 
 def test_dropout_is_drawn_once_for_each_run_of_a_tenant_that_has_it_and_trains() -> None:
+def test_failures_are_compared_of_the_tenants_that_have_a_loss_as_others_may_be_on_one_rank_alone() -> None:
+    first, second = tenant(4, "a"), tenant(9, "b")
+    looking = passing(first, second, trains=False, losses={"a": loss_of(1.0)})
+    assert looking.with_loss(PAIR) == [first] == looking.with_loss(PAIR[:1])
+    assert looking.with_loss([batch([9], [3])]) == []
+    assert passing(first, sole=first, losses=None).with_loss([batch(None, [3])]) == [first]
+
+
     wet, dry, still = tenant(4, "a", dropout=0.1, draws=7), tenant(9, "b"), tenant(5, "c", dropout=0.1, training=False)
     data = [batch([4, -1, 4, 9], [1, 1, 1, 1]), batch([9, 5], [1, 1]), batch([4], [1])]
     for trains in (True, False):
