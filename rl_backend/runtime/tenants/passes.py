@@ -42,7 +42,7 @@ class PassTenants:
         """For each sequence its tenant's ``lora_id``, -1 for the base alone."""
         if self.sole is not None:
             return [self.sole.lora_id] * batch.num_sequences
-        return [int(key) for key in batch.sequence_fields.get(LORA_FIELD, ())]
+        return _owners(batch) if LORA_FIELD in batch.sequence_fields else []
 
     def problem(self, data: Sequence[PackedBatch]) -> BatchError | None:
         """Sequences that are nobody's, another's than the pass is, or of a tenant without a loss."""
@@ -57,7 +57,7 @@ class PassTenants:
                     "the base model alone",
                     micro_batch=index,
                 )
-            for key in map(int, batch.sequence_fields[LORA_FIELD]):
+            for key in _owners(batch):
                 if key not in self.by_id and (key != BASE_ONLY or self.sole is not None):
                     whose = "is no tenant of this model; there are" if self.sole is None else "in a pass of"
                     return BatchError(f"{where}: {key} {whose} {known}", micro_batch=index)
@@ -115,6 +115,11 @@ class PassTenants:
 
 
 def runs_of_equal(ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+def _owners(batch: PackedBatch) -> list[int]:
+    """What the field says of each sequence, with one wait for the device."""
+    return [int(key) for key in batch.sequence_fields[LORA_FIELD].tolist()]
+
+
     """Neighbours of one id as one: [(id, sum of sizes)]."""
     runs: list[tuple[int, int]] = []
     for key, size in zip(ids, sizes, strict=True):

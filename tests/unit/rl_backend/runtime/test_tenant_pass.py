@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_backend.contracts import BatchError, ForwardResult, Metric, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import LORA_FIELD
@@ -166,6 +167,24 @@ def test_runs_are_the_rows_of_neighbours_of_one_tenant_without_those_of_the_base
         (only,) = tenants.runs(0, batch(owners, [2, 3]), rows)
         assert (only.start, only.stop, dict(only.modules), only.key) == (0, 0, {}, -1)
         assert only.of_experts == {9: mixed.rows.modules}
+
+
+class NumbersRead(TorchDispatchMode):
+    """Counts reads of single numbers, for each of which a GPU is waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_tenants_of_a_batch_are_read_at_once() -> None:
+    tenants = passing(tenant(4, "a"), tenant(9, "b"))
+    with NumbersRead() as reads:
+        assert tenants.ids(PAIR[0]) == [4, -1, 4]
+        assert tenants.problem(PAIR) is None
+    assert reads.count == 0
 
 
 def test_neighbours_of_one_number_become_one_and_others_stay_apart() -> None:
