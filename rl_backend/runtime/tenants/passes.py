@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_backend.contracts import BatchError, ForwardResult, Head, LossFn, Metric, MetricValue, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import BASE_ONLY, LORA_FIELD
 from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.runtime.passes import check_returned
 from rl_backend.runtime.tenants.handle import TenantHandle
 
 
@@ -75,11 +76,11 @@ class PassTenants:
         """Those of a backward pass."""
         return self.present(data) if self.trains else []
 
-    def fingerprint(self, data: Sequence[PackedBatch]) -> int:
     def with_loss(self, data: Sequence[PackedBatch]) -> list[TenantHandle]:
         """Those of the present that have a loss, the same on every rank; others may be present on one rank alone."""
         return [each for each in self.present(data) if self.sole is not None or each.name in (self.losses or ())]
 
+    def fingerprint(self, data: Sequence[PackedBatch]) -> int:
         """Of the tenants that have a loss: their steps and failures are those of all ranks."""
         counted = [str(each.lora_id) for each in self.with_loss(data)]
         return zlib.crc32(",".join(counted).encode())
@@ -114,12 +115,12 @@ class PassTenants:
         return tuple(replace(run, of_experts=of_experts) for run in found or [AdapterRun(0, 0, {})])
 
 
-def runs_of_equal(ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
 def _owners(batch: PackedBatch) -> list[int]:
     """What the field says of each sequence, with one wait for the device."""
     return [int(key) for key in batch.sequence_fields[LORA_FIELD].tolist()]
 
 
+def runs_of_equal(ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Neighbours of one id as one: [(id, sum of sizes)]."""
     runs: list[tuple[int, int]] = []
     for key, size in zip(ids, sizes, strict=True):
@@ -159,8 +160,7 @@ class LossOfTenants:
             output = ModelOutput(**{name: value[rows] for name, value in wanted.items() if value is not None})
             try:
                 loss, found = losses[handle.name](output, own, dp_group)
-                if self.tenants.trains and (not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad):
-                    raise BatchError(f"the loss of {handle.name!r} returned {loss!r}; expected a 0-d tensor with a gradient")
+                check_returned(f"the loss of {handle.name!r}", loss, found, forward_only=not self.tenants.trains)
             except Exception as error:  # noqa: BLE001 - one tenant's loss is not the others' affair
                 self.failures[key] = f"{type(error).__name__}: {error}"
                 continue
