@@ -247,12 +247,9 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         """See the base class; tensors are on the training device. The result is a generator: ``close()`` ends it early."""
         return self.engine.stream(self._engine_of(handle).gather_weights(handle, dtype, byte_budget, names))
 
+    @guarded
     def export_shards(self, handle: AnyHandle, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
-        """See the base class; what the rank holds itself, of an engine that has it."""
-        if not self.engine.has_shards:
-            return super().export_shards(handle, dtype=dtype)
-        with self._guard(Runtime.export_shards, handle, {}):
-            return self.engine.shards(cast(H, handle), dtype)
+        return self.engine.shards(cast(H, handle), dtype)
 
     @guarded
     def export_gradients(self, handle: AnyHandle, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -232,6 +232,7 @@ def test_what_no_runtime_of_ones_own_offers_names_the_operation_and_its_class(ru
         with pytest.raises(UnsupportedError) as caught:
             call()
         assert str(caught.value) == f"the runtime 'native' does not offer {operation}; implement it in Bare"
+        "export_shards": lambda: Runtime.export_shards(bare, None),
         assert caught.value.details == {"backend": "native", "operation": operation}
     given = {"create_lora_adapter": (None, LoRAConfig()), "import_lora_adapter": (None, {})}
     tenants = [
