@@ -445,7 +445,8 @@ def several[T](given: T | Sequence[T]) -> Sequence[T]:
     return given if isinstance(given, Sequence) else [given]
 
 
-def _is_mixed(handle: GuardedHandle, data: Sequence[PackedBatch], losses: Losses | None) -> bool:
-    """Whether each sequence says, or has to say, which tenant it belongs to."""
+def _is_mixed(handle: object, data: Sequence[PackedBatch], losses: Losses | None) -> bool:
+    """Whether each sequence says, or has to say, which tenant it belongs to. The handle is not checked yet."""
     has_field = any(LORA_FIELD in batch.sequence_fields for batch in data)
-    return handle.adaptable is not None and (has_field or isinstance(losses, Mapping))
+    adaptable = isinstance(handle, GuardedHandle) and handle.adaptable is not None
+    return adaptable and (has_field or isinstance(losses, Mapping))
