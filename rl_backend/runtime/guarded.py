@@ -328,6 +328,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
     @guarded
     def remove_lora_adapter(self, handle: AnyHandle) -> None:
+        self._writer.finish(handle)
         self._tenants.remove(handle)
 
     @guarded

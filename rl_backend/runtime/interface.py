@@ -356,7 +356,15 @@ class Runtime[H](ABC):
 
     @Atom(ANY_STATE, takes="tenants", frees=True)
     def remove_lora_adapter(self, handle: H) -> None:
-        """Frees a tenant; its handle cannot be used again. Not a collective."""
+        """Frees a tenant; its handle cannot be used again.
+
+        A collective where the tenant has saved asynchronously and nothing has waited for that yet; not otherwise. It waits
+        for the save then. If that failed, its error is raised, as by :meth:`wait_for_checkpoint`, and the tenant stays: save
+        it again, or remove it with another call.
+
+        Raises:
+            CheckpointError: an asynchronous save of the tenant failed.
+        """
         raise self._not_offered("remove_lora_adapter")
 
     @Atom(ANY_STATE, takes="tenants")
