@@ -68,6 +68,11 @@ class CheckpointWriter:
         if unheard:
             raise CheckpointError("; ".join(sorted(unheard))) from next(iter(own.values()), None)
 
+    def finish(self, handle: GuardedHandle) -> None:
+        """As :meth:`wait`, before ``handle`` goes. A collective only where it has a save that nothing has waited for."""
+        if handle in self._saves:
+            self.wait(handle)
+
     def settle(self) -> None:
         """Waits until no save is being written. Raises nothing: each handle's next call has its error."""
         wait(self._saves.values())
@@ -87,7 +92,7 @@ class CheckpointWriter:
             # Other ranks may not have asked: the next wait tells them, and there this rank must be with them.
             self._heard.add(handle)
             raise error
-        del self._saves[handle]
+        # It stays until the next wait, so that all ranks know of the same saves.
         return False
 
     def close(self) -> None:

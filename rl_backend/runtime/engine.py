@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backend import contracts
@@ -15,6 +16,7 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts.atoms import Part
 from rl_backend.parallel.groups import RankGroups
+from rl_backend.parallel.shards import chunk
 from rl_backend.runtime.adaptable import Adaptable
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.offload import Offload
@@ -193,11 +195,9 @@ class Engine[H: GuardedHandle](ABC):
 
     Attributes:
         groups: device and process groups.
-        has_shards: whether a rank holds rectangles of the weights, which ``shards`` gives.
     """
 
     groups: RankGroups
-    has_shards: bool = False
 
     def active(self) -> AbstractContextManager[None]:
         """Around every call of the engine, except while a stream of weights is read."""
@@ -237,8 +237,18 @@ class Engine[H: GuardedHandle](ABC):
         """Checks the arguments, then returns the generator that gathers."""
 
     def shards(self, handle: H, dtype: torch.dtype | None) -> Iterator[contracts.WeightShard]:
-        """As :meth:`~rl_backend.runtime.Runtime.export_shards`, of an engine that has them."""
-        raise NotImplementedError
+        """As :meth:`~rl_backend.runtime.Runtime.export_shards`.
+
+        Here each weight is gathered and its rows are dealt out evenly; an engine whose ranks hold rectangles of the weights
+        gives these, without communication.
+        """
+
+        def dealt_out(name: str, tensor: Tensor) -> contracts.WeightShard:
+            rows = chunk(slice(0, tensor.shape[0]), dist.get_world_size(), dist.get_rank())
+            return contracts.WeightShard(name, tuple(tensor.shape), (rows.start, *([0] * (tensor.dim() - 1))), tensor[rows])
+
+        weights = self.stream(self.gather_weights(handle, dtype, None, None))
+        return (dealt_out(name, tensor) for name, tensor in weights)
 
     @abstractmethod
     def gather_gradients(self, handle: H, names: Collection[str] | None) -> WeightStream:

@@ -247,12 +247,9 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         """See the base class; tensors are on the training device. The result is a generator: ``close()`` ends it early."""
         return self.engine.stream(self._engine_of(handle).gather_weights(handle, dtype, byte_budget, names))
 
+    @guarded
     def export_shards(self, handle: AnyHandle, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
-        """See the base class; what the rank holds itself, of an engine that has it."""
-        if not self.engine.has_shards:
-            return super().export_shards(handle, dtype=dtype)
-        with self._guard(Runtime.export_shards, handle, {}):
-            return self.engine.shards(cast(H, handle), dtype)
+        return self.engine.shards(cast(H, handle), dtype)
 
     @guarded
     def export_gradients(self, handle: AnyHandle, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -331,6 +328,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
     @guarded
     def remove_lora_adapter(self, handle: AnyHandle) -> None:
+        self._writer.finish(handle)
         self._tenants.remove(handle)
 
     @guarded
@@ -448,7 +446,8 @@ def several[T](given: T | Sequence[T]) -> Sequence[T]:
     return given if isinstance(given, Sequence) else [given]
 
 
-def _is_mixed(handle: GuardedHandle, data: Sequence[PackedBatch], losses: Losses | None) -> bool:
-    """Whether each sequence says, or has to say, which tenant it belongs to."""
+def _is_mixed(handle: object, data: Sequence[PackedBatch], losses: Losses | None) -> bool:
+    """Whether each sequence says, or has to say, which tenant it belongs to. The handle is not checked yet."""
     has_field = any(LORA_FIELD in batch.sequence_fields for batch in data)
-    return handle.adaptable is not None and (has_field or isinstance(losses, Mapping))
+    adaptable = isinstance(handle, GuardedHandle) and handle.adaptable is not None
+    return adaptable and (has_field or isinstance(losses, Mapping))

@@ -15,7 +15,6 @@ from rl_backend import contracts
 from rl_backend.contracts.atoms import ANY_STATE, ITS_WEIGHTS, TRAINED, Atom, Needs
 from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
 from rl_backend.contracts.lora import LoRAConfig, LoRAInfo
-from rl_backend.parallel.shards import chunk
 from rl_backend.runtime.router_replay import RouterReplay
 
 
@@ -221,15 +220,15 @@ class Runtime[H](ABC):
     def export_shards(self, handle: H, *, dtype: torch.dtype | None = None) -> Iterator[contracts.WeightShard]:
         """Yields this rank's share of every weight, in one order on every rank.
 
-        Here each weight is gathered and its rows are dealt out evenly; a runtime whose ranks hold rectangles of the weights
-        yields these, without communication. A tensor is valid until the next one is taken.
+        A tensor is valid until the next one is taken.
 
         Args:
             dtype: as for :meth:`export_weights`.
+
+        Raises:
+            UnsupportedError: a runtime that does not offer it.
         """
-        for name, tensor in self.export_weights(handle, dtype=dtype):
-            rows = chunk(slice(0, tensor.shape[0]), dist.get_world_size(), dist.get_rank())
-            yield contracts.WeightShard(name, tuple(tensor.shape), (rows.start, *([0] * (tensor.dim() - 1))), tensor[rows])
+        raise self._not_offered("export_shards")
 
     @Atom(Needs(("grad",), trained=True, whole_gradients=True), join=None)
     def export_gradients(self, handle: H, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -357,7 +356,15 @@ class Runtime[H](ABC):
 
     @Atom(ANY_STATE, takes="tenants", frees=True)
     def remove_lora_adapter(self, handle: H) -> None:
-        """Frees a tenant; its handle cannot be used again. Not a collective."""
+        """Frees a tenant; its handle cannot be used again.
+
+        A collective where the tenant has saved asynchronously and nothing has waited for that yet; not otherwise. It waits
+        for the save then. If that failed, its error is raised, as by :meth:`wait_for_checkpoint`, and the tenant stays: save
+        it again, or remove it with another call.
+
+        Raises:
+            CheckpointError: an asynchronous save of the tenant failed.
+        """
         raise self._not_offered("remove_lora_adapter")
 
     @Atom(ANY_STATE, takes="tenants")

@@ -108,7 +108,7 @@ class PassResults:
         """The loss of micro-batch ``index``, with its graph; None where there is none.
 
         Raises:
-            BatchError: what the loss returned is not a 0-d tensor with a gradient.
+            BatchError: as :func:`check_returned`.
             UnsupportedError: the model gave something else than a number for each token.
         """
         for name, value in output._asdict().items():
@@ -123,18 +123,14 @@ class PassResults:
         if self.request.loss_fn is None:
             return None
         loss, metrics = self.request.loss_fn(output, batch, self.dp_group)
-        _check_loss(loss, index, self.request.forward_only)
+        check_returned(f"loss_fn for micro-batch {index}", loss, metrics, forward_only=self.request.forward_only)
         self._metrics[index] = tree_map_only(Tensor, Tensor.detach, dict(metrics))
         if loss is not None:
             self._losses[index] = loss.detach().float()
         return loss
 
     def result(self, routes: Mapping[str, list[Tensor]]) -> ForwardResult:
-        """All of it, in the order of the request, with the ``routes`` that were recorded.
-
-        Raises:
-            BatchError: a metric is not a number.
-        """
+        """All of it, in the order of the request, with the ``routes`` that were recorded."""
         data, outputs = self.request.data, dict[str, list[Tensor]]()
         for index in sorted(self._outputs):
             for name, value in self._outputs[index].items():
@@ -147,28 +143,44 @@ class PassResults:
         )
 
 
-def _check_loss(loss: object, index: int, forward_only: bool) -> None:
-    """Raises :class:`BatchError` unless ``loss`` is a 0-d tensor, with a gradient or for a forward-only pass."""
-    if loss is None and forward_only:
-        return
-    if not isinstance(loss, Tensor):
-        raise BatchError(f"loss_fn returned a {type(loss).__name__} for micro-batch {index}; expected a 0-d tensor")
-    if loss.dim() != 0:
-        raise BatchError(f"loss_fn returned shape {tuple(loss.shape)} for micro-batch {index}; expected a 0-d tensor")
-    if not forward_only and not loss.requires_grad:
-        raise BatchError(
-            f"loss_fn returned a loss without a gradient for micro-batch {index}; compute it from model_output, or pass "
-            "forward_only=True"
-        )
+def check_returned(whose: str, loss: object, metrics: object, *, forward_only: bool) -> None:
+    """Checks what a loss returned, without a wait for the device.
+
+    Args:
+        whose: begins the message.
+
+    Raises:
+        BatchError: the loss is not a 0-d tensor with a gradient (or, in a forward-only pass, any 0-d tensor or None), or a
+            metric is not a number or a pair of numbers.
+    """
+    if loss is not None or not forward_only:
+        if not isinstance(loss, Tensor):
+            raise BatchError(f"{whose} returned a {type(loss).__name__}; expected a 0-d tensor")
+        if loss.dim() != 0:
+            raise BatchError(f"{whose} returned shape {tuple(loss.shape)}; expected a 0-d tensor")
+        if not forward_only and not loss.requires_grad:
+            raise BatchError(
+                f"{whose} returned a loss without a gradient; compute it from model_output, or pass forward_only=True"
+            )
+    if not isinstance(metrics, Mapping):
+        raise BatchError(f"{whose} returned metrics of type {type(metrics).__name__}; expected a dict, or an empty one")
+    for name, value in metrics.items():
+        pair = value if isinstance(value, tuple) else (value, 1.0)
+        if len(pair) != 2 or not all(map(_is_number, pair)):
+            raise BatchError(f"{whose}: metric {name!r} is not a number or a (sum, weight) pair: {value!r}", name=name)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    try:
+        float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _as_metrics(values: Mapping[str, MetricValue]) -> dict[str, Metric]:
-    """Metrics as (sum, weight) on the host; raises :class:`BatchError` for one that is no number."""
-    metrics = {}
-    for name, value in values.items():
-        total, weight = value if isinstance(value, tuple) else (value, 1.0)
-        try:
-            metrics[name] = Metric(float(total), float(weight))
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise BatchError(f"metric {name!r} is not a number or a (sum, weight) pair: {error}", name=name) from None
-    return metrics
+    """Metrics as (sum, weight) on the host."""
+    pairs = {name: value if isinstance(value, tuple) else (value, 1.0) for name, value in values.items()}
+    return {name: Metric(float(total), float(weight)) for name, (total, weight) in pairs.items()}

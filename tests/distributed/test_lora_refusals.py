@@ -146,6 +146,31 @@ def test_a_loss_that_fails_on_one_rank_has_no_results_on_any(ranks: RankPool, mo
         assert "narrow" in refused[2] and "model" in refused[2]
 
 
+def looking_job(model: str) -> Mapping[str, str]:
+    """A forward-only pass with the loss of one tenant, beside sequences of another that the last rank does not have."""
+    with open_runtime(model) as runtime:
+        base = runtime.build_model(trainable=False)
+        tenants = create(runtime, base, NAMES)
+        narrow, middle = tenants.values()
+        data = batches({"middle": middle, "narrow": narrow}, 0, base.data_parallel_rank, base.data_parallel_size)
+        last = dist.get_rank() == dist.get_world_size() - 1
+
+        def fails_first(*arguments: Any) -> tuple[Tensor, Mapping[str, MetricValue]]:
+            if not last:
+                raise ValueError("only here")
+            return nll(*arguments)
+
+        mine = [without(each, narrow.lora_id) for each in data] if last else data
+        result = runtime.forward_backward(base, mine, {"middle": fails_first}, forward_only=True)
+        return {name: each.error for name, each in result.tenants.items()}
+
+
+def test_sequences_without_a_loss_may_be_on_one_rank_alone(ranks: RankPool, model: str) -> None:
+    first, last = ranks.run(looking_job, model)
+    assert first == {"narrow": "", "middle": "ValueError: only here"}
+    assert last == {"middle": "its loss failed on another rank"}
+
+
 def no_memory_job(model: str) -> tuple[str, list[str], list[int]]:
     """What this rank hears when the last rank has no memory for a tenant, and which tenants it has then and later."""
     with open_runtime(model) as runtime, pytest.MonkeyPatch.context() as patch:

@@ -36,8 +36,6 @@ class NativeEngine(Engine[NativeHandle]):
         ConfigError: the world size, the device or the environment does not fit ``config``.
     """
 
-    has_shards = True
-
     def __init__(self, config: RuntimeConfig) -> None:
         self._options = config.options(NativeConfig)
         self.groups: ParallelGroups = open_groups(self._options.parallel, training_device(self._options.device))

@@ -105,7 +105,7 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
         """This rank's tensors of each part that the handle has."""
         parts: dict[Part, list[Tensor]] = {"model": [local_tensor(parameter) for parameter in self.parameters.values()]}
         if self.optimizer is not None:
-            parts["optimizer"] = [local_tensor(tensor) for tensor in self.optimizer.state_tensors().values()]
+            parts["optimizer"] = [local_tensor(tensor) for tensor in self.optimizer.moments()]
             gradients = [parameter.grad for parameter in self.parameters.values()]
             parts["grad"] = [local_tensor(gradient) for gradient in gradients if gradient is not None]
         return parts

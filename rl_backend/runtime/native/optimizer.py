@@ -145,6 +145,10 @@ class NativeOptimizer:
             for key in ("exp_avg", "exp_avg_sq", "step")
         }
 
+    def moments(self) -> list[Tensor]:
+        """What offloading moves. Step counts stay: they are read wherever the state is."""
+        return [tensor for name, tensor in self.state_tensors().items() if not name.startswith("step.")]
+
     def restore_schedule(self, num_steps: int) -> None:
         """Sets the schedules to ``num_steps`` steps taken."""
         self.schedule.num_steps = num_steps

@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_backend.contracts import BatchError, ForwardResult, Head, LossFn, Metric, MetricValue, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import BASE_ONLY, LORA_FIELD
 from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.runtime.passes import check_returned
 from rl_backend.runtime.tenants.handle import TenantHandle
 
 
@@ -42,7 +43,7 @@ class PassTenants:
         """For each sequence its tenant's ``lora_id``, -1 for the base alone."""
         if self.sole is not None:
             return [self.sole.lora_id] * batch.num_sequences
-        return [int(key) for key in batch.sequence_fields.get(LORA_FIELD, ())]
+        return _owners(batch) if LORA_FIELD in batch.sequence_fields else []
 
     def problem(self, data: Sequence[PackedBatch]) -> BatchError | None:
         """Sequences that are nobody's, another's than the pass is, or of a tenant without a loss."""
@@ -57,7 +58,7 @@ class PassTenants:
                     "the base model alone",
                     micro_batch=index,
                 )
-            for key in map(int, batch.sequence_fields[LORA_FIELD]):
+            for key in _owners(batch):
                 if key not in self.by_id and (key != BASE_ONLY or self.sole is not None):
                     whose = "is no tenant of this model; there are" if self.sole is None else "in a pass of"
                     return BatchError(f"{where}: {key} {whose} {known}", micro_batch=index)
@@ -75,11 +76,13 @@ class PassTenants:
         """Those of a backward pass."""
         return self.present(data) if self.trains else []
 
+    def with_loss(self, data: Sequence[PackedBatch]) -> list[TenantHandle]:
+        """Those of the present that have a loss, the same on every rank; others may be present on one rank alone."""
+        return [each for each in self.present(data) if self.sole is not None or each.name in (self.losses or ())]
+
     def fingerprint(self, data: Sequence[PackedBatch]) -> int:
         """Of the tenants that have a loss: their steps and failures are those of all ranks."""
-        counted = [
-            str(each.lora_id) for each in self.present(data) if self.sole is not None or each.name in (self.losses or ())
-        ]
+        counted = [str(each.lora_id) for each in self.with_loss(data)]
         return zlib.crc32(",".join(counted).encode())
 
     def begin(self, data: Sequence[PackedBatch]) -> None:
@@ -110,6 +113,11 @@ class PassTenants:
         # Without any, as where all sequences are the base's, a backward pass still needs something to go back to.
         of_experts = {key: each.rows.modules for key, each in self.by_id.items() if "experts" in each.kinds.values()}
         return tuple(replace(run, of_experts=of_experts) for run in found or [AdapterRun(0, 0, {})])
+
+
+def _owners(batch: PackedBatch) -> list[int]:
+    """What the field says of each sequence, with one wait for the device."""
+    return [int(key) for key in batch.sequence_fields[LORA_FIELD].tolist()]
 
 
 def runs_of_equal(ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -152,8 +160,7 @@ class LossOfTenants:
             output = ModelOutput(**{name: value[rows] for name, value in wanted.items() if value is not None})
             try:
                 loss, found = losses[handle.name](output, own, dp_group)
-                if self.tenants.trains and (not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad):
-                    raise BatchError(f"the loss of {handle.name!r} returned {loss!r}; expected a 0-d tensor with a gradient")
+                check_returned(f"the loss of {handle.name!r}", loss, found, forward_only=not self.tenants.trains)
             except Exception as error:  # noqa: BLE001 - one tenant's loss is not the others' affair
                 self.failures[key] = f"{type(error).__name__}: {error}"
                 continue

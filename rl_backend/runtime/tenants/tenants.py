@@ -230,7 +230,7 @@ class Tenants:
             _break_trained(tenants, data)
             raise
         if loss is not None:
-            loss.failures.update(agree_on_failures(loss.failures, tenants.present(data)))
+            loss.failures.update(agree_on_failures(loss.failures, tenants.with_loss(data)))
             for key, failure in loss.failures.items() if tenants.trains else ():
                 tenants.by_id[key].broken = f"its loss raised {failure}, so its gradients are incomplete"
         metrics = metrics_by_name(result.metrics, tenants)

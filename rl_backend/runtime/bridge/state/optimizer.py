@@ -138,11 +138,14 @@ class BridgeOptimizer:
         self.scheduler.step(increment=num_steps)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """The masters and moments of this rank, some of them views of parameters."""
+        """The masters and moments of this rank, some of them views of parameters.
+
+        Step counts are left out: they are read wherever the state is.
+        """
         for part in distributed_optimizers(self.megatron):
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
-                    state = part.optimizer.state[parameter].values()
+                    state = (value for name, value in part.optimizer.state[parameter].items() if name != "step")
                     yield from (tensor for tensor in [parameter, *state] if isinstance(tensor, Tensor))
 
 

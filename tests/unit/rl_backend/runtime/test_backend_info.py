@@ -16,7 +16,7 @@ from rl_backend.contracts import HandleError, NativeConfig, OptimizerConfig, Run
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig
 from rl_backend.data.packing import pack
 from rl_backend.primitive import adapted_layers
-from rl_backend.runtime.native.engine import NativeRuntime, native_runtime
+from rl_backend.runtime.native.engine import NativeEngine, NativeRuntime, native_runtime
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime, token_loss
 from tests.support.sft_batches import random_token_sequences
@@ -109,10 +109,18 @@ def test_nothing_is_claimed_of_a_gpu() -> None:
     assert not adapted_layers.rows_are_exact(torch.float32, torch.device("cuda"))
 
 
-def test_an_atom_of_models_alone_refuses_a_tenant(runtime: NativeRuntime) -> None:
-    tenant = create(runtime, runtime.build_model(trainable=False, name="base"), ("narrow",))["narrow"]
+@pytest.mark.parametrize("own_shards", [True, False])
+def test_an_atom_of_models_alone_refuses_a_tenant(
+    runtime: NativeRuntime, monkeypatch: pytest.MonkeyPatch, own_shards: bool
+) -> None:
+    if not own_shards:
+        monkeypatch.delattr(NativeEngine, "shards")
+    base = runtime.build_model(trainable=False, name="base")
+    tenant = create(runtime, base, ("narrow",))["narrow"]
     with pytest.raises(HandleError, match="on 'narrow', a LoRA tenant; give 'base'"):
-        list(runtime.export_shards(tenant))
+        runtime.export_shards(tenant)
+    shards = {each.name: (each.tensor.dtype, each.offset) for each in runtime.export_shards(base, dtype=torch.bfloat16)}
+    assert shards == {info.name: (torch.bfloat16, (0,) * len(info.shape)) for info in runtime.weight_infos(base)}
     runtime.close()
     assert tenant.owner is None and not tenant.rows.tensors
 

@@ -173,6 +173,13 @@ def test_a_pass_is_asked_for_as_it_was_given(runtime: StandingRuntime) -> None:
     assert len(runtime.engine.passes) == 2 and runtime.engine.inside == 0
 
 
+def test_a_pass_of_another_runtimes_model_is_refused_as_every_atom_is(runtime: StandingRuntime) -> None:
+    for foreign in (SimpleNamespace(name="theirs"), None):
+        with pytest.raises(HandleError, match=r"handle '?(theirs|None)'? is closed or belongs to another runtime"):
+            runtime.forward_backward(foreign, BATCHES, None, forward_only=True)  # type: ignore[arg-type]
+    assert not runtime.engine.passes
+
+
 def test_modes_of_all_roots_come_back_as_each_module_had_them(runtime: StandingRuntime) -> None:
     handle = runtime.build_model()
     first, second = handle.parts
@@ -225,6 +232,7 @@ def test_what_no_runtime_of_ones_own_offers_names_the_operation_and_its_class(ru
     bare: Any = Bare()
     calls: dict[str, Any] = {
         "place": lambda: Runtime.place.__get__(bare),
+        "export_shards": lambda: Runtime.export_shards(bare, None),
         "export_gradients": lambda: Runtime.export_gradients(bare, None),
         "activations": lambda: Runtime.activations(bare, None, []),
     }

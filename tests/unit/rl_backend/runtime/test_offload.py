@@ -89,6 +89,15 @@ def test_what_does_not_need_a_part_works_without_it(runtime: NativeRuntime, hand
     train(runtime, handle, 1)
 
 
+def test_steps_are_told_while_everything_is_away(runtime: NativeRuntime, handle: NativeHandle) -> None:
+    (before,) = runtime.list_optimizer_states(handle)
+    runtime.to(handle, "cpu")
+    assert runtime.list_optimizer_states(handle) == [before] and before.step == 1
+    runtime.to(handle, "device")
+    train(runtime, handle, 1)
+    assert [each.step for each in runtime.list_optimizer_states(handle)] == [2]
+
+
 def test_gradients_dropped_while_away_do_not_come_back(runtime: NativeRuntime, handle: NativeHandle) -> None:
     runtime.to(handle, "cpu", model=False, optimizer=False)
     runtime.zero_grad(handle)

@@ -106,11 +106,11 @@ def test_a_rank_without_outputs_has_losses_and_metrics_alone_and_a_pass_without_
 @pytest.mark.parametrize(
     ("loss", "forward_only", "message"),
     [
-        (None, False, r"returned a NoneType for micro-batch 2; expected a 0-d tensor"),
-        (0.5, True, r"returned a float for micro-batch 2; expected a 0-d tensor"),
-        (torch.ones(1, requires_grad=True), False, r"returned shape \(1,\) for micro-batch 2; expected a 0-d tensor"),
-        (torch.ones(2, 3), True, r"returned shape \(2, 3\) for micro-batch 2"),
-        (torch.ones(()), False, r"a loss without a gradient for micro-batch 2; compute it from model_output, or pass forw"),
+        (None, False, r"loss_fn for micro-batch 2 returned a NoneType; expected a 0-d tensor"),
+        (0.5, True, r"for micro-batch 2 returned a float; expected a 0-d tensor"),
+        (torch.ones(1, requires_grad=True), False, r"for micro-batch 2 returned shape \(1,\); expected a 0-d tensor"),
+        (torch.ones(2, 3), True, r"for micro-batch 2 returned shape \(2, 3\)"),
+        (torch.ones(()), False, r"for micro-batch 2 returned a loss without a gradient; compute it from model_out"),
         (torch.ones(()), True, None),
         (torch.ones((), requires_grad=True), False, None),
     ],
@@ -126,15 +126,23 @@ def test_a_loss_is_a_number_with_a_gradient_where_one_is_needed(loss: Any, forwa
 
 
 @pytest.mark.parametrize(
-    "value", ["many", torch.ones(2), (torch.ones(3), 1.0), (1.0, None), [1.0]], ids=["text", "rows", "sum", "weight", "list"]
+    "value",
+    ["many", torch.ones(2), (torch.ones(3), 1.0), (1.0, None), [1.0], (1, 2, 3), (1.0,), torch.ones((), dtype=torch.cfloat)],
+    ids=["text", "rows", "sum", "weight", "list", "three", "one", "complex"],
 )
 def test_a_metric_that_is_no_number_is_refused_by_its_name_wherever_it_stands(value: Any) -> None:
     for metrics in ({"bad": value, "good": 1.0}, {"good": 1.0, "bad": value}):
         found = results(lambda *_, metrics=metrics: (torch.ones((), requires_grad=True), metrics))
-        found.add(0, DATA[0], output(0))
-        with pytest.raises(BatchError, match=r"^metric 'bad' is not a number or a \(sum, weight\) pair: ") as caught:
-            found.result({})
+        message = r"^loss_fn for micro-batch 0: metric 'bad' is not a number or a \(sum, weight\) pair: "
+        with pytest.raises(BatchError, match=message) as caught:
+            found.add(0, DATA[0], output(0))
         assert caught.value.details["name"] == "bad"
+
+
+def test_metrics_are_a_mapping() -> None:
+    found = results(lambda *_: (torch.ones((), requires_grad=True), None))
+    with pytest.raises(BatchError, match="for micro-batch 0 returned metrics of type NoneType; expected a dict"):
+        found.add(0, DATA[0], output(0))
 
 
 def test_an_output_that_is_not_one_number_for_each_token_is_refused() -> None:

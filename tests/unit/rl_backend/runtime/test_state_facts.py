@@ -135,14 +135,14 @@ def test_weights_of_a_handle_are_the_tensors_that_its_directory_has() -> None:
 def test_parts_of_a_handle_are_its_own_tensors_and_gradients_that_there_are() -> None:
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     second.grad = torch.full((3,), 2.0)
-    moments = {"exp_avg.a": torch.zeros(2), "step.a": torch.zeros(())}
+    moments = [torch.zeros(2), torch.zeros(3)]
     handle = native_handle(parameters={"a": first, "b": second}, optimizer=None)
     assert list(handle.part_tensors()) == ["model"]
-    handle.optimizer = SimpleNamespace(state_tensors=lambda: moments, balance=None)
+    handle.optimizer = SimpleNamespace(moments=lambda: moments, balance=None)
     found = handle.part_tensors()
     assert {part: [tensor.data_ptr() for tensor in tensors] for part, tensors in found.items()} == {
         "model": [first.data_ptr(), second.data_ptr()],
-        "optimizer": [each.data_ptr() for each in moments.values()],
+        "optimizer": [each.data_ptr() for each in moments],
         "grad": [second.grad.data_ptr()],
     }
 

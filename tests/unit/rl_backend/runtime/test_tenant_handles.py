@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from rl_backend.contracts import (
     BatchError,
+    CheckpointError,
     ConfigError,
     HandleError,
     ModelOutput,
@@ -22,6 +24,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import LORA_FIELD, PEFT_PREFIX, LoRAConfig
 from rl_backend.data.packing import pack
+from rl_backend.runtime import checkpoints
 from rl_backend.runtime.native.engine import NativeRuntime
 from rl_backend.runtime.tenants.state import problem_of_import
 from tests.support.native import VOCAB_SIZE, open_runtime
@@ -84,6 +87,34 @@ def test_tenants_are_told_apart_by_names_and_numbers_that_are_not_used_again(mod
         for call in of_tenants:
             with pytest.raises(HandleError, match=rf"{call.__name__} on 'base', which is no LoRA tenant"):
                 call(base)
+
+
+def test_a_tenant_whose_save_failed_stays_until_that_has_been_told(
+    runtime: NativeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, written = threading.Event(), list[str]()
+
+    def write(draft: Path, path: Path, *arguments: object) -> None:
+        assert may_write.wait(20)
+        if path.name == "bad":
+            raise CheckpointError("disk full")
+        written.append(path.name)
+
+    monkeypatch.setattr(checkpoints, "write_training_state", write)
+    base = runtime.build_model(trainable=False)
+    good, bad = (runtime.create_lora_adapter(base, CONFIG, name=name) for name in ("good", "bad"))
+    for tenant in (good, bad):
+        runtime.save_checkpoint(tenant, tmp_path / tenant.name, asynchronous=True)
+    threading.Timer(0.2, may_write.set).start()
+    runtime.remove_lora_adapter(good)
+    assert written == ["good"]
+    with pytest.raises(CheckpointError, match="disk full"):
+        runtime.remove_lora_adapter(bad)
+    assert [each.name for each in runtime.list_lora_adapters(base)] == ["bad"]
+    runtime.save_checkpoint(bad, tmp_path / "again", asynchronous=True)
+    runtime.remove_lora_adapter(bad)
+    assert written == ["good", "again"] and runtime.list_lora_adapters(base) == []
+    runtime.close()
 
 
 def test_heads_and_bases_that_cannot_have_tenants_are_refused(model: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_backend.contracts import BatchError, ForwardResult, Metric, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import LORA_FIELD
@@ -128,6 +129,14 @@ def test_ranks_compare_the_tenants_that_have_a_loss() -> None:
     assert passing(first, sole=first, losses=None).fingerprint([batch(None, [3])]) == crc("4")
 
 
+def test_failures_are_compared_of_the_tenants_that_have_a_loss_as_others_may_be_on_one_rank_alone() -> None:
+    first, second = tenant(4, "a"), tenant(9, "b")
+    looking = passing(first, second, trains=False, losses={"a": loss_of(1.0)})
+    assert looking.with_loss(PAIR) == [first] == looking.with_loss(PAIR[:1])
+    assert looking.with_loss([batch([9], [3])]) == []
+    assert passing(first, sole=first, losses=None).with_loss([batch(None, [3])]) == [first]
+
+
 def test_dropout_is_drawn_once_for_each_run_of_a_tenant_that_has_it_and_trains() -> None:
     wet, dry, still = tenant(4, "a", dropout=0.1, draws=7), tenant(9, "b"), tenant(5, "c", dropout=0.1, training=False)
     data = [batch([4, -1, 4, 9], [1, 1, 1, 1]), batch([9, 5], [1, 1]), batch([4], [1])]
@@ -160,6 +169,24 @@ def test_runs_are_the_rows_of_neighbours_of_one_tenant_without_those_of_the_base
         assert only.of_experts == {9: mixed.rows.modules}
 
 
+class NumbersRead(TorchDispatchMode):
+    """Counts reads of single numbers, for each of which a GPU is waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_tenants_of_a_batch_are_read_at_once() -> None:
+    tenants = passing(tenant(4, "a"), tenant(9, "b"))
+    with NumbersRead() as reads:
+        assert tenants.ids(PAIR[0]) == [4, -1, 4]
+        assert tenants.problem(PAIR) is None
+    assert reads.count == 0
+
+
 def test_neighbours_of_one_number_become_one_and_others_stay_apart() -> None:
     assert runs_of_equal([3, 3, -1, 3, 0, 0, 0], [1, 2, 4, 8, 16, 0, 32]) == [(3, 3), (-1, 4), (3, 8), (0, 48)]
     assert runs_of_equal([], []) == []
@@ -188,7 +215,7 @@ def test_chosen_sequences_keep_their_tokens_their_fields_and_facts_of_their_own(
 def loss_of(weight: float, **metrics: Any) -> Any:
     def loss(output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
         assert output.log_probs is not None and output.log_probs.shape == data.input_ids.shape
-        return weight * (output.log_probs * data.input_ids).sum(), {"group": dp_group, **metrics}
+        return weight * (output.log_probs * data.input_ids).sum(), {"group": dp_group or 0, **metrics}
 
     return loss
 
@@ -207,13 +234,13 @@ def test_losses_are_added_up_kept_apart_by_tenant_and_one_that_failed_is_not_ask
     totals = []
     for data in (batch([4, 9, -1, 5, 4], [1, 2, 1, 1, 2]), batch([9, 4], [2, 1]), batch([9], [3])):
         log_probs = torch.full(data.input_ids.shape, 0.5, requires_grad=True)
-        total, metrics = loss(ModelOutput(log_probs=log_probs), data, "the group")
+        total, metrics = loss(ModelOutput(log_probs=log_probs), data, 7)
         assert total is not None and total.requires_grad
         totals.append((float(total.detach()), dict(metrics)))
     # Of tokens 0, 5 and 6, each 2 * 0.5, and of two others 0.5 each.
     assert totals == [
-        (12.0, {"4/group": "the group", "4/kl": 3, "9/n": 1}),
-        (2.0, {"4/group": "the group", "4/kl": 3}),
+        (12.0, {"4/group": 7, "4/kl": 3, "9/n": 1}),
+        (2.0, {"4/group": 7, "4/kl": 3}),
         (0.0, {}),
     ]
     assert [value for value, _ in loss.results[4]] == [11.0, 2.0]
@@ -221,14 +248,39 @@ def test_losses_are_added_up_kept_apart_by_tenant_and_one_that_failed_is_not_ask
     assert loss.failures == {9: "ValueError: no such column"} and len(asked) == 2
 
 
-@pytest.mark.parametrize("returned", [1.0, torch.ones(2, requires_grad=True), torch.ones(())], ids=str)
-def test_a_tenants_loss_that_cannot_be_trained_on_is_its_failure_in_a_backward_pass_alone(returned: Any) -> None:
-    data, output = batch([4], [2]), ModelOutput(log_probs=torch.zeros(2))
-    loss = LossOfTenants(passing(tenant(4, "a"), losses={"a": lambda *_: (returned, {})}))
-    assert float(loss(output, data)[0]) == 0.0  # type: ignore[arg-type]
-    assert loss.failures[4].startswith(f"BatchError: the loss of 'a' returned {returned!r}; expected a 0-d tensor with a")
+TRAINABLE = torch.ones((), requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("returned", "forward_only", "failure"),
+    [
+        ((1.0, {}), False, "returned a float; expected a 0-d tensor"),
+        ((1.0, {}), True, "returned a float; expected a 0-d tensor"),
+        ((torch.ones(2, requires_grad=True), {}), False, "returned shape (2,); expected a 0-d tensor"),
+        ((torch.ones(2), {}), True, "returned shape (2,); expected a 0-d tensor"),
+        ((torch.ones(()), {}), False, "returned a loss without a gradient; compute"),
+        ((None, {}), False, "returned a NoneType; expected a 0-d tensor"),
+        ((TRAINABLE, None), False, "returned metrics of type NoneType; expected a dict, or an empty one"),
+        ((None, None), True, "returned metrics of type NoneType; expected a dict"),
+        ((TRAINABLE, {"x": torch.ones(2)}), False, "metric 'x' is not a number or a (sum, weight) pair: tensor"),
+        ((TRAINABLE, {"x": (1, 2, 3)}), False, "metric 'x' is not a number or a (sum, weight) pair: (1, 2, 3)"),
+    ],
+    ids=str,
+)
+def test_what_a_tenants_loss_returns_wrong_is_its_own_failure(returned: Any, forward_only: bool, failure: str) -> None:
+    bad, good = tenant(4, "a"), tenant(9, "b")
+    losses = {"a": lambda *_: returned, "b": loss_of(1.0)}
+    loss = LossOfTenants(passing(bad, good, trains=not forward_only, losses=losses))
+    log_probs = torch.ones(2, requires_grad=True)
+    total, metrics = loss(ModelOutput(log_probs=log_probs), batch([4, 9], [1, 1]))
+    assert total is not None and total.item() == 1.0 and metrics == {"9/group": 0}
+    assert list(loss.failures) == [4] and list(loss.results) == [9]
+    assert failure in loss.failures[4] and loss.failures[4].startswith("BatchError: the loss of 'a'")
+
+
+def test_a_tenant_without_a_loss_in_a_forward_only_pass_has_metrics_alone() -> None:
     without = LossOfTenants(passing(tenant(4, "a"), trains=False, losses={"a": lambda *_: (None, {"n": 2})}))
-    assert float(without(output, data)[0]) == 0.0  # type: ignore[arg-type]
+    assert float(without(ModelOutput(log_probs=torch.zeros(2)), batch([4], [2]))[0]) == 0.0  # type: ignore[arg-type]
     assert without.results == {4: [(0.0, {"n": 2})]} and not without.failures
 
 
