@@ -152,6 +152,10 @@ class RolloutEngine:
             return None
         return self.generate([request, request], sampling, None, [None, adapter])
 
+    def seconds_without_progress(self) -> float:
+        """How long it has served and ended no request; 0 while it sleeps, or waits for the end of a push."""
+        return self._vllm.loop.seconds_without_progress
+
     def take_trace(self, stop: bool = False) -> TraceBatch:
         """As :meth:`~rl_backend.trace.recorder.TraceRecorder.take_batch`."""
         return recorder.take_batch(stop=stop)

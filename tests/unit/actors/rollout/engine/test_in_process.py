@@ -119,6 +119,17 @@ def test_turns_wait_from_the_hold_to_the_end_of_the_update(engine: RolloutEngine
     assert len(engine.take_turns(5.0)) == 1, "no update had begun"
 
 
+def test_an_engine_that_waits_for_the_end_of_a_push_does_not_stand_still(engine: RolloutEngine) -> None:
+    assert engine.seconds_without_progress() > 0
+    engine.pause_turns()
+    assert engine.seconds_without_progress() == 0
+    engine.begin_update()
+    engine.finish_update(4)
+    assert engine.seconds_without_progress() == 0
+    engine.resume()
+    assert engine.seconds_without_progress() > 0
+
+
 def test_adapters_that_were_loaded_are_loaded_again_after_an_update(
     engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

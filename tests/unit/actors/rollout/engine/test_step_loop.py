@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from actors.rollout.config import RolloutConfig
+from actors.rollout.engine import step_loop
 from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.engine.step_loop import Finished, StepLoop
 from actors.rollout.messages import AdapterVersion
@@ -197,6 +198,28 @@ def test_a_pause_that_fails_fails_what_would_have_paused_and_holds_all_the_same(
     loop.release()
     stepper.allow(2)
     assert tokens(waiting[0]) == [300, 301] and versions(waiting[0]) == [(2, 2)]
+
+
+def test_time_without_progress_runs_while_it_serves_and_begins_anew_with_every_end(
+    loop: StepLoop, stepper: CountingStepper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.monotonic()]
+    monkeypatch.setattr(step_loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def later() -> float:
+        now[0] += 7
+        return loop.seconds_without_progress
+
+    assert later() >= 7
+    result = submit(loop, job(100, 1), job(200, 9, pausable=True), job(300, 3))[0]
+    stepper.take(1)
+    assert tokens(result) == [100] and later() == 7
+    seen: list[float] = []
+    in_mid_step(loop, stepper, 2, loop.hold, meanwhile=lambda: seen.append(later()))
+    assert seen == [14], "what must end before it holds still runs"
+    assert later() == 0, "requests wait for the release"
+    loop.release()
+    assert later() == 7
 
 
 def test_a_request_that_is_given_up_while_it_pauses_has_what_it_had(loop: StepLoop, stepper: CountingStepper) -> None:
