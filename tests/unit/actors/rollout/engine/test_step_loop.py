@@ -17,6 +17,7 @@ from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.engine.step_loop import Finished, StepLoop
 from actors.rollout.messages import AdapterVersion
 from rl_backend.contracts import RolloutError
+from tests.support.answering import serve
 from tests.support.stepping import BAD_SEED, FATAL_SEED, CountingStepper, ServedVersion, job
 
 SOON = 10.0
@@ -241,7 +242,8 @@ def test_turns_that_pause_are_lost_with_the_weights_alone(loop: StepLoop, steppe
 
     llm = SimpleNamespace(sleep=sleep, wake_up=lambda: asleep.clear())
     engine = RolloutEngine(RolloutConfig(model_path="x", device="cuda", sleep_mode=True), 0, "cuda", False)
-    engine._vllm.loop, engine._vllm.llm, engine._vllm.version = loop, llm, 1
+    engine._vllm.loop, engine._vllm.llm = loop, llm
+    serve(engine._vllm.serving, 1)
     paused, waiting = submit(loop, job(100, 6, pausable=True)), []
     stepper.take(2)
     in_mid_step(loop, stepper, 1, lambda: engine.sleep(level))
