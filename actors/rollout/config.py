@@ -96,8 +96,9 @@ class RolloutConfig(BaseConfig):
             Either way turns that have not begun wait for the push.
         seed: seed of the engines' own generator, used by requests without a seed of their own.
         start_timeout: seconds that starting may take.
-        sampling_timeout: seconds in which an engine answers one call to sample, all its prompts together. One that does
-            not counts as dead and is ended; whoever waits for it, a push as well, gets an ``EngineDeadError``.
+        sampling_timeout: seconds in which an engine answers one call to sample, all its prompts together, and in which,
+            while it serves, one of its turns ends. One that does not counts as dead and is ended; whoever waits for it, a
+            push as well, gets an ``EngineDeadError``.
         engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused before an engine starts.
     """
 

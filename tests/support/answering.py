@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.rollout.engine.serving_state import ServingState
 from actors.rollout.engine.step_loop import Completion, Job
 
 
@@ -58,6 +59,13 @@ def completion_of(job: Job, layers: int = 3) -> Any:
         finish_reason="stop" if seed % 2 else "length",
         routed_experts=rows[:, :, None],
     )
+
+
+def serve(serving: ServingState, version: int) -> None:
+    """An engine has had a push."""
+    serving.pause()
+    serving.finish(version)
+    serving.resume()
 
 
 class Llm:

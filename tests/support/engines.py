@@ -16,6 +16,7 @@ from torch import Tensor
 
 from actors.rollout.config import SamplingConfig
 from actors.rollout.engine.engine import RolloutEngine
+from actors.rollout.engine.serving_state import ServingState
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion, EngineInfo, Generated, Request, Response
 from actors.rollout.placement import NodePlace
@@ -69,7 +70,7 @@ class EngineWithoutVllm(RolloutEngine):
     ) -> Generated:
         time.sleep(sampling.max_new_tokens)
         responses = [[Response([1], [0.0], "length")] for _ in requests]
-        return Generated([self._vllm.version] * len(requests), responses, None)
+        return Generated([self._vllm.serving.version] * len(requests), responses, None)
 
     def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
         self._verified_here = manifest
@@ -78,7 +79,8 @@ class EngineWithoutVllm(RolloutEngine):
 
     def load(self, version: int) -> float:
         assert self._verified_here.version == version
-        self._vllm.version = version
+        self._vllm.serving.pause()
+        self._vllm.serving.finish(version)
         return 0.0
 
 
@@ -102,8 +104,9 @@ class MendableEngine(RolloutEngine):
 
     def mend(self) -> None:
         """Ends the update, which leaves the weights that were there."""
-        self._vllm.state, self._vllm._failure = "paused", ""
-        self.finish_update(self._vllm.version)
+        version, self._vllm.serving = self._vllm.serving.version, ServingState(self._vllm.name)
+        self._vllm.serving.pause()
+        self.finish_update(version)
         self.resume()
 
 

@@ -45,7 +45,7 @@ class AdapterStore:
             WeightCheckError: what arrived is not what was sent, vLLM cannot load it, or its kernels read something else.
             WeightSyncError: shared memory that is not on this host.
         """
-        self._vllm.check_updatable()
+        self._vllm.serving.check("take weights")
         if not self._vllm.config.max_adapters:
             raise UnsupportedError(
                 f"{self._vllm.name} was started without adapters; set RolloutConfig.max_adapters", engine=self._vllm.name

@@ -111,8 +111,8 @@ class RolloutEngine:
             device_ids=_device_ids(self._vllm.device),
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
-            version=self._vllm.version,
-            state=self._vllm.state,
+            version=self._vllm.serving.version,
+            state=self._vllm.serving.state,
             moe_layers=self._vllm.moe_layers,
         )
 
@@ -134,12 +134,13 @@ class RolloutEngine:
                 routes where they are asked for, or a log-prob is not a number.
             WeightVersionError: the weights are older than ``require_version``.
         """
-        self._vllm.check_serving()
+        self._vllm.serving.check("sample")
+        self._vllm.serving.check_weights()
         chosen = adapters or [None] * len(requests)
         for adapter in dict.fromkeys(chosen):
-            self._vllm.check_version(adapter, require_version)
-        versions = [self._vllm.version if adapter is None else adapter.version for adapter in chosen]
-        with _observed(self._vllm.number, max(versions, default=self._vllm.version), requests) as report:
+            self._vllm.serving.check_version(adapter, require_version)
+        versions = [self._vllm.serving.version if adapter is None else adapter.version for adapter in chosen]
+        with _observed(self._vllm.number, max(versions, default=self._vllm.serving.version), requests) as report:
             answers = self._sample(requests, sampling, chosen)
             responses = [[Response.of(each.completion.output, self._vllm.name) for each in answer] for answer in answers]
             routes = self._routes(requests, answers)
@@ -148,9 +149,13 @@ class RolloutEngine:
 
     def probe_adapter(self, adapter: AdapterVersion, request: Request, sampling: SamplingConfig) -> Generated | None:
         """Samples without and with an adapter; None while the engine has no weights to sample with."""
-        if self._vllm.state != "serving" or self._vllm.lacks_weights:
+        if self._vllm.serving.state != "serving" or self._vllm.serving.lacks_weights:
             return None
         return self.generate([request, request], sampling, None, [None, adapter])
+
+    def seconds_without_progress(self) -> float:
+        """How long it has served and ended no request; 0 while it sleeps, or waits for the end of a push."""
+        return self._vllm.loop.seconds_without_progress
 
     def take_trace(self, stop: bool = False) -> TraceBatch:
         """As :meth:`~rl_backend.trace.recorder.TraceRecorder.take_batch`."""
@@ -162,17 +167,16 @@ class RolloutEngine:
 
     def require_push(self) -> None:
         """Refuse to sample until weights have been pushed."""
-        self._vllm.require_push = True
+        self._vllm.serving.require_push()
 
     def forget_weights(self) -> None:
         """Prepares for another model: its push may have any version; the engine refuses to sample until then."""
-        self._vllm.check_clean()
-        self._vllm.forget_version()
+        self._vllm.serving.forget_version()
 
     def sleep(self, level: int) -> None:
         """Frees the GPU's memory: level 1 keeps the weights in host memory, level 2 drops them, and turns that pause."""
         self._check_sleep_mode()
-        self._vllm.check_clean()
+        self._vllm.serving.check("sleep")
         self._vllm.loop.hold()
         if level == 2:
             problem = "sleeps at level 2, which drops the weights of turns that pause; ask again after the next push"
@@ -180,16 +184,17 @@ class RolloutEngine:
         self._vllm.loop.call(self._adapters.unload_all)
         # Turns that pause stay vLLM's requests. Their keys and values have been dropped.
         self._vllm.call(self._vllm.llm.sleep, level=level, mode="keep")
-        self._vllm.state = "asleep"
+        self._vllm.serving.sleep()
         if level == 2:
-            self._vllm.forget_version()
+            self._vllm.serving.forget_version()
 
     def wake_up(self) -> None:
         """Takes the GPU's memory back. After level 2, weights must be pushed before the engine samples."""
         self._check_sleep_mode()
+        self._vllm.serving.check("wake up")
         self._vllm.call(self._vllm.llm.wake_up)
-        self._vllm.state = "serving"
-        if not self._vllm.lacks_weights:  # else turns that have not begun go on waiting, for the push
+        self._vllm.serving.wake()
+        if not self._vllm.serving.lacks_weights:  # else turns that have not begun go on waiting, for the push
             self._vllm.loop.release()
 
     def admit(self, job: Job) -> bool:
@@ -201,17 +206,17 @@ class RolloutEngine:
             RolloutError: no weights have been pushed yet, or the adapter is not here.
             WeightVersionError: the weights are older than the job requires.
         """
-        self._vllm.check_clean()
-        self._vllm.check_weights()
+        self._vllm.serving.check_clean()
+        self._vllm.serving.check_weights()
         model = self._vllm.llm.model_config
         if problem := prompt_problem(job.request.prompt_ids, model.max_model_len, model.get_vocab_size()):
             raise BatchError(f"the prompt {problem}", engine=self._vllm.name)
-        self._vllm.check_version(job.adapter, job.require_version)
+        self._vllm.serving.check_version(job.adapter, job.require_version)
         return job.adapter is None or self._adapters.take_slot(job.adapter)
 
     def version_for(self, job: Job) -> int:
         """As :class:`~actors.rollout.engine.step_loop.Host`."""
-        return self._vllm.version if job.adapter is None else job.adapter.version
+        return self._vllm.serving.version if job.adapter is None else job.adapter.version
 
     def ended(self, job: Job) -> None:
         """As :class:`~actors.rollout.engine.step_loop.Host`."""

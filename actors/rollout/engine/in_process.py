@@ -1,9 +1,4 @@
-"""vLLM in an engine's process: its start, its thread, and whether it may sample or be updated.
-
-The engine is a small state machine. ``generate`` is served only in state ``serving``; an update goes ``verify`` ->
-``load`` -> ``resume``, and between the last two the engine is ``paused``. A failure after the first load leaves it
-``dirty`` for good. Turns of episodes wait where ``generate`` is refused, but for a dirty engine.
-"""
+"""vLLM in an engine's process: its start, its thread, and what its errors do to the engine."""
 
 from __future__ import annotations
 
@@ -11,23 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.rollout.config import RolloutConfig
+from actors.rollout.engine.serving_state import ServingState
 from actors.rollout.engine.step_loop import Host, StepLoop, Stepper
-from actors.rollout.messages import AdapterVersion, EngineState
+from actors.rollout.messages import AdapterVersion
 from actors.rollout.placement import NodePlace, choose_cores
 from actors.rollout.vllm.expected import EngineParameters, expected_weights
 from actors.rollout.vllm.process import prepare_process, start_vllm
-from rl_backend.contracts import (
-    UNVERSIONED,
-    EngineDeadError,
-    EngineDirtyError,
-    RolloutError,
-    WeightVersionError,
-)
+from rl_backend.contracts import EngineDeadError, EngineDirtyError
 from rl_backend.weights.compare import ExpectedWeights
 
 
 class VllmInProcess:
-    """vLLM in this process, its state, and the version of the weights that it serves.
+    """vLLM in this process, and the state that it is in.
 
     Args:
         config: of the group.
@@ -38,8 +28,7 @@ class VllmInProcess:
     Attributes:
         name: of the engine, for messages.
         loop: vLLM is called on its thread alone.
-        state: changed by updates and sleep.
-        version: of the weights served.
+        serving: whether it may sample or be updated, and the version of its weights.
         cores: numbers of those that it runs on; empty on CUDA.
         llm: the ``vllm.LLM``, once it is started.
         expected: weights that a push must hold, once it is started.
@@ -53,14 +42,11 @@ class VllmInProcess:
         self.number = number
         self.name = f"engine {number}"
         self.device = device
-        self.require_push = require_push
         self.loop = StepLoop(self.name)
-        self.state: EngineState = "serving"
-        self.version = UNVERSIONED
+        self.serving = ServingState(self.name, require_push=require_push)
         self.cores: tuple[int, ...] = ()
         self.expected = ExpectedWeights({})
         self.moe_layers: tuple[int, ...] = ()
-        self._failure = ""
 
     def start(self, place: NodePlace, host: Host, make_stepper: Callable[[Any], Stepper]) -> None:
         """Starts vLLM.
@@ -89,64 +75,14 @@ class VllmInProcess:
         if config.return_routed_experts:
             self.moe_layers = tuple(self.ask_workers("moe_layers")[0])
 
-    @property
-    def lacks_weights(self) -> bool:
-        """Whether weights must be pushed before it samples."""
-        return self.require_push and self.version == UNVERSIONED
-
-    def check_clean(self) -> None:
-        """Raises :class:`~rl_backend.contracts.EngineDirtyError` after an update that failed once it had begun."""
-        if self.state == "dirty":
-            raise self._dirty_error()
-
-    def check_updatable(self) -> None:
-        """Raises where it cannot take weights."""
-        self.check_clean()
-        if self.state == "asleep":
-            raise RolloutError(f"{self.name} is asleep and cannot take weights; call wake_up() first", engine=self.name)
-
-    def check_weights(self) -> None:
-        """Raises :class:`~rl_backend.contracts.RolloutError` where it lacks weights."""
-        if self.lacks_weights:
-            raise RolloutError(
-                f"{self.name} has no weights of the trainer yet (UNVERSIONED): push before sampling", engine=self.name
-            )
-
-    def check_serving(self) -> None:
-        """Raises where it does not sample now."""
-        self.check_clean()
-        if self.state != "serving":
-            why = {"paused": "a weight update is in progress", "asleep": "it is asleep; call wake_up() first"}[self.state]
-            raise RolloutError(f"{self.name} does not sample now: {why}", engine=self.name, state=self.state)
-        self.check_weights()
-
-    def check_version(self, adapter: AdapterVersion | None, required: int | None) -> None:
-        """Raises :class:`~rl_backend.contracts.WeightVersionError` where the adapter, or without one the weights, are older
-        than ``required``.
-        """
-        version = self.version if adapter is None else adapter.version
-        if required is not None and version < required:
-            what = "weights of" if adapter is None else f"{adapter.tenant!r} at"
-            raise WeightVersionError(
-                f"{self.name} serves {what} version {version}, version {required} is required: push first",
-                engine=self.name,
-                version=version,
-                required=required,
-            )
-
     def make_dirty(self, failure: str, error: Exception | None = None) -> None:
         """Keeps the first failure; later ones are consequences. Requests get ``error``, or that the engine is dirty."""
-        if self.state != "dirty":
-            self.state, self._failure = "dirty", failure
-            self.loop.close(error or self._dirty_error())
-
-    def forget_version(self) -> None:
-        """It refuses to sample until the next push, whose version may be any."""
-        self.version, self.require_push = UNVERSIONED, True
+        if self.serving.fail(failure):
+            self.loop.close(error or self.serving.dirty_error())
 
     def during_update(self, call: Callable[..., Any], *args: Any) -> None:
         """As :meth:`call`; an error leaves the engine dirty."""
-        self.check_clean()
+        self.serving.check_clean()
         try:
             self.call(call, *args)
         except BaseException as error:
@@ -180,12 +116,6 @@ class VllmInProcess:
         dead = EngineDeadError(f"{self.name}: a vLLM process ended ({error}); restart it", engine=self.name)
         self.make_dirty(f"a vLLM process ended: {error}", dead)
         return dead
-
-    def _dirty_error(self) -> EngineDirtyError:
-        return EngineDirtyError(
-            f"{self.name} is dirty: a weight update failed after it had begun ({self._failure}); restart it and push again",
-            engine=self.name,
-        )
 
 
 def lora_request(adapter: AdapterVersion | None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -142,6 +143,7 @@ class StepLoop:
         self._running: dict[int, _Entry] = {}
         self._hold: Future[None] | None = None
         self._closed_by: Exception | None = None
+        self._progress = time.monotonic()
 
     def start(self, host: Host, make: Callable[[], Stepper]) -> None:
         """Starts the thread, which makes the stepper; raises what that raises."""
@@ -149,6 +151,12 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name=f"{self._name} steps", daemon=True)
         self._thread.start()
         self._stepper = self.call(make)
+
+    @property
+    def seconds_without_progress(self) -> float:
+        """Since a request has ended, or the last hold; 0 while requests wait for :meth:`release`. For any thread."""
+        hold = self._hold
+        return 0.0 if hold is not None and hold.done() else time.monotonic() - self._progress
 
     def stop(self) -> None:
         """Ends the thread, after the step that it is in; who waits for a request waits for ever."""
@@ -297,6 +305,7 @@ class StepLoop:
         self._hold.set_result(None)
 
     def _release(self) -> None:
+        self._progress = time.monotonic()  # before the hold ends, for whoever reads both
         self._hold = self._closed_by = None
         for entry in self._running.values():
             entry.version = self._host.version_for(entry.job)
@@ -316,6 +325,7 @@ class StepLoop:
     def _end(self, entry: _Entry, outcome: Completion | Exception | None) -> None:
         if self._running.pop(entry.key, None) is None:
             self._waiting.remove(entry)
+        self._progress = time.monotonic()
         self._host.ended(entry.job)
         if isinstance(outcome, Exception):
             entry.result.set_exception(outcome)

@@ -104,7 +104,7 @@ class WeightReceiver:
             self._push, self._intact = push, {}
         self._verified = None
         with suppress(RLBackendError), span("verify part", "weights", weight_version=part.version, nbytes=part.nbytes):
-            self._vllm.check_updatable()
+            self._vllm.serving.check("take weights")
             # The trainer, which may be on the same cores, works at the same time.
             threads = max(len(self._vllm.cores) // 2, 1)
             self._intact |= find_intact(self._map(segment), part.tensors, threads=threads)
@@ -155,26 +155,28 @@ class WeightReceiver:
         """Begins no turn until :meth:`resume`, and returns when those in flight have ended or paused, as
         ``RolloutConfig.turns_at_push`` says. Turns with an adapter end first in either case: the base changes under it.
         """
-        self._vllm.check_updatable()
+        self._vllm.serving.check("take weights")
         self._vllm.loop.hold()
 
     def begin_update(self) -> None:
         """Stops serving, empties the prefix cache and starts vLLM's weight update. Streaming transports call it directly."""
         self.pause_turns()
-        self._vllm.state = "paused"
+        self._vllm.serving.pause()
         with span("begin update", "weights"):
             self._vllm.during_update(self._start_weight_update)
 
     def update(self, update_info: dict[str, Any]) -> None:
         """Hands one message to vLLM's ``update_weights``."""
+        self._vllm.serving.check("continue an update")
         with span("update", "weights"):
             self._vllm.during_update(self._vllm.llm.update_weights, {"update_info": update_info})
 
     def finish_update(self, version: int) -> None:
         """Ends vLLM's weight update, records the version and loads adapters again; :meth:`resume` starts serving."""
+        self._vllm.serving.check("continue an update")
         with span("finish update", "weights", weight_version=version):
             self._vllm.during_update(self._vllm.llm.finish_weight_update, str(version))
-        self._vllm.version = version
+        self._vllm.serving.finish(version)
         prometheus.set_gauge("rl_backend_engine_weight_version", version, engine=str(self._vllm.number))
         self._reload_adapters()
 
@@ -189,26 +191,25 @@ class WeightReceiver:
 
     def check_manifest(self, manifest: WeightManifest) -> None:
         """Version, names, shapes and dtypes, which is all there is to check where weights are not staged."""
-        self._vllm.check_updatable()
-        if manifest.version < self._vllm.version:
+        self._vllm.serving.check("take weights")
+        if manifest.version < self._vllm.serving.version:
             raise WeightVersionError(
-                f"{self._vllm.name} serves weights of version {self._vllm.version} and refuses the older version "
+                f"{self._vllm.name} serves weights of version {self._vllm.serving.version} and refuses the older version "
                 f"{manifest.version}",
                 engine=self._vllm.name,
-                version=self._vllm.version,
+                version=self._vllm.serving.version,
                 offered=manifest.version,
             )
         check_manifest(manifest, self._vllm.expected, engine=self._vllm.name)
 
     def resume(self) -> None:
         """Serves again after an update; every engine has acknowledged by now."""
-        if self._vllm.state == "paused":
-            self._vllm.state = "serving"
+        self._vllm.serving.resume()
         self.resume_turns()
 
     def resume_turns(self) -> None:
         """After :meth:`pause_turns`, unless an update has begun since."""
-        if self._vllm.state == "serving":
+        if self._vllm.serving.state == "serving":
             self._vllm.loop.release()
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ class EngineSet:
 
     Attributes:
         lock: of requests: held while they are made, and while engines change.
-        changing: of adapters, weights and engines that join: one of them changes at a time. Taken before :attr:`lock`.
+        changing: of adapters, weights, sleep and engines that join: one changes at a time. Taken before :attr:`lock`.
         sampling: the calls that sample.
     """
 

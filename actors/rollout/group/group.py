@@ -182,13 +182,20 @@ class RolloutGroup:
 
         Raises:
             UnsupportedError: on a CPU, or without ``sleep_mode``.
+            RolloutError: a weight update has begun and not ended.
         """
         # Engines wait for turns in flight, which may take as long as a request.
-        raise_first(self.engine_set.call("sleep", level, timeout=self.config.sampling_timeout))
+        with self.engine_set.changing:
+            raise_first(self.engine_set.call("sleep", level, timeout=self.config.sampling_timeout))
 
     def wake_up(self) -> None:
-        """Takes the GPU memory back."""
-        raise_first(self.engine_set.call("wake_up"))
+        """Takes the GPU memory back.
+
+        Raises:
+            UnsupportedError, RolloutError: as :meth:`sleep`.
+        """
+        with self.engine_set.changing:
+            raise_first(self.engine_set.call("wake_up"))
 
     def describe(self) -> dict[int, EngineInfo]:
         """Fresh facts about every living engine."""

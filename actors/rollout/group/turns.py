@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,12 +21,8 @@ from rl_backend.contracts import EngineDeadError, RLBackendError, RolloutError
 
 ANSWER_SECONDS = 30.0
 """How long an engine lets a call wait that asks for answers, where there are none."""
-
-
-@dataclass(frozen=True)
-class _Asked:
-    future: Future[TurnAnswer]
-    since: float
+HANGING_SECONDS = 10.0
+"""How long the process of an engine has to say how long it stands still; one that hangs does not answer."""
 
 
 class EngineTurns:
@@ -37,7 +31,8 @@ class EngineTurns:
     Args:
         name: of the engine.
         actor: its Ray handle.
-        limit: seconds for one turn, after which the engine counts as dead.
+        limit: seconds that the engine serves and ends no request, after which it counts as dead. While it sleeps, or waits
+            for the end of a push, they do not run.
         lose: told of the error by which the engine is lost.
     """
 
@@ -47,12 +42,15 @@ class EngineTurns:
         # See engine.turns.CONCURRENCY_GROUPS.
         self._start_turns = actor.start_turns.options(concurrency_group="turns")
         self._give_up_turns = actor.give_up_turns.options(concurrency_group="turns")
+        self._seconds_without_progress = actor.seconds_without_progress.options(concurrency_group="turns")
         self._take_turns = actor.take_turns.options(concurrency_group="answers")
         self._limit = limit
         self._lose = lose
         self._keys = itertools.count()
         self._changed = threading.Condition()
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, Future[TurnAnswer]] = {}
+        self._progress = 0.0
+        """``time.monotonic()`` when the engine is known to have ended a request, or to have had none of these turns."""
         self._ended: RLBackendError | None = None
         self._thread = threading.Thread(target=self._wait_for_answers, name=f"turns of {name}", daemon=True)
         self._thread.start()
@@ -72,7 +70,9 @@ class EngineTurns:
             if self._ended is not None:
                 future.set_exception(self._ended)
                 return future
-            self._asked[key] = _Asked(future, time.monotonic())
+            if not self._asked:
+                self._progress = time.monotonic()
+            self._asked[key] = future
             self._changed.notify()
         future.add_done_callback(partial(self._give_up_cancelled, key))
         self._start_turns.remote([TurnRequest(key, request, sampling, adapter, require_version)])
@@ -88,8 +88,8 @@ class EngineTurns:
             self._ended = self._ended or error
             asked, self._asked = self._asked, {}
             self._changed.notify()
-        for each in asked.values():
-            _set(each.future, error)
+        for future in asked.values():
+            _set(future, error)
 
     def _give_up_cancelled(self, key: int, future: Future[TurnAnswer]) -> None:
         if future.cancelled() and self._ended is None:
@@ -120,7 +120,7 @@ class EngineTurns:
                 return ()
             if not ray_is_usable():
                 raise RolloutError(f"{self._name} cannot be asked any more: Ray has been shut down", engine=self._name)
-            if self._seconds_left() <= 0:
+            if self._seconds_left() <= 0 and not self._makes_progress():
                 raise EngineDeadError(
                     f"{self._name} has not answered a turn for {self._limit:g} s (RolloutConfig.sampling_timeout): its "
                     "process hangs and is ended; restart it, or raise the limit if its turns may take longer",
@@ -134,17 +134,29 @@ class EngineTurns:
         return answers
 
     def _seconds_left(self) -> float:
-        """Until the oldest turn has taken too long."""
+        """Until the engine seems to have stood still for too long."""
         with self._changed:
-            oldest = min((each.since for each in self._asked.values()), default=math.inf)
-        return min(max(oldest + self._limit - time.monotonic(), 0.0), ANSWER_SECONDS)
+            return min(max(self._progress + self._limit - time.monotonic(), 0.0), ANSWER_SECONDS)
+
+    def _makes_progress(self) -> bool:
+        """Asks the engine, which knows whether it serves, and what it does for others."""
+        reference = self._seconds_without_progress.remote()
+        if not ray.wait([reference], timeout=HANGING_SECONDS)[0]:
+            return False
+        outcome = outcome_of(reference, self._name)
+        if isinstance(outcome, RLBackendError):
+            raise outcome
+        with self._changed:
+            self._progress = max(self._progress, time.monotonic() - outcome)
+        return self._seconds_left() > 0
 
     def _take(self, answers: Iterable[tuple[int, TurnAnswer | RLBackendError]]) -> None:
         for key, answer in answers:
             with self._changed:
-                asked = self._asked.pop(key, None)
-            if asked is not None:
-                _set(asked.future, answer)
+                future = self._asked.pop(key, None)
+                self._progress = time.monotonic()
+            if future is not None:
+                _set(future, answer)
 
 
 class GroupTurns:

@@ -1,4 +1,6 @@
-"""Patches of vLLM, all in one place. Those of weights are for CPU engines of vLLM 0.30 alone.
+"""Patches of vLLM; those of weights are for CPU engines of vLLM 0.30 alone.
+
+Gated DeltaNet is patched in :mod:`~actors.rollout.vllm.deltanet`, and adapters in :mod:`~actors.rollout.vllm.adapters`.
 
 vLLM's CPU kernels keep packed copies of weights, made when a model is first loaded. A weight update writes the parameters,
 but not these copies:
@@ -16,8 +18,7 @@ With adapters on, vLLM chooses Triton's kernels for experts, which a CPU lacks, 
 An engine of several workers has the first of them serve a store, which torch binds to all interfaces of the machine.
 
 A prompt that is computed in pieces is sampled after each of them. vLLM drops these tokens and turns the request's own
-generator back by an offset, which generators of a CPU do not have: the engine ends. Gated DeltaNet is in
-:mod:`~actors.rollout.vllm.deltanet`.
+generator back by an offset, which generators of a CPU do not have: the engine ends.
 
 During an update vLLM replaces parameters by placeholders and gathers what their loaders are given. Its gpt-oss writes whole
 stacks of experts, and the sinks of attention, past those loaders into the placeholders: experts and sinks stay as they were,

@@ -15,7 +15,7 @@ from actors.rollout.messages import AdapterVersion
 from actors.wire.factors import PackedFactors, SharedFactors
 from actors.wire.segment import Segment, SharedSegment
 from rl_backend.contracts import EngineDirtyError, RolloutError, UnsupportedError, WeightCheckError, WeightVersionError
-from tests.support.answering import Llm
+from tests.support.answering import Llm, serve
 
 POET, CLERK = AdapterVersion("poet", 5, 1, 8), AdapterVersion("clerk", 7, 2, 4)
 FACTORS = PackedFactors.of({"a": (torch.ones(2, 3), 1.0), "b": (torch.ones(3, 2), 2.0)}, "float32")
@@ -177,10 +177,10 @@ def test_an_engine_that_cannot_take_adapters_now_or_ever_says_so(monkeypatch: py
     with pytest.raises(UnsupportedError, match=r"engine 6 was started without adapters; set RolloutConfig\.max_adapters"):
         without.push(POET, FACTORS, FACTORS.digest)
     engine = engine_of(monkeypatch, 1)
-    engine._vllm.state = "asleep"
-    with pytest.raises(RolloutError, match="engine 6 is asleep and cannot take weights"):
+    engine._vllm.serving.sleep()
+    with pytest.raises(RolloutError, match="engine 6 cannot take weights now: it is asleep"):
         engine.push(POET, FACTORS, FACTORS.digest)
-    engine._vllm.state = "dirty"
+    engine._vllm.serving.fail("of vLLM")
     with pytest.raises(EngineDirtyError, match="engine 6 is dirty"):
         engine.push(POET, FACTORS, FACTORS.digest)
     assert not engine._vllm.llm.told and not without._vllm.llm.told
@@ -213,12 +213,12 @@ def test_an_adapter_that_vllm_cannot_load_leaves_its_slot(monkeypatch: pytest.Mo
 
 def test_versions_are_those_of_the_adapter_or_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(monkeypatch, 1)
-    engine._vllm.version = 3
+    serve(engine._vllm.serving, 3)
     for adapter, version in ((None, 3), (POET, 5)):
         for required in (None, 0, version):
-            engine._vllm.check_version(adapter, required)
+            engine._vllm.serving.check_version(adapter, required)
         with pytest.raises(WeightVersionError, match=f"version {version}, version {version + 1} is required") as older:
-            engine._vllm.check_version(adapter, version + 1)
+            engine._vllm.serving.check_version(adapter, version + 1)
         assert older.value.details == {"engine": "engine 6", "version": version, "required": version + 1}
 
 

@@ -16,6 +16,7 @@ from actors.rollout.engine import engine as engine_module
 from actors.rollout.engine import in_process
 from actors.rollout.engine import stepper as stepper_module
 from actors.rollout.engine.engine import RolloutEngine
+from actors.rollout.engine.serving_state import ServingState
 from actors.rollout.messages import AdapterVersion, EngineInfo, Request, Response
 from actors.rollout.placement import NodePlace
 from actors.rollout.vllm.expected import EngineParameters
@@ -29,7 +30,7 @@ from rl_backend.contracts import (
     WeightVersionError,
 )
 from rl_backend.trace.recorder import recorder
-from tests.support.answering import AnsweringStepper, Llm
+from tests.support.answering import AnsweringStepper, Llm, serve
 
 POET, CLERK = AdapterVersion("poet", 5, 1, 8), AdapterVersion("clerk", 7, 2, 8)
 SAMPLING = SamplingConfig(n=2)
@@ -85,7 +86,7 @@ def test_answers_come_in_the_order_of_the_requests_and_requests_of_one_adapter_b
 ) -> None:
     made = make()
     keep(made, POET, CLERK)
-    made.engine._vllm.version = 4
+    serve(made.engine._vllm.serving, 4)
     found = made.engine.generate(REQUESTS, SAMPLING, None, [POET, None, CLERK, POET, None])
     assert found.versions == [5, 4, 7, 5, 4] and found.routes is None
     lengths = [[len(each.token_ids) for each in answer] for answer in found.responses]
@@ -101,7 +102,7 @@ def test_answers_come_in_the_order_of_the_requests_and_requests_of_one_adapter_b
 def test_what_an_engine_samples_is_counted_and_traced_with_its_newest_version(make: Callable[..., Made]) -> None:
     made = make()
     keep(made, POET)
-    made.engine._vllm.version = 4
+    serve(made.engine._vllm.serving, 4)
     recorder.start()
     made.engine.generate(REQUESTS[:3], SAMPLING, None, [POET, None, None])
     made.engine.generate([], SAMPLING, None)
@@ -126,15 +127,17 @@ def test_routes_are_of_all_responses_in_their_order_and_of_the_layers_with_exper
 
 
 @pytest.mark.parametrize(
-    ("state", "match"),
+    ("state", "enter", "match"),
     [
-        ("paused", "engine 3 does not sample now: a weight update is in progress"),
-        ("asleep", r"engine 3 does not sample now: it is asleep; call wake_up\(\) first"),
+        ("paused", ServingState.pause, "engine 3 cannot sample now: a weight update is in progress"),
+        ("asleep", ServingState.sleep, r"engine 3 cannot sample now: it is asleep; call wake_up\(\) first"),
     ],
 )
-def test_an_engine_that_does_not_serve_says_why(make: Callable[..., Made], state: Any, match: str) -> None:
+def test_an_engine_that_does_not_serve_says_why(
+    make: Callable[..., Made], state: str, enter: Callable[[ServingState], None], match: str
+) -> None:
     made = make()
-    made.engine._vllm.state = state
+    enter(made.engine._vllm.serving)
     with pytest.raises(RolloutError, match=match) as refused:
         made.engine.generate(REQUESTS[:1], SAMPLING, None)
     assert refused.value.details == {"engine": "engine 3", "state": state}
@@ -143,11 +146,11 @@ def test_an_engine_that_does_not_serve_says_why(make: Callable[..., Made], state
 
 def test_an_engine_without_weights_or_with_a_failed_update_samples_nothing(make: Callable[..., Made]) -> None:
     made = make(require_push=True)
-    assert made.engine._vllm.version == UNVERSIONED
+    assert made.engine._vllm.serving.version == UNVERSIONED
     with pytest.raises(RolloutError, match=r"engine 3 has no weights of the trainer yet \(UNVERSIONED\): push before"):
         made.engine.generate(REQUESTS[:1], SAMPLING, None)
     assert made.engine.probe_adapter(POET, REQUESTS[1], SAMPLING) is None
-    made.engine._vllm.version = 0
+    serve(made.engine._vllm.serving, 0)
     assert made.engine.generate(REQUESTS[:1], SAMPLING, None).versions == [0]
     made.engine.abandon_update("the trainer failed")
     for call in (lambda: made.engine.generate(REQUESTS[:1], SAMPLING, None), made.engine.forget_weights):
@@ -158,7 +161,7 @@ def test_an_engine_without_weights_or_with_a_failed_update_samples_nothing(make:
 def test_each_of_the_versions_that_sample_must_be_new_enough(make: Callable[..., Made]) -> None:
     made = make()
     keep(made, POET, CLERK)
-    made.engine._vllm.version = 9
+    serve(made.engine._vllm.serving, 9)
     assert made.engine.generate(REQUESTS[:2], SAMPLING, 5, [CLERK, POET]).versions == [7, 5]
     with pytest.raises(WeightVersionError, match="engine 3 serves 'poet' at version 5, version 6 is required"):
         made.engine.generate(REQUESTS[:2], SAMPLING, 6, [CLERK, POET])
@@ -170,7 +173,7 @@ def test_each_of_the_versions_that_sample_must_be_new_enough(make: Callable[...,
 def test_a_probe_samples_without_and_with_the_adapter(make: Callable[..., Made]) -> None:
     made = make()
     keep(made, CLERK)
-    made.engine._vllm.version = 2
+    serve(made.engine._vllm.serving, 2)
     found = made.engine.probe_adapter(CLERK, REQUESTS[1], SAMPLING)
     assert found is not None and found.versions == [2, 7]
     assert [job.adapter for job in made.stepper.jobs] == [None, CLERK]
@@ -179,11 +182,11 @@ def test_a_probe_samples_without_and_with_the_adapter(make: Callable[..., Made])
 
 def test_an_engine_prepares_for_another_model_whose_version_may_be_any(make: Callable[..., Made]) -> None:
     made = make()
-    made.engine._vllm.version = 8
+    serve(made.engine._vllm.serving, 8)
     made.engine.require_push()
     assert made.engine.generate(REQUESTS[:1], SAMPLING, None).versions == [8], "it has weights that were pushed"
     made.engine.forget_weights()
-    assert made.engine._vllm.version == UNVERSIONED
+    assert made.engine._vllm.serving.version == UNVERSIONED
     with pytest.raises(RolloutError, match="has no weights of the trainer yet"):
         made.engine.generate(REQUESTS[:1], SAMPLING, None)
 
@@ -194,19 +197,21 @@ def test_an_engine_sleeps_without_its_adapters_and_samples_when_it_has_weights(
 ) -> None:
     made = make(device="cuda", sleep_mode=True)
     keep(made, POET)
-    made.engine._vllm.version = 3
+    serve(made.engine._vllm.serving, 3)
     made.engine._adapters.load(POET)
     made.llm.told.clear()
     made.engine.sleep(level)
     assert made.llm.told == [("remove_lora", 1), ("sleep", {"level": level, "mode": "keep"})]
-    assert made.engine._vllm.state == "asleep" and made.engine._vllm.version == (3 if level == 1 else UNVERSIONED)
-    with pytest.raises(RolloutError, match=r"engine 3 is asleep and cannot take weights; call wake_up\(\) first"):
+    serving = made.engine._vllm.serving
+    assert serving.state == "asleep" and serving.version == (3 if level == 1 else UNVERSIONED)
+    with pytest.raises(RolloutError, match=r"engine 3 cannot take weights now: it is asleep; call wake_up\(\) first"):
         made.engine.begin_update()
     made.engine.wake_up()
     assert made.llm.told[2:] == [("wake_up",)]
     if level == 2:
         with pytest.raises(RolloutError, match="has no weights of the trainer yet"):
             made.engine.generate(REQUESTS[:1], SAMPLING, None)
+        made.engine.begin_update()
         made.engine.finish_update(4)
         made.engine.resume()
     assert made.engine.generate(REQUESTS[:1], SAMPLING, None, [POET]).versions == [5], "it is loaded again"
@@ -218,7 +223,30 @@ def test_only_engines_on_a_gpu_that_were_told_so_sleep(make: Callable[..., Made]
     for call in (lambda: made.engine.sleep(1), made.engine.wake_up):
         with pytest.raises(UnsupportedError, match=rf"engine 3 runs on {device} with sleep_mode={sleep_mode}: sleep\(\)"):
             call()
-    assert not made.llm.told and made.engine._vllm.state == "serving"
+    assert not made.llm.told and made.engine._vllm.serving.state == "serving"
+
+
+def test_an_engine_is_not_woken_and_does_not_sleep_in_the_middle_of_an_update(make: Callable[..., Made]) -> None:
+    made = make(device="cuda", sleep_mode=True)
+    made.engine.begin_update()
+    told = len(made.llm.told)
+    for doing, call in (("wake up", made.engine.wake_up), ("sleep", lambda: made.engine.sleep(1))):
+        with pytest.raises(RolloutError, match=f"engine 3 cannot {doing} now: a weight update is in progress"):
+            call()
+    assert len(made.llm.told) == told and made.engine._vllm.serving.state == "paused"
+    made.engine.finish_update(1)
+    made.engine.resume()
+
+
+def test_a_dirty_engine_is_not_woken(make: Callable[..., Made]) -> None:
+    made = make(device="cuda", sleep_mode=True)
+    made.engine.sleep(1)
+    made.engine.abandon_update("gone")
+    with pytest.raises(EngineDirtyError, match="gone"):
+        made.engine.wake_up()
+    with pytest.raises(EngineDirtyError, match="gone"):
+        made.engine.generate(REQUESTS[:1], SAMPLING, None)
+    assert ("wake_up",) not in made.llm.told
 
 
 def test_a_dirty_engine_does_not_sleep(make: Callable[..., Made]) -> None:
@@ -295,7 +323,8 @@ def test_an_engine_starts_on_cores_of_its_own_and_says_what_it_is(
         state="serving",
         moe_layers=(1, 3) if routed else (),
     )
-    engine._vllm.version, engine._vllm.state = 4, "asleep"
+    serve(engine._vllm.serving, 4)
+    engine._vllm.serving.sleep()
     assert (engine.describe().version, engine.describe().state) == (4, "asleep")
 
 

@@ -10,8 +10,8 @@ import pytest
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.messages import AdapterVersion, Request, TurnRequest
-from rl_backend.contracts import EngineDeadError, EngineDirtyError
-from tests.support.answering import AnsweringStepper, Llm
+from rl_backend.contracts import EngineDeadError, EngineDirtyError, RolloutError
+from tests.support.answering import AnsweringStepper, Llm, serve
 
 TURN = TurnRequest(5, Request([1, 2], 1, 10), SamplingConfig())
 
@@ -21,7 +21,7 @@ def engine() -> Iterator[RolloutEngine]:
     made = RolloutEngine(RolloutConfig(model_path="x", max_adapters=2), 2, "cpu", False)
     made._vllm.llm = Llm()
     made._vllm.loop.start(made, AnsweringStepper)
-    made._vllm.version = 3
+    serve(made._vllm.serving, 3)
     yield made
     made._vllm.loop.stop()
 
@@ -49,7 +49,7 @@ def test_an_update_that_fails_once_it_has_begun_leaves_the_engine_dirty_for_good
     ) as failed:
         call(engine)
     assert isinstance(failed.value.__cause__, ValueError) and failed.value.details == {"engine": "engine 2"}
-    assert engine._vllm.state == "dirty" and engine._vllm.version == 3
+    assert engine._vllm.serving.state == "dirty" and engine._vllm.serving.version == 3
     engine._vllm.llm.errors = {}
     engine.abandon_update("something later")
     engine.resume()
@@ -62,6 +62,13 @@ def test_an_update_that_fails_once_it_has_begun_leaves_the_engine_dirty_for_good
     answers = engine.take_turns(5.0) + engine.take_turns(5.0)
     assert [key for key, _ in answers] == [6, 5]
     assert all(isinstance(answer, EngineDirtyError) and "of vLLM" in str(answer) for _, answer in answers)
+
+
+def test_an_engine_that_serves_takes_no_weights_before_an_update_has_begun(engine: RolloutEngine) -> None:
+    for call in (lambda: engine.update({}), lambda: engine.finish_update(4)):
+        with pytest.raises(RolloutError, match="engine 2 cannot continue an update now: no weight update has begun"):
+            call()
+    assert not engine._vllm.llm.told and (engine._vllm.serving.state, engine._vllm.serving.version) == ("serving", 3)
 
 
 def test_an_update_does_not_begin_while_vllm_has_requests_in_its_cache(engine: RolloutEngine) -> None:
@@ -92,7 +99,7 @@ def test_an_error_of_vllm_outside_an_update_is_itself_and_the_engine_serves_on(e
     engine._vllm.llm.errors = {"init_weight_transfer_engine": error}
     with pytest.raises(KeyError) as raised:
         engine.init_transfer({})
-    assert raised.value is error and engine._vllm.state == "serving"
+    assert raised.value is error and engine._vllm.serving.state == "serving"
     engine.start_turns([TURN])
     ((_, answer),) = engine.take_turns(5.0)
     assert not isinstance(answer, Exception) and answer.token_ids == [10, 11]
@@ -104,10 +111,10 @@ def test_turns_wait_from_the_hold_to_the_end_of_the_update(engine: RolloutEngine
     assert engine.take_turns(0.01) == []
     engine.begin_update()
     engine.resume_turns()
-    assert engine._vllm.state == "paused" and engine.take_turns(0.01) == [], "an update has begun since"
+    assert engine._vllm.serving.state == "paused" and engine.take_turns(0.01) == [], "an update has begun since"
     engine.update({"part": 1})
     engine.finish_update(4)
-    assert engine._vllm.state == "paused" and engine.take_turns(0.01) == []
+    assert engine._vllm.serving.state == "paused" and engine.take_turns(0.01) == []
     engine.resume()
     ((_, answer),) = engine.take_turns(5.0)
     assert not isinstance(answer, Exception) and [span.version for span in answer.spans] == [4]
@@ -117,6 +124,17 @@ def test_turns_wait_from_the_hold_to_the_end_of_the_update(engine: RolloutEngine
     engine.start_turns([TURN])
     engine.resume_turns()
     assert len(engine.take_turns(5.0)) == 1, "no update had begun"
+
+
+def test_an_engine_that_waits_for_the_end_of_a_push_does_not_stand_still(engine: RolloutEngine) -> None:
+    assert engine.seconds_without_progress() > 0
+    engine.pause_turns()
+    assert engine.seconds_without_progress() == 0
+    engine.begin_update()
+    engine.finish_update(4)
+    assert engine.seconds_without_progress() == 0
+    engine.resume()
+    assert engine.seconds_without_progress() > 0
 
 
 def test_adapters_that_were_loaded_are_loaded_again_after_an_update(

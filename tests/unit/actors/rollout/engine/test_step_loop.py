@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from actors.rollout.config import RolloutConfig
+from actors.rollout.engine import step_loop
 from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.engine.step_loop import Finished, StepLoop
 from actors.rollout.messages import AdapterVersion
 from rl_backend.contracts import RolloutError
+from tests.support.answering import serve
 from tests.support.stepping import BAD_SEED, FATAL_SEED, CountingStepper, ServedVersion, job
 
 SOON = 10.0
@@ -199,6 +201,28 @@ def test_a_pause_that_fails_fails_what_would_have_paused_and_holds_all_the_same(
     assert tokens(waiting[0]) == [300, 301] and versions(waiting[0]) == [(2, 2)]
 
 
+def test_time_without_progress_runs_while_it_serves_and_begins_anew_with_every_end(
+    loop: StepLoop, stepper: CountingStepper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.monotonic()]
+    monkeypatch.setattr(step_loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def later() -> float:
+        now[0] += 7
+        return loop.seconds_without_progress
+
+    assert later() >= 7
+    result = submit(loop, job(100, 1), job(200, 9, pausable=True), job(300, 3))[0]
+    stepper.take(1)
+    assert tokens(result) == [100] and later() == 7
+    seen: list[float] = []
+    in_mid_step(loop, stepper, 2, loop.hold, meanwhile=lambda: seen.append(later()))
+    assert seen == [14], "what must end before it holds still runs"
+    assert later() == 0, "requests wait for the release"
+    loop.release()
+    assert later() == 7
+
+
 def test_a_request_that_is_given_up_while_it_pauses_has_what_it_had(loop: StepLoop, stepper: CountingStepper) -> None:
     asked = loop.submit([job(100, 6, pausable=True)])
     stepper.take(2)
@@ -218,7 +242,8 @@ def test_turns_that_pause_are_lost_with_the_weights_alone(loop: StepLoop, steppe
 
     llm = SimpleNamespace(sleep=sleep, wake_up=lambda: asleep.clear())
     engine = RolloutEngine(RolloutConfig(model_path="x", device="cuda", sleep_mode=True), 0, "cuda", False)
-    engine._vllm.loop, engine._vllm.llm, engine._vllm.version = loop, llm, 1
+    engine._vllm.loop, engine._vllm.llm = loop, llm
+    serve(engine._vllm.serving, 1)
     paused, waiting = submit(loop, job(100, 6, pausable=True)), []
     stepper.take(2)
     in_mid_step(loop, stepper, 1, lambda: engine.sleep(level))

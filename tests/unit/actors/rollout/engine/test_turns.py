@@ -15,7 +15,7 @@ from actors.rollout.engine.turns import TurnQueue
 from actors.rollout.messages import AdapterVersion, Request, TurnAnswer, TurnRequest
 from actors.rollout.sample import VersionSpan
 from rl_backend.contracts import BatchError, RLBackendError, RolloutError, WeightVersionError
-from tests.support.answering import AnsweringStepper, Llm
+from tests.support.answering import AnsweringStepper, Llm, serve
 from tests.support.stepping import CountingStepper
 
 POET = AdapterVersion("poet", 5, 1, 8)
@@ -47,7 +47,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RolloutEngin
 
     def of(stepper: Any = None, **settings: Any) -> RolloutEngine:
         server = RolloutEngine(RolloutConfig(model_path="x", max_adapters=2, **settings), 4, "cpu", False)
-        server._vllm.llm, server._vllm.version = Llm(), 3
+        server._vllm.llm = Llm()
+        serve(server._vllm.serving, 3)
         server._adapters._kept[POET.number] = POET
         used = stepper or AnsweringStepper()
         server._vllm.loop.start(server, lambda: used)
@@ -131,7 +132,7 @@ def test_errors_of_any_type_become_answers_with_the_engines_name(make: Callable[
 
 def test_a_turn_before_the_first_push_is_refused_where_weights_must_be_pushed(make: Callable[..., RolloutEngine]) -> None:
     server = make()
-    server._vllm.require_push, server._vllm.version = True, -1
+    server.forget_weights()
     server.start_turns([turn(1, [1])])
     error = answers(server, 1)[1]
     assert isinstance(error, RolloutError) and "engine 4 has no weights of the trainer yet" in str(error)

@@ -18,6 +18,7 @@ from actors.wire.segment import Segment, SharedSegment
 from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest, WeightSyncError, WeightVersionError
 from rl_backend.weights.compare import ExpectedWeights
 from rl_backend.weights.staging import plan_layout, write_tensors
+from tests.support.answering import serve
 
 INFOS = (TensorInfo.of("a", (2, 3), torch.float32), TensorInfo.of("b", (4,), torch.float32))
 
@@ -89,7 +90,7 @@ def test_another_pushs_segment_is_forgotten_without_what_was_verified_since(
     engine.resume()
     update = ["reset_prefix_cache", "start"]
     told = [first.segment.path, *update, 1, "finish 1", second.segment.path, *update, 2, "finish 2"]
-    assert engine._vllm.llm.told == told and engine._vllm.version == 2
+    assert engine._vllm.llm.told == told and engine._vllm.serving.version == 2
     engine.forget_segment(second.segment.path)
     engine.forget_segment(second.segment.path)
     assert engine._vllm.llm.told == [*told, "forget_staged"]
@@ -222,7 +223,7 @@ def test_half_of_the_cores_check_while_the_trainer_stages_and_all_when_it_waits(
 
 
 def test_only_names_and_versions_are_checked_of_weights_that_are_streamed(engine: WeightReceiver) -> None:
-    engine._vllm.version = 3
+    serve(engine._vllm.serving, 3)
     engine.check_manifest(WeightManifest(version=3, tensors=INFOS))
     with pytest.raises(WeightVersionError, match="serves weights of version 3 and refuses the older version 2") as older:
         engine.check_manifest(WeightManifest(version=2, tensors=INFOS))

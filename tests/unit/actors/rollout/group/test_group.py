@@ -295,6 +295,17 @@ def test_calls_of_the_whole_group_raise_the_first_refusal(cluster: Cluster) -> N
     group.close()
 
 
+def test_engines_neither_sleep_nor_wake_while_weights_or_adapters_are_pushed(cluster: Cluster) -> None:
+    group = RolloutGroup(config())
+    taken: list[bool] = []
+    for _, actor in cluster.made:
+        actor.answers |= {name: lambda *_: taken.append(group.engine_set.changing.locked()) for name in ("sleep", "wake_up")}
+    group.sleep()
+    group.wake_up()
+    assert taken == [True] * 2 * len(cluster.made) and not group.engine_set.changing.locked()
+    group.close()
+
+
 def test_a_fixed_set_stays_with_the_processes_of_its_time(cluster: Cluster) -> None:
     group = RolloutGroup(config())
     group.engine_set.note(2, EngineDirtyError("dirty"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ class Made:
     """The turns of an engine that answers when it is told to, and the errors by which it was lost."""
 
     def __init__(self, limit: float = 60.0) -> None:
-        self.actor = Actor("actor 1", silent=["take_turns"])
+        self.actor = Actor("actor 1", {"seconds_without_progress": 1e6}, silent=["take_turns"])
         self.lost: list[RLBackendError] = []
         self.turns = EngineTurns("engine 1", self.actor, limit, self.lost.append)
 
@@ -81,7 +82,12 @@ def test_each_turn_has_the_answer_of_its_own_key(made: Made) -> None:
 
 def test_turns_and_answers_do_not_wait_behind_calls_that_sample(made: Made) -> None:
     groups = {method: options["concurrency_group"] for method, options in made.actor.options.items()}
-    assert groups == {"start_turns": "turns", "give_up_turns": "turns", "take_turns": "answers"}
+    assert groups == {
+        "start_turns": "turns",
+        "give_up_turns": "turns",
+        "seconds_without_progress": "turns",
+        "take_turns": "answers",
+    }
 
 
 def test_a_turn_that_is_cancelled_is_given_up_alone(made: Made) -> None:
@@ -131,7 +137,7 @@ def test_turns_end_when_ray_is_shut_down(made: Made, ray: RayInProcess) -> None:
         turn.result(5)
 
 
-def test_an_engine_that_does_not_answer_its_oldest_turn_in_time_is_dead(ray: RayInProcess) -> None:
+def test_an_engine_that_answers_no_turn_in_time_is_dead(ray: RayInProcess) -> None:
     made = Made(limit=0.2)
     started = time.monotonic()
     first = made.ask()
@@ -144,13 +150,71 @@ def test_an_engine_that_does_not_answer_its_oldest_turn_in_time_is_dead(ray: Ray
     assert 0.2 <= time.monotonic() - started < 2 and len(made.lost) == 1
 
 
-def test_the_wait_for_answers_is_as_long_as_the_oldest_turn_may_take(ray: RayInProcess) -> None:
+def test_a_process_that_does_not_answer_at_all_is_dead(ray: RayInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "HANGING_SECONDS", 0.1)
+    made = Made(limit=0.1)
+    made.actor.silent.add("seconds_without_progress")
+    with pytest.raises(EngineDeadError, match="its process hangs and is ended"):
+        made.ask().result(5)
+    assert ray.waited[-1] == 0.1 and len(made.lost) == 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    made = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+def test_an_engine_whose_turns_wait_for_a_push_or_its_waking_is_alive(ray: RayInProcess, clock: SimpleNamespace) -> None:
+    made = Made(limit=60.0)
+    made.actor.answers["seconds_without_progress"] = 0.0
+    turn = made.ask()
+    until(lambda: bool(made.actor.open))
+    for waits in range(1, 4):
+        clock.now += 61
+        until(lambda: made.actor.asked.count(("seconds_without_progress",)) == waits)  # noqa: B023 called at once
+    made.actor.answers["seconds_without_progress"] = 40.0
+    clock.now += 61
+    until(lambda: made.actor.asked.count(("seconds_without_progress",)) == 4)
+    clock.now += 19
+    assert not made.lost and made.turns._seconds_left() == 1
+    made.actor.answers["seconds_without_progress"] = 60.0
+    clock.now += 1
+    with pytest.raises(EngineDeadError, match="has not answered a turn for 60 s"):
+        turn.result(5)
+
+
+def test_the_time_of_turns_begins_anew_with_every_answer(ray: RayInProcess, clock: SimpleNamespace) -> None:
+    made = Made(limit=60.0)
+    turns = [made.ask() for _ in range(4)]
+    for key in range(3):
+        until(lambda: bool(made.actor.open) and not made.actor.open[-1].done)
+        clock.now += 59
+        made.answer((key, answer(key)))
+        assert turns[key].result(5) == answer(key)
+        assert made.turns._seconds_left() == ANSWER_SECONDS
+    clock.now += 60
+    with pytest.raises(EngineDeadError):
+        turns[3].result(5)
+
+
+def test_an_engine_that_dies_before_it_says_how_long_it_stands_is_dead(ray: RayInProcess) -> None:
+    made = Made(limit=0.1)
+    made.actor.answers["seconds_without_progress"] = EngineDeadError("engine 1: a vLLM process ended")
+    with pytest.raises(EngineDeadError, match="a vLLM process ended"):
+        made.ask().result(5)
+    assert len(made.lost) == 1
+
+
+def test_the_wait_for_answers_is_as_long_as_a_turn_may_take(ray: RayInProcess) -> None:
     made = Made(limit=8.0)
     made.ask()
     until(lambda: bool(ray.waited))
     assert ray.waited[0] is not None and 7 < ray.waited[0] <= 8
     made.turns.end(RolloutError("over"))
     long = Made(limit=1000.0)
+    long.ask()
     assert long.turns._seconds_left() == ANSWER_SECONDS
     long.turns.end(RolloutError("over"))
 
