@@ -11,11 +11,12 @@ import torch
 from rl_backend.contracts import ConfigError, NativeConfig, OptimizerConfig, RuntimeConfig, UnsupportedError
 from rl_backend.runtime import create_runtime
 from rl_backend.runtime.bridge.config import BridgeConfig
+from rl_backend.runtime.bridge.installed import has_transformer_engine, import_megatron
 from tests.support.models import write_tiny_qwen3
 from tests.support.native import micro_batches, token_loss
 
 try:
-    from rl_backend.runtime.bridge.installed import has_transformer_engine
+    import_megatron()
 except UnsupportedError as error:
     pytest.skip(str(error), allow_module_level=True)
 
