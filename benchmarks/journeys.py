@@ -52,9 +52,7 @@ JOURNEYS: Mapping[str, Journey] = {
         carries=frozenset({"tokens", "tensor", "pickle"}),
         itself=frozenset({"tokens", "pickle"}),
     ),
-    "weights to vLLM": Journey(
-        ("RLRun.push", False), ("RLRun.push", True), frozenset({"weights", "tensor", "stream"})
-    ),
+    "weights to vLLM": Journey(("RLRun.push", False), ("RLRun.push", True), frozenset({"weights", "tensor", "stream"})),
     "checkpoint to disk": Journey(
         ("RunSaver.save", False), ("RunSaver.commit", True), frozenset({"path", "manifest", "tensor", "stream"})
     ),
