@@ -4,6 +4,8 @@ import logging
 import os
 import shutil
 import uuid
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,24 @@ def discard_draft(draft: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     if draft.exists():
         logger.warning("the incomplete %s could not be removed", draft)
+
+
+@contextmanager
+def new_directory(path: Path) -> Generator[Path]:
+    """A draft to fill, which has the name ``path``, flushed, once the body ends; a failure leaves nothing of it behind.
+
+    Raises:
+        OSError: as :func:`commit_draft`.
+    """
+    draft = draft_of(path)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        sync_tree(draft)
+        commit_draft(draft, path)
+    except BaseException:
+        discard_draft(draft)
+        raise
 
 
 def write_synced(file: Path, text: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync_tree
+from rl_backend.checkpoint.durable_commit import new_directory
 from rl_backend.contracts import BatchError, CheckpointError, UnsupportedError
 from rl_backend.data.chat import turn_end
 
@@ -75,15 +75,9 @@ def import_gguf(file: Path | str, out: Path | str, *, dtype: torch.dtype = torch
         tokenizer.eos_token = end
         model.config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.eos_token_id = tokenizer.eos_token_id
-    draft = draft_of(target)
-    try:
+    with new_directory(target) as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        sync_tree(draft)
-        commit_draft(draft, target)
-    except BaseException:
-        discard_draft(draft)
-        raise
     return ImportedModel(model.config.model_type, sum(each.numel() for each in model.parameters()), stored, end, named)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint.block_fp8 import without_quantisation
 from rl_backend.checkpoint.confined import require_inside_model
-from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync_tree
+from rl_backend.checkpoint.durable_commit import new_directory
 from rl_backend.checkpoint.hf_reader import SINGLE_FILE, TORCH_DTYPES, WEIGHTS_INDEX, read_hf_config
 from rl_backend.checkpoint.kept_weights import open_kept
 from rl_backend.checkpoint.model_files import other_files
@@ -83,10 +83,8 @@ def write_hf_directory(
         copied = other_files(source)
     except OSError as error:
         raise CheckpointError(f"{source} cannot be read ({error}); nothing was written", path=str(target)) from error
-    draft = draft_of(target)
     try:
-        draft.mkdir()
-        try:
+        with new_directory(target) as draft:
             written = [*infos, *kept_infos]
             places = lay_out_files(draft, written, max_shard_bytes)
             write_tensors(places, chain(tensors, kept_tensors))
@@ -103,11 +101,6 @@ def write_hf_directory(
                 shutil.copyfile(require_inside_model(source, "config.json"), draft / "config.json")
             else:
                 _write_json(draft / "config.json", new_config)
-            sync_tree(draft)
-            commit_draft(draft, target)
-        except BaseException:
-            discard_draft(draft)
-            raise
     except OSError as error:
         left = "; ".join(getattr(error, "__notes__", ())) or "nothing was left there"
         raise CheckpointError(f"writing {target} failed ({error}); {left}", path=str(target)) from error

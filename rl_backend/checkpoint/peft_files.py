@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync_tree, write_synced
+from rl_backend.checkpoint.durable_commit import new_directory, write_synced
 from rl_backend.checkpoint.training_state import require_free
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, UnsupportedError
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAKind, LoRAPart, part_name
@@ -74,20 +74,14 @@ def write_peft_directory(path: Path | str, tensors: Iterable[tuple[str, Tensor]]
     short = [name.removeprefix(PEFT_PREFIX) for name in held]
     modules = sorted({name.rpartition(".lora_")[0] for name in short if name not in VALUE_HEAD_WEIGHTS})
     is_critic = VALUE_HEAD_WEIGHTS[0] in short
-    draft = draft_of(target)
     try:
-        draft.mkdir(parents=True)
-        save_file(held, draft / WEIGHTS_FILE, metadata={"format": "pt"})
-        write_synced(
-            draft / CONFIG_FILE, json.dumps(_peft_config(config, modules, base, is_critic=is_critic), indent=2) + "\n"
-        )
-        sync_tree(draft)
-        commit_draft(draft, target)
+        with new_directory(target) as draft:
+            save_file(held, draft / WEIGHTS_FILE, metadata={"format": "pt"})
+            write_synced(
+                draft / CONFIG_FILE, json.dumps(_peft_config(config, modules, base, is_critic=is_critic), indent=2) + "\n"
+            )
     except (OSError, SafetensorError) as error:  # the latter for a full disk
         raise CheckpointError.at(target, f"could not be written: {error}") from error
-    finally:
-        if draft.exists():
-            discard_draft(draft)
 
 
 def _peft_config(config: LoRAConfig, modules: list[str], base: str, *, is_critic: bool) -> dict[str, Any]:

@@ -270,7 +270,7 @@ FAULTS = [
     ),
     Fault(
         "failed-export-is-left-behind",
-        "rl_backend.checkpoint.hf_writer:write_hf_directory",
+        "rl_backend.checkpoint.durable_commit:new_directory",
         "discard_draft(draft)",
         "pass",
         ("test_a_failure_in_the_middle_leaves_nothing_behind",),

@@ -99,7 +99,7 @@ def test_a_directory_that_cannot_be_finished_is_not_there(tmp_path: Path, monkey
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rl_backend.checkpoint.gguf.sync_tree", full)
+    monkeypatch.setattr("rl_backend.checkpoint.durable_commit.sync_tree", full)
     with pytest.raises(OSError, match="No space left"):
         import_gguf(file, tmp_path / "model")
     assert list(tmp_path.iterdir()) == [file]
