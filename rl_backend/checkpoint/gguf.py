@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
 from rl_backend.checkpoint.durable_commit import new_directory
 from rl_backend.contracts import BatchError, CheckpointError, UnsupportedError
@@ -54,7 +55,7 @@ def import_gguf(file: Path | str, out: Path | str, *, dtype: torch.dtype = torch
     Raises:
         UnsupportedError: the package ``gguf`` is missing, or transformers does not read this kind of model.
         CheckpointError: there is no such file, it is damaged, ``out`` exists or its parent does not, the chat template ends
-            answers without a special token, or words come out of the tokenizer as single letters.
+            answers without a special token, words come out of the tokenizer as single letters, or the disk is full.
     """
     source, target = Path(file).expanduser(), Path(out).expanduser()
     if importlib.util.find_spec("gguf") is None:
@@ -75,9 +76,12 @@ def import_gguf(file: Path | str, out: Path | str, *, dtype: torch.dtype = torch
         tokenizer.eos_token = end
         model.config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.eos_token_id = tokenizer.eos_token_id
-    with new_directory(target) as draft:
-        model.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
+    try:
+        with new_directory(target) as draft:
+            model.save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
+    except (OSError, SafetensorError) as error:  # the latter for a full disk
+        raise CheckpointError.at(target, f"could not be written: {error}") from error
     return ImportedModel(model.config.model_type, sum(each.numel() for each in model.parameters()), stored, end, named)
 
 

@@ -5,12 +5,9 @@ import json
 import time
 from pathlib import Path
 
-import torch
-
 from rl_backend.checkpoint.gguf import import_gguf
 from rl_backend.cli.command import exit_on_sigterm
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from rl_backend.contracts import dtype_from_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gguf", type=Path, required=True, metavar="FILE", help="the model, as llama.cpp stores it")
     add("--out", type=Path, required=True, metavar="DIR", help="the new directory; must not exist")
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the weights (default float32, which loses nothing)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the weights (float32 loses nothing)",
+    )
     add("--json", action="store_true", help="print what was written as JSON instead of text")
 
 
@@ -33,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     began = time.monotonic()
     with exit_on_sigterm():
-        model = import_gguf(arguments.gguf, arguments.out, dtype=DTYPES[arguments.dtype])
+        model = import_gguf(arguments.gguf, arguments.out, dtype=dtype_from_name(arguments.dtype))
     seconds = time.monotonic() - began
     if arguments.json:
         facts = {

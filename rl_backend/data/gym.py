@@ -67,7 +67,10 @@ def open_gym(source: str, *, field: str = "dataset") -> GymRows:
         if name not in known:
             problem = f"{task} has no option {name!r}; it has {', '.join(sorted(known))}"
             raise ConfigError.of(field, source, problem)
-        options[name] = yaml.safe_load(value)
+        try:
+            options[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError.of(field, source, f"{name}={value} is no value; give a number, a word or a list") from None
     try:
         config = config_type(**options)
         config.validate()

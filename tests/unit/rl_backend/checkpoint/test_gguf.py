@@ -17,7 +17,6 @@ from rl_backend.contracts import CheckpointError, UnsupportedError
 from tests.support.families import load_native, run_native, run_transformers
 from tests.support.gguf_files import CHAT, write_gguf
 from tests.support.libraries import smollm2, smollm2_gguf
-from tests.support.native import make_config, open_runtime
 
 TOKENS = torch.tensor([[5, 77, 200, 3, 258, 259, 1, 40]])
 
@@ -37,8 +36,11 @@ def test_the_directory_computes_what_the_file_does(tmp_path: Path, half: bool, d
         theirs = AutoModelForCausalLM.from_pretrained(str(tmp_path), gguf_file="tiny.gguf", dtype=dtype)
         ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
         assert torch.equal(ours(TOKENS).logits, theirs(TOKENS).logits)
-        with open_runtime(tmp_path / "model") as runtime:
-            assert runtime.config == make_config(tmp_path / "model")
+        sequences = [TOKENS[0], TOKENS[0, 2:5]]
+        with torch.no_grad():
+            expected, native = run_transformers(theirs, sequences), run_native(load_native(tmp_path / "model"), sequences)
+        assert native.log_probs is not None and expected.log_probs is not None
+        torch.testing.assert_close(native.log_probs, expected.log_probs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.shows("models: the end token of a GGUF file is the one with which its chat template ends answers")
@@ -100,7 +102,7 @@ def test_a_directory_that_cannot_be_finished_is_not_there(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("rl_backend.checkpoint.durable_commit.sync_tree", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match=r"could not be written: .*No space left"):
         import_gguf(file, tmp_path / "model")
     assert list(tmp_path.iterdir()) == [file]
 

@@ -59,6 +59,7 @@ def test_what_is_not_there_is_named() -> None:
         ("gym:", "reasoning-gym has no task ''; there are "),
         ("gym:chain_sum?terms=3", "chain_sum has no option 'terms'; it has allow_negation, max_digits,"),
         ("gym:chain_sum?max_terms=1", "chain_sum refuses its options: max_terms must be >= min_terms"),
+        ("gym:chain_sum?max_terms=[1", "max_terms=[1 is no value; "),
         ("gym:chain_sum?max_terms=x", "chain_sum refuses its options: "),
     ):
         with pytest.raises(ConfigError) as refused:
