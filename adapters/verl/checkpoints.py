@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
-from adapters.verl.options.settings import STATE, require_contents
+from adapters.verl.options.settings import STATE
 from adapters.verl.replacing import exists_on_rank_0, finish_replacing, found_name, replacing
 from adapters.verl.trainer_saves import mark, record_step, trainer_records
 from rl_backend.checkpoint.durable_commit import sync_tree
@@ -29,10 +29,8 @@ _STATE_DIRECTORY, _HF_DIRECTORY, _ADAPTER_DIRECTORY = "training_state", "hugging
 
 
 class EngineCheckpoints:
-    """Saves and loads one model; verl's own code decides which old checkpoints go.
-
-    Below verl's directory ``training_state/`` is the runtime's checkpoint, ``huggingface/`` one for transformers and vLLM,
-    and ``lora_adapter/`` one for peft.
+    """Saves and loads one model: in verl's directory ``training_state/`` is the runtime's checkpoint, ``huggingface/`` one
+    for transformers and vLLM, and ``lora_adapter/`` one for peft. verl's own code decides which old checkpoints go.
 
     Args:
         save_contents, load_contents: ``model`` alone or all of ``STATE``, and ``hf_model``. As in verl, ``model`` is a
@@ -45,8 +43,6 @@ class EngineCheckpoints:
         last_step: nothing is left in the background after it, because verl may then end the processes.
         lora: the model has a tenant.
 
-    Raises:
-        ConfigError: other contents.
     """
 
     def __init__(
@@ -60,8 +56,6 @@ class EngineCheckpoints:
         last_step: int = 0,
         lora: bool = False,
     ) -> None:
-        require_contents("save_contents", save_contents, sharded=sharded)
-        require_contents("load_contents", load_contents, sharded=sharded)
         self._saves_adapter = lora and "model" in save_contents
         self._saves_hf = "hf_model" in save_contents or ("model" in save_contents and not sharded and not lora)
         self._saves_state = save_contents >= STATE
@@ -267,15 +261,11 @@ def own_tokenizer(model_config: HFModelConfig) -> Any:
 
 
 def _local(local_path: str, hdfs_path: str | None) -> Path:
-    for name, value in (("local_path", local_path), ("hdfs_path", hdfs_path)):
-        if value is not None and "://" in str(value):
-            raise UnsupportedError(
-                f"{name}={value!r}: checkpoints are written to and read from file systems; set "
-                "trainer.default_hdfs_dir=null and use a mounted path",
-                path=str(value),
-            )
-    if hdfs_path is not None:
-        raise UnsupportedError(f"hdfs_path={hdfs_path!r}: set trainer.default_hdfs_dir=null", path=str(hdfs_path))
+    if hdfs_path is not None or "://" in str(local_path):
+        raise UnsupportedError(
+            f"local_path={local_path!r}, hdfs_path={hdfs_path!r}: checkpoints are files of a mounted path; set "
+            "trainer.default_hdfs_dir=null"
+        )
     return Path(os.path.abspath(local_path))
 
 

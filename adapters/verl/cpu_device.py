@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -102,9 +101,8 @@ class PlatformCPU(PlatformBase):
     def is_ipc_supported(self) -> bool:
         return False
 
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
+    def nvtx_range(self, msg: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def profiler_start(self) -> None:
         pass

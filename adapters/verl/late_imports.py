@@ -19,7 +19,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module by asking the finders after it, until it has been imported."""
+    """Finds one module by asking the finders after it."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self._name = name

@@ -1,7 +1,4 @@
-"""Registration of the engine that verl builds for ``strategy=megatron``: ours or its own.
-
-The class of the engine's configuration decides, and where that is verl's the environment variable ``VERL_ENGINE_VENDOR``.
-"""
+"""Registration of the engine that verl builds for ``strategy=megatron``: ours or its own."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ def register_config_class(choose: ChooseEngine) -> None:
 
 
 def is_ours(role: Any) -> bool:
-    """Whether verl will build our engine for the configuration of an actor or a critic."""
+    """Whether verl builds our engine for an actor or a critic: by the class of its configuration, or by the environment."""
     if role.get("strategy") != _STRATEGY:
         return False
     target = str(role.megatron.get("_target_"))
@@ -89,8 +86,6 @@ def _register(base: ModuleType, device: str, vendor: str, backend: str | None, c
 
 
 def _chooser(base: ModuleType, model_type: str, backend: str | None, choose: ChooseEngine) -> type:
-    """A class for verl's registry that makes engines of the chosen class."""
-
     class ChosenEngine(base.BaseEngine):  # type: ignore[name-defined]
         rl_backend_chooses = True
         backend_for_verls_class = backend

@@ -21,10 +21,8 @@ _NO_COPIES = (
 
 
 def register() -> None:
-    """Lets verl's ``validate_config``, which ``main_ppo`` calls first, refuse what our engines cannot do.
-
-    verl's fully asynchronous trainer does not call it. There the worker that would copy weights refuses.
-    """
+    """Lets verl's ``validate_config``, which ``main_ppo`` calls first, refuse what our engines cannot do."""
+    # verl's fully asynchronous trainer does not call it. There the worker that would copy weights refuses.
     when_imported(_DETACHED_WORKER, _refuse_copies)
     from verl import utils
     from verl.utils import config as module
@@ -43,14 +41,10 @@ def register() -> None:
 
 
 def require_run(config: Any) -> None:
-    """Refuses, of an actor on our engine, top-k distillation, adapters that its rollouts could not be given, and a trainer
-    that copies its weights.
-
-    Args:
-        config: of ``main_ppo``, composed.
+    """Checks ``main_ppo``'s configuration of an actor on our engine.
 
     Raises:
-        ConfigError: by name, with what is offered.
+        ConfigError: top-k distillation, an adapter that rollouts could not be given, or a trainer that copies weights.
     """
     if not is_ours(config.actor_rollout_ref.actor):
         return
@@ -59,25 +53,14 @@ def require_run(config: Any) -> None:
     if trainer.get("use_v1") and trainer.v1.trainer_mode == "separate_async" and not correction.get("bypass_mode"):
         raise ConfigError.of("trainer.v1.trainer_mode", trainer.v1.trainer_mode, _NO_COPIES)
     model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.checkpoint_engine.backend
+    merge = bool(model.lora.get("merge", False))
+    is_dora = model.lora.get("rank", 0) > 0 and model.lora.get("type") == "dora"
     has_adapter = max(model.lora.get("rank", 0), model.lora_rank) > 0
-    if has_adapter and engine == "delta_sharded":
-        raise ConfigError.of(
-            "actor_rollout_ref.rollout.checkpoint_engine.backend",
-            engine,
-            "sends changes of weights that are trained themselves; with LoRA choose 'naive', or another and lora.merge=True",
-        )
-    if model.lora.get("rank", 0) > 0 and model.lora.get("type") == "dora" and not model.lora.get("merge", False):
-        raise ConfigError.of(
-            "actor_rollout_ref.model.lora.merge",
-            False,
-            "rollouts serve no DoRA adapters; with lora.type=dora set it to True",
-        )
-    if has_adapter and not model.lora.get("merge", False) and engine != "naive":
-        raise ConfigError.of(
-            "actor_rollout_ref.rollout.checkpoint_engine.backend",
-            engine,
-            "sends whole weights only, and actor_rollout_ref.model.lora.merge=False keeps the adapter separate; set "
-            "lora.merge=True, or choose 'naive' here",
+    if has_adapter and (engine == "delta_sharded" or (not merge and (engine != "naive" or is_dora))):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend={engine!r} with model.lora.merge={merge}: "
+            "delta_sharded sends changes of weights that are trained themselves, and no adapter; the others send whole "
+            "weights, lora.merge=True; naive sends an adapter too, lora.merge=False, but rollouts serve none of type dora"
         )
     distillation: Any = config.get("distillation") or {}
     mode = distillation.get("enabled") and distillation.distillation_loss.loss_mode

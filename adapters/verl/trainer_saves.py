@@ -1,8 +1,4 @@
-"""``async_save`` in verl's trainers: one record of a step for all its saves, none of them unfinished when training ends.
-
-The workers then write verl's record of the latest step. They do not know which other roles the trainer saves after them, nor
-when it has made its last call; Ray ends them even while they write.
-"""
+"""``async_save`` in verl's trainers: one record of a step for all its saves, none of them unfinished when training ends."""
 
 from __future__ import annotations
 
@@ -31,6 +27,8 @@ def register() -> None:
 
 def _change(name: str, module: ModuleType) -> None:
     trainer = getattr(module, name)
+    # The workers, which write the record, do not know which roles are saved after them, nor when the last call is made; Ray
+    # ends them even while they write.
     save, fit = trainer._save_checkpoint, trainer.fit
     if hasattr(fit, _DONE):
         return
@@ -58,7 +56,6 @@ def _change(name: str, module: ModuleType) -> None:
 
 
 def _saving_groups(trainer: Any) -> Iterator[Any]:
-    """Worker groups that may have a save in the background."""
     if _in_background(trainer.config.actor_rollout_ref.actor):
         yield trainer.actor_rollout_wg
     if trainer.use_critic and _in_background(trainer.config.critic):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from adapters.verl.options.decisions import LORA, MODEL, require_supported
@@ -19,7 +18,6 @@ from rl_backend.model import model_kept_prefixes
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig
 
-_TYPES = ("lora", "canonical_lora", "dora")
 _INITIAL = ("xavier", "normal", "kaiming", "zero")
 OPTIONS = (
     *("type", "rank", "alpha", "dropout", "dropout_position", "target_modules", "exclude_modules", "lora_A_init_method"),
@@ -105,11 +103,9 @@ class TargetModules:
         megatron = _megatron_names(modules)
         for target in self.include:
             if not any(_matches(target, self.naming, module, names) for module, names in megatron.items()):
-                ends = {_end(name) for module, names in megatron.items() for name in _of(self.naming, module, names)}
-                there_are = ", ".join(sorted(ends))
-                raise ConfigError.of(
-                    self.field, target, f"no linear layer of the model has this name; its names are {there_are}"
-                )
+                known = [names if self.naming == "megatron" else (module,) for module, names in megatron.items()]
+                ends = ", ".join(sorted({_end(name) for names in known for name in names}))
+                raise ConfigError.of(self.field, target, f"no linear layer of the model has this name; its names are {ends}")
         chosen = [module for module, names in megatron.items() if self._takes(module, names)]
         if not chosen:
             raise ConfigError.of(self.field, list(self.include), f"excluding {list(self.exclude)} leaves no layer to adapt")
@@ -148,10 +144,6 @@ def _matches(target: str, naming: Naming, module: str, megatron: Sequence[str]) 
         return re.fullmatch(target, module) is not None
     pattern = ".*".join(map(re.escape, target.split("*")))
     return any(_end(name) == target or re.fullmatch(pattern, name) for name in megatron)
-
-
-def _of(naming: Naming, module: str, megatron: Sequence[str]) -> Sequence[str]:
-    return megatron if naming == "megatron" else (module,)
 
 
 def _end(name: str) -> str:
@@ -217,47 +209,50 @@ def lora_settings(model: HFModelConfig, *, dtype: str, seed: int) -> LoRASetting
     """
     options = dict(model.lora or {})
     rank = options.get("rank", 0)
+    if rank > 0 and model.lora_rank not in (0, rank):
+        raise ConfigError.of(f"{MODEL}.lora_rank", model.lora_rank, f"lora.rank={rank} is read; leave this one at 0")
+    adapter_path = _adapter_path(model, options)
     if rank > 0:
-        if model.lora_rank not in (0, rank):
-            raise ConfigError.of(f"{MODEL}.lora_rank", model.lora_rank, f"lora.rank={rank} is read; leave this one at 0")
-        return _megatron_settings(model, options, dtype, seed)
-    if model.lora_rank > 0:
-        return _peft_settings(model, options, seed)
-    for name, value in (("lora.adapter_path", options.get("adapter_path")), ("lora_adapter_path", model.lora_adapter_path)):
-        if value:
+        return _megatron_settings(options, adapter_path, dtype, seed)
+    return _peft_settings(model, options, adapter_path, seed) if model.lora_rank > 0 else None
+
+
+def _adapter_path(model: HFModelConfig, options: Mapping[str, Any]) -> str | None:
+    """Where the first adapter comes from: either field with Megatron's rank, ``lora_adapter_path`` with peft's."""
+    named = {"lora.adapter_path": options.get("adapter_path"), "lora_adapter_path": model.lora_adapter_path}
+    given = {name: value for name, value in named.items() if value}
+    read = named if options.get("rank", 0) > 0 else ("lora_adapter_path",) if model.lora_rank > 0 else ()
+    for name, value in given.items():
+        if len(given) > 1 or name not in read or not (Path(value) / CONFIG_FILE).is_file():
             raise ConfigError.of(
-                f"{MODEL}.{name}", value, "needs the adapter's rank and alpha; set lora.rank and lora.alpha"
+                f"{MODEL}.{name}",
+                value,
+                f"expected one directory in peft's format, which has {CONFIG_FILE} (Megatron's own format is not read), and "
+                "the adapter's rank and alpha: lora.rank and lora.alpha, or lora_rank and lora_alpha for lora_adapter_path",
             )
+        return str(value)
     return None
 
 
-def _megatron_settings(model: HFModelConfig, options: Mapping[str, Any], dtype: str, seed: int) -> LoRASettings:
+def _megatron_settings(options: Mapping[str, Any], adapter_path: str | None, dtype: str, seed: int) -> LoRASettings:
+    require_supported(LORA, options)
+    is_dora = options.get("type") == "dora"
+    expected: dict[str, Sequence[Any]] = {
+        "type": ("lora", "canonical_lora", "dora"),
+        "lora_A_init_method": _INITIAL,
+        # Magnitudes of DoRA start as those of the frozen weights, so its first change must be none.
+        "lora_B_init_method": ("zero",) if is_dora else _INITIAL,
+        "dtype": (None, dtype, f"torch.{dtype}"),
+    }
     for name, value in options.items():
-        if name not in OPTIONS:
-            raise ConfigError.of(f"{LORA}.{name}", value, f"verl has no such option; expected one of {', '.join(OPTIONS)}")
-    require_supported(LORA, SimpleNamespace(**options))
-    for name, expected in (
-        ("type", _TYPES),
-        ("lora_A_init_method", _INITIAL),
-        ("lora_B_init_method", _INITIAL),
-        ("dtype", (None, dtype, f"torch.{dtype}")),
-    ):
-        value = options.get(name, expected[0])
-        if value not in expected:
-            raise ConfigError.of(f"{LORA}.{name}", value, f"expected one of {', '.join(map(repr, expected))}")
-    if model.lora_adapter_path and options.get("adapter_path"):
-        raise ConfigError.of(f"{MODEL}.lora_adapter_path", model.lora_adapter_path, "lora.adapter_path is set too; keep one")
+        allowed = expected.get(name, (value,)) if name in OPTIONS else ()
+        if value not in allowed:
+            problem = f"expected one of {allowed}" if allowed else f"verl's options are {', '.join(OPTIONS)}"
+            raise ConfigError.of(f"{LORA}.{name}", value, problem)
     include, exclude = (_names_of(f"{LORA}.{name}", options.get(name)) for name in ("target_modules", "exclude_modules"))
     if include and exclude:
         raise ConfigError.of(
             f"{LORA}.exclude_modules", list(exclude), "read with an empty target_modules only, as in Megatron"
-        )
-    is_dora = options.get("type") == "dora"
-    if is_dora and options.get("lora_B_init_method", "zero") != "zero":
-        raise ConfigError.of(
-            f"{LORA}.lora_B_init_method",
-            options["lora_B_init_method"],
-            "with type dora magnitudes start as those of the frozen weights; leave it at 'zero'",
         )
     return LoRASettings(
         LoRAConfig(
@@ -270,16 +265,11 @@ def _megatron_settings(model: HFModelConfig, options: Mapping[str, Any], dtype: 
         TargetModules(f"{LORA}.target_modules", "megatron", include, "megatron", exclude),
         (options.get("lora_A_init_method", "xavier"), options.get("lora_B_init_method", "zero")),
         bool(options.get("merge", False)),
-        _adapter_directory("lora.adapter_path", options.get("adapter_path"))
-        or _adapter_directory("lora_adapter_path", model.lora_adapter_path),
+        adapter_path,
     )
 
 
-def _peft_settings(model: HFModelConfig, options: Mapping[str, Any], seed: int) -> LoRASettings:
-    if options.get("adapter_path"):
-        raise ConfigError.of(
-            f"{LORA}.adapter_path", options["adapter_path"], "read with lora.rank only; set lora_adapter_path"
-        )
+def _peft_settings(model: HFModelConfig, options: Mapping[str, Any], adapter_path: str | None, seed: int) -> LoRASettings:
     targets, every = model.target_modules, "all-linear"
     include_naming, include = ("peft", ()) if targets in (every, None) else _expression("target_modules", targets)
     exclude_naming, exclude = _expression("exclude_modules", model.exclude_modules)
@@ -288,7 +278,7 @@ def _peft_settings(model: HFModelConfig, options: Mapping[str, Any], seed: int) 
         TargetModules(f"{MODEL}.target_modules", include_naming, include, exclude_naming, exclude, experts=False),
         ("kaiming", "zero"),
         bool(options.get("merge", False)),
-        _adapter_directory("lora_adapter_path", model.lora_adapter_path),
+        adapter_path,
     )
 
 
@@ -296,13 +286,8 @@ def _expression(field: str, value: Any) -> tuple[Naming, tuple[str, ...]]:
     """Reads peft's list of names, or its regular expression."""
     if not isinstance(value, str):
         return "peft", _names_of(f"{MODEL}.{field}", value)
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ConfigError.of(
-            f"{MODEL}.{field}", value, f"not a regular expression ({error}); for names, give a list"
-        ) from error
-    return "expression", (value,)
+    # One that is no expression fails here, on every rank, before the model is loaded.
+    return "expression", (re.compile(value).pattern,)
 
 
 def _names_of(field: str, value: Any) -> tuple[str, ...]:
@@ -311,15 +296,3 @@ def _names_of(field: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
         raise ConfigError.of(field, value, "expected a list of names")
     return tuple(value)
-
-
-def _adapter_directory(field: str, value: str | None) -> str | None:
-    if not value:
-        return None
-    if not (Path(value) / CONFIG_FILE).is_file():
-        raise ConfigError.of(
-            f"{MODEL}.{field}",
-            value,
-            f"not a directory in peft's format, which has {CONFIG_FILE}; Megatron's own format is not read",
-        )
-    return str(value)

@@ -56,13 +56,13 @@ class ModelFacts:
 
     Attributes:
         model_type: of ``config.json``, or of the language model in one that nests it.
-        num_layers: None where ``config.json`` does not say.
+        num_layers: 0 where ``config.json`` does not say.
         has_experts: whether there are routers.
         decided: field of ``DECIDED`` -> its value here; without fields whose value is unknown for this family.
     """
 
     model_type: str | None
-    num_layers: int | None
+    num_layers: int
     has_experts: bool
     decided: Mapping[str, Any] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ def model_facts(hf_config: Any, *, has_experts: bool, dtype: str) -> ModelFacts:
     hf_config = text_config(hf_config)
     return ModelFacts(
         getattr(hf_config, "model_type", None),
-        getattr(hf_config, "num_hidden_layers", None),
+        getattr(hf_config, "num_hidden_layers", 0),
         has_experts,
         {
             "bf16": dtype == "bfloat16",
