@@ -1,7 +1,6 @@
-"""The engines as an endpoint of token ids on loopback, for episodes that another process plays.
+"""The engines as an endpoint of token ids on loopback, which speaks what verifiers' ``TrainClient`` asks of vLLM.
 
-It speaks what verifiers' ``TrainClient`` asks of vLLM: ``POST /inference/v1/generate`` and ``GET /v1/models``. Every request
-needs the token of an episode that is being played, which only the process that plays it has been given.
+Every request needs the token of an episode that is being played, which only the process that plays it has been given.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from adapters.verifiers.child import MODEL, TOKEN_HEADER
 from rl_backend.contracts import BatchError, EpisodeEndError
 from rl_backend.environment.protocol import Sampler, Turn
 
+# Sampling parameters that a request may bring. The others are the run's, and would be ignored.
 _OURS = frozenset({"max_tokens", "stop_token_ids", "logprobs", "skip_special_tokens"})
-"""Sampling parameters that a request may bring. The others are the run's, and would be ignored."""
 _MOST_BYTES = 64 * 2**20
 
 
@@ -30,13 +29,11 @@ class Session:
     """An episode that is being played.
 
     Attributes:
-        sampler: of the episode.
         loop: in which the episode is played, and the sampler is asked.
         turns: prompt and turn of each request, in the order of the answers.
         ended: why the sampler gave no further turn.
         failed: what the engines or the record raised.
         sampling: turns in flight.
-        over: the episode has ended.
     """
 
     sampler: Sampler
@@ -71,7 +68,7 @@ class Session:
 
 
 class TokenEndpoint:
-    """Listens on a free port of 127.0.0.1 while it is open, in a loop of its own: those of episodes come and go.
+    """Listens on a free port of 127.0.0.1 while it is open.
 
     Args:
         context_tokens: of the engines, for the client's own check.

@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 from adapters.verifiers.endpoint import Session, TokenEndpoint
-from adapters.verifiers.process import VerifiersProcess
-from adapters.verifiers.settings import VerifiersSettings
+from adapters.verifiers.process import VerifiersProcess, VerifiersSettings
 from rl_backend.contracts import BatchError, ConfigError, EpisodeFailedError
 from rl_backend.data.rewards.pool import EventLoop
 from rl_backend.environment.protocol import Result, Sampler, Stop
@@ -77,7 +76,6 @@ class VerifiersPlayer:
         return self
 
     def close(self) -> None:
-        """Ends the process."""
         with self._opening:
             self._end()
 
@@ -132,10 +130,9 @@ class VerifiersPlayer:
 
 def _result(played: Mapping[str, Any], session: Session) -> Result:
     """The result of an episode; raises what ended it on our side."""
-    if session.failed is not None:
-        raise session.failed
-    if session.ended is not None:
-        raise session.ended
+    ended = session.failed or session.ended
+    if ended is not None:
+        raise ended
     if played["errors"]:
         return Result(stop="error", error="; ".join(played["errors"]))
     traces = played["traces"]
@@ -153,7 +150,7 @@ def _result(played: Mapping[str, Any], session: Session) -> Result:
 
 
 def _compare(branches: Sequence[Mapping[str, Any]], session: Session) -> None:
-    """Refuses an episode of which verifiers reports other tokens than were sampled."""
+    # What is trained on is our record: it must be what the environment rewarded.
     for prompt, turn in session.turns:
         ids, end = [*prompt, *turn.token_ids], len(prompt) + len(turn.token_ids)
         if not any(branch["token_ids"][:end] == ids and all(branch["sampled"][len(prompt) : end]) for branch in branches):
