@@ -80,21 +80,16 @@ class SubmitConfig(BaseConfig):
     wait: bool = Field(default=True, description="follow the job to its end; else only submit it")
 
     def runtime_env(self) -> dict[str, Any]:
-        """Ray's description of what the job's processes see."""
         return {
             "working_dir": self.working_dir,
             "excludes": [*NOT_SENT, *self.exclude],
-            "env_vars": {
-                "PYTHONUNBUFFERED": "1",
-                "RAY_JOB_STOP_WAIT_TIME_S": str(self.stop_seconds),
-                **self.environment,
-            },
+            "env_vars": {"PYTHONUNBUFFERED": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(self.stop_seconds), **self.environment},
             **({"py_modules": list(self.plugins)} if self.plugins else {}),
         }
 
 
 def submit(config: SubmitConfig, command: Sequence[str]) -> int:
-    """Runs ``python -m`` ``command`` as a job; its exit status, or 0 when it is only submitted.
+    """Runs ``python -m command`` as a job; its exit status, or 0 when it is only submitted.
 
     Raises:
         ConfigError: no command, a run folder that would be lost, no token where one is needed.
@@ -230,7 +225,6 @@ def check_command(command: Sequence[str], working_dir: str = ".") -> None:
 
 
 def _saved_run_dir(path: Path) -> str | None:
-    """``run_dir`` of a saved configuration; None where there is no such file here, or none in it."""
     try:
         run_dir = ConfigFile.read(path).values.get("run_dir")
     except ConfigError:

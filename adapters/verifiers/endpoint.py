@@ -45,7 +45,7 @@ class Session:
     over: bool = False
 
     async def sample(self, prompt: list[int], stop_token_ids: Sequence[int], max_tokens: int | None) -> Turn | None:
-        """Asks the sampler, from another loop; None where the episode ended meanwhile."""
+        """Asks the sampler, in the loop of the episode; None where that ended meanwhile."""
         asked = self.sampler.sample(prompt, stop_token_ids=stop_token_ids, max_tokens=max_tokens)
         turn = asyncio.run_coroutine_threadsafe(_awaited(asked), self.loop)
         self.sampling.add(turn)
@@ -61,8 +61,8 @@ class Session:
             self.sampling.discard(turn)
 
     def end(self) -> None:
-        """Gives up turns in flight, which nobody will train on."""
         self.over = True
+        # Turns in flight, which nobody will train on.
         for turn in list(self.sampling):
             turn.cancel()
 
@@ -124,9 +124,8 @@ class TokenEndpoint:
         asked = {name: value for name, value in body.get("sampling_params", {}).items() if value is not None}
         others = sorted(asked.keys() - _OURS)
         if others or "features" in body or "content_parts" in body:
-            problem = (
-                f"{', '.join(others)}: set by the run, leave it out" if others else "models are sampled with text alone"
-            )
+            named = ", ".join(others)
+            problem = f"{named}: set by the run, leave it out" if others else "models are sampled with text alone"
             session.failed = BatchError(f"verifiers asked for {problem}")
             return _refused(session.failed.args[0])
         prompt = [int(each) for each in body["token_ids"]]
@@ -150,16 +149,9 @@ async def _awaited(turn: Awaitable[Turn]) -> Turn:
 
 
 def _answer(turn: Turn) -> dict[str, Any]:
-    log_probs = [
-        {"token": f"token_id:{token}", "logprob": log_prob}
-        for token, log_prob in zip(turn.token_ids, turn.log_probs, strict=True)
-    ]
-    choice = {
-        "index": 0,
-        "token_ids": list(turn.token_ids),
-        "finish_reason": turn.finish,
-        "logprobs": {"content": log_probs},
-    }
+    pairs = zip(turn.token_ids, turn.log_probs, strict=True)
+    log_probs = {"content": [{"token": f"token_id:{token}", "logprob": log_prob} for token, log_prob in pairs]}
+    choice = {"index": 0, "token_ids": list(turn.token_ids), "finish_reason": turn.finish, "logprobs": log_probs}
     return {"request_id": secrets.token_hex(8), "choices": [choice]}
 
 

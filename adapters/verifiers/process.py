@@ -84,8 +84,8 @@ class VerifiersProcess:
             command = [settings.python, "-P", str(_CHILD), str(theirs.fileno())]
             # A key of our own: verifiers then reads no settings of its makers' services.
             environment = {**os.environ, KEY_VARIABLE: "unused", "HF_HUB_OFFLINE": "1"}
+            inherited = (theirs.fileno(), line.fileno())
             try:
-                inherited = (theirs.fileno(), line.fileno())
                 self._process = subprocess.Popen(
                     command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=environment, process_group=0
                 )
@@ -110,7 +110,7 @@ class VerifiersProcess:
             raise EpisodeFailedError(f"the process of verifiers has ended: {error}; see its output above") from error
 
     def end(self) -> None:
-        """Lets the environment end what it serves, for a while."""
+        # The environment may end what it serves, for a while.
         with suppress(EpisodeFailedError, subprocess.TimeoutExpired):
             self.send({"end": True})
             self._process.wait(_ENDING_SECONDS)

@@ -85,9 +85,6 @@ class EngineCheckpoints:
     ) -> None:
         """Writes ``local_path``. Files of an earlier save stay until the new one is complete.
 
-        Args:
-            step: verl's ``global_step``.
-
         Raises:
             CheckpointError: a rank could not write this save or the one before; on every rank.
             UnsupportedError: a path on HDFS.
@@ -136,11 +133,7 @@ class EngineCheckpoints:
         self._pending = save
 
     def poll(self, runtime: Runtime[Any], handle: ModelHandle) -> None:
-        """Finishes a save in the background if it is written. A collective over all ranks.
-
-        Raises:
-            CheckpointError: see :meth:`finish`.
-        """
+        """:meth:`finish` where a save in the background is written. A collective over all ranks."""
         if self._pending is not None and self._pending.is_done(runtime, handle):
             self.finish(runtime, handle)
 
@@ -199,8 +192,6 @@ class PendingSave:
     """A save in the background that is not yet committed on every rank.
 
     Attributes:
-        path: verl's directory of the role.
-        step: verl's ``global_step``.
         keep: verl's ``max_ckpt_to_keep``.
         replaces: gives the files their name, where an earlier save of this name is in their place.
         problem: the error of this rank's writer.
@@ -251,10 +242,7 @@ def begin_role(path: Path) -> None:
 
 
 def own_tokenizer(model_config: HFModelConfig) -> Any:
-    """The tokenizer or processor that verl has loaded, where it is not the one of the model's directory; else None.
-
-    ``tokenizer_path`` is where another one comes from, and ``custom_chat_template`` gives it another template.
-    """
+    """The tokenizer or processor that verl has loaded, where it is not the one of the model's directory; else None."""
     if model_config.custom_chat_template is None and model_config.tokenizer_path in (None, model_config.path):
         return None
     return model_config.tokenizer if model_config.processor is None else model_config.processor

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, distribution
 from typing import Any
 
 import torch
 
+from adapters.verl.late_imports import wrap_once
 from rl_backend.contracts import ConfigError
 
 PLATFORM_VARIABLE = "VERL_PLATFORM"
 """verl's own, for the name of a platform."""
 
-_INSTALLED = "_rl_backend_cpu_platform"
 # Set by verl in the processes of its rollout servers.
 _VERL_ROLLOUT = "VERL_REPLICA_RANK"
 
@@ -52,18 +51,10 @@ def accept_repeated_backends() -> None:
     """verl asks for ``cpu:gloo,<device>:<backend>``, here ``cpu:gloo,cpu:gloo``; torch refuses a device named twice."""
     from torch.distributed.distributed_c10d import BackendConfig
 
-    original = BackendConfig.__init__
-    if hasattr(original, _INSTALLED):
-        return
+    def named_once(original: Callable[..., None], config: Any, backend: Any) -> None:
+        original(config, ",".join(dict.fromkeys(backend.split(","))) if isinstance(backend, str) else backend)
 
-    @functools.wraps(original)
-    def init(self: Any, backend: Any) -> None:
-        if isinstance(backend, str):
-            backend = ",".join(dict.fromkeys(backend.split(",")))
-        original(self, backend)
-
-    setattr(init, _INSTALLED, True)
-    BackendConfig.__init__ = init  # type: ignore[method-assign]
+    wrap_once(BackendConfig, "__init__", named_once)
 
 
 class _VllmCPU(Distribution):
@@ -120,33 +111,21 @@ def keep_linear_weights() -> None:
     """Linear layers keep the parameter as well as its packed copy, for which they give it up when they are first loaded."""
     from vllm.model_executor.layers import utils
 
-    original = utils.dispatch_cpu_unquantized_gemm
-    if hasattr(original, _INSTALLED):
-        return
-
-    @functools.wraps(original)
-    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def dispatch(original: Callable[..., None], layer: torch.nn.Module, remove_weight: bool) -> None:
         original(layer, remove_weight=False)
 
-    setattr(dispatch, _INSTALLED, True)
-    utils.dispatch_cpu_unquantized_gemm = dispatch
+    wrap_once(utils, "dispatch_cpu_unquantized_gemm", dispatch)
 
 
 def pack_experts_again() -> None:
     """A mixture-of-experts layer packs what was loaded each time, and not only while its ``moe_kernel`` is unset."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    original = UnquantizedFusedMoEMethod.process_weights_after_loading
-    if hasattr(original, _INSTALLED):
-        return
+    def process(original: Callable[..., None], method: Any, layer: torch.nn.Module) -> None:
+        method.moe_kernel = None
+        original(method, layer)
 
-    @functools.wraps(original)
-    def process(self: Any, layer: torch.nn.Module) -> None:
-        self.moe_kernel = None
-        original(self, layer)
-
-    setattr(process, _INSTALLED, True)
-    UnquantizedFusedMoEMethod.process_weights_after_loading = process
+    wrap_once(UnquantizedFusedMoEMethod, "process_weights_after_loading", process)
 
 
 def name_mapper_of_adapters() -> None:

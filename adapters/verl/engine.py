@@ -31,7 +31,6 @@ class RuntimeEngine(BaseEngine):
     """A model of verl's ``TrainingWorker`` on a runtime of this package. Its process groups exist once it is made.
 
     Attributes:
-        settings: read from verl's configurations.
         mode: ``train``, ``eval`` or None.
 
     Raises:
@@ -101,7 +100,6 @@ class RuntimeEngine(BaseEngine):
 
     @property
     def optimizer(self) -> Any:
-        """An optimizer with ``param_groups``, as in ``torch.optim``; None in a forward-only engine."""
         return self.handle.optimizer
 
     @property
@@ -131,8 +129,7 @@ class RuntimeEngine(BaseEngine):
         """Runs verl's batch, cut as verl cuts it, with verl's loss on verl's own micro-batches.
 
         Returns:
-            on a source rank ``model_output``, ``loss`` and ``metrics`` (see
-            :func:`~adapters.verl.batches.as_verl_output`); elsewhere an empty dictionary.
+            on a source rank that of :func:`~adapters.verl.batches.as_verl_output`; elsewhere an empty dictionary.
         """
         self._checkpoints.poll(self._runtime, self.handle)
         # A reference never replays, whether it is another model or this one without its adapter.
@@ -208,7 +205,6 @@ class RuntimeEngine(BaseEngine):
 
     @override
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Inside, batches run on the model without its adapter, as verl's trainers have reference log-probs computed."""
         return self.model.without_adapter()
 
     @override
@@ -230,9 +226,7 @@ class RuntimeEngine(BaseEngine):
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
     ) -> None:
-        """Restores what ``save_checkpoint`` wrote; nothing is fetched or deleted. None, as in verl's own engines, restores
-        nothing and finishes a save in the background.
-        """
+        """Restores what ``save_checkpoint`` wrote; None, as in verl's engines, only finishes a save in the background."""
         if local_path is None:
             self._checkpoints.finish(self._runtime, self.handle)
             return
@@ -308,13 +302,13 @@ class EngineMode(BaseEngineCtx):
 
 
 class LanguageModelEngine(RuntimeEngine):
-    """verl's ``language_model``: log-probs and entropy."""
+    """Log-probs and entropy."""
 
     model_type = "language_model"
 
 
 class ValueModelEngine(RuntimeEngine):
-    """verl's ``value_model``: values, of a critic."""
+    """Values, of a critic."""
 
     model_type = "value_model"
 

@@ -21,8 +21,8 @@ from rl_backend.runtime import Runtime
 # Bytes of weights gathered at one time; a larger weight is gathered alone.
 _EXPORT_BYTES = 2**28
 
+# Megatron-Bridge's names for the way in which create_lora_adapter draws A and B.
 _PEFTS_INITIAL = ("kaiming", "zero")
-"""Megatron-Bridge's names for the way in which ``create_lora_adapter`` draws A and B."""
 
 type Exported = tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]
 """(name and tensor of each weight, verl's ``peft_config``)."""
@@ -36,7 +36,6 @@ class EngineModel:
         hf_path: None takes that of the settings.
 
     Attributes:
-        base: the model that ``build_model`` made.
         trained: the tenant, or the base where there is none.
         at_work: the model that batches run on: ``trained``, or the base inside :meth:`without_adapter`.
 

@@ -1,12 +1,16 @@
-"""Actions that run when a module of another package is imported."""
+"""Changes to other packages: when a module is imported, and once for each function."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
+
+_CHANGED = "_rl_backend_changed"
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
@@ -16,6 +20,20 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
         action(module)
     else:
         sys.meta_path.insert(0, _Finder(name, action))
+
+
+def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Puts ``around(original, *arguments)`` in the place of a function of ``owner``, unless that is done already."""
+    original = getattr(owner, name)
+    if hasattr(original, _CHANGED):
+        return
+
+    @functools.wraps(original)
+    def changed(*arguments: Any, **options: Any) -> Any:
+        return around(original, *arguments, **options)
+
+    setattr(changed, _CHANGED, True)
+    setattr(owner, name, changed)
 
 
 class _Finder(MetaPathFinder):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from adapters.verl.late_imports import when_imported
+from adapters.verl.late_imports import when_imported, wrap_once
 from adapters.verl.registration import is_ours
 from rl_backend.contracts import ConfigError, UnsupportedError
 
-_CHECKS = "_rl_backend_checks"
 # Losses that read the logits of the teacher's most probable tokens.
 _TOP_K = ("forward_kl_topk",)
 _DETACHED_WORKER = "verl.experimental.separation.engine_workers"
@@ -27,17 +26,13 @@ def register() -> None:
     from verl import utils
     from verl.utils import config as module
 
-    original = module.validate_config
-    if hasattr(original, _CHECKS):
-        return
+    wrap_once(module, "validate_config", _validate_config)
+    utils.validate_config = module.validate_config
 
-    @functools.wraps(original)
-    def validate_config(config: Any, *arguments: Any, **options: Any) -> None:
-        require_run(config)
-        original(config, *arguments, **options)
 
-    setattr(validate_config, _CHECKS, True)
-    module.validate_config = utils.validate_config = validate_config
+def _validate_config(original: Callable[..., None], config: Any, *arguments: Any, **options: Any) -> None:
+    require_run(config)
+    original(config, *arguments, **options)
 
 
 def require_run(config: Any) -> None:
@@ -73,15 +68,11 @@ def require_run(config: Any) -> None:
 
 
 def _refuse_copies(module: ModuleType) -> None:
-    worker = module.DetachActorWorker
-    original = worker._get_strategy_handlers
-
-    @functools.wraps(original)
-    def _get_strategy_handlers(self: Any) -> Any:
+    def handlers(original: Callable[..., Any], worker: Any) -> Any:
         from adapters.verl.engine import RuntimeEngine
 
-        if isinstance(self.actor.engine, RuntimeEngine):
+        if isinstance(worker.actor.engine, RuntimeEngine):
             raise UnsupportedError(f"algorithm.rollout_correction.bypass_mode=False: {module.__name__} {_NO_COPIES}")
-        return original(self)
+        return original(worker)
 
-    worker._get_strategy_handlers = _get_strategy_handlers
+    wrap_once(module.DetachActorWorker, "_get_strategy_handlers", handlers)

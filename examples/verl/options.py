@@ -93,7 +93,7 @@ class VerlOptions(BaseConfig):
         ]
 
     def trainer(self) -> list[str]:
-        """verl's overrides of how long its trainers run, and where to."""
+        """verl's overrides of how long its trainers run, and where they write."""
         return [
             f"trainer.total_training_steps={self.steps}",
             # An epoch has at least one step, so that the steps end the run.

@@ -78,7 +78,13 @@ def demo_options(options: RLOptions) -> tuple[Path | None, RLOptions]:
     task = options.files_of_task
     if task is None:
         return None, options
-    suited = {"max_prompt_tokens": 8, "max_response_tokens": 8, "lr": 3e-4, "lr_warmup_steps": 5, "updates_per_step": 2}
+    suited: dict[str, Any] = {
+        "max_prompt_tokens": 8,
+        "max_response_tokens": 8,
+        "lr": 3e-4,
+        "lr_warmup_steps": 5,
+        "updates_per_step": 2,
+    }
     suited |= {"reward": demo_task.__file__, **({"critic_lr": 1e-3} if options.algorithm == "ppo" else {})}
     options = RLOptions(**{**suited, **options.model_dump(exclude_unset=True)})
     if options.model is None:

@@ -30,12 +30,10 @@ STAGE_FIELDS = (FIRST, LAST, EMBEDDING, LOSS, LAYOUT)
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision on one field.
-
-    Attributes:
-        accepts: the values that ask for nothing, verl's defaults among them.
-        reason: why others are refused; None where a runtime may honour them.
-        is_kernel: the value chooses among kernels of Megatron's with the same results, so the native runtime takes any.
+    """Attributes:
+    accepts: the values that ask for nothing, verl's default the first of them.
+    reason: why others are refused; None where a runtime may honour them.
+    is_kernel: the value chooses among kernels of Megatron's with the same results.
     """
 
     accepts: tuple[Any, ...] = ()
@@ -43,7 +41,6 @@ class Decision:
     is_kernel: bool = False
 
     def takes(self, value: object) -> bool:
-        """Whether a value is one of those that ask for nothing."""
         return any(same(value, each) for each in self.accepts)
 
 

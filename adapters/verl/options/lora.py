@@ -47,6 +47,7 @@ _MEGATRON: Mapping[str, tuple[str, str]] = {
     "out_proj": ("out_proj", "out_proj"),
 }
 """Last part of a Hugging Face name -> Megatron's fused layer, and the part of it that Bridge's CanonicalLoRA names."""
+# Latent attention has other names, and fuses nothing.
 _LATENT: Mapping[str, tuple[str, str]] = {
     "q_proj": ("linear_q_proj", "linear_q_proj"),
     "q_a_proj": ("linear_q_down_proj", "linear_q_down_proj"),
@@ -54,9 +55,8 @@ _LATENT: Mapping[str, tuple[str, str]] = {
     "kv_a_proj_with_mqa": ("linear_kv_down_proj", "linear_kv_down_proj"),
     "kv_b_proj": ("linear_kv_up_proj", "linear_kv_up_proj"),
 }
-"""Latent attention has other names, and fuses nothing."""
+# Routers, and indexers, which no gradient of a loss reaches.
 _NOT_ADAPTED = re.compile(r".*\.(gate|router|indexer\..+)")
-"""Routers, and indexers, which no gradient of a loss reaches."""
 
 _PLACES = (
     (re.compile(r"self_attn|linear_attn"), "self_attention"),
@@ -77,10 +77,7 @@ class TargetModules:
 
     Attributes:
         field: verl's field, for messages.
-        naming: how ``include`` names layers.
         include: names; empty takes every linear layer of attention and of feed-forward blocks, shared experts included.
-        naming_of_excluded: how ``exclude`` names layers.
-        exclude: names of layers without an adapter.
         experts: whether an empty ``include`` takes layers of experts too.
     """
 
@@ -122,10 +119,7 @@ class TargetModules:
 
 
 def _megatron_names(modules: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Module -> full names of Megatron's layer and of its part of that layer; none where Megatron has no such layer.
-
-    Layers are counted over the whole model, whatever the stages of a pipeline.
-    """
+    """Module -> full names of Megatron's layer and of its part of that layer; none where Megatron has no such layer."""
     has_latents = any(_end(module) == "kv_a_proj_with_mqa" for module in modules)
     ends = {**_MEGATRON, **_LATENT} if has_latents else _MEGATRON
     found: dict[str, tuple[str, ...]] = dict.fromkeys(modules, ())
@@ -133,6 +127,7 @@ def _megatron_names(modules: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
         parts = _IN_A_LAYER.fullmatch(module)
         place = parts and next((place for pattern, place in _PLACES if pattern.fullmatch(parts[2])), None)
         if parts and place and parts[3] in ends:
+            # Layers are counted over the whole model, whatever the stages of a pipeline.
             found[module] = tuple(f"decoder.layers.{parts[1]}.{place}.{name}" for name in ends[parts[3]])
     return found
 
@@ -199,8 +194,6 @@ class LoRASettings:
 def lora_settings(model: HFModelConfig, *, dtype: str, seed: int) -> LoRASettings | None:
     """None where every weight is trained.
 
-    As verl's trainers and rollouts do, ``lora.rank`` is read first, and ``lora_rank`` where that is 0.
-
     Args:
         dtype: of the engine.
 
@@ -208,6 +201,7 @@ def lora_settings(model: HFModelConfig, *, dtype: str, seed: int) -> LoRASetting
         ConfigError: an option that cannot be honoured.
     """
     options = dict(model.lora or {})
+    # As in verl's trainers and rollouts lora_rank is read where this is 0.
     rank = options.get("rank", 0)
     if rank > 0 and model.lora_rank not in (0, rank):
         raise ConfigError.of(f"{MODEL}.lora_rank", model.lora_rank, f"lora.rank={rank} is read; leave this one at 0")
@@ -283,7 +277,6 @@ def _peft_settings(model: HFModelConfig, options: Mapping[str, Any], adapter_pat
 
 
 def _expression(field: str, value: Any) -> tuple[Naming, tuple[str, ...]]:
-    """Reads peft's list of names, or its regular expression."""
     if not isinstance(value, str):
         return "peft", _names_of(f"{MODEL}.{field}", value)
     # One that is no expression fails here, on every rank, before the model is loaded.

@@ -53,8 +53,8 @@ _DECIDED_BY = {
     "override_ddp_config": "the field of that name",
     "override_optimizer_config": "optim.override_optimizer_config",
 }
+# Of override_optimizer_config, what OptimizerConfig has.
 OF_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
-"""Of ``override_optimizer_config``, what ``OptimizerConfig`` has."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def test_the_run_folder_may_stand_in_the_file_of_an_examples_options(tmp_path: P
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"environment": "A=1,B"}, "environment=\"A=1,B\": value error, dictionary update sequence element #1"),
+        ({"environment": "A=1,B"}, 'environment="A=1,B": value error, dictionary update sequence element #1'),
         ({"environment": "=1"}, "environment.*: string should match pattern"),
         ({"environment": '{"A=B": "1"}'}, "environment.*: string should match pattern"),
         ({"environment": '{"A": "1"'}, "environment=.*: value error, Expecting"),
