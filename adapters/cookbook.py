@@ -11,8 +11,8 @@ from rl_backend.environment.calling import Caller
 from rl_backend.environment.playing import ended_by
 from rl_backend.environment.protocol import Result, Sampler, Stop
 
+# The metric with which a cookbook environment leaves a turn out of training.
 MASKED = "parse_error_masked"
-"""The metric with which a cookbook environment leaves a turn out of training."""
 _STOP = "stop/"
 STOPS: Mapping[str, Stop] = {
     "completed": "done",
@@ -47,9 +47,8 @@ class MakeCookbookEnv(Protocol):
 class CookbookPlayer:
     """A :class:`~rl_backend.environment.protocol.Player` of cookbook environments.
 
-    An observation that begins with all ids so far extends the segment; any other begins another. Cookbook renders all
-    messages anew for each observation, so how many segments there are depends on the renderer: ``metrics["segments"]``.
-    ``EnvGroupBuilder`` is not played: give its environments one by one, and rewards of the group as the run's ``score``.
+    An observation that begins with all ids so far extends the segment; any other begins another, which depends on the
+    renderer. ``EnvGroupBuilder`` is not played: give its environments one by one, and a group's rewards as ``score``.
 
     Args:
         make: makes the environment of an episode; plain or asynchronous.

@@ -27,8 +27,8 @@ _UNSUPPORTED = {
     "distillation_only": "top-k distillation reads logits, which are never kept",
     "calculate_sum_pi_squared": "the sum of squared probabilities is not computed",
 }
+# Inputs that a processor of images gives for text too.
 _OF_TEXT = frozenset({"mm_token_type_ids"})
-"""Inputs that a processor of images gives for text too."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """A batch in micro-batches.
-
-    Attributes:
-        packed: one for each micro-batch, as many on every data-parallel rank.
-        order: row of the batch of each sequence of ``packed``, in their order.
+    """Attributes:
+    packed: one for each micro-batch, as many on every data-parallel rank.
+    order: row of the batch of each sequence of ``packed``, in their order.
     """
 
     packed: list[PackedBatch]
@@ -272,11 +270,7 @@ type VerlLoss = Callable[..., tuple[Tensor, Mapping[str, Any]]]
 
 
 class MicroBatchLoss:
-    """verl's loss as a runtime calls it, on verl's own micro-batch.
-
-    Attributes:
-        metrics: of each micro-batch, as the loss returned them, without their graphs.
-    """
+    """verl's loss as a runtime calls it, on verl's own micro-batch; ``metrics`` are those of each, without their graphs."""
 
     def __init__(self, loss: VerlLoss) -> None:
         self._loss = loss

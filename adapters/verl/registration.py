@@ -29,7 +29,8 @@ _CONFIG_MODULE = "adapters.verl.engine_config."
 
 def register_vendors(choose: ChooseEngine) -> None:
     """Makes ``VERL_ENGINE_VENDOR`` accept the names in :data:`VENDORS`; without one of them verl chooses as before."""
-    _when_registry_is_imported(lambda base: _register_vendors(base, choose))
+    # When it is imported: that takes seconds, and most processes that import verl (rollout servers, reward workers) never do.
+    when_imported(_REGISTRY_MODULE, lambda base: _register_vendors(base, choose))
 
 
 def register_config_class(choose: ChooseEngine) -> None:
@@ -39,7 +40,7 @@ def register_config_class(choose: ChooseEngine) -> None:
         RegistryError: another package has registered an engine where this process would look.
         UnsupportedError: the device is neither ``cpu`` nor ``cuda``.
     """
-    _when_registry_is_imported(lambda base: _register_config_class(base, choose))
+    when_imported(_REGISTRY_MODULE, lambda base: _register_config_class(base, choose))
 
 
 def is_ours(role: Any) -> bool:
@@ -95,8 +96,3 @@ def _chooser(base: ModuleType, model_type: str, backend: str | None, choose: Cho
             return engine(model_config, config, optimizer_config, checkpoint_config)
 
     return ChosenEngine
-
-
-def _when_registry_is_imported(action: Callable[[ModuleType], None]) -> None:
-    # Importing the registry takes seconds, and most processes that import verl (rollout servers, reward workers) never do.
-    when_imported(_REGISTRY_MODULE, action)

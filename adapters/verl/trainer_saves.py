@@ -13,8 +13,8 @@ from adapters.verl.late_imports import when_imported, wrap_once
 from adapters.verl.registration import is_ours
 from rl_backend.checkpoint.durable_commit import rename_synced, write_synced
 
+# Module -> the class that saves and, with its subclasses in main_ppo, ends training.
 _TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo.ray_trainer": "RayPPOTrainer"}
-"""Module -> the class that saves and, with its subclasses in ``main_ppo``, ends training."""
 
 
 def register() -> None:
@@ -60,11 +60,7 @@ def _in_background(role: Any) -> bool:
 
 
 def mark(path: Path) -> None:
-    """Delays verl's record of a step until :func:`record_step` of this path. For one process.
-
-    Args:
-        path: of a role, or of another name in the same directory.
-    """
+    """Delays verl's record of a step until :func:`record_step` of this path, of a role or another name. For one process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _marker(path).touch()
 

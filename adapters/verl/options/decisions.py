@@ -19,7 +19,6 @@ LORA = f"{MODEL}.lora"
 TRANSFORMER = f"{ENGINE}.override_transformer_config"
 DDP = f"{ENGINE}.override_ddp_config"
 ADAM = f"{OPTIMIZER}.override_optimizer_config"
-"""Fields of Megatron's ``TransformerConfig``, ``DistributedDataParallelConfig`` and ``OptimizerConfig``."""
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
