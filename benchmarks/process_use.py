@@ -54,12 +54,13 @@ def watch(command: Sequence[str], *, lines_of: Path, log: Path, environment: Map
         subprocess.CalledProcessError: the command failed.
     """
     mark = uuid.uuid4().hex
-    use, ended, done = Use(), {}, threading.Event()
+    use, done = Use(), threading.Event()
+    cpu: dict[int, float] = {}
     with log.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment, _MARK: mark}
         )
-        sampler = threading.Thread(target=_sample, args=(mark, lines_of, use, ended, done))
+        sampler = threading.Thread(target=_sample, args=(mark, lines_of, use, cpu, done))
         sampler.start()
         try:
             status = process.wait()

