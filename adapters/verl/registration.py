@@ -29,7 +29,7 @@ _CONFIG_MODULE = "adapters.verl.engine_config."
 
 def register_vendors(choose: ChooseEngine) -> None:
     """Makes ``VERL_ENGINE_VENDOR`` accept the names in :data:`VENDORS`; without one of them verl chooses as before."""
-    # When it is imported: that takes seconds, and most processes that import verl (rollout servers, reward workers) never do.
+    # Not now: its import takes seconds, and most processes that import verl (rollout servers, reward workers) need it never.
     when_imported(_REGISTRY_MODULE, lambda base: _register_vendors(base, choose))
 
 
