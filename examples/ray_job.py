@@ -157,12 +157,7 @@ def _wait_for_end(client: JobSubmissionClient, job: str, timeout: float | None) 
 
 
 def connect(address: str) -> JobSubmissionClient:
-    """A client of the job server at ``address``, for example ``http://10.0.0.1:8265``.
-
-    Raises:
-        ConfigError: the environment names another server, or a token that cannot be read.
-        JobServerError: nothing answers there, or the token is missing or wrong.
-    """
+    """A client of the job server at ``address``; :class:`JobServerError` where none answers, or takes the token."""
     for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
         # Ray's client takes these in place of the address that it is given.
         if os.environ.get(name, address) != address:

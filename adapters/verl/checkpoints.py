@@ -156,15 +156,10 @@ class EngineCheckpoints:
                 self._kept.register_checkpoint(str(path), keep)
 
     def weights_directory(self, local_path: str, hdfs_path: str | None = None) -> Path | None:
-        """The directory that weights, or an adapter, are loaded from alone, or None where the training state is.
-
-        Raises:
-            CheckpointError: it does not exist.
-        """
-        path = _local(local_path, hdfs_path) / self._weights_directory
+        """The directory that weights, or an adapter, are loaded from alone, or None where the training state is."""
         if not self._loads_weights:
             return None
-        path = found_name(path)
+        path = found_name(_local(local_path, hdfs_path) / self._weights_directory)
         if not (path / self._weights_file).is_file():
             raise CheckpointError.at(
                 path,
@@ -174,12 +169,7 @@ class EngineCheckpoints:
         return path
 
     def load(self, runtime: Runtime[Any], handle: ModelHandle, local_path: str, hdfs_path: str | None = None) -> None:
-        """Restores the training state.
-
-        Raises:
-            CheckpointError: see :meth:`~rl_backend.runtime.Runtime.load_checkpoint`.
-            UnsupportedError: a path on HDFS.
-        """
+        """Restores the training state, with the errors of :meth:`~rl_backend.runtime.Runtime.load_checkpoint`."""
         self.finish(runtime, handle)
         path = _local(local_path, hdfs_path)
         if self._loads_state:
@@ -214,11 +204,7 @@ class PendingSave:
         return all(everywhere)
 
     def commit(self, runtime: Runtime[Any], handle: ModelHandle) -> None:
-        """Waits for the files and gives them their name. A collective over all ranks.
-
-        Raises:
-            CheckpointError: they could not be written; on every rank.
-        """
+        """Waits for the files and gives them their name; a collective over all ranks, which fail together."""
         cause: Exception | None = None
         try:
             runtime.wait_for_checkpoint(handle)
@@ -231,11 +217,7 @@ class PendingSave:
 
 
 def begin_role(path: Path) -> None:
-    """Marks the role of ``path`` as not yet saved. A collective over all ranks.
-
-    Raises:
-        CheckpointError: the file system refuses; on every rank.
-    """
+    """Marks the role of ``path`` as not yet saved; a collective over all ranks, which fail together."""
     with on_every_rank(world_group(), f"{path} could not be saved"):
         if dist.get_rank() == 0:
             mark(path)

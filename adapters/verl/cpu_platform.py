@@ -14,7 +14,6 @@ from adapters.verl.late_imports import wrap_once
 from rl_backend.contracts import ConfigError
 
 PLATFORM_VARIABLE = "VERL_PLATFORM"
-"""verl's own, for the name of a platform."""
 
 # Set by verl in the processes of its rollout servers.
 _VERL_ROLLOUT = "VERL_REPLICA_RANK"

@@ -36,8 +36,6 @@ class RLBackendEngineConfig(McoreEngineConfig):
         backend_options: fields of that runtime's configuration (:class:`~rl_backend.contracts.NativeConfig`,
             :class:`~rl_backend.contracts.BridgeConfig`) that no field of verl's decides.
 
-    Raises:
-        ConfigError: a value that cannot be honoured.
     """
 
     backend: str = "native"

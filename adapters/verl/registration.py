@@ -34,12 +34,7 @@ def register_vendors(choose: ChooseEngine) -> None:
 
 
 def register_config_class(choose: ChooseEngine) -> None:
-    """Makes verl build our engines from an ``RLBackendEngineConfig``, and its own from its own class.
-
-    Raises:
-        RegistryError: another package has registered an engine where this process would look.
-        UnsupportedError: the device is neither ``cpu`` nor ``cuda``.
-    """
+    """Makes verl build our engines from an ``RLBackendEngineConfig``, and its own from its own class."""
     when_imported(_REGISTRY_MODULE, lambda base: _register_config_class(base, choose))
 
 

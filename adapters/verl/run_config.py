@@ -36,11 +36,7 @@ def _validate_config(original: Callable[..., None], config: Any, *arguments: Any
 
 
 def require_run(config: Any) -> None:
-    """Checks ``main_ppo``'s configuration of an actor on our engine.
-
-    Raises:
-        ConfigError: top-k distillation, an adapter that rollouts could not be given, or a trainer that copies weights.
-    """
+    """Raises :class:`ConfigError` for what an actor on our engine cannot do of ``main_ppo``'s configuration."""
     if not is_ours(config.actor_rollout_ref.actor):
         return
     correction: Any = config.algorithm.get("rollout_correction") or {}

@@ -62,11 +62,7 @@ class VerlOptions(BaseConfig):
 
     @property
     def files_of_task(self) -> Path | None:
-        """The folder of the demo's task, which is written the first time; None with a model of one's own.
-
-        Raises:
-            ConfigError: a model without files, or files without a model.
-        """
+        """The folder of the demo's task, which is written the first time; None with a model of one's own."""
         given = {"model": self.model, "train_files": self.train_files, "val_files": self.val_files}
         if all(given.values()):
             return None
@@ -105,11 +101,7 @@ class VerlOptions(BaseConfig):
         ]
 
     def run(self, command: Sequence[str], overrides: Sequence[str]) -> Path:
-        """Runs verl with its own entry point; returns its log of metrics, one JSON object a step.
-
-        Raises:
-            ConfigError: verl ended with an error.
-        """
+        """Runs verl with its own entry point; returns its log of metrics, one JSON object a step."""
         folder = Path(self.run_dir).resolve()
         with usable_run_dir(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -164,12 +164,7 @@ class LoRASettings:
     adapter_path: str | None
 
     def for_model(self, hf_path: Path | str) -> LoRAConfig:
-        """The tenant's configuration for the model of a directory. Reads headers of its files.
-
-        Raises:
-            ConfigError: a module that this model does not have.
-            CheckpointError: no model.
-        """
+        """The tenant's configuration for the model of a directory, from the headers of its files."""
         reader = HFReader(hf_path)
         kept = model_kept_prefixes(reader.config)
         modules = [
@@ -192,14 +187,7 @@ class LoRASettings:
 
 
 def lora_settings(model: HFModelConfig, *, dtype: str, seed: int) -> LoRASettings | None:
-    """None where every weight is trained.
-
-    Args:
-        dtype: of the engine.
-
-    Raises:
-        ConfigError: an option that cannot be honoured.
-    """
+    """The adapter of an engine of this dtype; None where every weight is trained."""
     options = dict(model.lora or {})
     # As in verl's trainers and rollouts lora_rank is read where this is 0.
     rank = options.get("rank", 0)

@@ -50,11 +50,7 @@ type Given = Mapping[str, Mapping[str, Any]]
 
 
 def native_options(given: Given, facts: ModelFacts, parallel: ParallelConfig) -> dict[str, Any]:
-    """Fields of ``NativeConfig`` for what the three dictionaries ask for.
-
-    Raises:
-        ConfigError: a field that the native runtime cannot honour, with what can.
-    """
+    """Fields of ``NativeConfig`` for what the three dictionaries ask for; :class:`ConfigError` for what it cannot honour."""
     asked = {where: _asked(where, fields, parallel, facts) for where, fields in given.items()}
     # Kernels have the same results, so a runtime that has others may take any of them.
     asked[TRANSFORMER] = {name: value for name, value in asked[TRANSFORMER].items() if not _decision(name).is_kernel}
@@ -73,13 +69,10 @@ def native_options(given: Given, facts: ModelFacts, parallel: ParallelConfig) ->
 def bridge_options(
     given: Given, facts: ModelFacts, parallel: ParallelConfig, *, transformer_engine: bool
 ) -> dict[str, dict[str, Any]]:
-    """Fields of ``BridgeConfig``: the dictionaries without what asks for nothing.
+    """Fields of ``BridgeConfig``: the dictionaries without what asks for nothing; :class:`ConfigError` as for native.
 
     Args:
         transformer_engine: whether layers can be Transformer Engine's here.
-
-    Raises:
-        ConfigError: a field that neither Megatron nor this runtime can honour.
     """
     asked = {where: _asked(where, fields, parallel, facts) for where, fields in given.items()}
     allowed = bridge_config.TRANSFORMER.allowed
@@ -113,11 +106,7 @@ def bridge_options(
 
 
 def optimizer_on_host(overrides: Mapping[str, Any] | None) -> bool:
-    """Whether Megatron's fields ask for an optimizer on the host.
-
-    Raises:
-        ConfigError: a part of it, or one field without the other, which Megatron would not read.
-    """
+    """Whether Megatron's fields ask for an optimizer on the host."""
     given = overrides or {}
     offload, fraction = given.get(_OFFLOAD), given.get(_FRACTION)
     if (offload and fraction not in (0, 1)) or (fraction and not offload):
@@ -131,11 +120,7 @@ def optimizer_on_host(overrides: Mapping[str, Any] | None) -> bool:
 
 @functools.cache
 def megatron_defaults(where: str) -> Mapping[str, Any]:
-    """Default of each field of one of Megatron's classes; dtypes, functions and members of enumerations by name.
-
-    Raises:
-        UnsupportedError: no Megatron that the bridge runtime takes, with what to install.
-    """
+    """Default of each field of one of Megatron's classes; dtypes, functions and members of enumerations by name."""
     from rl_backend.runtime.bridge.installed import import_megatron
 
     import_megatron()
@@ -195,11 +180,6 @@ def _is_off(name: str, value: Any, given: Mapping[str, Any], parallel: ParallelC
 
 
 def _is_default(where: str, name: str, value: Any) -> bool:
-    """Whether a value asks for nothing because it is Megatron's default.
-
-    Raises:
-        ConfigError: there is no Megatron here to compare with.
-    """
     try:
         defaults = megatron_defaults(where)
     except UnsupportedError as error:
@@ -233,7 +213,6 @@ def _require_no_experts(asked: Mapping[str, Any]) -> None:
 
 
 def _require_known(asked: Given, backend: str) -> None:
-    """Raises for the first field that a runtime does not have, with what does."""
     for where, fields in asked.items():
         bridge = _ON_THE_BRIDGE[where]
         for name, value in fields.items():

@@ -140,11 +140,7 @@ def engine_settings(
 
 
 def optimizer_settings(config: McoreOptimizerConfig) -> OptimizerConfig:
-    """verl's optimizer and schedule, once ``total_training_steps`` is set.
-
-    Raises:
-        ConfigError: values that cannot be honoured.
-    """
+    """verl's optimizer and schedule, once ``total_training_steps`` is set."""
     decay_steps = config.total_training_steps if config.lr_decay_steps is None else config.lr_decay_steps
     # As verl: 0 and negative values delegate to the ratio, and the ratio is of the decay, not of the training.
     warmup_steps = config.lr_warmup_steps or 0
@@ -175,11 +171,7 @@ def optimizer_settings(config: McoreOptimizerConfig) -> OptimizerConfig:
 
 
 def require_engine_config(config: McoreEngineConfig) -> None:
-    """Checks what this configuration alone decides, so that it can be refused before workers start.
-
-    Raises:
-        ConfigError: a value that cannot be honoured.
-    """
+    """Raises :class:`ConfigError` for what this configuration alone decides, before workers start."""
     require_supported(OURS, config)
     require_supported(ENGINE, config)
     require_supported(f"{ENGINE}.router_replay", config.router_replay)
@@ -193,13 +185,10 @@ def require_engine_config(config: McoreEngineConfig) -> None:
 
 
 def require_contents(field: str, contents: frozenset[str], *, sharded: bool) -> None:
-    """Checks the parts that a checkpoint is to have.
+    """Raises :class:`ConfigError` for parts of a checkpoint that cannot be restored, or that verl does not know.
 
     Args:
         sharded: verl's ``use_dist_checkpointing``: ``model`` is in the training state alone.
-
-    Raises:
-        ConfigError: parts that cannot be restored, or that verl does not know.
     """
     alone: tuple[frozenset[str], ...] = (frozenset(), STATE) if sharded else (frozenset(), STATE, frozenset({"model"}))
     if contents - {"hf_model"} not in alone:
