@@ -19,7 +19,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
     if module is not None:
         action(module)
     else:
-        sys.meta_path.insert(0, _Finder(name, action))
+        sys.meta_path.insert(0, _Late(name, action))
 
 
 def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -36,12 +36,13 @@ def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, changed)
 
 
-class _Finder(MetaPathFinder):
-    """Finds one module by asking the finders after it."""
+class _Late(MetaPathFinder, Loader):
+    """Finds one module by asking the finders after it, executes it as its loader does, and calls ``action`` with it."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._action = action
+        self._loader: Loader = self
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self._name:
@@ -51,21 +52,9 @@ class _Finder(MetaPathFinder):
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = None if find is None else find(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _ThenCall(spec.loader, self._act)
+                self._loader, spec.loader = spec.loader, self
                 return spec
         return None
-
-    def _act(self, module: ModuleType) -> None:
-        self._action(module)
-        sys.meta_path.remove(self)
-
-
-class _ThenCall(Loader):
-    """Executes a module as ``loader`` does, and then calls ``action`` with it."""
-
-    def __init__(self, loader: Loader, action: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._action = action
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -75,3 +64,4 @@ class _ThenCall(Loader):
             module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._action(module)
+        sys.meta_path.remove(self)
