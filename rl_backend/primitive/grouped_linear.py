@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_backend.primitive.adapted_layers import padded_product
-from rl_backend.primitive.deferred import weight_gradient
+from rl_backend.primitive.adapters import padded_product
+from rl_backend.primitive.backward import weight_gradient
 
 _ALIGNMENT = 16
 _KERNEL_CAPABILITIES = (9, 10)
@@ -20,7 +20,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     bfloat16 on CUDA devices of compute capability 9 and 10 takes torch's grouped matmul, which does not wait for the device;
     everything else copies ``counts`` to the host and takes one product for each group. The gradient of a group without rows
-    is 0. That of the weight can be put off, see :mod:`rl_backend.primitive.deferred`.
+    is 0. That of the weight can be put off, see :mod:`rl_backend.primitive.backward`.
 
     Args:
         x: (N, in_features), rows of group 0 first.

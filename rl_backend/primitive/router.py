@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_backend.contracts import ConfigError
 from rl_backend.primitive.activation import sigmoid
-from rl_backend.primitive.adapted_layers import padded_product
+from rl_backend.primitive.adapters import padded_product
 from rl_backend.primitive.float32 import KeptInFloat32
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rl_backend.contracts.lora import LoRAKind
 from rl_backend.lora.modules import AdaptedModule
 from rl_backend.parallel.collectives import sum_over
-from rl_backend.primitive.adapter_runs import SumOverRanks
+from rl_backend.primitive.adapters import SumOverRanks
 
 COUPLES = "gradients of a tenant would depend on tokens of the others"
 TRAINS_BASE = "it trains a part of the base, which stands still beside tenants"

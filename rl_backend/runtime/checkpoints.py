@@ -31,7 +31,7 @@ from rl_backend.checkpoint.training_state import (
 )
 from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, ParallelConfig, UnsupportedError
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
-from rl_backend.runtime.engine import GuardedHandle
+from rl_backend.runtime.handle import GuardedHandle
 
 
 class CheckpointWriter:

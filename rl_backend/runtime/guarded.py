@@ -38,10 +38,10 @@ from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig, LoRAInfo
 from rl_backend.lora.factors import each_weight, load_tensors
 from rl_backend.runtime.backend_info import backend_info, is_bit_exact, optimizer_info, optimizer_state
 from rl_backend.runtime.checkpoints import CheckpointWriter
-from rl_backend.runtime.engine import Engine, GuardedHandle
-from rl_backend.runtime.interface import RankPlace, Runtime
+from rl_backend.runtime.engine import Engine
+from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.interface import RankPlace, RouterReplay, Runtime
 from rl_backend.runtime.passes import PassRequest
-from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.runtime.tenants.handle import TenantHandle
 from rl_backend.runtime.tenants.state import problem_of_import
 from rl_backend.runtime.tenants.tenants import Tenants
@@ -180,6 +180,9 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     def optimizer_step(self, handle: AnyHandle, *, adam: AdamParams | None = None) -> StepResult: ...
     @guarded
     def optimizer_step(self, handle: Any, *, adam: Any = None) -> Any:
+        for each in several(handle):
+            if not each.has_gradients:
+                raise each.without_gradients("optimizer_step")
         if isinstance(handle, Sequence):
             return self._tenants.step(handle, adam)
         result = handle.step(adam)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,9 @@ from rl_backend import contracts
 from rl_backend.contracts.atoms import ANY_STATE, ITS_WEIGHTS, TRAINED, Atom, Needs
 from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
 from rl_backend.contracts.lora import LoRAConfig, LoRAInfo
-from rl_backend.runtime.router_replay import RouterReplay
+
+type RouterReplay = Literal["off", "record", "replay"]
+REPLAY_MODES: tuple[RouterReplay, ...] = get_args(RouterReplay.__value__)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from rl_backend.model.options import DecoderOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import chunk
 from rl_backend.parallel.tensor import LinearPart
-from rl_backend.primitive.adapted_layers import adapted_embedding, adapted_linear
-from rl_backend.primitive.adapter_runs import adapters_at_work, runs_at_work, runs_of_share
+from rl_backend.primitive.adapters import adapted_embedding, adapted_linear, adapters_at_work, runs_at_work, runs_of_share
 from rl_backend.primitive.experts import ClampedExperts, SwiGLUExperts
 from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE, Adaptable, SumGroups
 

@@ -24,13 +24,13 @@ from rl_backend.contracts import (
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage
 from rl_backend.model.options import DecoderOptions
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.primitive.deferred import put_off_in_linear_layers
+from rl_backend.primitive.backward import put_off_in_linear_layers
 from rl_backend.primitive.float32 import parameters_in_float32, round_parameters
 from rl_backend.runtime.native import layout
 from rl_backend.runtime.native.adapters import adaptable_modules, attach_adapters
-from rl_backend.runtime.native.balance import ExpertBalance
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.optimizer import NativeOptimizer
+from rl_backend.runtime.native.routers import expert_balance
 
 
 def build_handle(
@@ -86,7 +86,7 @@ def build_handle(
     if not forward_only:
         # After the weights: its masters are the parameters.
         rate = DecoderOptions.of(settings.options).expert_bias_rate
-        balance = ExpertBalance(by_stage, rate, groups) if rate else None
+        balance = expert_balance(by_stage, rate, groups) if rate else None
         optimizer = NativeOptimizer(native.optimizer, parameters, names, groups, copies=stage_copies, balance=balance)
     if adaptable:
         hidden_size = text_config(hf_config)["hidden_size"]

@@ -16,7 +16,6 @@ from rl_backend.contracts import (
     WeightShard,
 )
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups, training_device
-from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.guarded import GuardedRuntime
@@ -26,7 +25,7 @@ from rl_backend.runtime.native.export import export_gradients, export_shards, ex
 from rl_backend.runtime.native.forward_backward import record_activations, run_micro_batches, run_pipeline
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import has_last_stage
-from rl_backend.runtime.passes import PassRequest
+from rl_backend.runtime.passes import PassRequest, check_micro_batches
 
 
 class NativeEngine(Engine[NativeHandle]):

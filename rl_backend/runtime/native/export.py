@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import HandleError, WeightName, WeightShard, export_dtype, stored_names, stored_tensors
+from rl_backend.contracts import WeightName, WeightShard, export_dtype, stored_names, stored_tensors
 from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.parallel.shards import Region, ShardLayout, local_region, local_tensor
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, require_known_names, start_stream
@@ -67,7 +67,7 @@ def export_gradients(handle: NativeHandle, *, only: Collection[str] | None) -> W
         dist.all_reduce(present, dist.ReduceOp.MAX, group=groups.world_group)
     reached = {key: name for (key, name), there in zip(names.items(), present.tolist(), strict=True) if there}
     if not reached:
-        raise HandleError("export_gradients without gradients; call forward_backward first")
+        raise handle.without_gradients("export_gradients")
     gradients: dict[str, Tensor] = {}
     for key in reached.keys() & parameters.keys():
         gradient = parameters[key].grad

@@ -30,16 +30,14 @@ from rl_backend.pipeline.executor import PipelineExecutor
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
 from rl_backend.pipeline.tied_weights import add_gradients_of_copies, drop_gradients_of_copies
-from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.router import RowSequences
-from rl_backend.runtime.module_outputs import gather_outputs_of_stages, record_outputs
-from rl_backend.runtime.native.balance import PassLoads
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import schedule_name
-from rl_backend.runtime.native.routes import PassRoutes
+from rl_backend.runtime.native.routers import PassRouters
 from rl_backend.runtime.passes import PassRequest, PassResults
-from rl_backend.runtime.router_replay import routes_to_replay
+from rl_backend.runtime.recording import gather_outputs_of_stages, record_outputs, routes_to_replay
 from rl_backend.trace.device import device_span
 
 
@@ -140,17 +138,16 @@ def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResu
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
     data, forward_only = request.data, request.forward_only
-    routes = PassRoutes(handle, request.router_replay)
-    loads = handle.pass_loads(forward_only=forward_only)
+    routers = PassRouters(handle, request.router_replay, forward_only=forward_only)
     results = PassResults(request, handle.groups.dp_group, handle.has_outputs)
     with abandoned_on_error(handle, forward_only):
         for index in range(len(data)):
             if not forward_only:
                 keep_gathered = not handle.options.reshard_after_forward
                 fsdp.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
-            _run_one(handle, request, index, routes, loads, results)
-    loads.commit()
-    return results.result(routes.outputs(data) if routes.recorded is not None else {})
+            _run_one(handle, request, index, routers, results)
+    routers.loads.commit()
+    return results.result(routers.outputs(data))
 
 
 @contextmanager
@@ -166,16 +163,14 @@ def abandoned_on_error(handle: NativeHandle, forward_only: bool) -> Generator[No
     fsdp.reshard(handle.model)
 
 
-def _run_one(
-    handle: NativeHandle, request: PassRequest, index: int, routes: PassRoutes, loads: PassLoads, results: PassResults
-) -> None:
+def _run_one(handle: NativeHandle, request: PassRequest, index: int, routers: PassRouters, results: PassResults) -> None:
     # A function of its own, so that nothing of a micro-batch outlives it.
     device = handle.groups.device
     batch = request.data[index].to(device)
     work = {"micro_batch": index, "tokens": batch.num_tokens, "sequences": batch.num_sequences}
     with torch.set_grad_enabled(not request.forward_only), device_span(device, "forward", "micro_batch", **work):
-        rank_batch = _rank_batch(handle, request, index, batch, routes.replayed)
-        with routes.forward(index, 0, rank_batch.layout), loads.forward(0, rank_batch.inputs.padding):
+        rank_batch = _rank_batch(handle, request, index, batch, routers.replayed)
+        with routers.forward(index, 0, rank_batch.layout, rank_batch.inputs.padding):
             output = handle.model(rank_batch.inputs)
         loss = results.add(index, batch, rank_batch.outputs(output, handle.groups))
     if not request.forward_only:
@@ -206,9 +201,9 @@ def run_pipeline(handle: NativeHandle, request: PassRequest) -> ForwardResult:
         if trains:
             for stage in handle.stages.values():
                 fsdp.reduce_gradients(stage)
-            work.loads.commit()
+            work.routers.loads.commit()
             add_gradients_of_copies(handle.parameters, handle.stage_copies, handle.groups.pp_group)
-    return work.results.result(work.routes.outputs(request.data) if work.routes.recorded is not None else {})
+    return work.results.result(work.routers.outputs(request.data))
 
 
 _make_schedule = lru_cache(maxsize=32)(make_schedule)
@@ -228,17 +223,15 @@ class _Stages:
         self._handle = handle
         self._schedule = schedule
         self._data = [batch.to(handle.groups.device) for batch in request.data]
-        self.routes = routes = PassRoutes(handle, request.router_replay)
-        self.loads = handle.pass_loads(forward_only=request.forward_only)
+        self.routers = PassRouters(handle, request.router_replay, forward_only=request.forward_only)
         self._rank_batches = [
-            _rank_batch(handle, request, index, batch, routes.replayed) for index, batch in enumerate(self._data)
+            _rank_batch(handle, request, index, batch, self.routers.replayed) for index, batch in enumerate(self._data)
         ]
         self.results = PassResults(request, handle.groups.dp_group, handle.has_outputs)
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
         rank_batch = self._rank_batches[micro_batch]
-        padding = rank_batch.inputs.padding
-        with self.routes.forward(micro_batch, stage, rank_batch.layout), self.loads.forward(stage, padding):
+        with self.routers.forward(micro_batch, stage, rank_batch.layout, rank_batch.inputs.padding):
             output: Tensor | ModelOutput = self._handle.stages[stage](rank_batch.inputs._replace(hidden=hidden))
         if isinstance(output, Tensor):
             return output

@@ -14,8 +14,7 @@ from rl_backend.parallel import fsdp
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor
 from rl_backend.pipeline.catalog import require_micro_batches
-from rl_backend.runtime.engine import GuardedHandle
-from rl_backend.runtime.native.balance import PassLoads
+from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.native.layout import TensorLayout, schedule_name
 from rl_backend.runtime.native.optimizer import NativeOptimizer
 
@@ -47,6 +46,10 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     weight_names: Mapping[str, contracts.WeightName]
     layouts: Mapping[str, TensorLayout]
     num_passes: int = 0
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.parameters.values())
 
     def step(self, adam: contracts.AdamParams | None = None) -> contracts.StepResult:
         """See the base class. A skipped step is logged as a warning that names parameters with non-finite gradients."""
@@ -82,10 +85,6 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     @property
     def options(self) -> contracts.NativeConfig:
         return self.config.options(contracts.NativeConfig)
-
-    def pass_loads(self, *, forward_only: bool) -> PassLoads:
-        """What a pass that begins adds to the counts by which biases of routers move."""
-        return PassLoads(None if forward_only or self.optimizer is None else self.optimizer.balance)
 
     def drop_gradients(self) -> None:
         """See the base class; also those that no rank has reduced yet."""

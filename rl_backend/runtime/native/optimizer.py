@@ -1,7 +1,7 @@
 """AdamW over this rank's shards: clipping, the non-finite check, and weight-decay groups."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from rl_backend.contracts import (
     AdamParams,
-    HandleError,
     OptimizerConfig,
     PackedWeight,
     StepResult,
@@ -21,13 +20,10 @@ from rl_backend.contracts import (
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor, owns
-from rl_backend.runtime.gradient_statistics import rank_statistics, step_result
-from rl_backend.runtime.lr_schedule import ParameterSchedule, values_of_step
-from rl_backend.runtime.native.balance import BiasMove, ExpertBalance
+from rl_backend.runtime.balance import ExpertBalance
+from rl_backend.runtime.optimizer import ParameterSchedule, clip_factor, rank_statistics, step_result, values_of_step
 
 logger = logging.getLogger(__name__)
-
-_CLIP_EPSILON = 1.0e-6
 
 
 def is_decayed(name: WeightName, parameter: Tensor) -> bool:
@@ -76,18 +72,12 @@ class NativeOptimizer:
         self._allocate_moments()
 
     def step(self, handle_name: str, adam: AdamParams | None = None) -> StepResult:
-        """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite; without any
-        gradients it raises :class:`HandleError`.
-        """
-        if all(parameter.grad is None for parameter in self.parameters.values()):
-            raise HandleError(
-                f"optimizer_step on {handle_name!r} without gradients; call forward_backward first", handle=handle_name
-            )
-        # Counts of a step that is skipped are used up too.
-        moves = () if self.balance is None else self.balance.take()
+        """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite."""
         rows = all_gather(self._statistics(), self._groups.world_group, sum_gradients=False)
         result = step_result(rows, count_zeros=self._config.log_num_zeros_in_grad)
-        self._apply(result, handle_name, moves, {} if adam is None else adam.given)
+        if self.balance is not None:
+            self.balance.step(taken=result.ok)
+        self._apply(result, handle_name, {} if adam is None else adam.given)
         return result
 
     def _statistics(self) -> Tensor:
@@ -96,7 +86,7 @@ class NativeOptimizer:
         local = (local_tensor(gradient) for gradient in counted if gradient is not None)
         return rank_statistics(local, self._groups.device, count_zeros=self._config.log_num_zeros_in_grad)
 
-    def _apply(self, result: StepResult, handle_name: str, moves: Sequence[BiasMove], given: Mapping[str, Any]) -> None:
+    def _apply(self, result: StepResult, handle_name: str, given: Mapping[str, Any]) -> None:
         """Clips and steps, with the values that are given for this step, or logs why there is none."""
         gradients = {name: local_tensor(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         if not result.ok:
@@ -109,12 +99,10 @@ class NativeOptimizer:
             )
             return
         clip_grad = given.get("clip_grad", self._config.clip_grad)
-        if 0 < clip_grad < result.grad_norm + _CLIP_EPSILON:
-            torch._foreach_mul_(list(gradients.values()), clip_grad / (result.grad_norm + _CLIP_EPSILON))
+        if (factor := clip_factor(clip_grad, result.grad_norm)) < 1:
+            torch._foreach_mul_(list(gradients.values()), factor)
         with values_of_step(self.param_groups, given):
             self.adamw.step()
-        for move in moves:
-            move.bias.add_(move.step)
 
     @property
     def num_steps(self) -> int:

@@ -2,13 +2,14 @@
 
 import logging
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backend.checkpoint.hf_weights import LM_HEAD
@@ -16,9 +17,9 @@ from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
     AdamParams,
     ConfigError,
-    HandleError,
     Head,
     IndexedLayers,
+    OptimizerConfig,
     RoutedLayers,
     StepResult,
     TensorInfo,
@@ -27,13 +28,116 @@ from rl_backend.contracts import (
 from rl_backend.contracts.atoms import Part
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAInfo, LoRAKind
 from rl_backend.lora.modules import AdaptedModule
-from rl_backend.lora.rows import TenantRows, factors_of, head_parameters
+from rl_backend.lora.rows import Section, TenantRows, factors_of, head_parameters
 from rl_backend.parallel.collectives import all_gather
-from rl_backend.runtime.adaptable import Adaptable
-from rl_backend.runtime.engine import GuardedHandle
-from rl_backend.runtime.gradient_statistics import step_result
-from rl_backend.runtime.router_replay import RouterReplay
-from rl_backend.runtime.tenants.optimizer import TenantOptimizer
+from rl_backend.runtime.adaptable import Adaptable, RowGroups
+from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.interface import RouterReplay
+from rl_backend.runtime.optimizer import ParameterSchedule, clip_factor, rank_statistics, step_result
+
+
+class TenantOptimizer:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over one tenant's row."""
+
+    def __init__(self, config: OptimizerConfig, rows: TenantRows, groups: RowGroups) -> None:
+        self.config = config
+        self.schedule = ParameterSchedule(config)
+        self.has_gradients = False
+        self._rows = rows
+        self.groups = groups
+        self._reduced = False
+
+    @property
+    def num_steps(self) -> int:
+        return int(self._rows.num_steps)
+
+    @property
+    def learning_rate(self) -> float:
+        return self.schedule.learning_rate
+
+    def schedule_step(self) -> float:
+        return self.schedule.step()
+
+    def expect_gradients(self) -> None:
+        """Before a backward pass: what has been reduced already must not be added up over the ranks again."""
+        if self._reduced:
+            for section, gradients in self._sections():
+                gradients.mul_(self.groups.dp_size if self._counts(section) else 0)
+            self._reduced = False
+        self.has_gradients = True
+
+    def drop_gradients(self) -> None:
+        self._rows.gradients.zero_()
+        self.has_gradients = self._reduced = False
+
+    def reduce(self) -> None:
+        """Makes this rank's gradients those of all ranks, once. A collective; a tenant's by itself, so that its sums have
+        one order whoever is beside it.
+        """
+        if self._reduced:
+            return
+        for section, gradients in self._sections():
+            tensor, data = self.groups.summing(of_experts=section.of_experts)
+            if section.summed and tensor is not None and tensor.size() > 1:
+                dist.all_reduce(gradients, group=tensor)
+            if data.size() > 1:
+                dist.all_reduce(gradients, group=data)
+        if self.groups.dp_size > 1:
+            self._rows.gradients.div_(self.groups.dp_size)
+        self._reduced = True
+
+    def _sections(self) -> Iterator[tuple[Section, Tensor]]:
+        """The sections of the row, and their gradients."""
+        for section in self._rows.sections:
+            yield section, self._rows.gradients[section.start : section.stop]
+
+    def _counts(self, section: Section) -> bool:
+        return self.groups.counts(of_experts=section.of_experts, summed=section.summed)
+
+    def statistics(self) -> Tensor:
+        """(1, 2), as :func:`rank_statistics`, of the numbers that this rank counts among those that have them."""
+        rows, groups = self._rows, self.groups
+        # Zeros of the padding are no gradients.
+        if self.config.log_num_zeros_in_grad:
+            views = [
+                view
+                for tensor, view in rows.views(rows.gradients)
+                if groups.counts(of_experts=tensor.module.is_expert, summed=tensor.summed)
+            ]
+            return rank_statistics(views, rows.gradients.device, count_zeros=True)
+        counted = [gradients for section, gradients in self._sections() if self._counts(section)]
+        return rank_statistics(counted, rows.gradients.device, count_zeros=False)
+
+    def apply(self, result: StepResult, adam: AdamParams) -> None:
+        """Clips and steps with the values of this step, or leaves everything as it is."""
+        if not result.ok:
+            return
+        rows, given = self._rows, adam.given
+        clip_grad = given.get("clip_grad", self.config.clip_grad)
+        if (factor := clip_factor(clip_grad, result.grad_norm)) < 1:
+            rows.gradients.mul_(factor)
+        beta1, beta2 = given.get("betas", self.config.betas)
+        weight_decay = given.get("weight_decay", self.schedule.weight_decay)
+        rows.num_steps += 1
+        for span, decays in rows.spans():
+            torch._fused_adamw_(
+                [rows.weights[span]],
+                [rows.gradients[span]],
+                [rows.exp_avg[span]],
+                [rows.exp_avg_sq[span]],
+                [],
+                [rows.num_steps],
+                lr=given.get("lr", self.schedule.learning_rate),
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay if decays else 0.0,
+                eps=given.get("eps", self.config.eps),
+                amsgrad=False,
+                maximize=False,
+                grad_scale=None,
+                found_inf=None,
+            )
+
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +222,10 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
     def require_replayable(self, router_replay: RouterReplay) -> None:
         self.model.require_replayable(router_replay)
 
+    @property
+    def has_gradients(self) -> bool:
+        return self.trainer.has_gradients
+
     def step(self, adam: AdamParams | None = None) -> StepResult:
         return step_tenants([self], [adam])[0]
 
@@ -172,15 +280,8 @@ def step_tenants(tenants: Sequence[TenantHandle], adam: Sequence[AdamParams | No
 
     A non-finite gradient skips its own tenant alone.
 
-    Raises:
-        HandleError: a tenant without gradients; then nothing has changed.
     """
     optimizers = [tenant.trainer for tenant in tenants]
-    for tenant, optimizer in zip(tenants, optimizers, strict=True):
-        if not optimizer.has_gradients:
-            raise HandleError(
-                f"optimizer_step on {tenant.name!r} without gradients; call forward_backward first", handle=tenant.name
-            )
     for optimizer in optimizers:
         optimizer.reduce()
     mine = torch.cat([optimizer.statistics() for optimizer in optimizers], dim=1)

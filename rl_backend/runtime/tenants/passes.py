@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_backend.contracts import BatchError, ForwardResult, Head, LossFn, Metric, MetricValue, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import BASE_ONLY, LORA_FIELD
-from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.runtime.passes import check_returned
 from rl_backend.runtime.tenants.handle import TenantHandle
 

@@ -25,16 +25,16 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.atoms import Atom, Needs
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, part_name
+from rl_backend.lora.factors import WholeTensors, merged_weights, whole_tensors
 from rl_backend.lora.modules import modules_of_rank, require_trainable, select_modules
 from rl_backend.lora.rows import RowTensor, TenantRows, factors_of, head_parameters
 from rl_backend.runtime.adaptable import RowGroups
-from rl_backend.runtime.engine import Engine, GuardedHandle
-from rl_backend.runtime.export_stream import WeightStream
+from rl_backend.runtime.engine import Engine
+from rl_backend.runtime.export_stream import WeightStream, require_known_names
+from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.interface import RouterReplay
 from rl_backend.runtime.passes import PassRequest
-from rl_backend.runtime.router_replay import RouterReplay
-from rl_backend.runtime.tenants.exports import gradient_stream, merged_stream
-from rl_backend.runtime.tenants.handle import TenantHandle, require_tenant, step_tenants
-from rl_backend.runtime.tenants.optimizer import TenantOptimizer
+from rl_backend.runtime.tenants.handle import TenantHandle, TenantOptimizer, require_tenant, step_tenants
 from rl_backend.runtime.tenants.passes import (
     LossOfTenants,
     PassTenants,
@@ -191,11 +191,25 @@ class Tenants:
     def gather_weights(
         self, handle: ModelHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
     ) -> WeightStream:
-        """Those of the base with the adapter added."""
-        return merged_stream(self._engine, self[handle], dtype, byte_budget, names)
+        """Those of the base with the adapter added, and the tenant's own head in place of the base's."""
+        tenant = self[handle]
+        infos = {info.name: info for info in tenant.weights}
+        require_known_names("export_weights", names, infos)
+        wanted = infos if names is None else names
+        base = None if names is None and tenant.head == tenant.model.head else set(wanted).difference(tenant.head_shapes)
+        stream = self._engine.gather_weights(tenant.model, dtype, byte_budget, base)
+        own = {name: dtype or getattr(torch, infos[name].dtype) for name in tenant.head_shapes if name in wanted}
+        return merged_weights(stream, _tensors_of(tenant, tenant.rows.weights), tenant.kinds, tenant.lora.scale, own)
 
     def gather_gradients(self, handle: ModelHandle, names: Collection[str] | None) -> WeightStream:
-        return gradient_stream(self[handle], names)
+        """Of the tenant's own tensors, by peft's names."""
+        tenant = self[handle]
+        require_known_names("export_gradients", names, tenant.saved_shapes)
+        if not tenant.has_gradients:
+            raise tenant.without_gradients("export_gradients")
+        tenant.trainer.reduce()
+        tensors = _tensors_of(tenant, tenant.rows.gradients)
+        return ((name, value) for name, value in tensors.items() if names is None or name in names)
 
     def training_state(self, handle: ModelHandle) -> tuple[StateTensors, TrainingManifest]:
         return tenant_state(self[handle])
@@ -235,6 +249,12 @@ class Tenants:
                 tenants.by_id[key].broken = f"its loss raised {failure}, so its gradients are incomplete"
         metrics = metrics_by_name(result.metrics, tenants)
         return ForwardResult(result.losses, metrics, result.outputs, results_of_tenants(loss, tenants, data, result))
+
+
+def _tensors_of(tenant: TenantHandle, row: Tensor) -> WholeTensors:
+    adaptable = tenant.model.adaptable
+    assert adaptable is not None, "the base of a tenant"
+    return whole_tensors(tenant.rows, row, tenant.saved_shapes, adaptable.whole_group)
 
 
 def _sole(tenant: TenantHandle, request: PassRequest) -> PassTenants:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import BatchError, Metric, ModelOutput, PackedBatch, UnsupportedError
+from rl_backend.runtime.interface import REPLAY_MODES
 from rl_backend.runtime.passes import PassRequest, PassResults
-from rl_backend.runtime.router_replay import MODES
 
 LENGTHS = ([2, 1], [3], [1, 4, 2])
 DATA = [PackedBatch(torch.arange(sum(lengths)), torch.tensor(lengths)) for lengths in LENGTHS]
@@ -39,7 +39,7 @@ def test_every_kind_of_pass_has_another_number() -> None:
     found = [
         PassRequest(DATA, None, forward_only, mode, given).kind
         for forward_only in (False, True)
-        for mode in MODES
+        for mode in REPLAY_MODES
         for given in (None, adapters(), adapters(1), adapters(2**32 - 4))
     ]
     assert len(set(found)) == len(found) == 24

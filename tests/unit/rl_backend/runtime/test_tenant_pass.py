@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_backend.contracts import BatchError, ForwardResult, Metric, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import LORA_FIELD
-from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.runtime.tenants.passes import (
     LossOfTenants,
     PassTenants,

@@ -20,7 +20,7 @@ from rl_backend.contracts import (
 from rl_backend.runtime.native import layout
 from rl_backend.runtime.native.build import _parameters
 from rl_backend.runtime.native.handle import NativeHandle
-from rl_backend.runtime.native.routes import _places_on_ranks
+from rl_backend.runtime.native.routers import _places_on_ranks
 from tests.support.outside_plugin import BIGRAM
 from tests.support.rank_threads import run_ranks
 

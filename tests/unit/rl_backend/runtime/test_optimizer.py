@@ -9,7 +9,7 @@ import pytest
 
 from rl_backend.contracts import ConfigError, OptimizerConfig
 from rl_backend.runtime.bridge import installed
-from rl_backend.runtime.lr_schedule import ParameterSchedule
+from rl_backend.runtime.optimizer import ParameterSchedule
 
 STEPS = 40
 

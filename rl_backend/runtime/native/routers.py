@@ -1,4 +1,4 @@
-"""Routes of one pass: replayed from the batch, or recorded from every router and put together."""
+"""Routers in a pass: routes that are replayed or recorded, and choices that are counted for balancing."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,37 +10,43 @@ from torch import Tensor, nn
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
 from rl_backend.model.decoder import MultiTokenPrediction
 from rl_backend.parallel.context import TokenLayout
+from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.router import Router, Routing
+from rl_backend.runtime.balance import ExpertBalance, PassLoads
+from rl_backend.runtime.interface import RouterReplay
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import model_stages
-from rl_backend.runtime.router_replay import RouterReplay, gather_rows, gather_stages
+from rl_backend.runtime.recording import gather_rows, gather_stages
 
 
-class PassRoutes:
-    """What one ``forward_backward`` does about routes: nothing, or it keeps every router's choices, or replays the batch's.
+class PassRouters:
+    """What one ``forward_backward`` does at routers: it replays routes of the batch, records choices, or counts them.
 
     Attributes:
         replayed: the layers with experts of the whole model when these take the routes of the batch; else None.
         recorded: the same layers when what they choose is kept; else None.
+        loads: choices that balancing counts.
 
     Raises:
         UnsupportedError: the model has other routers than ``ModelFamily.routed_layers`` says.
     """
 
-    def __init__(self, handle: NativeHandle, router_replay: RouterReplay) -> None:
+    def __init__(self, handle: NativeHandle, router_replay: RouterReplay, *, forward_only: bool) -> None:
         layers = None if router_replay == "off" else handle.routed_layers
         self._handle = handle
         self._routers = {} if layers is None else _routers_of_stages(handle, layers)
         self.replayed = layers if router_replay == "replay" else None
         self.recorded = layers if router_replay == "record" else None
+        self.loads = PassLoads(None if forward_only or handle.optimizer is None else handle.optimizer.balance)
+        # (micro-batch, stage) -> (T, layers, top_k)
         self._chosen: dict[tuple[int, int], Tensor] = {}
-        """(micro-batch, stage) -> (T, layers, top_k)."""
 
     @contextmanager
-    def forward(self, micro_batch: int, stage: int, layout: TokenLayout | None) -> Generator[None]:
+    def forward(self, micro_batch: int, stage: int, layout: TokenLayout | None, padding: Tensor | None) -> Generator[None]:
         """Around the forward pass of one stage of the model, or of the model as stage 0.
 
-        A recomputation in the backward pass runs outside of it, so it is not recorded a second time.
+        Args:
+            padding: bool, which of this rank's rows stand for no token.
 
         Raises:
             UnsupportedError: the model does not give a router its routes.
@@ -51,12 +57,18 @@ class PassRoutes:
             assert recorded is not None, "routes are recorded"
             chosen.append(routing.experts.to(recorded.dtype))
 
+        def count(router: nn.Module, _: Any, routing: Routing) -> None:
+            assert isinstance(router, Router), "hooks are on routers"
+            self.loads.count(router, routing.experts, router.settings.num_experts, padding)
+
+        # Taken off again: a recomputation in the backward pass must neither record nor count a second time.
         hooks = [
             router.register_forward_pre_hook(_require_routes, with_kwargs=True)
             if recorded is None
             else router.register_forward_hook(keep)
             for router in self._routers.get(stage, ())
         ]
+        hooks += [router.register_forward_hook(count) for router in self.loads.routers(stage)]
         try:
             yield
         finally:
@@ -69,12 +81,23 @@ class PassRoutes:
             self._chosen[micro_batch, stage] = rows
 
     def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
-        """``routed_experts`` on source ranks, of a pass that has recorded routes. A collective over the replica."""
-        assert self.recorded is not None, "routes are recorded"
+        """``routed_experts`` on source ranks, of a pass that records routes. A collective over the replica."""
+        if self.recorded is None:
+            return {}
         groups = self._handle.groups
         places = _places_on_ranks(self._handle, self.recorded)
         routes = gather_stages(self._chosen, data, places, self.recorded, groups.pp_group, groups.device)
         return {"routed_experts": routes} if self._handle.has_outputs else {}
+
+
+def expert_balance(stages: Mapping[int, nn.Module], rate: float, groups: ParallelGroups) -> ExpertBalance:
+    """Of the routers with a bias in this rank's stages."""
+    routers = {
+        stage: [part for part in module.modules() if isinstance(part, Router) and part.expert_bias is not None]
+        for stage, module in stages.items()
+    }
+    over = (groups.fsdp_mesh.get_group(), groups.tp_group)
+    return ExpertBalance(routers, lambda router: router.expert_bias.values, rate, over)
 
 
 def _routers_of_stages(handle: NativeHandle, layers: RoutedLayers) -> dict[int, list[Router]]:
@@ -93,7 +116,7 @@ def _routers_of_stages(handle: NativeHandle, layers: RoutedLayers) -> dict[int, 
 
 
 def _routers(model: nn.Module) -> Iterator[Router]:
-    """Those of its layers; a layer for multi-token prediction routes for itself."""
+    # A layer for multi-token prediction routes for itself.
     drafting = {each for module in model.modules() if isinstance(module, MultiTokenPrediction) for each in module.modules()}
     yield from (module for module in model.modules() if isinstance(module, Router) and module not in drafting)
 

@@ -1,11 +1,14 @@
-"""Learning-rate and weight-decay schedules, and values of AdamW for a single step."""
+"""What optimizers of every runtime share: schedules, values of one step, the norm of a gradient, and clipping."""
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rl_backend.contracts import OptimizerConfig
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import OptimizerConfig, StepResult
 
 
 class ParameterSchedule:
@@ -97,3 +100,48 @@ def values_of_step(param_groups: Sequence[dict[str, Any]], given: Mapping[str, A
     finally:
         for group, own in zip(param_groups, before, strict=True):
             group.update(own)
+
+
+_CHUNK = 2**20
+"""Elements that are converted to float64 at a time."""
+
+
+def rank_statistics(gradients: Iterable[Tensor], device: torch.device, *, count_zeros: bool) -> Tensor:
+    """(1, 2) float64: squared 2-norm of this rank's gradients, and their zeros, 0 unless they are counted."""
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    statistics = torch.zeros(1, 2, dtype=torch.float64, device=device)
+    if filled:
+        statistics[0, 0] = sum_of_squares(filled)
+        if count_zeros:
+            statistics[0, 1] = torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in filled]).sum()
+    return statistics
+
+
+def step_result(rows: Tensor, *, count_zeros: bool) -> StepResult:
+    """Norm and zeros of the whole gradient, from all ranks' :func:`rank_statistics`, and whether a step may be taken.
+
+    The sums are exact, so neither the order of the ranks nor the layout makes a difference.
+    """
+    squares, zeros = (math.fsum(column) for column in rows.T.tolist())
+    norm = math.sqrt(squares)
+    return StepResult(math.isfinite(norm), norm, int(zeros) if count_zeros else None)
+
+
+def clip_factor(clip_grad: float, norm: float) -> float:
+    """What gradients are multiplied by to bring their ``norm`` down to ``clip_grad``; 1 where there is nothing to clip.
+
+    Args:
+        clip_grad: 0 for no clipping.
+    """
+    # As torch and Megatron do it, so that results can be compared with theirs.
+    return min(1.0, clip_grad / (norm + 1.0e-6)) if clip_grad > 0 else 1.0
+
+
+def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
+    """Sum over all elements of all tensors, () float64; the tensors must be on one device, with at least one element.
+
+    A float32 sum over a large tensor would be too small: a CPU adds its elements one after the other, and what is added is
+    rounded to what is there already. A tensor is not converted as a whole, which would take twice its size in float32.
+    """
+    chunks = [chunk for gradient in gradients for chunk in gradient.detach().reshape(-1).split(_CHUNK) if chunk.numel()]
+    return torch.stack(torch._foreach_norm(chunks, 2, dtype=torch.float64)).square().sum()

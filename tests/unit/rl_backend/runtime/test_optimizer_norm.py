@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_backend.runtime.gradient_statistics import sum_of_squares
+from rl_backend.runtime.optimizer import sum_of_squares
 
 
 def test_the_squares_of_a_large_tensor_add_up_to_all_digits() -> None:

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_backend.primitive.adapted_layers import HEAD, Narrowed, adapted_embedding, parts_of_head
-from rl_backend.primitive.adapter_runs import AdapterRun, Factors, adapters_at_work
+from rl_backend.primitive.adapters import (
+    HEAD,
+    AdapterRun,
+    Factors,
+    Narrowed,
+    adapted_embedding,
+    adapters_at_work,
+    parts_of_head,
+)
 
 WORDS, HIDDEN = 7, 5
 

@@ -10,29 +10,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive import adapted_layers
-from rl_backend.primitive.adapted_layers import rows_are_exact
+from rl_backend.primitive import adapters
+from rl_backend.primitive.adapters import rows_are_exact
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
-    adapted_layers._tried.cache_clear()
+    adapters._tried.cache_clear()
     yield
-    adapted_layers._tried.cache_clear()
+    adapters._tried.cache_clear()
 
 
 @pytest.mark.parametrize("inexact", [torch.float32, torch.bfloat16])
 def test_the_dtype_whose_rows_depend_on_others_is_found(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, inexact: torch.dtype
 ) -> None:
-    plain = adapted_layers.padded_product
+    plain = adapters.padded_product
 
     def by_rows(x: Tensor, matrix: Tensor) -> Tensor:
         return plain(x, matrix) + (len(x) if x.dtype == inexact else 0)
 
-    monkeypatch.setattr(adapted_layers, "padded_product", by_rows)
+    monkeypatch.setattr(adapters, "padded_product", by_rows)
     for dtype in (torch.float32, torch.bfloat16):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -54,13 +54,13 @@ def test_stacks_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_tries_once_for_each_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[int, ...]] = []
-    plain = adapted_layers._is_exact
+    plain = adapters._is_exact
 
     def counted(*arguments: Any) -> bool:
         tried.append(arguments[0].shape)
         return plain(*arguments)
 
-    monkeypatch.setattr(adapted_layers, "_is_exact", counted)
+    monkeypatch.setattr(adapters, "_is_exact", counted)
     first = rows_are_exact(torch.float32, CPU)
     once = len(tried)
     assert rows_are_exact(torch.float32, CPU) is first and len(tried) == once > 0

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import BatchError, IndexedLayers, PackedBatch, RoutedLayers
-from rl_backend.runtime.batch_checks import (
+from rl_backend.runtime.passes import (
+    PassRequest,
     check_micro_batches,
     checksum,
     problem_between_ranks,
     problem_in_replica,
     problem_on_rank,
 )
-from rl_backend.runtime.passes import PassRequest
 from tests.support.rank_threads import run_ranks
 
 CPU = torch.device("cpu")

@@ -1,8 +1,4 @@
-"""Backward passes in two parts: for the inputs now, for the weights of matrix products later.
-
-The split of zero-bubble pipelines (Qi et al., arXiv 2401.10241): what the stage before waits for is computed first. A
-product that takes part saves its input and the gradient of its output, and nothing is computed twice.
-"""
+"""Backward passes: gradients of weights that wait, and losses that join."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -86,3 +82,25 @@ class _Product(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad
         grad_x = grad @ weight if needs_x else None
         return grad_x, weight_gradient(ctx.weight, lambda: grad.t() @ x) if needs_weight else None
+
+
+def with_added_loss(output: Tensor, loss: Tensor) -> Tensor:
+    """``output``, with which the gradient of ``loss`` comes into the backward pass; no value that is seen changes.
+
+    Args:
+        loss: 0-d.
+    """
+    added: Tensor = _WithLoss.apply(output, loss)
+    return added
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss_dtype = loss.dtype
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones((), dtype=ctx.loss_dtype)

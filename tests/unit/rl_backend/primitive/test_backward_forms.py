@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_backend.primitive.deferred import put_off_in_linear_layers, put_off_weight_gradients, weight_gradient
+from rl_backend.primitive.backward import put_off_in_linear_layers, put_off_weight_gradients, weight_gradient
 
 
 def model_of() -> nn.Sequential:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.adapted_experts import adapted_experts
-from rl_backend.primitive.adapter_runs import AdapterRun, Factors
-from rl_backend.primitive.experts import ClampedExperts
+from rl_backend.primitive.adapters import AdapterRun, Factors
+from rl_backend.primitive.experts import ClampedExperts, adapted_experts
 from rl_backend.primitive.router import Routing
 
 INPUTS, WIDTH, EXPERTS = 12, 10, 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_backend.primitive.adapter_runs import (
+from rl_backend.primitive.adapters import (
     AdapterRun,
     Columns,
     Factors,

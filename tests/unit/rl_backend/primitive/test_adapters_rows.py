@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_backend.primitive.adapted_experts import RowOwners, TokenShare, row_owners
-from rl_backend.primitive.adapter_runs import (
+from rl_backend.primitive.adapters import (
     AdapterRun,
     Factors,
     adapters_at_work,
@@ -14,6 +13,7 @@ from rl_backend.primitive.adapter_runs import (
     runs_of_share,
     split_by_adapter,
 )
+from rl_backend.primitive.experts import RowOwners, TokenShare, row_owners
 
 ROWS, INPUTS = 24, 40
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.adapted_layers import adapted_linear, padded_product, stacks_of
-from rl_backend.primitive.adapter_runs import AdapterRun, Factors, adapters_at_work
+from rl_backend.primitive.adapters import AdapterRun, Factors, adapted_linear, adapters_at_work, padded_product, stacks_of
 
 INPUTS, OUTPUTS = 48, 80
 NAME = "q_proj"

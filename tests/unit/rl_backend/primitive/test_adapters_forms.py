@@ -9,8 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.adapted_layers import adapted_linear, add_products, padded_product
-from rl_backend.primitive.adapter_runs import AdapterRun, Columns, Factors, adapters_at_work, dropped
+from rl_backend.primitive.adapters import (
+    AdapterRun,
+    Columns,
+    Factors,
+    adapted_linear,
+    adapters_at_work,
+    add_products,
+    dropped,
+    padded_product,
+)
 
 INPUTS = 7
 

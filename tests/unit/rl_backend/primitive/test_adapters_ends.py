@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_backend.primitive.adapted_layers import HEAD, Narrowed, adapted_embedding, parts_of_head
-from rl_backend.primitive.adapter_runs import AdapterRun, Factors, adapters_at_work, dropped
+from rl_backend.primitive.adapters import (
+    HEAD,
+    AdapterRun,
+    Factors,
+    Narrowed,
+    adapted_embedding,
+    adapters_at_work,
+    dropped,
+    parts_of_head,
+)
 
 WORDS, HIDDEN = 11, 6
 NAME = "embed_tokens"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_backend.runtime.module_outputs import module_paths, record_outputs
+from rl_backend.runtime.recording import module_paths, record_outputs
 
 HIDDEN = 6
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rl_backend.contracts import HandleError, UnsupportedError
-from rl_backend.runtime import offload as offload_module
+from rl_backend.runtime import handle as handle_module
+from rl_backend.runtime.handle import Offload
 from rl_backend.runtime.native.engine import NativeRuntime
 from rl_backend.runtime.native.handle import NativeHandle
-from rl_backend.runtime.offload import Offload
 from tests.support.native import micro_batches, open_runtime, token_loss, train
 
 SPLIT = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -138,7 +138,7 @@ def test_a_part_for_which_there_is_no_memory_stays_in_host_memory(monkeypatch: p
     first, second = torch.arange(4.0), torch.arange(6.0)
     offload = Offload("policy", torch.device("cpu"))
     offload.offload("model", [first, second])
-    original = offload_module._bytes
+    original = handle_module._bytes
 
     def too_large(storage: torch.UntypedStorage) -> torch.Tensor:
         if storage.nbytes() == 24:
@@ -146,7 +146,7 @@ def test_a_part_for_which_there_is_no_memory_stays_in_host_memory(monkeypatch: p
         return original(storage)
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload_module, "_bytes", too_large)
+        patch.setattr(handle_module, "_bytes", too_large)
         with pytest.raises(torch.OutOfMemoryError):
             offload.reload("model")
     assert not offload.on_device("model")

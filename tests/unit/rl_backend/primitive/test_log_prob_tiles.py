@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive import tiles
-from rl_backend.primitive.tiles import (
+from rl_backend.primitive import log_prob
+from rl_backend.primitive.log_prob import (
     LowRank,
     NextTokenGradient,
     Tile,
@@ -120,7 +120,7 @@ def test_a_product_is_added_in_the_wider_dtype(dtype: torch.dtype, beta: int) ->
 
 
 def test_memory_is_that_of_the_largest_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", 3000)
+    monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", 3000)
     weight = torch.randn(1000, HIDDEN, dtype=torch.bfloat16)
     for count, chunk, several, words, elements in (
         (10, 8, False, 375, 8 * 375),
