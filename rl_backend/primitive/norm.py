@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rl_backend.contracts import ConfigError
-
 
 @dataclass(frozen=True)
 class NormSpec:
@@ -20,19 +18,12 @@ class NormSpec:
         kind: ``rms`` for :class:`RMSNorm`, ``layer`` for :class:`LayerNorm`.
         from_one: whether weights are stored as differences from 1, as those of Gemma and Nemotron are.
         bias: whether a ``layer`` norm has one.
-
-    Raises:
-        ConfigError: a bias of an RMS norm.
     """
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     from_one: bool = False
     bias: bool = False
-
-    def __post_init__(self) -> None:
-        if self.bias and self.kind == "rms":
-            raise ConfigError.of("NormSpec.bias", self.bias, "an RMS norm has none; use kind='layer'")
 
     @property
     def parameters(self) -> tuple[str, ...]:

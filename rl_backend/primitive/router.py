@@ -110,16 +110,15 @@ class RouterSettings:
     chosen_groups: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_experts % self.groups:
-            raise ConfigError.of("RouterSettings.groups", self.groups, f"does not divide num_experts={self.num_experts}")
-        size = self.num_experts // self.groups
-        if self.groups > 1 and size < 2:
-            raise ConfigError.of("RouterSettings.groups", self.groups, "leaves 1 expert in each, where two are added up")
-        if not 1 <= self.chosen_groups <= self.groups:
-            raise ConfigError.of("RouterSettings.chosen_groups", self.chosen_groups, f"expected 1 to groups={self.groups}")
-        if self.top_k > self.chosen_groups * size:
-            problem = f"chosen_groups={self.chosen_groups} have {self.chosen_groups * size} experts"
-            raise ConfigError.of("RouterSettings.top_k", self.top_k, problem)
+        size, remainder = divmod(self.num_experts, self.groups)
+        # A group counts with its two best experts.
+        whole = not remainder and (self.groups == 1 or size > 1)
+        if not whole or not 1 <= self.chosen_groups <= self.groups or self.top_k > self.chosen_groups * size:
+            raise ConfigError(
+                f"RouterSettings: groups={self.groups}, chosen_groups={self.chosen_groups} and top_k={self.top_k} of "
+                f"num_experts={self.num_experts}: groups must be equal and have 2 experts or more, chosen_groups be 1 to "
+                "groups, and top_k at most the experts in them"
+            )
 
 
 class Routing(NamedTuple):

@@ -29,7 +29,7 @@ from rl_backend.checkpoint.training_state import (
     reserve_draft,
     write_training_state,
 )
-from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, ParallelConfig, UnsupportedError
+from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, ParallelConfig
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.runtime.handle import GuardedHandle
 
@@ -171,17 +171,12 @@ class CheckpointWriter:
             export: gives every weight on every rank, one at a time: a rank holds one beside its own part of the model.
 
         Raises:
-            ConfigError: with ``extra``.
-            UnsupportedError: asynchronous.
+            ConfigError: with ``extra``, or asynchronous.
         """
-        if extra:
-            raise ConfigError.of(
-                "save_checkpoint(extra)", extra, "a Hugging Face directory has no place for it; save training state as well"
-            )
-        if asynchronous:
-            raise UnsupportedError(
-                "save_checkpoint(hf=True, asynchronous=True): a Hugging Face directory is written while the weights are "
-                "gathered, so it cannot be left to the background; use asynchronous=False"
+        if extra or asynchronous:
+            raise ConfigError(
+                f"save_checkpoint(hf=True, extra={extra}, asynchronous={asynchronous}): a Hugging Face directory is written "
+                "while weights are gathered, and has no place for extra; use asynchronous=False, and save training state too"
             )
         self.wait(handle)
         writes = dist.get_rank(self._group) == 0
@@ -211,12 +206,11 @@ def _text(error: BaseException) -> str:
 def _as_json(extra: Mapping[str, Any], path: Path) -> dict[str, Any]:
     try:
         kept = json.loads(json.dumps(extra))
+        problem = "" if kept == extra else f"JSON turns it into {kept}; use strings as keys, and lists"
     except (TypeError, ValueError) as error:
-        raise CheckpointError.at(path, f"could not be saved: extra={extra!r} is kept as JSON: {error}") from None
-    if kept != extra:
-        raise CheckpointError.at(
-            path, f"could not be saved: extra={extra!r}: JSON turns it into {kept}; use strings as keys, and lists"
-        )
+        problem = f"it is kept as JSON: {error}"
+    if problem:
+        raise CheckpointError.at(path, f"could not be saved: extra={extra!r}: {problem}")
     return dict(kept)
 
 
@@ -273,10 +267,6 @@ def load_state[H: GuardedHandle](
     with on_every_rank(group, f"{path} cannot be read"):
         manifest = read_manifest(path)
         check(manifest)
-        if manifest.lora is not None and handle.lora_id < 0:
-            raise CheckpointError.at(
-                path, f"holds the LoRA tenant of a model; load it into one that create_lora_adapter makes of {handle.name!r}"
-            )
         manifest.require_model(_model_type(handle), handle.saved_shapes, handle.head, path)
         manifest.require_readable_by(handle.config.backend, path)
         manifest.require_files(path)

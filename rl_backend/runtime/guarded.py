@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from rl_backend.lora.factors import each_weight, load_tensors
 from rl_backend.runtime.backend_info import backend_info, is_bit_exact, optimizer_info, optimizer_state
 from rl_backend.runtime.checkpoints import CheckpointWriter
 from rl_backend.runtime.engine import Engine
-from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.handle import GuardedHandle, require_head
 from rl_backend.runtime.interface import RankPlace, RouterReplay, Runtime
 from rl_backend.runtime.passes import PassRequest
 from rl_backend.runtime.tenants.handle import TenantHandle
@@ -99,8 +99,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     ) -> H:
         self._require_open()
         config = self.config
-        if head not in get_args(Head.__value__):
-            raise ConfigError.of("head", head, f"expected one of {', '.join(map(repr, get_args(Head.__value__)))}")
+        require_head(head)
         if hf_path is not None:
             config = config.replace(hf_path=str(hf_path))
         if optimizer is not None:
@@ -180,11 +179,9 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     def optimizer_step(self, handle: AnyHandle, *, adam: AdamParams | None = None) -> StepResult: ...
     @guarded
     def optimizer_step(self, handle: Any, *, adam: Any = None) -> Any:
-        for each in several(handle):
-            if not each.has_gradients:
-                raise each.without_gradients("optimizer_step")
         if isinstance(handle, Sequence):
             return self._tenants.step(handle, adam)
+        handle.require_gradients("optimizer_step")
         result = handle.step(adam)
         handle.weight_version += result.ok
         return result

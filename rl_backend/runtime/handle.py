@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +140,13 @@ class ScheduledOptimizer(Protocol):
     def schedule_step(self) -> float:
         """Advances the schedules and returns the learning rate of the next step."""
         ...
+
+
+def require_head(head: str) -> None:
+    """Raises :class:`ConfigError` for a head that does not exist."""
+    if head not in get_args(contracts.Head.__value__):
+        known = ", ".join(map(repr, get_args(contracts.Head.__value__)))
+        raise contracts.ConfigError.of("head", head, f"expected one of {known}")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -280,8 +287,12 @@ class GuardedHandle[O: ScheduledOptimizer](ABC):
                 operation=operation,
             )
 
-    def without_gradients(self, operation: str) -> HandleError:
-        return HandleError(f"{operation} on {self.name!r} without gradients; call forward_backward first", handle=self.name)
+    def require_gradients(self, operation: str) -> None:
+        """Raises :class:`HandleError` for a handle that no backward pass has given gradients."""
+        if not self.has_gradients:
+            raise HandleError(
+                f"{operation} on {self.name!r} without gradients; call forward_backward first", handle=self.name
+            )
 
     @contextmanager
     def training(self, enabled: bool) -> Generator[None]:

@@ -1,11 +1,12 @@
 """The atoms of distributed training that every runtime offers."""
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,21 @@ from rl_backend.contracts.lora import LoRAConfig, LoRAInfo
 
 type RouterReplay = Literal["off", "record", "replay"]
 REPLAY_MODES: tuple[RouterReplay, ...] = get_args(RouterReplay.__value__)
+
+
+def _optional[M: Callable[..., Any]](method: M) -> M:
+    """Of an atom that a runtime need not have: unless it is overridden, calls raise :class:`UnsupportedError`."""
+
+    @functools.wraps(method)
+    def refused(self: "Runtime[Any]", *_: Any, **__: Any) -> Any:
+        name, backend = method.__name__, self.config.backend
+        raise contracts.UnsupportedError(
+            f"the runtime {backend!r} does not offer {name}; implement it in {type(self).__name__}",
+            backend=backend,
+            operation=name,
+        )
+
+    return cast(M, refused)
 
 
 @dataclass(frozen=True)
@@ -61,13 +77,13 @@ class Runtime[H](ABC):
         self.config = config
 
     @property
+    @_optional
     def place(self) -> RankPlace:
         """This rank's place, known before a model is built.
 
         Raises:
             UnsupportedError: a runtime that does not offer it.
         """
-        raise self._not_offered("place")
 
     @Atom(builds=True)
     @abstractmethod
@@ -219,6 +235,7 @@ class Runtime[H](ABC):
         """
 
     @Atom(ITS_WEIGHTS, takes="models", join=None)
+    @_optional
     def export_shards(self, handle: H, *, dtype: torch.dtype | None = None) -> Iterator[contracts.WeightShard]:
         """Yields this rank's share of every weight, in one order on every rank.
 
@@ -230,9 +247,9 @@ class Runtime[H](ABC):
         Raises:
             UnsupportedError: a runtime that does not offer it.
         """
-        raise self._not_offered("export_shards")
 
     @Atom(Needs(("grad",), trained=True, whole_gradients=True), join=None)
+    @_optional
     def export_gradients(self, handle: H, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, full float32 gradient) in the order of :meth:`export_weights`.
 
@@ -246,9 +263,9 @@ class Runtime[H](ABC):
             HandleError: a forward-only handle, or one without gradients.
             UnsupportedError: a runtime that does not offer it.
         """
-        raise self._not_offered("export_gradients")
 
     @Atom(ITS_WEIGHTS, join=None)
+    @_optional
     def activations(self, handle: H, data: Sequence[contracts.PackedBatch]) -> list[Mapping[str, Tensor]]:
         """Hidden states between the modules of the model: a forward pass without gradients in evaluation mode.
 
@@ -264,7 +281,6 @@ class Runtime[H](ABC):
             BatchError: as :meth:`forward_backward`.
             UnsupportedError: a runtime that does not offer it.
         """
-        raise self._not_offered("activations")
 
     @Atom(
         Needs(("model", "optimizer"), trained=True, form=" of training state"),
@@ -331,6 +347,7 @@ class Runtime[H](ABC):
         """
 
     @Atom(builds=True)
+    @_optional
     def create_lora_adapter(
         self,
         handle: H,
@@ -354,9 +371,9 @@ class Runtime[H](ABC):
             ConfigError: targets or a head that the model does not have, or a name that is taken.
             UnsupportedError: a runtime that does not offer it, or no value heads of tenants.
         """
-        raise self._not_offered("create_lora_adapter")
 
     @Atom(ANY_STATE, takes="tenants", frees=True)
+    @_optional
     def remove_lora_adapter(self, handle: H) -> None:
         """Frees a tenant; its handle cannot be used again.
 
@@ -367,19 +384,19 @@ class Runtime[H](ABC):
         Raises:
             CheckpointError: an asynchronous save of the tenant failed.
         """
-        raise self._not_offered("remove_lora_adapter")
 
     @Atom(ANY_STATE, takes="tenants")
+    @_optional
     def get_lora_adapter(self, handle: H) -> LoRAInfo:
         """Facts about a tenant. Not a collective."""
-        raise self._not_offered("get_lora_adapter")
 
     @Atom(ANY_STATE)
+    @_optional
     def list_lora_adapters(self, handle: H) -> list[LoRAInfo]:
         """The tenants of a model in the order of making. Not a collective."""
-        raise self._not_offered("list_lora_adapters")
 
     @Atom(Needs(("model", "optimizer"), trained=True))
+    @_optional
     def get_optimizer_state(self, handle: H) -> OptimizerState:
         """Steps, learning rate and whole moments of a tenant, or of a model that is trained itself. A collective.
 
@@ -387,19 +404,19 @@ class Runtime[H](ABC):
             HandleError: a model that is not trained.
             UnsupportedError: a runtime that does not offer it, or whose parameters are no Hugging Face tensors.
         """
-        raise self._not_offered("get_optimizer_state")
 
     @Atom(ANY_STATE)
+    @_optional
     def list_optimizer_states(self, handle: H) -> list[OptimizerStateInfo]:
         """Of the model, where it is trained, and of its tenants. Not a collective."""
-        raise self._not_offered("list_optimizer_states")
 
     @Atom(ANY_STATE)
+    @_optional
     def get_backend_info(self, handle: H) -> BackendInfo:
         """What runs the model, or the base of a tenant, and for whom. Not a collective."""
-        raise self._not_offered("get_backend_info")
 
     @Atom(ITS_WEIGHTS, takes="tenants", join=None)
+    @_optional
     def export_lora_adapter(self, handle: H, *, copy: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yields (peft's name, whole factor) in one order, float32, at the true rank. A collective over a model replica.
 
@@ -409,9 +426,9 @@ class Runtime[H](ABC):
             copy: False is for factors that are read at once: a single rank gives the tenant's own memory, which its next
                 step changes.
         """
-        raise self._not_offered("export_lora_adapter")
 
     @Atom(Needs(("model", "optimizer"), trained=True), takes="tenants")
+    @_optional
     def import_lora_adapter(
         self, handle: H, tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | Path | str
     ) -> None:
@@ -424,7 +441,6 @@ class Runtime[H](ABC):
             UnsupportedError: what a directory has beside plain factors.
             WeightCheckError: a name, shape or value that does not fit; nothing has changed then.
         """
-        raise self._not_offered("import_lora_adapter")
 
     @Atom(join=None)
     @abstractmethod
@@ -434,10 +450,3 @@ class Runtime[H](ABC):
     @abstractmethod
     def close(self) -> None:
         """Frees every handle, and the process group if this runtime made it. Further calls raise HandleError."""
-
-    def _not_offered(self, operation: str) -> contracts.UnsupportedError:
-        return contracts.UnsupportedError(
-            f"the runtime {self.config.backend!r} does not offer {operation}; implement it in {type(self).__name__}",
-            backend=self.config.backend,
-            operation=operation,
-        )

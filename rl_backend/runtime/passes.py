@@ -159,21 +159,22 @@ def check_returned(whose: str, loss: object, metrics: object, *, forward_only: b
         BatchError: the loss is not a 0-d tensor with a gradient (or, in a forward-only pass, any 0-d tensor or None), or a
             metric is not a number or a pair of numbers.
     """
-    if loss is not None or not forward_only:
-        if not isinstance(loss, Tensor):
-            raise BatchError(f"{whose} returned a {type(loss).__name__}; expected a 0-d tensor")
-        if loss.dim() != 0:
-            raise BatchError(f"{whose} returned shape {tuple(loss.shape)}; expected a 0-d tensor")
-        if not forward_only and not loss.requires_grad:
-            raise BatchError(
-                f"{whose} returned a loss without a gradient; compute it from model_output, or pass forward_only=True"
-            )
-    if not isinstance(metrics, Mapping):
-        raise BatchError(f"{whose} returned metrics of type {type(metrics).__name__}; expected a dict, or an empty one")
-    for name, value in metrics.items():
-        pair = value if isinstance(value, tuple) else (value, 1.0)
-        if len(pair) != 2 or not all(map(_is_number, pair)):
-            raise BatchError(f"{whose}: metric {name!r} is not a number or a (sum, weight) pair: {value!r}", name=name)
+    is_loss = isinstance(loss, Tensor) and loss.dim() == 0 and (forward_only or loss.requires_grad)
+    if not is_loss and not (loss is None and forward_only):
+        raise BatchError(
+            f"{whose} returned {loss!r}; expected a 0-d tensor with a gradient: compute it from model_output, or pass "
+            "forward_only=True"
+        )
+    bad = metrics
+    if isinstance(metrics, Mapping):
+        bad = {name: value for name, value in metrics.items() if not _is_metric(value)}
+    if bad or not isinstance(metrics, Mapping):
+        raise BatchError(f"{whose}: metrics must be a dict of numbers or (sum, weight) pairs; found {bad!r}")
+
+
+def _is_metric(value: object) -> bool:
+    pair = value if isinstance(value, tuple) else (value, 1.0)
+    return len(pair) == 2 and all(map(_is_number, pair))
 
 
 def _is_number(value: object) -> bool:

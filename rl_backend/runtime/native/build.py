@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rl_backend.checkpoint.hf_weights import load_weights, with_stored_copies
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
-    ConfigError,
     Head,
     NativeConfig,
     PackedWeight,
@@ -63,7 +61,7 @@ def build_handle(
     modules = list(stages.values()) or [build(None)]
     model = nn.ModuleList(modules) if stages else modules[0]
     model.train(not forward_only)
-    parameters = _parameters(modules, family, whole_names, groups)
+    parameters = _parameters(modules, family, whole_names)
     in_float32 = frozenset(chain.from_iterable(map(parameters_in_float32, modules)))
     layouts = layout.model_layouts(parameters, groups, in_float32)
     if absent := sorted(whole_names.keys() - layouts.keys()):
@@ -101,7 +99,7 @@ def build_handle(
         architecture=architecture,
         hf_config=hf_config,
         kept=kept,
-        vocab_size=_vocab_size(hf_config),
+        vocab_size=text_config(hf_config)["vocab_size"],
         max_length=family.positions(architecture, hf_config),
         model=model,
         stages=stages,
@@ -114,13 +112,6 @@ def build_handle(
         adaptable=offered,
         optimizer=optimizer,
     )
-
-
-def _vocab_size(hf_config: Mapping[str, Any]) -> int:
-    found = text_config(hf_config).get("vocab_size")
-    if not isinstance(found, int) or found < 1:
-        raise ConfigError.of("config.json vocab_size", found, "expected a positive whole number")
-    return found
 
 
 def build_module(
@@ -152,38 +143,25 @@ def build_module(
 
 
 def _parameters(
-    modules: Sequence[nn.Module], family: ModelFamily, weight_names: Mapping[str, WeightName], groups: ParallelGroups
+    modules: Sequence[nn.Module], family: ModelFamily, weight_names: Mapping[str, WeightName]
 ) -> dict[str, nn.Parameter]:
-    """This rank's parameters in export order, copies last, after checks of what a family may have got wrong."""
-    buffers = sorted(name for module in modules for name, _ in module.named_buffers())
-    if buffers:
-        raise UnsupportedError(
-            f"model family {family.name!r} has the buffers {', '.join(buffers[:4])}; models are built on the meta device, "
-            "where buffers have no contents; compute them in forward",
-            buffers=buffers,
-        )
+    """This rank's parameters in export order, copies last; refuses what a family got wrong about them."""
     found = {name: parameter for module in modules for name, parameter in module.named_parameters()}
-    unnamed = found.keys() - weight_names.keys() - family.stage_copies.keys()
-    if unnamed:
-        raise UnsupportedError(
-            f"weight_names of model family {family.name!r} does not cover its parameters: without a name "
-            f"{sorted(unnamed)[:4]}"
-        )
-    for name, packed in weight_names.items():
-        if name not in found or not isinstance(packed, PackedWeight):
-            continue
-        if tuple(found[name].shape[: len(packed.shape)]) != packed.shape:
-            raise UnsupportedError(
-                f"weight_names of model family {family.name!r} packs {packed.shape} tensors into {name}, which has shape "
-                f"{tuple(found[name].shape)}; the first dimensions must be the same",
-                parameter=name,
-            )
-    whole = [name for name, parameter in found.items() if not isinstance(parameter, DTensor)]
-    if whole and groups.world_size > 1:
-        raise UnsupportedError(
-            f"parallelize of model family {family.name!r} left {whole[0]} and {len(whole) - 1} other parameters unsharded, "
-            "so their gradients would not be averaged over the ranks",
-            parameters=whole,
-        )
+    problems = []
+    # Models are built on the meta device, where buffers have no contents.
+    if buffers := sorted(name for module in modules for name, _ in module.named_buffers()):
+        problems.append(f"it has the buffers {', '.join(buffers[:4])}; compute them in forward")
+    if unnamed := found.keys() - weight_names.keys() - family.stage_copies.keys():
+        problems.append(f"its weight_names does not cover its parameters: without a name {sorted(unnamed)[:4]}")
+    problems += [
+        f"its weight_names packs {packed.shape} tensors into {name}, which has shape {tuple(found[name].shape)}; the first "
+        "dimensions must be the same"
+        for name, packed in weight_names.items()
+        if isinstance(packed, PackedWeight)
+        and name in found
+        and tuple(found[name].shape[: len(packed.shape)]) != packed.shape
+    ]
+    if problems:
+        raise UnsupportedError(f"model family {family.name!r}: {'; '.join(problems)}")
     order = (*weight_names, *family.stage_copies)
     return {name: found[name] for name in order if name in found}

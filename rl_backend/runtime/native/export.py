@@ -67,7 +67,7 @@ def export_gradients(handle: NativeHandle, *, only: Collection[str] | None) -> W
         dist.all_reduce(present, dist.ReduceOp.MAX, group=groups.world_group)
     reached = {key: name for (key, name), there in zip(names.items(), present.tolist(), strict=True) if there}
     if not reached:
-        raise handle.without_gradients("export_gradients")
+        handle.require_gradients("export_gradients")
     gradients: dict[str, Tensor] = {}
     for key in reached.keys() & parameters.keys():
         gradient = parameters[key].grad

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from rl_backend.lora.modules import AdaptedModule
 from rl_backend.lora.rows import Section, TenantRows, factors_of, head_parameters
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.runtime.adaptable import Adaptable, RowGroups
-from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.handle import GuardedHandle, require_head
 from rl_backend.runtime.interface import RouterReplay
 from rl_backend.runtime.optimizer import ParameterSchedule, clip_factor, rank_statistics, step_result
 
@@ -263,8 +263,7 @@ def require_tenant(base: GuardedHandle, adaptable: Adaptable, head: Head) -> Non
             f"create_lora_adapter on {base.name!r} with {adaptable.refused_by}; leave it out",
             setting=adaptable.refused_by.partition(": ")[0],
         )
-    if head not in get_args(Head.__value__):
-        raise ConfigError.of("head", head, f"expected one of {', '.join(map(repr, get_args(Head.__value__)))}")
+    require_head(head)
     if head == "log_probs" and base.head != head:
         raise ConfigError.of("head", head, f"{base.name!r} is a critic; build another base for policies")
     if head == "values" and adaptable.value_head is None:

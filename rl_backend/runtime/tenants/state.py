@@ -48,7 +48,8 @@ def load_tenant_state(handle: TenantHandle, path: Path) -> TrainingManifest:
     def check(manifest: TrainingManifest) -> None:
         facts = manifest.lora
         if facts is None:
-            raise CheckpointError.at(path, "holds a whole model and no LoRA tenant; load it into a model of its own")
+            # Refused next by the names of its parameters.
+            return
         mine = handle.lora.model_dump(mode="json")
         for name, value in mine.items():
             if facts.config.get(name) != value:

@@ -69,7 +69,9 @@ class Tenants:
         return self._by_id.get(handle.lora_id) is handle
 
     def __getitem__(self, handle: ModelHandle) -> TenantHandle:
-        """The tenant of a handle that is one."""
+        """The tenant of a handle; raises :class:`HandleError` for one of a model."""
+        if handle not in self:
+            raise HandleError(f"{handle.name!r} is no LoRA tenant; take a handle of create_lora_adapter", handle=handle.name)
         return self._by_id[handle.lora_id]
 
     def of(self, model: GuardedHandle) -> list[TenantHandle]:
@@ -77,9 +79,7 @@ class Tenants:
 
     def require(self, handle: GuardedHandle, atom: Atom, needs: Needs) -> None:
         """Raises :class:`HandleError` for an atom of models or tenants alone, or a base that is in host memory."""
-        if handle not in self:
-            if atom.takes == "tenants":
-                raise _no_tenant(handle, atom.name)
+        if handle not in self and atom.takes != "tenants":
             return
         base = self[handle].model
         if atom.takes == "models":
@@ -156,19 +156,16 @@ class Tenants:
 
     def step(self, handles: Sequence[GuardedHandle], adam: Sequence[AdamParams | None] | None) -> list[StepResult]:
         """One step of each, with its own values; all are checked before any."""
-        if not handles:
-            raise HandleError("optimizer_step of no tenants; give at least one")
-        for each in handles:
-            if each not in self:
-                raise _no_tenant(each, "optimizer_step")
         tenants = [self[each] for each in handles]
-        if len(set(tenants)) < len(tenants):
-            twice = next(each.name for each in tenants if tenants.count(each) > 1)
-            raise HandleError(f"optimizer_step of {twice!r} twice in one list; give each tenant once", handle=twice)
-        adam = [None] * len(tenants) if adam is None else adam
-        if len(adam) != len(tenants):
-            raise ConfigError(f"adam has values of {len(adam)} steps for {len(tenants)} tenants; give one for each, or None")
-        results = step_tenants(tenants, adam)
+        values = [None] * len(tenants) if adam is None else adam
+        if not tenants or len(set(tenants)) < len(tenants) or len(values) != len(tenants):
+            raise HandleError(
+                f"optimizer_step of {[each.name for each in tenants]} with {adam} for adam; give each tenant once, and for "
+                "adam the values of each, or None"
+            )
+        for tenant in tenants:
+            tenant.require_gradients("optimizer_step")
+        results = step_tenants(tenants, values)
         for tenant, result in zip(tenants, results, strict=True):
             tenant.weight_version += result.ok
         return results
@@ -205,8 +202,7 @@ class Tenants:
         """Of the tenant's own tensors, by peft's names."""
         tenant = self[handle]
         require_known_names("export_gradients", names, tenant.saved_shapes)
-        if not tenant.has_gradients:
-            raise tenant.without_gradients("export_gradients")
+        tenant.require_gradients("export_gradients")
         tenant.trainer.reduce()
         tensors = _tensors_of(tenant, tenant.rows.gradients)
         return ((name, value) for name, value in tensors.items() if names is None or name in names)
@@ -260,12 +256,6 @@ def _tensors_of(tenant: TenantHandle, row: Tensor) -> WholeTensors:
 def _sole(tenant: TenantHandle, request: PassRequest) -> PassTenants:
     """Of a pass whose sequences are all one tenant's."""
     return PassTenants({tenant.lora_id: tenant}, trains=not request.forward_only, heads=(tenant.head,), sole=tenant)
-
-
-def _no_tenant(handle: ModelHandle, operation: str) -> HandleError:
-    return HandleError(
-        f"{operation} on {handle.name!r}, which is no LoRA tenant; take a handle of create_lora_adapter", handle=handle.name
-    )
 
 
 def _initial_head(base: GuardedHandle, parameters: Sequence[RowTensor], stored: StoredWeights) -> dict[str, Tensor]:

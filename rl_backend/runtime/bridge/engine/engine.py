@@ -103,8 +103,7 @@ class BridgeEngine(Engine[BridgeHandle]):
 
         This takes no memory beyond one converted parameter.
         """
-        if not handle.has_gradients:
-            raise handle.without_gradients("export_gradients")
+        handle.require_gradients("export_gradients")
         conversions = [each for each in handle.converter.select("export_gradients", names) if each.trained]
         gradients = gather_gradients(handle.chunks)
         return self._start_stream(handle, [[each] for each in conversions], names, torch.float32, replacements=gradients)
