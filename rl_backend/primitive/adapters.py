@@ -18,34 +18,22 @@ type SumOverRanks = Callable[[Tensor], object]
 
 
 class Factors(NamedTuple):
-    """What one rank has of an adapter's factors for one module, and where their gradients are added up.
+    """What one rank has of an adapter's factors for one module, and where their gradients are added up."""
 
-    Attributes:
-        a, grad_a: (rank, in_features).
-        b, grad_b: (out_features, rank).
-        scale: of their product.
-        dropout: share of the inputs that is dropped.
-        seed: of the module, for dropout.
-        magnitude, grad_magnitude: (out_features,), with DoRA.
-        sum_over_inputs: over the ranks that have the other inputs of the module; None where this one has all.
-    """
-
-    a: Tensor
-    b: Tensor
+    a: Tensor  # (rank, in_features)
+    b: Tensor  # (out_features, rank)
     grad_a: Tensor
     grad_b: Tensor
-    scale: float
-    dropout: float
-    seed: int
-    magnitude: Tensor | None = None
+    scale: float  # of their product
+    dropout: float  # share of the inputs that is dropped
+    seed: int  # of the module, for dropout
+    magnitude: Tensor | None = None  # (out_features,), with DoRA
     grad_magnitude: Tensor | None = None
-    sum_over_inputs: SumOverRanks | None = None
+    sum_over_inputs: SumOverRanks | None = None  # None where this rank has all inputs of the module
 
 
 class Columns(NamedTuple):
-    """Where the outputs of one module are in a layer that fuses several: between ``start`` and ``stop`` of each of
-    ``groups`` equal parts.
-    """
+    """Where the outputs of one module are in a layer that fuses several: in each of ``groups`` equal parts."""
 
     groups: int
     start: int
@@ -57,45 +45,29 @@ class Columns(NamedTuple):
 
 
 class OwnHead(NamedTuple):
-    """A value head that a tenant trains whole, and where its gradients are added up.
+    """A value head that a tenant trains whole, and where its gradients are added up."""
 
-    Attributes:
-        weight, grad_weight: (1, hidden_size) float32.
-        bias, grad_bias: (1,) float32.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    grad_weight: Tensor
-    grad_bias: Tensor
+    weight: Tensor  # (1, hidden_size) float32
+    bias: Tensor  # (1,) float32
+    grad_weight: Tensor  # (1, hidden_size) float32
+    grad_bias: Tensor  # (1,) float32
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterRun:
-    """Rows ``start`` to ``stop`` of the tokens that a layer sees belong to one adapter.
-
-    Attributes:
-        modules: name of a module -> its factors; a module that is not there has no adapter.
-        draw: which part of the tenant's data these rows are, for dropout; None without dropout.
-        head: gives their values, in place of the model's own head; None where that is the tenant's.
-        key: the adapter's number, the same on all ranks.
-        of_experts: key -> modules, of all adapters of experts in the pass, the same keys on all ranks: tokens of any of them
-            may come to this rank's experts.
-    """
+    """Rows ``start`` to ``stop`` of the tokens that a layer sees belong to one adapter."""
 
     start: int
     stop: int
-    modules: Mapping[str, Factors]
-    draw: int | None = None
-    head: OwnHead | None = None
-    key: int = -1
-    of_experts: Mapping[int, Mapping[str, Factors]] = field(default_factory=dict)
+    modules: Mapping[str, Factors]  # a module that is not there has no adapter
+    draw: int | None = None  # which part of the tenant's data these rows are, for dropout
+    head: OwnHead | None = None  # in place of the model's own head
+    key: int = -1  # the adapter's number, the same on all ranks
+    of_experts: Mapping[int, Mapping[str, Factors]] = field(default_factory=dict)  # key -> modules, of all in the pass
 
 
 @dataclass
 class _Active:
-    """The runs of the layer that computes now. Autograd recomputes layers in threads of its own, one at a time."""
-
     runs: Sequence[AdapterRun] = ()
 
 
@@ -103,7 +75,6 @@ _active = _Active()
 
 
 def runs_at_work() -> Sequence[AdapterRun]:
-    """Those of the innermost :func:`adapters_at_work`."""
     return _active.runs
 
 
@@ -198,14 +169,11 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 def stacks_of(runs: Sequence[AdapterRun], name: str) -> list[list[AdapterRun]]:
-    """The runs that have the module ``name``, in as few stacks as their order allows.
-
-    In a stack are neighbours that have as many rows, enough of them, and equal ranks: each of their products is one product
-    of stacks, with the bits of single ones. What drops inputs, or has magnitudes, is by itself.
-    """
+    """The runs that have the module ``name``, in as few stacks as their order allows."""
     found: list[list[AdapterRun]] = []
     for run in runs:
         if name in run.modules:
+            # Each of a stack's products is one product of stacks, with the bits of single ones.
             if found and _are_alike(found[-1], run, name):
                 found[-1].append(run)
             else:
@@ -228,9 +196,8 @@ def _are_alike(stack: Sequence[AdapterRun], run: AdapterRun, name: str) -> bool:
 class Work:
     """One module of neighbouring adapters at work, each on rows of its own, beside a frozen layer.
 
-    DoRA's product is ``(magnitude / norm) * (W x + scale * B A x)``, ``norm`` being those of the rows of ``W + scale * B A``
-    and a constant in the backward pass (Liu et al., arXiv 2402.09353, section 4.3). ``x`` is dropped out in what is added to
-    ``W x``, as peft does it.
+    DoRA's product is ``(magnitude / norm) * (W x + scale * B A x)``, ``norm`` being those of the rows of ``W + scale * B
+    A`` and a constant in the backward pass (Liu et al., arXiv 2402.09353, section 4.3).
 
     Args:
         runs: a stack of :func:`stacks_of`.
@@ -256,6 +223,7 @@ class Work:
         self._low = self._narrow(kept)
         change = torch.bmm(self._low, self._wide_b(x.dtype).mT).flatten(0, 1)[:, : first.b.shape[0]]
         if first.magnitude is not None and self._norm is not None:
+            # ``x`` is dropped out in what is added to ``W x``, as peft does it.
             base = self._of_module(own) if kept is x else padded_product(kept, self._of_module(weight.t()))
             gain = (first.magnitude / self._norm).to(x.dtype)
             change = base * (gain - 1) + change * gain
@@ -266,10 +234,8 @@ class Work:
             view += change.reshape(view.shape)
 
     def add_gradients(self, grad_x: Tensor, x: Tensor, grad: Tensor, weight: Tensor) -> None:
-        """Adds the adapters' gradients to their buffers, and to ``grad_x`` that of ``x`` through what they add.
-
-        Args:
-            grad: (T, outputs), of the layer's outputs.
+        """Adds the adapters' gradients to their buffers, and to ``grad_x`` that of ``x``; ``grad`` is of the layer's
+        outputs.
         """
         first, grad = self._first, self._of_module(grad[self._rows])
         kept = dropped(x[self._rows], self._draw, first)
@@ -289,7 +255,6 @@ class Work:
         grad_x[self._rows] += dropped(grad_kept if through_base is None else grad_kept.add_(through_base), self._draw, first)
 
     def _narrow(self, kept: Tensor) -> Tensor:
-        """``scale * kept @ a.T``: (adapters * rows, in_features) -> (adapters, rows, rank)"""
         a = self._stack("a", kept.dtype)
         return torch.bmm(self._by_adapter(kept), a.mT).mul_(self._scale(a))
 
@@ -298,12 +263,10 @@ class Work:
         return x.view(len(self._factors), -1, x.shape[1])
 
     def _stack(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A factor of all adapters; a view where there is one."""
         held = [getattr(each, name) for each in self._factors]
         return (held[0][None] if len(held) == 1 else torch.stack(held)).to(dtype)
 
     def _wide_b(self, dtype: torch.dtype) -> Tensor:
-        """(adapters, outputs, rank), with outputs of 0 where there are fewer than :data:`ENOUGH_COLUMNS`."""
         return _with_enough_columns(self._stack("b", dtype).mT).mT
 
     def _scale(self, like: Tensor) -> Tensor | float:
@@ -313,7 +276,6 @@ class Work:
         return torch.tensor(scales, dtype=like.dtype, device=like.device)[:, None, None]
 
     def _of_module(self, y: Tensor) -> Tensor:
-        """The module's columns of (..., outputs)."""
         return y if self._columns is None else self._columns.of(y).flatten(1)
 
 
@@ -331,24 +293,18 @@ def _with_enough_columns(x: Tensor) -> Tensor:
 
 
 def padded_product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ matrix``, with zeros below ``x`` where there are fewer than :data:`ENOUGH_ROWS`, and beside a narrow matrix.
-
-    Args:
-        bias: (columns,), added before anything is rounded.
-    """
+    """``x @ matrix``, with zeros below ``x`` where there are fewer than :data:`ENOUGH_ROWS`, and beside a narrow matrix."""
     rows, columns = x.shape[0], matrix.shape[1]
     if rows < ENOUGH_ROWS:
         x = F.pad(x, (0, 0, 0, ENOUGH_ROWS - rows))
     padded = _with_enough_columns(matrix)
+    # The bias is added before anything is rounded.
     product = x @ padded if bias is None else torch.addmm(_with_enough_columns(bias), x, padded)
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 
 def add_products(buffers: list[Tensor], a: Tensor, b: Tensor) -> None:
-    """``a[i] @ b[i]`` added to each of ``buffers``, in their dtype; one product and one sum however many.
-
-    Rows beyond those of the buffers are left out.
-    """
+    """``a[i] @ b[i]`` added to each of ``buffers``, in their dtype; rows beyond those of the buffers are left out."""
     products = torch.bmm(a, b)[:, : buffers[0].shape[0]]
     torch._foreach_add_(buffers, list(products.to(buffers[0].dtype).unbind()))
 
@@ -389,12 +345,7 @@ class Narrowed(torch.autograd.Function):
 
 
 def adapted_embedding(tokens: Tensor, weight: Tensor, name: str) -> Tensor:
-    """Rows of ``weight``, plus ``scale * b @ a[:, token]`` for the tokens of each adapter that has ``name``.
-
-    Args:
-        tokens: (T,) int64.
-        weight: (vocab_size, hidden_size), frozen.
-    """
+    """Rows of ``weight``, plus ``scale * b @ a[:, token]`` for the tokens of each adapter that has ``name``."""
     work = [(run, run.modules[name]) for run in runs_at_work() if name in run.modules]
     if not work:
         return F.embedding(tokens, weight)
@@ -430,17 +381,14 @@ class _AdaptedEmbedding(torch.autograd.Function):
 
 
 def _looked_up(tokens: Tensor, factors: Factors) -> Tensor:
-    """(rows,) -> (rows, rank)"""
     return factors.a.t()[tokens].mul_(factors.scale)
 
 
 def _narrow(x: Tensor, factors: Factors) -> Tensor:
-    """``scale * x @ a.T``: (rows, in_features) -> (rows, rank)"""
     return (x @ factors.a.to(x.dtype).t()).mul_(factors.scale)
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """``out += a @ b``, in the dtype of the factors."""
     if a.dtype == out.dtype:
         out.addmm_(a, b)
     else:
@@ -458,9 +406,9 @@ _RUNS = ((0, 3), (5, 21), (33, _ROWS))
 def rows_are_exact(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether some rows give the same bits alone as beside others, in the products of a linear layer and of an adapter.
 
-    Holds for what was tried alone, so False on a GPU, whose library chooses kernels by the number of rows. Some
-    milliseconds once for each process, dtype, device and number of threads. A failure is logged.
+    Some milliseconds once for each process, dtype, device and number of threads. A failure is logged.
     """
+    # A GPU's library chooses kernels by the number of rows.
     return device.type == "cpu" and _tried(dtype, torch.get_num_threads())
 
 
@@ -492,7 +440,6 @@ def _is_exact(x: Tensor, weight: Tensor, grad: Tensor, run: slice) -> bool:
 
 
 def _stacks_are_exact(x: Tensor, weight: Tensor, grad: Tensor) -> bool:
-    """Whether matrices give in one product of stacks what each gives alone."""
     xs, grads = (each.view(_STACKED, ENOUGH_ROWS, -1) for each in (x, grad))
     weights = torch.stack([weight.roll(index, 0) for index in range(_STACKED)])
     return all(

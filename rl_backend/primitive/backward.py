@@ -1,4 +1,8 @@
-"""Backward passes: gradients of weights that wait, and losses that join."""
+"""Backward passes: gradients of weights that wait, and losses that join.
+
+Zero-bubble pipelines (Qi et al., arXiv 2401.10241) compute the gradient of a product's input first, which the stage
+before waits for. A product that takes part saves its input and the gradient of its output, and nothing is computed twice.
+"""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -42,8 +46,7 @@ def weight_gradient(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | N
     """What a backward function returns for ``weight``: ``compute()``, or None where it is put off.
 
     Args:
-        weight: the tensor that the forward function got; not the one out of ``ctx.saved_tensors``, which recomputation cuts
-            off from its parameter.
+        weight: as the forward function got it; recomputation cuts the one in ``ctx.saved_tensors`` off from its parameter.
     """
     if not _open:
         return compute()
@@ -52,11 +55,9 @@ def weight_gradient(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | N
 
 
 def put_off_in_linear_layers(module: nn.Module) -> None:
-    """Lets the gradients of the weights of all ``nn.Linear`` in ``module`` be put off. Replaces their ``forward``.
-
-    Subclasses that compute something else are left alone.
-    """
+    """Lets the gradients of the weights of all ``nn.Linear`` in ``module`` be put off. Replaces their ``forward``."""
     for layer in module.modules():
+        # Subclasses that compute something else are left alone.
         if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
             setattr(layer, "forward", partial(_linear, layer))  # noqa: B010 - a method
 
@@ -67,8 +68,6 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``x @ weight.T``; (N, in_features) and (out_features, in_features) -> (N, out_features)."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -85,11 +84,7 @@ class _Product(torch.autograd.Function):
 
 
 def with_added_loss(output: Tensor, loss: Tensor) -> Tensor:
-    """``output``, with which the gradient of ``loss`` comes into the backward pass; no value that is seen changes.
-
-    Args:
-        loss: 0-d.
-    """
+    """``output``, with which the gradient of ``loss``, 0-d, comes into the backward pass; no value that is seen changes."""
     added: Tensor = _WithLoss.apply(output, loss)
     return added
 

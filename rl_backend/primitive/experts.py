@@ -17,21 +17,15 @@ from rl_backend.primitive.router import Routing, count_sorted
 
 
 class RowOwners(NamedTuple):
-    """Whose the rows are that a layer with experts sees.
+    """Whose the rows are that a layer with experts sees."""
 
-    Attributes:
-        of_rows: (T,) int64, place in the others; their length for rows of nobody who adapts experts.
-        keys, modules, draws: of each adapter of experts in the pass; the draw is -1 without dropout.
-    """
-
-    of_rows: Tensor
-    keys: Sequence[int]
-    modules: Sequence[Mapping[str, Factors]]
-    draws: Sequence[int]
+    of_rows: Tensor  # (T,) int64, place in the others; their length for rows of nobody who adapts experts
+    keys: Sequence[int]  # of each adapter of experts in the pass; the draw is -1 without dropout
+    modules: Sequence[Mapping[str, Factors]]  # of each adapter of experts in the pass; the draw is -1 without dropout
+    draws: Sequence[int]  # of each adapter of experts in the pass; the draw is -1 without dropout
 
     @property
     def kinds(self) -> int:
-        """Different numbers in ``of_rows``."""
         return len(self.keys) + 1
 
     def runs(self, counts: Sequence[Sequence[int]], draws: Sequence[Sequence[int]]) -> list[tuple[int, AdapterRun]]:
@@ -59,16 +53,11 @@ class RowOwners(NamedTuple):
 
 
 class TokenShare(NamedTuple):
-    """Which of the tokens of a micro-batch a layer with experts sees, where tensor-parallel ranks share them out.
+    """Which of the tokens of a micro-batch a layer with experts sees, where tensor-parallel ranks share them out."""
 
-    Attributes:
-        rank: of the ranks, in the order of their tokens.
-        copy, copies: which copy of the experts this rank's tokens go to.
-    """
-
-    rank: int = 0
-    copy: int = 0
-    copies: int = 1
+    rank: int = 0  # of the ranks, in the order of their tokens
+    copy: int = 0  # which copy of the experts this rank's tokens go to
+    copies: int = 1  # which copy of the experts this rank's tokens go to
 
 
 def row_owners(num_rows: int, share: TokenShare, device: torch.device) -> RowOwners | None:
@@ -96,7 +85,7 @@ def adapted_experts(
         x: (N, in_features).
         weight: (E, projections, out_features, in_features).
         counts: (E,) int64, rows of each expert.
-        names: for each expert, of its projections, in :attr:`~rl_backend.primitive.adapters.AdapterRun.modules`.
+        names: for each expert, of its projections, in ``AdapterRun.modules``.
         adapters: (expert, adapter at work on some of its rows).
 
     Returns:
@@ -141,22 +130,13 @@ class _AdaptedExperts(torch.autograd.Function):
 
 
 class ExpertTokens(NamedTuple):
-    """Copies of tokens, one for each expert that was chosen for them, in the order of this rank's experts.
+    """Copies of tokens, one for each expert that was chosen for them, in the order of this rank's experts."""
 
-    Attributes:
-        rows: (N, hidden_size); copies for expert 0 first.
-        weights: (N,) router weight of each copy.
-        counts: int64, rows of each of this rank's experts; 0 for one that nobody chose.
-        adapters: (one of this rank's experts, adapter at work on some of its rows); empty without adapters of experts.
-        combine: (N, hidden_size), already weighted -> (T, hidden_size): the sum of each token's copies, on the rank that
-            it is from.
-    """
-
-    rows: Tensor
-    weights: Tensor
-    counts: Tensor
-    combine: Callable[[Tensor], Tensor]
-    adapters: Sequence[tuple[int, AdapterRun]] = ()
+    rows: Tensor  # (N, hidden_size); copies for expert 0 first
+    weights: Tensor  # (N,) router weight of each copy
+    counts: Tensor  # int64, rows of each of this rank's experts
+    combine: Callable[[Tensor], Tensor]  # weighted (N, hidden_size) -> (T, hidden_size) on the rank of each token
+    adapters: Sequence[tuple[int, AdapterRun]] = ()  # (one of this rank's experts, adapter at work on some of its rows)
 
 
 type Dispatch = Callable[[Tensor, Routing, RowOwners | None], ExpertTokens]
@@ -183,17 +163,10 @@ def with_owners(experts: Tensor, num_experts: int, owners: RowOwners | None) -> 
 
 
 class ExpertOrder(NamedTuple):
-    """Attributes:
-    choices: (N,) which of the T * top_k choices stands at each place.
-    tokens: (N,) which token that is.
-    places: (T, top_k) where each choice stands.
-    counts: (E,) int64, choices of each expert.
-    """
-
-    choices: Tensor
-    tokens: Tensor
-    places: Tensor
-    counts: Tensor
+    choices: Tensor  # (N,) which of the T * top_k choices stands at each place
+    tokens: Tensor  # (N,) which token that is
+    places: Tensor  # (T, top_k) where each choice stands
+    counts: Tensor  # (E,) int64, choices of each expert
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
@@ -206,14 +179,13 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
 
 
 def copy_rows(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-    """``x[tokens]``; (T, ...) -> (N, ...). Gradients of a row's copies are summed in the order of ``places``.
-
-    Indexing would add them up in any order on CUDA.
+    """``x[tokens]``; (T, ...) -> (N, ...).
 
     Args:
         tokens: (N,) int64, which row stands at each place; every row equally often.
         places: (T, N / T) int64, where each row's copies stand.
     """
+    # Indexing would add gradients of copies up in any order on CUDA; here it is that of ``places``.
     copies: Tensor = _MoveRows.apply(x, tokens, places, True)
     return copies
 
@@ -272,12 +244,9 @@ class Experts(nn.Module, ABC):
 class SwiGLUExperts(Experts):
     """Gated blocks, ``down(silu(gate(x)) * up(x))``.
 
-    Attributes:
-        gate_up_proj: (E, 2, intermediate_size, hidden_size): ``[e, 0]`` is the gate of expert e, ``[e, 1]`` its
-            up-projection. Experts and intermediate features are dimensions of their own, so that each can be sharded.
-        down_proj: (E, hidden_size, intermediate_size).
-        names: for each expert of all ranks, Hugging Face names of gate, up and down, where adapters may work beside the
-            frozen experts; else None.
+    ``gate_up_proj`` is (E, 2, intermediate_size, hidden_size), gates before ups, so that features can be sharded;
+    ``down_proj`` is (E, hidden_size, intermediate_size). ``names`` are, for each expert of all ranks, Hugging Face names
+    of gate, up and down, where adapters may work beside the frozen experts; else None.
     """
 
     intermediate_dims: ClassVar[Mapping[str, int | None]] = {"gate_up_proj": 2, "down_proj": 2}
@@ -289,7 +258,6 @@ class SwiGLUExperts(Experts):
         self.names: Sequence[Sequence[str]] | None = None
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """As the base class."""
         if self.names is not None:
             return self._adapted(x, routing, self.names[self.first_expert :])
         tokens = self.dispatch(x, routing, None)
@@ -341,17 +309,11 @@ _SHARPNESS = 1.702
 
 
 class ClampedExperts(Experts):
-    """``down((up + 1) * gate * sigmoid(1.702 * gate))`` of clamped gates and ups, with biases.
+    """``down((up + 1) * gate * sigmoid(1.702 * gate))`` of clamped gates and ups, with biases, as in gpt-oss (arXiv
+    2508.10925).
 
-    Matrices lie as in Hugging Face directories: inputs before outputs, and gates and ups in turn.
-
-    Attributes:
-        gate_up_proj: (E, hidden_size, 2 * intermediate_size), ``[..., 0::2]`` of the gates.
-        gate_up_proj_bias: (E, 2 * intermediate_size).
-        down_proj: (E, intermediate_size, hidden_size).
-        down_proj_bias: (E, hidden_size), which a token's router weights multiply too.
-        beside_adapters: whether a row has the same bits whatever rows are beside it, as passes of tenants need; the experts
-            are frozen then.
+    Matrices lie as in Hugging Face directories: inputs before outputs, gates and ups in turn. With ``beside_adapters`` a
+    row has the same bits whatever rows are beside it, as passes of tenants need; the experts are frozen then.
     """
 
     intermediate_dims: ClassVar[Mapping[str, int | None]] = {
@@ -371,7 +333,6 @@ class ClampedExperts(Experts):
         self.beside_adapters = False
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """As the base class."""
         tokens = self.dispatch(x, routing, None)
         product: Callable[[Tensor, Tensor, Tensor], Tensor] = _frozen_product if self.beside_adapters else grouped_linear
         # Which of this rank's experts each row is for.
@@ -393,11 +354,6 @@ def _frozen_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """The weighted activation of (N, 2 * size) gates and ups in turn, to which each row's expert adds its bias.
-
-    Keeps its inputs alone, computes in float32.
-    """
-
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, bias: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, bias, experts, weights)
@@ -442,12 +398,11 @@ class _WithBias(torch.autograd.Function):
 
 
 def _with_bias(gate_up: Tensor, bias: Tensor, experts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gates and ups, (N, size) each."""
     whole = gate_up.to(dtype) + bias.to(dtype)[experts]
     return whole[:, 0::2], whole[:, 1::2]
 
 
 def _sum_by_expert(rows: Tensor, experts: Tensor, bias: Tensor) -> Tensor:
-    """(N, features) -> (E, features): a product, because adding rows up one by one takes any order on CUDA."""
+    # A product: adding rows up one by one takes any order on CUDA.
     members = experts == torch.arange(len(bias), device=rows.device)[:, None]
     return (members.to(rows.dtype) @ rows).to(bias.dtype)

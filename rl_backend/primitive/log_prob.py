@@ -23,11 +23,7 @@ class LowRank(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The tokens that take part.
-
-    Where they are ``several`` adapters', vocabulary and tokens are cut so that what is computed of one does not depend on
-    how many others there are.
-    """
+    """The tokens that take part."""
 
     hidden: Tensor  # (N, hidden_size)
     labels: Tensor  # (N,)
@@ -49,14 +45,11 @@ class Tokens(NamedTuple):
         *,
         several: bool = False,
     ) -> tuple[Self, Tensor]:
-        """The tokens where ``active`` and their positions; the first several times where ``several`` have few.
-
-        Args:
-            start: token of the first row of the weight.
-        """
+        """The tokens where ``active`` and their positions; ``start`` is the token of the first row of the weight."""
         # On the meta device, which knows no labels, all tokens count.
         positions = torch.arange(len(active), device="meta") if active.is_meta else active.nonzero().squeeze(1)
         if several and 0 < len(positions) < ENOUGH_ROWS:
+            # The first again and again: products of fewer rows take another path.
             positions = torch.cat([positions, positions[:1].expand(ENOUGH_ROWS - len(positions))])
         if not isinstance(temperature, Tensor):
             chosen = None if temperature == 1.0 else hidden.new_full((1, 1), temperature, dtype=wide(hidden.dtype))
@@ -67,8 +60,9 @@ class Tokens(NamedTuple):
         return cls(hidden[positions], labels[positions], temperatures, start, added, several), positions
 
     def chunks(self, size: int) -> list[slice]:
-        """Of at most ``size`` tokens; where they are ``several`` adapters', as equal as can be, so that none is short."""
         total = self.hidden.shape[0]
+        # Of several adapters' tokens no chunk is short: what is computed of one must not depend on how many others there
+        # are.
         return _slices(total, -(-total // -(-total // size)) if self.several and total else size)
 
     def rows_of_tile(self, size: int) -> int:
@@ -108,7 +102,6 @@ class Tile(NamedTuple):
 
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """``a @ b`` into ``out``, which may be wider than the factors."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     elif a.is_cuda:
@@ -135,17 +128,12 @@ def buffers_for(tokens: Tokens, weight: Tensor, chunk_tokens: int, count: int) -
 
 
 def vocabulary_slices(tokens: Tokens, weight: Tensor, rows: int) -> list[slice]:
-    """The vocabulary in slices whose logits, for ``rows`` tokens, the cache holds."""
     return _slices(weight.shape[0], _tile_words(tokens.rows_of_tile(rows), weight.device.type))
 
 
 def logits_chunk_bytes(num_tokens: int, vocab_size: int, chunk_tokens: int, *, calculate_entropy: bool) -> int:
-    """Bytes of the logits that exist at one time on a GPU, for parameters of 32 bits or less.
-
-    See :func:`~rl_backend.primitive.log_prob.next_token_log_probs`.
-
-    Args:
-        vocab_size: rows of the weight on one rank.
+    """Bytes of the logits of :func:`next_token_log_probs` that exist at one time on a GPU, for parameters of 32 bits or
+    less; ``vocab_size`` is that of one rank.
     """
     elements = _tile_elements(min(chunk_tokens, num_tokens), vocab_size, "cuda")
     return elements * torch.float32.itemsize * (2 if calculate_entropy else 1)
@@ -209,7 +197,6 @@ class HeadGradients(NamedTuple):
 def gradients_of(
     tokens: Tokens, weight: Tensor, gradient: NextTokenGradient, chunk_tokens: int, wanted: Collection[str]
 ) -> HeadGradients:
-    """The gradients of ``wanted`` (``hidden``, ``weight``, ``bias``), and of an adapter if there is one."""
     dtype = wide(weight.dtype)
     grad_hidden = torch.zeros_like(tokens.hidden, dtype=dtype) if "hidden" in wanted else None
     grad_weight = torch.empty_like(weight) if "weight" in wanted else None
@@ -248,28 +235,17 @@ IGNORE_LABEL = -100
 
 
 class NextToken(NamedTuple):
-    """Attributes:
-    log_probs: (T,) float32 (float64 for float64 inputs); 0 where the label is -100.
-    entropy: the same shape and dtype, in nats, or None when it was not asked for.
-    """
-
-    log_probs: Tensor
-    entropy: Tensor | None
+    log_probs: Tensor  # (T,) float32 (float64 for float64 inputs); 0 where the label is -100
+    entropy: Tensor | None  # the same shape and dtype, in nats, or None when it was not asked for
 
 
 class VocabularyShard(NamedTuple):
-    """One rank's part of a vocabulary that is split over ranks, in their order.
+    """One rank's part of a vocabulary that is split over ranks, in their order."""
 
-    Attributes:
-        start: first token of this rank's part.
-        vocab_size: tokens of the whole vocabulary.
-        largest_over_ranks, sum_over_ranks: reduce a tensor over all ranks of the split, in place.
-    """
-
-    start: int
-    vocab_size: int
-    largest_over_ranks: Callable[[Tensor], object]
-    sum_over_ranks: Callable[[Tensor], object]
+    start: int  # first token of this rank's part
+    vocab_size: int  # tokens of the whole vocabulary
+    largest_over_ranks: Callable[[Tensor], object]  # reduce a tensor over all ranks of the split, in place
+    sum_over_ranks: Callable[[Tensor], object]  # reduce a tensor over all ranks of the split, in place
 
 
 def next_token_log_probs(
@@ -287,11 +263,11 @@ def next_token_log_probs(
     """``log_softmax((hidden @ weight.T + bias) / temperature)`` at the labels, and the entropy of that softmax.
 
     Logits exist for at most ``chunk_tokens`` tokens, and a slice of the vocabulary that fits the cache, at one time; the
-    backward pass computes them again, for the tokens whose gradient is not zero. The softmax is computed in float32 or
-    better. Positions with label -100 give 0, take no gradient and are not computed.
+    backward pass computes them again, for the tokens whose gradient is not zero. Computed in float32 or better. Positions
+    with label -100 give 0, take no gradient and are not computed.
 
-    With ``shard`` the vocabulary is split over ranks: every rank gets the same results, from one reduction of four numbers
-    per token. The gradient of ``hidden`` is then this rank's part; the sum over the ranks is the caller's.
+    With ``shard`` the vocabulary is split over ranks: every rank gets the same results, from one reduction of four
+    numbers per token. The gradient of ``hidden`` is then this rank's part; the sum over the ranks is the caller's.
 
     Args:
         hidden: (T, hidden_size); the same on every rank of a shard's group.
@@ -299,12 +275,11 @@ def next_token_log_probs(
         labels: (T,) int64, in the whole vocabulary.
         bias: (vocab_size,), or this rank's part of it.
         temperature: positive number or (T,) tensor; not differentiated.
-        adapters: at work on rows of their own. What each gives does not depend on the others: on a CPU to the last bit. One
-            that has :data:`~rl_backend.primitive.adapters.HEAD` adds its product to the logits of its rows.
+        adapters: at work on rows of their own, on a CPU with the bits that each has alone. One that has
+            :data:`~rl_backend.primitive.adapters.HEAD` adds its product to the logits of its rows.
 
     Raises:
-        BatchError: a temperature that is not positive, or a label outside the vocabulary (checked on a CPU only, where it
-            does not wait for a device).
+        BatchError: a temperature that is not positive, or a label outside the vocabulary (on a CPU, where nothing waits).
     """
     if not isinstance(temperature, Tensor) and not temperature > 0.0:
         raise BatchError(f"temperature={temperature!r}: must be positive", temperature=temperature)
@@ -424,9 +399,8 @@ def _added(narrow: Tensor | None, factors: Factors | None) -> LowRank | None:
 def _sum_over_vocabulary(
     tokens: Tokens, chunk: slice, weight: Tensor, chunk_tokens: int, buffers: list[Tensor], calculate_entropy: bool
 ) -> Tensor:
-    """(tokens, 4): m, s, u and the logit of the label of one chunk, in one pass over this rank's vocabulary.
-
-    m is the largest logit so far, s = sum exp(x - m) and u = sum exp(x - m) (x - m).
+    """(tokens, 4): m, s, u and the logit of the label, where m is the largest logit, s = sum exp(x - m) and u = sum exp(x -
+    m) (x - m).
     """
     largest = tokens.hidden.new_full((chunk.stop - chunk.start, 1), -torch.inf, dtype=wide(tokens.hidden.dtype))
     total, weighted, label_logits = (torch.zeros_like(largest) for _ in range(3))

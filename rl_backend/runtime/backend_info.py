@@ -18,7 +18,6 @@ _PACKAGES = ("rl-backend", "torch", "megatron-core", "megatron-bridge", "transfo
 
 
 def backend_info(base: GuardedHandle, tenants: Iterable[TenantHandle]) -> BackendInfo:
-    """What runs a model, and for whom."""
     sizes = base.config.backend_cfg.parallel.model_dump()
     return BackendInfo(
         runtime=base.config.backend,
@@ -40,13 +39,11 @@ def is_bit_exact(base: GuardedHandle) -> bool:
 
 
 def _installed_packages() -> dict[str, str]:
-    """Package -> version, of those that are installed."""
     found = ((name, each.version) for name in _PACKAGES for each in importlib.metadata.distributions(name=name))
     return dict(found)
 
 
 def optimizer_info(handle: GuardedHandle) -> OptimizerStateInfo:
-    """Facts about the optimizer of a trained model, or of a tenant."""
     held = handle.part_tensors().get("optimizer", ())
     steps = handle.trainer.num_steps
     return OptimizerStateInfo(handle.name, steps, sum(tensor.nbytes for tensor in held))

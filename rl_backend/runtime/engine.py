@@ -20,11 +20,7 @@ from rl_backend.runtime.passes import PassRequest
 
 
 class Engine[H: GuardedHandle](ABC):
-    """The work behind the atoms of a :class:`~rl_backend.runtime.guarded.GuardedRuntime`, which has checked the handle.
-
-    Attributes:
-        groups: device and process groups.
-    """
+    """The work behind the atoms of a :class:`~rl_backend.runtime.guarded.GuardedRuntime`, which has checked the handle."""
 
     groups: RankGroups
 
@@ -66,10 +62,9 @@ class Engine[H: GuardedHandle](ABC):
         """Checks the arguments, then returns the generator that gathers."""
 
     def shards(self, handle: H, dtype: torch.dtype | None) -> Iterator[contracts.WeightShard]:
-        """As :meth:`~rl_backend.runtime.Runtime.export_shards`.
+        """As :meth:`~rl_backend.runtime.Runtime.export_shards`: each weight is gathered and its rows are dealt out evenly.
 
-        Here each weight is gathered and its rows are dealt out evenly; an engine whose ranks hold rectangles of the weights
-        gives these, without communication.
+        An engine whose ranks hold rectangles of the weights gives these instead, without communication.
         """
 
         def dealt_out(name: str, tensor: Tensor) -> contracts.WeightShard:

@@ -25,7 +25,10 @@ type MovedStorage = tuple[torch.UntypedStorage, Tensor]
 class Offload:
     """Where the parts of one handle are.
 
-    Host buffers are pinned for a CUDA device, and kept for the next trip.
+    A part is moved by emptying and refilling the storages of its tensors: every view and alias (FSDP's shards, Megatron's
+    buffers, the optimizer's references) stays valid, nothing is rebuilt, and results are bit-identical. On a CPU it works
+    the
+    same way and saves no memory.
     """
 
     handle_name: str
@@ -50,11 +53,10 @@ class Offload:
             )
 
     def host_bytes(self, part: Part) -> int:
-        """Bytes of ``part`` that are in host memory now."""
         return sum(host.nbytes for _, host in self._moved.get(part, ()))
 
     def offload(self, part: Part, tensors: Iterable[Tensor]) -> None:
-        """Moves the storages of ``tensors`` to host memory; nothing to do when the part is there already."""
+        """Moves the storages of ``tensors`` to host memory; nothing to do when the part is there."""
         if part in self._moved:
             return
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
@@ -77,9 +79,8 @@ class Offload:
             torch.cuda.empty_cache()
 
     def reload(self, part: Part) -> None:
-        """Moves a part back to the training device; nothing to do when it is there.
-
-        When that fails, as it does without enough memory, the whole part is still in host memory.
+        """Moves a part back to the training device; nothing to do when it is there. After an error the whole part is in host
+        memory.
         """
         moved = self._moved.get(part, [])
         try:
@@ -107,6 +108,7 @@ class Offload:
 
     def _take_buffer(self, nbytes: int) -> Tensor:
         spare = self._spare_buffers[nbytes]
+        # Pinned, and kept for the next trip: pinning costs more than the copy.
         return spare.pop() if spare else torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def _keep_buffers(self, moved: list[MovedStorage]) -> None:
@@ -157,14 +159,11 @@ class GuardedHandle[O: ScheduledOptimizer](ABC):
         owner: the runtime that it belongs to; None once it is closed.
         config: the runtime's, with the ``hf_path`` and optimizer of this model.
         hf_config: ``config.json``.
-        vocab_size: ``vocab_size`` of ``config.json``.
         max_length: longest sequence, in tokens; None where the model sets no limit.
         optimizer: None for a forward-only handle.
-        groups: device and process groups.
         adaptable: what LoRA tenants can adapt; None for a model that is trained itself.
-        offload: where each part is.
-        broken: why the handle cannot be used, empty when it can: a pass failed in the middle (until ``zero_grad``).
-        damaged: why its weights cannot be trusted: a checkpoint failed in the middle of loading (until one loads).
+        broken: why its gradients cannot be used, until ``zero_grad``: a pass failed in the middle. Else empty.
+        damaged: why its weights cannot be used, until a checkpoint loads: loading one failed in the middle. Else empty.
         loaded: digest of the manifest of the checkpoint that it has loaded; empty where there is none.
     """
 
@@ -263,7 +262,6 @@ class GuardedHandle[O: ScheduledOptimizer](ABC):
         """Clips and steps, with the values of this step, or changes nothing."""
 
     def mark_incomplete(self) -> None:
-        """After an error in the middle of a backward pass."""
         self.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
 
     def release(self) -> None:

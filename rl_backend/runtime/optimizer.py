@@ -12,13 +12,9 @@ from rl_backend.contracts import OptimizerConfig, StepResult
 
 
 class ParameterSchedule:
-    """Learning rate and weight decay as functions of the number of scheduler steps taken.
+    """Learning rate and weight decay by the number of scheduler steps taken.
 
-    The formulas are those of ``megatron.core.optimizer_param_scheduler.OptimizerParamScheduler`` (Megatron-Core 0.19), with
-    steps counted in optimizer steps; a test compares the two step by step.
-
-    Attributes:
-        num_steps: scheduler steps taken so far.
+    The formulas are those of ``megatron.core.optimizer_param_scheduler.OptimizerParamScheduler`` (Megatron-Core 0.19).
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -27,7 +23,7 @@ class ParameterSchedule:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next optimizer step."""
+        """Of the next optimizer step."""
         config, steps = self._config, self.num_steps
         warmup = config.warmup_steps
         if warmup > 0 and steps <= warmup:
@@ -44,7 +40,7 @@ class ParameterSchedule:
 
     @property
     def weight_decay(self) -> float:
-        """Weight decay of the next optimizer step, for parameters that are decayed."""
+        """Of the next optimizer step, for parameters that are decayed."""
         config = self._config
         end = config.weight_decay
         start = end if config.weight_decay_start is None else config.weight_decay_start
@@ -56,7 +52,6 @@ class ParameterSchedule:
         return start + ratio * (end - start)
 
     def step(self) -> float:
-        """Advances by one step and returns the new learning rate."""
         self.num_steps += 1
         return self.learning_rate
 
@@ -84,10 +79,10 @@ class ParameterSchedule:
 
 @contextmanager
 def values_of_step(param_groups: Sequence[dict[str, Any]], given: Mapping[str, Any]) -> Generator[None]:
-    """Inside, parameter groups as of ``torch.optim.AdamW`` have the given values in place of their own.
+    """Inside, parameter groups of ``torch.optim.AdamW`` have the given values in place of their own.
 
     Args:
-        param_groups: the weight decay of each is multiplied by its ``wd_mult``, 0 for what is not decayed.
+        param_groups: each with a ``wd_mult``, 0 for what is not decayed.
         given: of ``lr``, ``betas``, ``eps`` and ``weight_decay`` those that change.
     """
     before = [{name: group[name] for name in given if name in group} for group in param_groups]
@@ -118,10 +113,8 @@ def rank_statistics(gradients: Iterable[Tensor], device: torch.device, *, count_
 
 
 def step_result(rows: Tensor, *, count_zeros: bool) -> StepResult:
-    """Norm and zeros of the whole gradient, from all ranks' :func:`rank_statistics`, and whether a step may be taken.
-
-    The sums are exact, so neither the order of the ranks nor the layout makes a difference.
-    """
+    """Norm and zeros of the whole gradient, from all ranks' :func:`rank_statistics`, and whether a step may be taken."""
+    # Exact sums: neither the order of the ranks nor the layout makes a difference.
     squares, zeros = (math.fsum(column) for column in rows.T.tolist())
     norm = math.sqrt(squares)
     return StepResult(math.isfinite(norm), norm, int(zeros) if count_zeros else None)
@@ -138,10 +131,7 @@ def clip_factor(clip_grad: float, norm: float) -> float:
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
-    """Sum over all elements of all tensors, () float64; the tensors must be on one device, with at least one element.
-
-    A float32 sum over a large tensor would be too small: a CPU adds its elements one after the other, and what is added is
-    rounded to what is there already. A tensor is not converted as a whole, which would take twice its size in float32.
-    """
+    """Sum over all elements of all tensors, () float64; the tensors are on one device, with at least one element."""
+    # float32 sums lose what is small beside the sum so far; a whole tensor in float64 would take twice its memory.
     chunks = [chunk for gradient in gradients for chunk in gradient.detach().reshape(-1).split(_CHUNK) if chunk.numel()]
     return torch.stack(torch._foreach_norm(chunks, 2, dtype=torch.float64)).square().sum()

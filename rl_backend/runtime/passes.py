@@ -32,13 +32,9 @@ from rl_backend.runtime.interface import REPLAY_MODES, RouterReplay
 
 
 class PassAdapters(Protocol):
-    """The adapters of a pass.
+    """The adapters of a pass."""
 
-    Attributes:
-        heads: the outputs of the pass, the same for all of its micro-batches and ranks.
-    """
-
-    heads: Sequence[Head]
+    heads: Sequence[Head]  # the outputs of the pass, the same for all of its micro-batches and ranks
 
     def runs(self, index: int, batch: PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
         """Which adapters work on which rows of micro-batch ``index``; each sequence has ``sequence_rows`` on this rank."""
@@ -49,7 +45,7 @@ class PassAdapters(Protocol):
         ...
 
     def fingerprint(self, data: Sequence[PackedBatch]) -> int:
-        """Of what ranks with other sequences must have in common, up to 32 bits."""
+        """What ranks with other sequences must have in common, as a number of up to 32 bits."""
         ...
 
     def begin(self, data: Sequence[PackedBatch]) -> None:
@@ -58,26 +54,18 @@ class PassAdapters(Protocol):
 
 
 class PassRequest(NamedTuple):
-    """One ``forward_backward``, as the runtime asks for it.
-
-    Attributes:
-        data: micro-batches; checked.
-        loss_fn: None in a forward-only pass without a loss.
-        adapters: that work on the data; None without LoRA.
-    """
+    """One ``forward_backward``, as the runtime asks for it."""
 
     data: Sequence[PackedBatch]
-    loss_fn: LossFn | None
+    loss_fn: LossFn | None  # None in a forward-only pass without a loss
     forward_only: bool
     router_replay: RouterReplay = "off"
-    adapters: PassAdapters | None = None
+    adapters: PassAdapters | None = None  # None without LoRA
 
     def runs(self, index: int, batch: PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
-        """As :meth:`PassAdapters.runs`."""
         return () if self.adapters is None else self.adapters.runs(index, batch, sequence_rows)
 
     def begin(self) -> None:
-        """As :meth:`PassAdapters.begin`."""
         if self.adapters is not None:
             self.adapters.begin(self.data)
 
@@ -95,17 +83,11 @@ class PassRequest(NamedTuple):
 
 @dataclass
 class PassResults:
-    """What the micro-batches of one pass gave, whatever the order in which they were computed.
-
-    Attributes:
-        request: the pass.
-        dp_group: for the loss.
-        keeps_outputs: whether this rank is the one of its replica that returns outputs.
-    """
+    """What the micro-batches of one pass gave, in whatever order they were computed."""
 
     request: PassRequest
-    dp_group: dist.ProcessGroup
-    keeps_outputs: bool
+    dp_group: dist.ProcessGroup  # for the loss
+    keeps_outputs: bool  # whether this rank is the one of its replica that returns outputs
     _losses: dict[int, Tensor] = field(default_factory=dict)
     _metrics: dict[int, Mapping[str, MetricValue]] = field(default_factory=dict)
     _outputs: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -136,7 +118,6 @@ class PassResults:
         return loss
 
     def result(self, routes: Mapping[str, list[Tensor]]) -> ForwardResult:
-        """All of it, in the order of the request, with the ``routes`` that were recorded."""
         data, outputs = self.request.data, dict[str, list[Tensor]]()
         for index in sorted(self._outputs):
             for name, value in self._outputs[index].items():
@@ -150,14 +131,13 @@ class PassResults:
 
 
 def check_returned(whose: str, loss: object, metrics: object, *, forward_only: bool) -> None:
-    """Checks what a loss returned, without a wait for the device.
+    """Refuses what is no loss (a 0-d tensor with a gradient; in a forward-only pass any 0-d tensor or None) or no metrics.
 
     Args:
         whose: begins the message.
 
     Raises:
-        BatchError: the loss is not a 0-d tensor with a gradient (or, in a forward-only pass, any 0-d tensor or None), or a
-            metric is not a number or a pair of numbers.
+        BatchError: without a wait for the device.
     """
     is_loss = isinstance(loss, Tensor) and loss.dim() == 0 and (forward_only or loss.requires_grad)
     if not is_loss and not (loss is None and forward_only):
@@ -188,7 +168,6 @@ def _is_number(value: object) -> bool:
 
 
 def _as_metrics(values: Mapping[str, MetricValue]) -> dict[str, Metric]:
-    """Metrics as (sum, weight) on the host."""
     pairs = {name: value if isinstance(value, tuple) else (value, 1.0) for name, value in values.items()}
     return {name: Metric(float(total), float(weight)) for name, (total, weight) in pairs.items()}
 
@@ -197,8 +176,8 @@ def check_micro_batches(handle: GuardedHandle, request: PassRequest) -> None:
     """Refuses data that cannot run, on every rank together: no rank is left waiting in a collective.
 
     Raises:
-        BatchError: :func:`problem_on_rank`; other data than on another rank of the replica; another number of micro-batches,
-            or another kind of pass, on another rank; another rank refused its data; or a number that the engine cannot run.
+        BatchError: what :func:`problem_on_rank` finds, here or on another rank; other data on another rank of the replica;
+            another number of micro-batches or another kind of pass on another rank; a number that the engine cannot run.
     """
     data, groups = request.data, handle.groups
     world, replica = groups.world_group, groups.replica_group
@@ -216,12 +195,7 @@ def check_micro_batches(handle: GuardedHandle, request: PassRequest) -> None:
 
 
 def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError | None:
-    """What is wrong with this rank's micro-batches by themselves.
-
-    No micro-batches; one over ``max_tokens_per_micro_batch``; a sequence over ``max_length``; a token outside the
-    vocabulary; a temperature that is not positive; routes that :func:`~rl_backend.contracts.check_routes` refuses, or
-    recorded keys that :func:`~rl_backend.contracts.check_keys` refuses; sequences that no LoRA tenant of the pass has.
-    """
+    """What is wrong with this rank's micro-batches by themselves."""
     data, vocab_size, max_length = request.data, handle.vocab_size, handle.max_length
     max_tokens = handle.config.max_tokens_per_micro_batch
     if not data:
@@ -282,29 +256,15 @@ def _of_micro_batch(index: int, error: BatchError) -> BatchError:
 
 
 def problem_in_replica(checksum: int, group: dist.ProcessGroup, device: torch.device) -> BatchError | None:
-    """Whether the ranks of ``group`` have different checksums. A collective."""
     extremes = torch.tensor([checksum, -checksum], dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.tolist()
-    return None if largest == -smallest else different_in_replica()
-
-
-def different_in_replica() -> BatchError:
+    if largest == -smallest:
+        return None
     return BatchError(
         "the ranks of one model replica (tensor, pipeline and context parallel) have different micro-batches; give each of "
         "them the same"
     )
-
-
-def different_kinds() -> BatchError:
-    return BatchError(
-        "forward_only, router_replay or the LoRA tenants with a loss differ between ranks; every rank must run the same "
-        "kind of pass, with at least one sequence of each tenant"
-    )
-
-
-def refused_by(rank: int) -> BatchError:
-    return BatchError(f"rank {rank} refused its micro-batches; nothing ran on any rank", rank=rank)
 
 
 def problem_between_ranks(
@@ -317,7 +277,8 @@ def problem_between_ranks(
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     most_count, largest_kind, last_refusing, least_count, smallest_kind, _ = extremes.tolist()
     if last_refusing:
-        return refused_by(last_refusing - 1)
+        rank = last_refusing - 1
+        return BatchError(f"rank {rank} refused its micro-batches; nothing ran on any rank", rank=rank)
     if most_count != -least_count:
         return BatchError(
             f"this rank ({dist.get_rank()}) has {count} micro-batches, others have {-least_count} to "
@@ -327,5 +288,8 @@ def problem_between_ranks(
             most=most_count,
         )
     if largest_kind != -smallest_kind:
-        return different_kinds()
+        return BatchError(
+            "forward_only, router_replay or the LoRA tenants with a loss differ between ranks; every rank must run the same "
+            "kind of pass, with at least one sequence of each tenant"
+        )
     return None

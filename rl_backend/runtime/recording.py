@@ -40,7 +40,7 @@ def gather_stages(
 
     Args:
         chosen: (micro-batch, stage) -> (T, layers, top_k), of this rank's stages with experts.
-        places: for each rank of ``group``, its layers of all its stages: their places among the layers with experts.
+        places: for each rank, the places of its layers among the layers with experts.
     """
     tokens = sum(batch.num_tokens for batch in data)
     # Ranks may have different numbers of layers, none included.
@@ -61,9 +61,7 @@ def gather_stages(
 def module_paths(model: nn.Module, hf_names: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Module name in ``model`` -> Hugging Face path, for every submodule that has parameters with Hugging Face names.
 
-    The path is the longest dotted prefix that the names of all its parameters share: ``model.layers.0.self_attn`` for an
-    attention block, and also for its one projection of queries, keys and values. Modules without such a prefix (a whole
-    model with an ``lm_head``) have no entry.
+    The path is the longest dotted prefix that the names of all its parameters share. Modules without one have no entry.
 
     Args:
         hf_names: name of a parameter in ``model`` -> its Hugging Face names, several where it is fused out of several.
@@ -103,10 +101,9 @@ def record_outputs(
 ) -> Generator[dict[str, Tensor]]:
     """Collects what the modules in ``model`` give in one forward pass in the context: Hugging Face path -> copy of it.
 
-    Outputs are tensors as the module gave them, alone or first in a tuple, in the order in which modules end; those whose
-    last dimension is not ``hidden_size``, or that have no other dimension, are left out. Where modules inside each other
-    share a path, the outermost that has such an output counts; of others, the first. Rows are not always tokens: an
-    expert's are what was routed to it, so the caller leaves those out.
+    Outputs are tensors alone or first in a tuple, (..., ``hidden_size``), in the order in which modules end. Rows are not
+    always
+    tokens: an expert's are what was routed to it.
 
     Args:
         hf_names: as in :func:`module_paths`.
@@ -118,6 +115,7 @@ def record_outputs(
         tensor = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.shape[-1] != hidden_size:
             return
+        # Of modules inside each other that share a path the outermost counts; of others, the first.
         if path in kept and not f"{kept[path]}.".startswith(f"{name}."):
             return
         kept[path] = name

@@ -41,11 +41,7 @@ def build_handle(
     head: Head,
     has_outputs: bool,
 ) -> NativeHandle:
-    """Builds the model of ``config.hf_path``.
-
-    The parameters of a trained model are float32. A forward-only model keeps its parameters in ``param_dtype``, which is
-    what a trained one computes with after each gather, so both give the same outputs from the same weights.
-    """
+    """Builds the model of ``config.hf_path``."""
     native = config.options(NativeConfig)
     family, architecture, hf_config, settings = described = layout.describe_model(config.hf_path, native, head)
     layout.check_model_layout(family, architecture, native)
@@ -61,6 +57,7 @@ def build_handle(
     modules = list(stages.values()) or [build(None)]
     model = nn.ModuleList(modules) if stages else modules[0]
     model.train(not forward_only)
+    # Copies last: checkpoints and exports fill them from their originals.
     parameters = _parameters(modules, family, whole_names)
     in_float32 = frozenset(chain.from_iterable(map(parameters_in_float32, modules)))
     layouts = layout.model_layouts(parameters, groups, in_float32)
@@ -134,6 +131,7 @@ def build_module(
         attach_adapters(module, adapted_names)
     schedule = layout.algorithm(native)
     if forward_only:
+        # What a trained model computes with after each gather: both give the same outputs from the same weights.
         round_parameters(module, getattr(torch, native.param_dtype))
         module.requires_grad_(False)
     elif schedule is not None and schedule.splits_backward:
@@ -145,7 +143,6 @@ def build_module(
 def _parameters(
     modules: Sequence[nn.Module], family: ModelFamily, weight_names: Mapping[str, WeightName]
 ) -> dict[str, nn.Parameter]:
-    """This rank's parameters in export order, copies last; refuses what a family got wrong about them."""
     found = {name: parameter for module in modules for name, parameter in module.named_parameters()}
     problems = []
     # Models are built on the meta device, where buffers have no contents.

@@ -57,7 +57,6 @@ class NativeEngine(Engine[NativeHandle]):
         )
 
     def run_passes(self, handle: NativeHandle, request: PassRequest) -> ForwardResult:
-        """See the base class; outputs are on the training device."""
         check_micro_batches(handle, request)
         request.begin()
         return run_pipeline(handle, request) if handle.stages else run_micro_batches(handle, request)
@@ -69,14 +68,13 @@ class NativeEngine(Engine[NativeHandle]):
     def gather_weights(
         self, handle: NativeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
     ) -> WeightStream:
-        return export_weights(handle, dtype=dtype, byte_budget=byte_budget, only=names)
+        return export_weights(handle, dtype, byte_budget, names)
 
     def shards(self, handle: NativeHandle, dtype: torch.dtype | None) -> Iterator[WeightShard]:
-        """See the base class; without parts that a lower rank already holds."""
         return export_shards(handle, dtype)
 
     def gather_gradients(self, handle: NativeHandle, names: Collection[str] | None) -> WeightStream:
-        return export_gradients(handle, only=names)
+        return export_gradients(handle, names)
 
     def training_state(self, handle: NativeHandle) -> tuple[StateTensors, TrainingManifest]:
         return all_tensors(handle), training_manifest(handle)

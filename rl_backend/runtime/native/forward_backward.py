@@ -43,15 +43,10 @@ from rl_backend.trace.device import device_span
 
 @dataclass(frozen=True)
 class RankBatch:
-    """This rank's part of a micro-batch of T tokens.
+    """This rank's part of a micro-batch of T tokens."""
 
-    Attributes:
-        inputs: what the model takes: N tokens.
-        layout: which of the T these are; None where they are all, in their order.
-    """
-
-    inputs: ModelInput
-    layout: TokenLayout | None
+    inputs: ModelInput  # what the model takes: N tokens
+    layout: TokenLayout | None  # which of the T these are; None where they are all, in their order
 
     def outputs(self, output: ModelOutput, groups: ParallelGroups) -> ModelOutput:
         """(N,) of this rank -> (T,) in the batch's order, the same on every rank of a replica."""
@@ -80,7 +75,6 @@ def lay_out(
     Args:
         replayed: the model's layers with experts, where these must take the routes of the batch.
         runs: rows of each sequence on this rank -> the adapters that work on them.
-        heads: as in ``ModelInput``.
         trains_second: whether the model is trained on the tokens after the next.
     """
     seq_lens: Sequence[int] = tuple(batch.seq_lens.tolist())
@@ -96,7 +90,6 @@ def lay_out(
         return values if layout is None else layout.take(values, padding)
 
     def share(values: Tensor) -> Tensor:
-        """The rows between blocks, where tensor-parallel ranks share the tokens out."""
         return values if layout is None else torch.tensor_split(values, groups.tp_group.size())[groups.tp_group.rank()]
 
     routes = None if replayed is None else routes_to_replay(batch, replayed)
@@ -126,17 +119,12 @@ def lay_out(
 def _rank_batch(
     handle: NativeHandle, request: PassRequest, index: int, batch: PackedBatch, replayed: RoutedLayers | None
 ) -> RankBatch:
-    """Of micro-batch ``index`` of a pass, on the training device."""
     runs = partial(request.runs, index, batch)
     return lay_out(batch, handle.groups, len(request.data), replayed, runs, request.heads, handle.trains_second)
 
 
 def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResult:
-    """Runs checked micro-batches; gradients are reduced over the ranks once, in the last backward pass.
-
-    Raises:
-        BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
-    """
+    """Runs checked micro-batches; see :func:`~rl_backend.runtime.passes.check_returned` for what a loss may return."""
     data, forward_only = request.data, request.forward_only
     routers = PassRouters(handle, request.router_replay, forward_only=forward_only)
     results = PassResults(request, handle.groups.dp_group, handle.has_outputs)
@@ -144,6 +132,7 @@ def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResu
         for index in range(len(data)):
             if not forward_only:
                 keep_gathered = not handle.options.reshard_after_forward
+                # Gradients are reduced over the ranks once, in the last backward pass.
                 fsdp.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
             _run_one(handle, request, index, routers, results)
     routers.loads.commit()
@@ -183,9 +172,6 @@ def run_pipeline(handle: NativeHandle, request: PassRequest) -> ForwardResult:
     """As :func:`run_micro_batches`, with this rank's stages and the configuration's schedule.
 
     Losses and metrics are on the ranks of the last stage, outputs on its source rank.
-
-    Raises:
-        BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
     handle.num_passes += 1
     trains, options = not request.forward_only, handle.options
@@ -210,15 +196,12 @@ _make_schedule = lru_cache(maxsize=32)(make_schedule)
 
 
 def _schedule(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> Schedule:
-    """The configuration's schedule for a number of micro-batches that it can do."""
     name, parallel = schedule_name(handle.options), handle.options.parallel
     assert name is not None, "a handle with stages has a schedule"
     return _make_schedule(name, parallel.pp, num_micro_batches, stages_per_rank=parallel.vpp, forward_only=forward_only)
 
 
 class _Stages:
-    """The computations of this rank's stages, and what the last one gave."""
-
     def __init__(self, handle: NativeHandle, request: PassRequest, schedule: Schedule) -> None:
         self._handle = handle
         self._schedule = schedule

@@ -24,7 +24,6 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     """One model of a :class:`~rl_backend.runtime.native.NativeRuntime`.
 
     Attributes:
-        family, architecture: what was built.
         model: the module, sharded; with a pipeline, all stages of this rank.
         stages: number -> module, of the stages that this rank has; empty without a pipeline.
         stage_copies: parameter of the last stage that is a copy -> the parameter of the first that it is a copy of.
@@ -57,7 +56,6 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
 
     @property
     def routed_layers(self) -> contracts.RoutedLayers | None:
-        """Its layers with experts; None where the family does not replay routes."""
         return None if self.family.routed_layers is None else self.family.routed_layers(self.architecture)
 
     @property
@@ -87,9 +85,9 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
         return self.config.options(contracts.NativeConfig)
 
     def drop_gradients(self) -> None:
-        """See the base class; also those that no rank has reduced yet."""
         for parameter in self.parameters.values():
             parameter.grad = None
+        # A pass that failed in the middle leaves gradients that no rank has reduced.
         fsdp.drop_unreduced_gradients(self.model)
         if self.optimizer is not None and self.optimizer.balance is not None:
             self.optimizer.balance.drop()
@@ -101,7 +99,6 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
             require_micro_batches(schedule, self.options.parallel.pp, num_micro_batches, forward_only=forward_only)
 
     def part_tensors(self) -> dict[Part, list[Tensor]]:
-        """This rank's tensors of each part that the handle has."""
         parts: dict[Part, list[Tensor]] = {"model": [local_tensor(parameter) for parameter in self.parameters.values()]}
         if self.optimizer is not None:
             parts["optimizer"] = [local_tensor(tensor) for tensor in self.optimizer.moments()]

@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 def is_decayed(name: WeightName, parameter: Tensor) -> bool:
     """Whether weight decay applies: not to biases and not to tensors of one dimension (Megatron-Core's rule).
 
-    Biases of experts that are one tensor for all of them are biases.
-
     Args:
         name: Hugging Face name, or names of the tensors packed in the parameter, which count one by one.
     """
@@ -44,7 +42,7 @@ class NativeOptimizer:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on float32 masters, with moments sharded as the parameters are.
 
     Args:
-        parameters: name -> parameter of this rank; those without gradients are left as they are.
+        parameters: name -> parameter of this rank.
         weight_names: name -> Hugging Face name or names.
         copies: names of parameters that are updated here, but counted where their original is.
         balance: moves biases of routers in every step; None leaves them as they are.
@@ -81,13 +79,11 @@ class NativeOptimizer:
         return result
 
     def _statistics(self) -> Tensor:
-        """As :func:`rank_statistics`. Copies that another rank counts are left out."""
         counted = (self.parameters[name].grad for name in self.parameters if name in self._counted)
         local = (local_tensor(gradient) for gradient in counted if gradient is not None)
         return rank_statistics(local, self._groups.device, count_zeros=self._config.log_num_zeros_in_grad)
 
     def _apply(self, result: StepResult, handle_name: str, given: Mapping[str, Any]) -> None:
-        """Clips and steps, with the values that are given for this step, or logs why there is none."""
         gradients = {name: local_tensor(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         if not result.ok:
             bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
@@ -111,7 +107,6 @@ class NativeOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
         return self.schedule.learning_rate
 
     @property
@@ -120,7 +115,6 @@ class NativeOptimizer:
         return self.adamw.param_groups
 
     def schedule_step(self) -> float:
-        """Advances the schedules and returns the learning rate of the next step."""
         learning_rate = self.schedule.step()
         self._apply_schedule()
         return learning_rate
@@ -134,11 +128,11 @@ class NativeOptimizer:
         }
 
     def moments(self) -> list[Tensor]:
-        """What offloading moves. Step counts stay: they are read wherever the state is."""
+        """What offloading moves."""
+        # Step counts stay: they are read wherever the state is.
         return [tensor for name, tensor in self.state_tensors().items() if not name.startswith("step.")]
 
     def restore_schedule(self, num_steps: int) -> None:
-        """Sets the schedules to ``num_steps`` steps taken."""
         self.schedule.num_steps = num_steps
         self._apply_schedule()
 
@@ -148,7 +142,6 @@ class NativeOptimizer:
             group["weight_decay"] = self.schedule.weight_decay * group["wd_mult"]
 
     def _allocate_moments(self) -> None:
-        """Allocates what AdamW would in its first step, so that offloading and checkpoints see one layout at all times."""
         for parameter in self.parameters.values():
             self.adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=self._groups.device),
@@ -158,9 +151,9 @@ class NativeOptimizer:
 
 
 def _param_groups(parameters: Mapping[str, nn.Parameter], weight_names: Mapping[str, WeightName]) -> list[dict[str, Any]]:
-    """One for each mesh, because a fused kernel takes DTensors of one mesh only, and for what is decayed and what is not."""
     found: dict[tuple[DeviceMesh | None, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
+        # A fused kernel takes DTensors of one mesh only.
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         found.setdefault((mesh, is_decayed(weight_names[name], parameter)), []).append(parameter)
     return [{"params": members, "wd_mult": float(decayed)} for (_, decayed), members in found.items()]

@@ -101,7 +101,6 @@ def expert_balance(stages: Mapping[int, nn.Module], rate: float, groups: Paralle
 
 
 def _routers_of_stages(handle: NativeHandle, layers: RoutedLayers) -> dict[int, list[Router]]:
-    """The routers of each of this rank's stages, in the order of its layers."""
     modules: Mapping[int, nn.Module] = handle.stages or {0: handle.model}
     routers = {stage: list(_routers(model)) for stage, model in modules.items()}
     expected = len(_places_on_ranks(handle, layers)[handle.groups.pp_group.rank()])

@@ -59,7 +59,7 @@ class TenantOptimizer:
         return self.schedule.step()
 
     def expect_gradients(self) -> None:
-        """Before a backward pass: what has been reduced already must not be added up over the ranks again."""
+        # What has been reduced already must not be added up over the ranks again.
         if self._reduced:
             for section, gradients in self._sections():
                 gradients.mul_(self.groups.dp_size if self._counts(section) else 0)
@@ -71,9 +71,7 @@ class TenantOptimizer:
         self.has_gradients = self._reduced = False
 
     def reduce(self) -> None:
-        """Makes this rank's gradients those of all ranks, once. A collective; a tenant's by itself, so that its sums have
-        one order whoever is beside it.
-        """
+        """Makes this rank's gradients those of all ranks, once. A collective."""
         if self._reduced:
             return
         for section, gradients in self._sections():
@@ -87,7 +85,6 @@ class TenantOptimizer:
         self._reduced = True
 
     def _sections(self) -> Iterator[tuple[Section, Tensor]]:
-        """The sections of the row, and their gradients."""
         for section in self._rows.sections:
             yield section, self._rows.gradients[section.start : section.stop]
 
@@ -144,19 +141,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, kw_only=True)
 class TenantHandle(GuardedHandle[TenantOptimizer]):
-    """A tenant. Its ``base`` has the model, ``forward_only`` and shared with others.
+    """A tenant. Its ``base`` has the model, ``forward_only`` and shared with others."""
 
-    Attributes:
-        model: the base.
-        lora: the configuration.
-        modules: Hugging Face names of the modules that it adapts, of the whole model.
-        rows: its numbers on this rank.
-    """
-
-    model: GuardedHandle[Any]
+    model: GuardedHandle[Any]  # the base
     lora: LoRAConfig
-    modules: tuple[str, ...]
-    rows: TenantRows
+    modules: tuple[str, ...]  # Hugging Face names of the modules that it adapts, of the whole model
+    rows: TenantRows  # its numbers on this rank
 
     @property
     def routed_layers(self) -> RoutedLayers | None:
@@ -200,7 +190,6 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
 
     @cached_property
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its own tensors, by peft's names."""
         adaptable = self.model.adaptable
         assert adaptable is not None, "the base of a tenant"
         found = dict[str, tuple[int, ...]]()
@@ -212,7 +201,6 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
 
     @cached_property
     def kinds(self) -> Mapping[str, LoRAKind]:
-        """What its modules are part of."""
         assert self.model.adaptable is not None, "the base of a tenant"
         return {name: self.model.adaptable.kinds[name] for name in self.modules}
 
@@ -239,7 +227,6 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
         self.rows = TenantRows(self.lora, (), (), empty, empty, empty, empty, empty)
 
     def info(self) -> LoRAInfo:
-        """Facts about it as this rank sees them."""
         optimizer = self.trainer
         return LoRAInfo(
             name=self.name,

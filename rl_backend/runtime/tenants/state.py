@@ -22,7 +22,6 @@ _LOADED = "+"
 
 
 def tenant_state(handle: TenantHandle) -> tuple[StateTensors, TrainingManifest]:
-    """What a checkpoint of the tenant holds."""
     optimizer = handle.trainer
     manifest = checkpoints.training_manifest(
         handle,
@@ -41,8 +40,9 @@ def load_tenant_state(handle: TenantHandle, path: Path) -> TrainingManifest:
     """Restores a tenant from ``path``, whatever layout or runtime saved it.
 
     Raises:
-        CheckpointError: on every rank: no checkpoint of a tenant, one of another rank or other targets, or of another base.
+        CheckpointError: on every rank: no checkpoint of a tenant, one of another configuration, or of another base.
     """
+    # A collective, so before what one rank may refuse.
     base = _base_digest(handle)
 
     def check(manifest: TrainingManifest) -> None:
@@ -112,9 +112,9 @@ def _base_digest(handle: TenantHandle) -> str:
 
 @lru_cache(maxsize=8)
 def _digest_of_directory(hf_path: str) -> str:
-    """xxh3-64 of all weights of a Hugging Face directory, whichever files they are in."""
     reader = HFReader(hf_path)
     digest = xxhash.xxh3_64()
+    # Whichever files the weights are in.
     for name in sorted(reader.infos):
         digest.update(f"{name} {tensor_digest(reader.read(name))}".encode())
     return str(digest.hexdigest())

@@ -52,9 +52,6 @@ class Tenants:
     """Those of all models of one runtime; iterating gives them in the order of making.
 
     Of a tenant it answers what an :class:`~rl_backend.runtime.engine.Engine` answers of a model.
-
-    Args:
-        engine: of the runtime; runs the passes.
     """
 
     def __init__(self, engine: Engine[Any]) -> None:
@@ -99,11 +96,7 @@ class Tenants:
         head: Head | None,
         stored: StoredWeights,
     ) -> TenantHandle:
-        """As :meth:`~rl_backend.runtime.Runtime.create_lora_adapter`.
-
-        Args:
-            stored: reads the base.
-        """
+        """As :meth:`~rl_backend.runtime.Runtime.create_lora_adapter`; ``stored`` reads the base."""
         adaptable = base.adaptable
         if adaptable is None:
             raise HandleError(
@@ -171,7 +164,6 @@ class Tenants:
         return results
 
     def run_passes(self, handle: ModelHandle, request: PassRequest) -> ForwardResult:
-        """A pass whose sequences are all this tenant's."""
         tenant = self[handle]
         own = _sole(tenant, request)
         request = request._replace(adapters=own)
@@ -227,11 +219,7 @@ class Tenants:
     def run_mixed(
         self, base: GuardedHandle, tenants: PassTenants, data: Sequence[PackedBatch], router_replay: RouterReplay
     ) -> ForwardResult:
-        """A pass of sequences of several tenants.
-
-        Args:
-            tenants: of :meth:`mixed_pass`; those that are present can be used.
-        """
+        """A pass of sequences of several tenants, which :meth:`mixed_pass` gives and which can be used."""
         loss = None if tenants.losses is None else LossOfTenants(tenants)
         try:
             request = PassRequest(data, loss, not tenants.trains, router_replay, tenants)
@@ -254,7 +242,6 @@ def _tensors_of(tenant: TenantHandle, row: Tensor) -> WholeTensors:
 
 
 def _sole(tenant: TenantHandle, request: PassRequest) -> PassTenants:
-    """Of a pass whose sequences are all one tenant's."""
     return PassTenants({tenant.lora_id: tenant}, trains=not request.forward_only, heads=(tenant.head,), sole=tenant)
 
 
@@ -275,7 +262,7 @@ def _initial_magnitudes(lora: LoRAConfig, modules: Sequence[str], stored: Stored
 
 
 def _break_trained(tenants: PassTenants, data: Sequence[PackedBatch]) -> None:
-    """After an error; one that was raised before anything ran leaves gradients as they were."""
+    # An error that was raised before anything ran leaves gradients as they were.
     if tenants.begun and tenants.trains:
         for tenant in tenants.trained(data):
             tenant.mark_incomplete()

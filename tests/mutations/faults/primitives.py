@@ -117,8 +117,8 @@ FAULTS = [
     ),
     Fault(
         "router-losses-not-in-the-gradient",
-        "rl_backend.primitive.router:_WithLoss.backward",
-        "return grad, grad.new_ones(())",
+        "rl_backend.primitive.backward:_WithLoss.backward",
+        "return grad, grad.new_ones((), dtype=ctx.loss_dtype)",
         "return grad, grad.new_zeros(())",
         ("test_router_losses_enter_the_gradients_and_not_the_output",),
         "the coefficients would be accepted and ignored",

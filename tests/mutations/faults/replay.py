@@ -72,8 +72,8 @@ FAULTS = [
     Fault(
         "replica-not-compared",
         "rl_backend.runtime.passes:problem_in_replica",
-        "return None if largest == -smallest else different_in_replica()",
-        "return None",
+        "largest == -smallest",
+        "True",
         (
             "test_other_data_on_a_rank_of_the_same_replica_is_refused[{'tp': 2}]",
             "test_ranks_with_different_routes_are_refused_before_they_compute[native]",

@@ -14,6 +14,7 @@ from torch import nn
 from rl_backend.contracts import (
     BatchError,
     CheckpointError,
+    ConfigError,
     HandleError,
     ModelOutput,
     PackedBatch,
