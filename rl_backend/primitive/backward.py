@@ -93,6 +93,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
         ctx.loss_dtype = loss.dtype
+        # Autograd would take the input itself for an output that was changed in place.
         return output.view_as(output)
 
     @staticmethod

@@ -374,6 +374,7 @@ class _Gated(torch.autograd.Function):
         of_gate = (shares + _SHARPNESS * activated * (1.0 - shares)).mul_(factor).mul_(grad)
         of_up = activated.mul_(grad)
         grad_gate_up = torch.empty(gate_up.shape, dtype=weights.dtype, device=gate_up.device)
+        # A value at the limit still has a gradient, as clamp gives it.
         grad_gate_up[:, 0::2] = of_gate.mul_(whole_gate <= LIMIT)
         grad_gate_up[:, 1::2] = of_up.mul_(whole_up.abs() <= LIMIT)
         of_bias = _sum_by_expert(grad_gate_up, experts, bias) if ctx.needs_input_grad[1] else None

@@ -150,6 +150,7 @@ def choose_experts(
     """The ``top_k`` experts with the highest scores, highest first; (T, E) -> (T, top_k) int64."""
     scores = logits
     if expert_bias is not None:
+        # A bias is added to numbers between 0 and 1, not to logits.
         scores = expert_bias(_scores(logits, settings.score))
     elif not settings.score_after_top_k:
         # Rounding makes ties of logits that differ, and other implementations break them on the scores.

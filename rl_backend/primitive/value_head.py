@@ -63,6 +63,7 @@ class _ValuesOfTenants(torch.autograd.Function):
         grad_hidden, grad_others = torch.zeros_like(hidden), grad.clone()
         for rows, head in ctx.work:
             of_value = grad[rows, None]
+            # The other head's values of these rows have been replaced.
             grad_others[rows] = 0.0
             grad_hidden[rows] = of_value * head.weight
             if ctx.counts:

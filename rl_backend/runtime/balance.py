@@ -68,6 +68,7 @@ class ExpertBalance:
         return torch.zeros(len(bias), dtype=torch.int64, device=bias.device) if found is None else found
 
 
+# A pass that fails in the middle must not count.
 class PassLoads:
     """What one ``forward_backward`` adds to an :class:`ExpertBalance` when it has run to its end; without one, nothing."""
 

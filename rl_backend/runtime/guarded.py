@@ -98,6 +98,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
             if forward_only or not trainable:
                 raise ConfigError.of("optimizer", optimizer, "a model that is not trained has none; leave it out")
             config = config.replace(backend_cfg=config.backend_cfg.replace(optimizer=optimizer))
+        # Before anything is built, so that every rank refuses and none waits.
         require_float_weights(config.hf_path)
         with self.engine.active():
             handle = self.engine.build(
@@ -201,6 +202,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
     @guarded
     def activations(self, handle: AnyHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
+        # Dropout of a tenant would be in what is compared.
         with self.eval_mode(handle):
             return self._engine_of(handle).record_activations(handle, PassRequest(data, None, forward_only=True))
 
@@ -277,6 +279,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
                 handle=handle.name,
             )
         manifest = self._engine_of(handle).load_training_state(handle, Path(path))
+        # A tenant is known by the weights of its base, those that a checkpoint has put there included.
         handle.loaded = manifest.digest
         if not handle.forward_only:
             handle.drop_gradients()
@@ -304,6 +307,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
     @guarded
     def remove_lora_adapter(self, handle: AnyHandle) -> None:
+        # Its save reads the rows that are freed next.
         self._writer.finish(handle)
         self._tenants.remove(handle)
 
@@ -374,6 +378,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         with ExitStack() as last_first:
             # Models are cycles of references; until they are collected, they keep memory and process groups their threads.
             last_first.callback(gc.collect)
+            # Process groups go last: what is released before may still need them.
             last_first.callback(self.engine.close)
             last_first.callback(self._handles.clear)
             handles: list[GuardedHandle[Any]] = [*self._handles, *self._tenants]

@@ -76,6 +76,7 @@ class Offload:
             storage.resize_(0)
         self._moved[part] = moved
         if self.device.type == "cuda":
+            # Other processes on the device, engines above all, need the memory.
             torch.cuda.empty_cache()
 
     def reload(self, part: Part) -> None:

@@ -78,6 +78,7 @@ class PassRequest(NamedTuple):
     def kind(self) -> int:
         """A number that ranks compare."""
         adapters = 0 if self.adapters is None else self.adapters.fingerprint(self.data)
+        # One number, so that one collective compares all of it.
         return (adapters * len(REPLAY_MODES) + REPLAY_MODES.index(self.router_replay)) * 2 + self.forward_only
 
 
@@ -107,6 +108,7 @@ class PassResults:
                     f"the model returned {name} of shape {found} for micro-batch {index}; expected {expected}"
                 )
         if self.keeps_outputs:
+            # Detached: the graph of a micro-batch must not outlive its backward pass.
             self._outputs[index] = {name: value.detach() for name, value in output._asdict().items() if value is not None}
         if self.request.loss_fn is None:
             return None
@@ -121,7 +123,9 @@ class PassResults:
         data, outputs = self.request.data, dict[str, list[Tensor]]()
         for index in sorted(self._outputs):
             for name, value in self._outputs[index].items():
+                # Copies: a view would keep the outputs of the whole micro-batch.
                 outputs.setdefault(name, []).extend(part.clone() for part in data[index].split(value))
+        # In the order of the request: a pipeline computes them in another.
         losses = [self._losses[index] for index in sorted(self._losses)]
         return ForwardResult(
             losses=tuple(torch.stack(losses).tolist()) if losses else (),
@@ -184,6 +188,7 @@ def check_micro_batches(handle: GuardedHandle, request: PassRequest) -> None:
     problem = problem_on_rank(handle, request)
     if replica.size() > 1:
         difference = problem_in_replica(checksum(data), replica, groups.device)
+        # Every rank takes part in every collective, one with a problem too.
         problem = problem or difference
     if world.size() > 1:
         ranks_problem = problem_between_ranks(len(data), problem is not None, request.kind, world, groups.device)

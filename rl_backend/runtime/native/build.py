@@ -55,6 +55,7 @@ def build_handle(
 
     stages = {number: build(stage) for number, stage in parts.items()}
     modules = list(stages.values()) or [build(None)]
+    # One module for FSDP's root and for offloading, however many stages.
     model = nn.ModuleList(modules) if stages else modules[0]
     model.train(not forward_only)
     # Copies last: checkpoints and exports fill them from their originals.
@@ -135,6 +136,7 @@ def build_module(
         round_parameters(module, getattr(torch, native.param_dtype))
         module.requires_grad_(False)
     elif schedule is not None and schedule.splits_backward:
+        # Before the layout: FSDP2 and tensor parallelism wrap what forward is then.
         put_off_in_linear_layers(module)
     family.parallelize(module, groups, native)
     return module.to_empty(device=groups.device)

@@ -36,6 +36,7 @@ def all_tensors(handle: NativeHandle) -> StateTensors:
     tensors: dict[str, Tensor | TensorPieces] = {}
     for kind, name, tensor in _held_tensors(handle):
         original = handle.stage_copies.get(name, name)
+        # Of a tied weight that this rank has twice, one is enough.
         if original != name and original in handle.parameters:
             continue
         tensors |= _pieces(handle, kind, name, tensor)

@@ -56,6 +56,7 @@ def export_gradients(handle: NativeHandle, only: Collection[str] | None) -> Weig
     names, parameters, groups = handle.weight_names, handle.parameters, handle.groups
     require_known_names("export_gradients", only, stored_names(names))
     here = [key in parameters and parameters[key].grad is not None for key in names]
+    # A weight may have a gradient on some ranks only; all must gather the same list.
     present = torch.tensor(here, dtype=torch.int32, device=groups.device)
     if groups.world_size > 1:
         dist.all_reduce(present, dist.ReduceOp.MAX, group=groups.world_group)

@@ -178,9 +178,11 @@ def run_pipeline(handle: NativeHandle, request: PassRequest) -> ForwardResult:
     schedule = _schedule(handle, len(request.data), forward_only=request.forward_only)
     work = _Stages(handle, request, schedule)
     for stage in handle.stages.values():
+        # Reduced once, when the whole schedule has run.
         fsdp.set_gradient_sync(stage, False, keep_gathered=not options.reshard_after_forward)
     with abandoned_on_error(handle, request.forward_only):
         if trains:
+            # What is left in them was added to the originals by the pass before.
             drop_gradients_of_copies(handle.parameters, handle.stage_copies)
         with torch.set_grad_enabled(trains):
             PipelineExecutor(schedule, handle.groups.pp_group, work).run()
@@ -215,6 +217,7 @@ class _Stages:
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
         rank_batch = self._rank_batches[micro_batch]
         with self.routers.forward(micro_batch, stage, rank_batch.layout, rank_batch.inputs.padding):
+            # All stages but the last return hidden states.
             output: Tensor | ModelOutput = self._handle.stages[stage](rank_batch.inputs._replace(hidden=hidden))
         if isinstance(output, Tensor):
             return output

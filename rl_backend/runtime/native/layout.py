@@ -166,6 +166,7 @@ def check_model_layout(family: ModelFamily, architecture: Any, native: NativeCon
                 f"model family {family.name!r} has no stages; use 'auto', or build them and say so with "
                 "ModelFamily.num_layers",
             )
+    # Of every rank, so that all refuse the same.
     for pp_rank in range(native.parallel.pp):
         for stage in model_stages(family, architecture, native, pp_rank).values():
             if isinstance(architecture, DecoderSpec):

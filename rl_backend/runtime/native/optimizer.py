@@ -71,6 +71,7 @@ class NativeOptimizer:
 
     def step(self, handle_name: str, adam: AdamParams | None = None) -> StepResult:
         """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite."""
+        # Every rank's numbers instead of their sum, which would depend on the layout.
         rows = all_gather(self._statistics(), self._groups.world_group, sum_gradients=False)
         result = step_result(rows, count_zeros=self._config.log_num_zeros_in_grad)
         if self.balance is not None:
@@ -145,6 +146,7 @@ class NativeOptimizer:
         for parameter in self.parameters.values():
             self.adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=self._groups.device),
+                # AdamW would allocate them in its first step; offloading and checkpoints see one layout at all times.
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }

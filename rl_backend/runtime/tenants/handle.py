@@ -117,6 +117,7 @@ class TenantOptimizer:
         weight_decay = given.get("weight_decay", self.schedule.weight_decay)
         rows.num_steps += 1
         for span, decays in rows.spans():
+            # torch.optim.AdamW steps whole tensors; here weight decay is of some spans of one row.
             torch._fused_adamw_(
                 [rows.weights[span]],
                 [rows.gradients[span]],
@@ -268,8 +269,10 @@ def step_tenants(tenants: Sequence[TenantHandle], adam: Sequence[AdamParams | No
 
     """
     optimizers = [tenant.trainer for tenant in tenants]
+    # One by one, so that a tenant's sums have one order whoever is beside it.
     for optimizer in optimizers:
         optimizer.reduce()
+    # One exchange for all of them: a collective costs its latency, however small.
     mine = torch.cat([optimizer.statistics() for optimizer in optimizers], dim=1)
     rows = all_gather(mine, tenants[0].groups.world_group, sum_gradients=False)
     results = []

@@ -126,6 +126,7 @@ class Tenants:
             head=head,
             micro_batch_multiple=base.micro_batch_multiple,
             base=base,
+            # Never used again, not even after the tenant is removed: data may still name it.
             lora_id=self._num_made,
             owner=base.owner,
             config=base.config,
@@ -231,6 +232,7 @@ class Tenants:
             loss.failures.update(agree_on_failures(loss.failures, tenants.with_loss(data)))
             for key, failure in loss.failures.items() if tenants.trains else ():
                 tenants.by_id[key].broken = f"its loss raised {failure}, so its gradients are incomplete"
+        # By number until here: names may contain each other.
         metrics = metrics_by_name(result.metrics, tenants)
         return ForwardResult(result.losses, metrics, result.outputs, results_of_tenants(loss, tenants, data, result))
 
