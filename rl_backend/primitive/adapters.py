@@ -126,10 +126,7 @@ ENOUGH_COLUMNS = 16
 def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, modules: Mapping[str, Columns | None]) -> Tensor:
     """``x @ weight.T + bias`` of all rows, plus ``scale * x @ a.T @ b.T`` of the rows of each adapter that has a module.
 
-    Args:
-        x: (T, in_features); adapters get gradients only if it requires one.
-        weight: (out_features, in_features), frozen.
-        modules: names in :attr:`AdapterRun.modules` -> their outputs; None where a module has all of them.
+    ``modules`` are names in :attr:`AdapterRun.modules` -> their outputs. Adapters get gradients only if ``x`` requires one.
     """
     adapted: Tensor = _AdaptedLinear.apply(x, weight, bias, modules, runs_at_work())
     return adapted

@@ -23,11 +23,8 @@ class CausalConv(nn.Module):
 def causal_conv(x: Tensor, weight: Tensor, seq_lens: Sequence[int], history: Tensor | None = None) -> Tensor:
     """``y[t] = sum_k weight[:, width - 1 - k] * x[t - k]`` for the tokens of one sequence; computed in float32 or better.
 
-    Args:
-        x: (T, channels), sequence after sequence.
-        weight: (channels, 1, width), as ``nn.Conv1d`` with as many groups as channels has it.
-        seq_lens: S lengths, which add up to T.
-        history: (S, width - 1, channels), what comes before each sequence's first token; None for zeros.
+    ``x`` is (T, channels) and ``weight`` (channels, 1, width), as of ``nn.Conv1d``; ``history``, (S, width - 1,
+    channels), comes before the sequences' first tokens, zeros for None.
     """
     taps, width = weight.squeeze(1), weight.shape[-1]
     if len(seq_lens) == 1:

@@ -29,12 +29,7 @@ class RowOwners(NamedTuple):
         return len(self.keys) + 1
 
     def runs(self, counts: Sequence[Sequence[int]], draws: Sequence[Sequence[int]]) -> list[tuple[int, AdapterRun]]:
-        """(expert, adapter at work on its rows), of rows that are sorted by expert, owner and sender.
-
-        Args:
-            counts: for each sender, rows of each expert and owner, the owner fastest.
-            draws: for each sender, of each adapter.
-        """
+        """(expert, adapter at work on its rows), of rows sorted by expert, owner and sender; ``counts`` are by sender."""
         found, start = list[tuple[int, AdapterRun]](), 0
         for place, total in enumerate(map(sum, zip(*counts, strict=True))):
             expert, owner = divmod(place, self.kinds)
@@ -179,11 +174,8 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
 
 
 def copy_rows(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-    """``x[tokens]``; (T, ...) -> (N, ...).
-
-    Args:
-        tokens: (N,) int64, which row stands at each place; every row equally often.
-        places: (T, N / T) int64, where each row's copies stand.
+    """``x[tokens]``; (T, ...) -> (N, ...), every row equally often; ``places``, (T, N / T), say where each row's copies
+    stand.
     """
     # Indexing would add gradients of copies up in any order on CUDA; here it is that of ``places``.
     copies: Tensor = _MoveRows.apply(x, tokens, places, True)
@@ -220,12 +212,8 @@ def _sum_copies(rows: Tensor, places: Tensor) -> Tensor:
 class Experts(nn.Module, ABC):
     """E feed-forward blocks on the tokens that a router gave them.
 
-    Attributes:
-        intermediate_dims: parameter -> its dimension of intermediate features, which ranks may share out; None for one
-            that is added to what an expert returns. Dimension 0 numbers the experts.
-        dispatch: brings tokens to the experts; replace it where they are on several ranks.
-        first_expert: of this rank among those of all.
-        share: this rank's tokens among those of adapters.
+    ``intermediate_dims`` is, of a parameter, its dimension of intermediate features, which ranks may share out; None for
+    one that is added to what an expert returns. Replace ``dispatch`` where experts are on several ranks.
     """
 
     intermediate_dims: ClassVar[Mapping[str, int | None]]

@@ -27,11 +27,8 @@ def expert_use(
     padding: Tensor | None = None,
     sum_over_ranks: Callable[[Tensor], object] | None = None,
 ) -> ExpertUse:
-    """Counts (T, top_k) choices.
-
-    Args:
-        padding: (T,) bool, tokens that do not count.
-        sum_over_ranks: adds up, in place, over the ranks that have the other tokens of the micro-batch.
+    """Counts (T, top_k) choices of tokens that are no ``padding``; ``sum_over_ranks`` adds up those of the micro-batch's
+    others.
     """
     num_tokens = experts.new_full((1,), experts.shape[0])
     if padding is not None:

@@ -53,7 +53,6 @@ class Adaptable:
         Args:
             weights: Hugging Face names of the model's weights, in order.
             gathered_over: ranks with other modules: those of experts, those of the pipeline.
-            groups: the other attributes.
         """
         whole = dict(held)
         for group in gathered_over:

@@ -127,12 +127,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class ScheduledOptimizer(Protocol):
-    """An optimizer with a learning-rate schedule.
-
-    Attributes:
-        num_steps: optimizer steps taken.
-        learning_rate: of the next step.
-    """
+    """An optimizer with a learning-rate schedule; ``learning_rate`` is that of the next step."""
 
     @property
     def num_steps(self) -> int: ...
@@ -154,42 +149,30 @@ def require_head(head: str) -> None:
 
 @dataclass(eq=False, kw_only=True)
 class GuardedHandle[O: ScheduledOptimizer](ABC):
-    """One model of a :class:`~rl_backend.runtime.guarded.GuardedRuntime`: a :class:`~rl_backend.contracts.ModelHandle`.
-
-    Attributes:
-        owner: the runtime that it belongs to; None once it is closed.
-        config: the runtime's, with the ``hf_path`` and optimizer of this model.
-        hf_config: ``config.json``.
-        max_length: longest sequence, in tokens; None where the model sets no limit.
-        optimizer: None for a forward-only handle.
-        adaptable: what LoRA tenants can adapt; None for a model that is trained itself.
-        broken: why its gradients cannot be used, until ``zero_grad``: a pass failed in the middle. Else empty.
-        damaged: why its weights cannot be used, until a checkpoint loads: loading one failed in the middle. Else empty.
-        loaded: digest of the manifest of the checkpoint that it has loaded; empty where there is none.
-    """
+    """One model of a :class:`~rl_backend.runtime.guarded.GuardedRuntime`: a :class:`~rl_backend.contracts.ModelHandle`."""
 
     name: str
     forward_only: bool
     head: contracts.Head
-    config: contracts.RuntimeConfig
+    config: contracts.RuntimeConfig  # the runtime's, with the ``hf_path`` and optimizer of this model
     groups: RankGroups
-    hf_config: Mapping[str, Any]
+    hf_config: Mapping[str, Any]  # ``config.json``
     kept: Mapping[str, tuple[int, ...]]
     vocab_size: int
-    max_length: int | None
-    optimizer: O | None
+    max_length: int | None  # longest sequence, in tokens; None where the model sets no limit
+    optimizer: O | None  # None for a forward-only handle
     micro_batch_multiple: int = 1
     weight_version: int = 0
     base: contracts.ModelHandle | None = None
     lora_id: int = -1
-    adaptable: Adaptable | None = None
-    owner: object | None = None
+    adaptable: Adaptable | None = None  # what LoRA tenants can adapt; None for a model that is trained itself
+    owner: object | None = None  # the runtime that it belongs to; None once it is closed
     data_parallel_rank: int = field(init=False)
     data_parallel_size: int = field(init=False)
     offload: Offload = field(init=False)
-    broken: str = ""
-    damaged: str = ""
-    loaded: str = ""
+    broken: str = ""  # why its gradients cannot be used, until ``zero_grad``
+    damaged: str = ""  # why its weights cannot be used, until a checkpoint loads
+    loaded: str = ""  # digest of the manifest of the checkpoint that it has loaded
 
     def __post_init__(self) -> None:
         self.data_parallel_rank, self.data_parallel_size = self.groups.dp_rank, self.groups.dp_size
@@ -233,12 +216,7 @@ class GuardedHandle[O: ScheduledOptimizer](ABC):
         """Raises :class:`BatchError` for a number of micro-batches that the engine cannot run."""
 
     def require_replayable(self, router_replay: RouterReplay) -> None:
-        """Refuses routes of a model whose routers the engine cannot record or replay.
-
-        Raises:
-            BatchError: no such mode.
-            UnsupportedError: nothing to record or replay, or the engine would route differently.
-        """
+        """Raises for a mode that does not exist, or routes of a model whose routers the engine cannot record or replay."""
         if router_replay not in REPLAY_MODES:
             raise contracts.BatchError(
                 f"router_replay={router_replay!r}; expected one of {', '.join(REPLAY_MODES)}", router_replay=router_replay

@@ -121,11 +121,7 @@ def step_result(rows: Tensor, *, count_zeros: bool) -> StepResult:
 
 
 def clip_factor(clip_grad: float, norm: float) -> float:
-    """What gradients are multiplied by to bring their ``norm`` down to ``clip_grad``; 1 where there is nothing to clip.
-
-    Args:
-        clip_grad: 0 for no clipping.
-    """
+    """What gradients are multiplied by to bring ``norm`` down to ``clip_grad``; 1 where there is nothing to do."""
     # As torch and Megatron do it, so that results can be compared with theirs.
     return min(1.0, clip_grad / (norm + 1.0e-6)) if clip_grad > 0 else 1.0
 

@@ -32,7 +32,7 @@ from rl_backend.runtime.interface import REPLAY_MODES, RouterReplay
 
 
 class PassAdapters(Protocol):
-    """The adapters of a pass."""
+    """The adapters of a pass; ``heads`` are its outputs, the same for all of its micro-batches and ranks."""
 
     heads: Sequence[Head]  # the outputs of the pass, the same for all of its micro-batches and ranks
 

@@ -59,12 +59,9 @@ def gather_stages(
 
 
 def module_paths(model: nn.Module, hf_names: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Module name in ``model`` -> Hugging Face path, for every submodule that has parameters with Hugging Face names.
+    """Module name in ``model`` -> Hugging Face path: the longest dotted prefix that the names of all its parameters share.
 
-    The path is the longest dotted prefix that the names of all its parameters share. Modules without one have no entry.
-
-    Args:
-        hf_names: name of a parameter in ``model`` -> its Hugging Face names, several where it is fused out of several.
+    ``hf_names`` are, of a parameter in ``model``, its Hugging Face names, several where it is fused out of several.
     """
     parents: dict[str, set[str]] = {}
     for parameter, names in hf_names.items():
@@ -79,11 +76,7 @@ def module_paths(model: nn.Module, hf_names: Mapping[str, Sequence[str]]) -> dic
 def gather_outputs_of_stages(
     here: Mapping[tuple[int, int], Mapping[str, Tensor]], num_micro_batches: int, group: dist.ProcessGroup
 ) -> list[dict[str, Tensor]]:
-    """What the ranks of a pipeline have recorded, by micro-batch, in the order of the stages. A collective over ``group``.
-
-    Args:
-        here: (micro-batch, stage of the whole model) -> path -> output on the host.
-    """
+    """What the ranks of a pipeline have recorded, by micro-batch, in order. A collective over ``group``."""
     ranks: list[Mapping[tuple[int, int], Mapping[str, Tensor]]] = [here]
     if group.size() > 1:
         ranks = [{} for _ in range(group.size())]
@@ -99,14 +92,10 @@ def gather_outputs_of_stages(
 def record_outputs(
     model: nn.Module, hf_names: Mapping[str, Sequence[str]], hidden_size: int
 ) -> Generator[dict[str, Tensor]]:
-    """Collects what the modules in ``model`` give in one forward pass in the context: Hugging Face path -> copy of it.
+    """Collects what modules give in one forward pass in the context, (..., ``hidden_size``): Hugging Face path -> copy of
+    it.
 
-    Outputs are tensors alone or first in a tuple, (..., ``hidden_size``), in the order in which modules end. Rows are not
-    always
-    tokens: an expert's are what was routed to it.
-
-    Args:
-        hf_names: as in :func:`module_paths`.
+    Outputs are in the order in which modules end. Rows are not always tokens: an expert's are what was routed to it.
     """
     outputs: dict[str, Tensor] = {}
     kept: dict[str, str] = {}

@@ -123,8 +123,7 @@ def build_module(
 ) -> nn.Module:
     """A stage, or the whole model, laid out on ``groups.device``, with storage that is not filled.
 
-    Args:
-        adapted_names: the family's ``weight_names``, to let adapters work beside linear layers.
+    ``adapted_names`` are the family's ``weight_names``, to let adapters work beside linear layers.
     """
     with torch.device("meta"):
         module = family.build(architecture, settings)

@@ -29,11 +29,7 @@ from rl_backend.runtime.passes import PassRequest, check_micro_batches
 
 
 class NativeEngine(Engine[NativeHandle]):
-    """PyTorch's answers to the calls behind the atoms.
-
-    Raises:
-        ConfigError: the world size, the device or the environment does not fit ``config``.
-    """
+    """PyTorch's answers to the calls behind the atoms; see :func:`native_runtime`."""
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._options = config.options(NativeConfig)

@@ -21,30 +21,19 @@ from rl_backend.runtime.native.optimizer import NativeOptimizer
 
 @dataclass(eq=False, kw_only=True)
 class NativeHandle(GuardedHandle[NativeOptimizer]):
-    """One model of a :class:`~rl_backend.runtime.native.NativeRuntime`.
-
-    Attributes:
-        model: the module, sharded; with a pipeline, all stages of this rank.
-        stages: number -> module, of the stages that this rank has; empty without a pipeline.
-        stage_copies: parameter of the last stage that is a copy -> the parameter of the first that it is a copy of.
-        has_outputs: whether this rank is the one of its replica that returns outputs.
-        parameters: name in the module -> parameter of this rank, in export order, copies last.
-        weight_names: name in the module -> Hugging Face name or names of the whole model, in the same order, without copies.
-        layouts: of all of them, those of other stages too.
-        num_passes: passes that a pipeline has begun, by which a trace tells them apart.
-    """
+    """One model of a :class:`~rl_backend.runtime.native.NativeRuntime`."""
 
     groups: ParallelGroups
     family: ModelFamily
     architecture: Any
-    model: nn.Module
-    stages: Mapping[int, nn.Module]
-    stage_copies: Mapping[str, str]
-    has_outputs: bool
-    parameters: Mapping[str, nn.Parameter]
-    weight_names: Mapping[str, contracts.WeightName]
-    layouts: Mapping[str, TensorLayout]
-    num_passes: int = 0
+    model: nn.Module  # the module, sharded; with a pipeline, all stages of this rank
+    stages: Mapping[int, nn.Module]  # number -> module, of this rank's stages; empty without a pipeline
+    stage_copies: Mapping[str, str]  # parameter of the last stage that is a copy -> its original in the first
+    has_outputs: bool  # whether this rank is the one of its replica that returns outputs
+    parameters: Mapping[str, nn.Parameter]  # name in the module -> parameter of this rank, in export order, copies last
+    weight_names: Mapping[str, contracts.WeightName]  # of the whole model, in the same order, without copies
+    layouts: Mapping[str, TensorLayout]  # of all of them, those of other stages too
+    num_passes: int = 0  # that a pipeline has begun, by which a trace tells them apart
 
     @property
     def has_gradients(self) -> bool:

@@ -90,10 +90,8 @@ def has_last_stage(config: NativeConfig, pp_rank: int) -> bool:
 
 
 def model_stages(family: ModelFamily, architecture: Any, config: NativeConfig, pp_rank: int) -> dict[int, ModelStage]:
-    """Number -> what is in it, of the stages that ``pp_rank`` has.
-
-    Raises:
-        ConfigError: layers that do not fit the stages, or ``pipeline_layers`` given without a pipeline.
+    """Number -> what is in it, of the stages that ``pp_rank`` has; raises :class:`ConfigError` for layers that do not fit
+    them.
     """
     parallel = config.parallel
     found = algorithm(config)

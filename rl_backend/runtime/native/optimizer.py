@@ -27,11 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_decayed(name: WeightName, parameter: Tensor) -> bool:
-    """Whether weight decay applies: not to biases and not to tensors of one dimension (Megatron-Core's rule).
-
-    Args:
-        name: Hugging Face name, or names of the tensors packed in the parameter, which count one by one.
-    """
+    """Whether weight decay applies: not to biases and not to tensors of one dimension (Megatron-Core's rule)."""
     packed = len(name.shape) if isinstance(name, PackedWeight) else 0
     return parameter.dim() - packed != 1 and not any(
         stored.endswith((".bias", "_bias")) for _, stored in stored_tensors(name)

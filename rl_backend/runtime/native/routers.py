@@ -22,13 +22,7 @@ from rl_backend.runtime.recording import gather_rows, gather_stages
 class PassRouters:
     """What one ``forward_backward`` does at routers: it replays routes of the batch, records choices, or counts them.
 
-    Attributes:
-        replayed: the layers with experts of the whole model when these take the routes of the batch; else None.
-        recorded: the same layers when what they choose is kept; else None.
-        loads: choices that balancing counts.
-
-    Raises:
-        UnsupportedError: the model has other routers than ``ModelFamily.routed_layers`` says.
+    ``replayed`` and ``recorded`` are the layers with experts of the whole model, None where nothing is replayed or recorded.
     """
 
     def __init__(self, handle: NativeHandle, router_replay: RouterReplay, *, forward_only: bool) -> None:
@@ -43,13 +37,8 @@ class PassRouters:
 
     @contextmanager
     def forward(self, micro_batch: int, stage: int, layout: TokenLayout | None, padding: Tensor | None) -> Generator[None]:
-        """Around the forward pass of one stage of the model, or of the model as stage 0.
-
-        Args:
-            padding: bool, which of this rank's rows stand for no token.
-
-        Raises:
-            UnsupportedError: the model does not give a router its routes.
+        """Around the forward pass of one stage of the model, or of the model as stage 0; ``padding`` says which rows are no
+        token.
         """
         recorded, chosen = self.recorded, list[Tensor]()
 

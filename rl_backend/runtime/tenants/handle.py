@@ -263,11 +263,7 @@ def require_tenant(base: GuardedHandle, adaptable: Adaptable, head: Head) -> Non
 
 
 def step_tenants(tenants: Sequence[TenantHandle], adam: Sequence[AdamParams | None]) -> list[StepResult]:
-    """One step of each, in their order, with its own values and one exchange of norms.
-
-    A non-finite gradient skips its own tenant alone.
-
-    """
+    """One step of each, in their order, with its own values; a non-finite gradient skips its own tenant alone."""
     optimizers = [tenant.trainer for tenant in tenants]
     # One by one, so that a tenant's sums have one order whoever is beside it.
     for optimizer in optimizers:

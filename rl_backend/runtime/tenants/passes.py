@@ -118,12 +118,7 @@ def runs_of_equal(ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, i
 
 @dataclass
 class LossOfTenants:
-    """A loss that gives each tenant its own sequences, losses and denominators; an error in one is that one's result.
-
-    Attributes:
-        results: tenant -> micro-batch -> its loss and metrics.
-        failures: tenant -> what its loss raised.
-    """
+    """A loss that gives each tenant its own sequences, losses and denominators; an error in one is that one's result."""
 
     tenants: PassTenants
     results: dict[int, list[tuple[float, Mapping[str, MetricValue]]]] = field(default_factory=dict)
