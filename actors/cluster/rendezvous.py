@@ -1,4 +1,6 @@
-"""Rendezvous of a group's processes: a store on the loopback address, a gate for other machines, and free ports."""
+"""Rendezvous of a group's processes: a store on the loopback address, a gate for other machines, free ports, and the gloo
+group of a push.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,25 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import ray
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+import torch
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
 
 from actors.cluster.tcp_proxy import Gate, TcpProxy
 from rl_backend.parallel.groups import LOOPBACK, host_store, prefer_loopback
 
 ATTEMPTS = 5
 """Ports that :func:`with_free_port` tries."""
+GLOO_TIMEOUT = timedelta(seconds=120)
+"""How long one side of a :class:`GlooGroup` waits for the other."""
 
 
 def with_free_port[T](host: str, attempt: Callable[[int], T], *, attempts: int = ATTEMPTS) -> T:
@@ -161,3 +173,50 @@ class RendezvousRoute:
         """Opens no more connections; those that are open stay."""
         if self._doorway is not None:
             self._doorway.close()
+
+
+@dataclass(frozen=True)
+class GlooAddress:
+    """Where a group meets, and how many processes are in it."""
+
+    rendezvous: Rendezvous
+    size: int
+
+
+class GlooGroup:
+    """A process group apart from torch's default one, so that a trainer's own groups are left alone.
+
+    Joins the group that the source rank made, whose place in it is 0.
+    """
+
+    def __init__(self, address: GlooAddress, rank: int) -> None:
+        self._path = RendezvousRoute(address.rendezvous)
+        store = TCPStore(LOOPBACK, self._path.port, address.size, is_master=False, timeout=GLOO_TIMEOUT)
+        prefixed = PrefixStore("rl_backend_weights", store)
+        self._group: Any = ProcessGroupGloo(prefixed, rank, address.size, _gloo_options(address.rendezvous))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's contiguous CPU tensor to all."""
+        if tensor.numel():
+            options = BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            self._group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
+
+    def close(self) -> None:
+        """Closes the connections, which tells those who wait for this process."""
+        self._group = None
+        self._path.close()
+
+
+def _gloo_options(rendezvous: Rendezvous) -> Any:
+    """On the interface that ``GLOO_SOCKET_IFNAME`` names, else on the one with the rendezvous' kind of address."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    # Ranks of one machine have named the loopback interface for themselves; engines elsewhere cannot reach it.
+    if interface and (rendezvous.on_one_machine or interface != "lo"):
+        place = {"interface": interface}
+    else:
+        place = {"hostname": LOOPBACK if rendezvous.on_one_machine else node_address()}
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(**place)]
+    options._timeout = GLOO_TIMEOUT
+    return options

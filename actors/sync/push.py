@@ -8,29 +8,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from actors.rollout.group.engines import EngineSet, are_on_node
+from actors.rollout.group.engines import EngineSet, are_on_node, raise_failures
 from actors.rollout.group.group import RolloutGroup
-from actors.sync.adapter_push import AdapterPush
-from actors.sync.canary import Canary
+from actors.sync.adapter_push import AdapterPush, Canary
+from actors.sync.gpu_transports import CudaIpcTransport, NcclTransport, StreamingTransport, devices_of_two
 from actors.sync.report import PushClock, PushReport
 from actors.sync.source import SourceRanks
-from actors.sync.transport.gpu import CudaIpcTransport, NcclTransport, StreamingTransport, devices_of_two
-from actors.sync.transport.staged import (
+from actors.sync.staged_transports import (
     GlooTransport,
     PushPlan,
     SharedMemoryTransport,
     StagedTransport,
-    Transport,
     TransportName,
     describe_export,
     make_plan,
-    raise_failures,
 )
 from actors.train.context import HandleRef
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError, WeightSyncError
 from rl_backend.trace.recorder import span
 
 _CANARY = Canary()
+
+type Transport = StagedTransport | StreamingTransport
 
 
 class WeightSync:
@@ -134,16 +133,15 @@ class WeightSync:
             plan = self._plan()
             clock.version = plan.version
             transport = self._choose(plan, rollout)
-            transport.check(plan, rollout)
+            if problem := transport.problem(plan, rollout):
+                raise UnsupportedError(f"transport={transport.name!r}: {problem}")
             if self._rollout.last_sync != self._key and isinstance(transport, StreamingTransport):
                 transport.reconnect()
             self._rollout.last_sync = self._key
-        if isinstance(transport, StagedTransport):
-            engines = self._push_staged(transport, plan, rollout, clock)
-        elif isinstance(transport, StreamingTransport):
+        if isinstance(transport, StreamingTransport):
             engines = self._push_streaming(transport, plan, rollout, clock)
         else:
-            raise TypeError(f"{type(transport).__name__} is neither a StagedTransport nor a StreamingTransport")
+            engines = self._push_staged(transport, plan, rollout, clock)
         return PushReport(plan.version, plan.nbytes, clock.seconds(), transport.name, engines, skipped)
 
     def close(self) -> None:
@@ -241,7 +239,10 @@ class WeightSync:
 
 
 _TRANSPORTS: dict[str, type[Transport]] = {
-    transport.name: transport for transport in (SharedMemoryTransport, GlooTransport, NcclTransport, CudaIpcTransport)
+    "shared_memory": SharedMemoryTransport,
+    "gloo": GlooTransport,
+    "nccl": NcclTransport,
+    "cuda_ipc": CudaIpcTransport,
 }
 
 

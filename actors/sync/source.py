@@ -55,8 +55,6 @@ class WeightSource:
     """
 
     def __init__(self, weights: Mapping[str, Tensor] | Callable[[], Iterator[tuple[str, Tensor]]], version: int = 0) -> None:
-        if version < 0:
-            raise ConfigError.of("version", version, "a weight version is a whole number from 0")
         self._weights = weights
         self.version = version
         self._context = _LocalContext(self)

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from actors.cluster import prometheus
+from actors.cluster.rendezvous import GlooAddress, GlooGroup
 from actors.rollout.engine.in_process import VllmInProcess
-from actors.wire.gloo_group import Address, GlooGroup, receive_into
 from actors.wire.segment import Segment, SharedSegment, map_segment
 from rl_backend.contracts import (
     RLBackendError,
@@ -24,7 +24,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.trace.recorder import span
 from rl_backend.weights.compare import check_manifest
-from rl_backend.weights.staging import check_staged, find_intact
+from rl_backend.weights.staging import check_staged, find_intact, read_tensor
 
 
 class WeightReceiver:
@@ -54,7 +54,7 @@ class WeightReceiver:
             self._own_segment = SharedSegment(nbytes)
         return Segment(str(self._own_segment.path), self._own_segment.nbytes)
 
-    def join_gloo(self, key: str, address: Address, rank: int) -> None:
+    def join_gloo(self, key: str, address: GlooAddress, rank: int) -> None:
         """Takes this engine's place in the gloo group of one weight sync's source rank."""
         if key in self._gloo:
             self._gloo.pop(key).close()
@@ -63,12 +63,10 @@ class WeightReceiver:
     def receive(self, key: str, layout: WeightManifest) -> None:
         """Receives weights over gloo into this engine's own segment; nothing is verified or loaded yet."""
         self._verified = None
-        if key not in self._gloo or self._own_segment is None:
-            raise WeightSyncError(
-                f"{self._vllm.name}: join_gloo() and make_segment() come before receive()", engine=self._vllm.name
-            )
+        assert self._own_segment is not None, "make_segment() comes before"
         try:
-            receive_into(self._gloo[key], self._own_segment.buffer, layout.tensors)
+            for info in layout.tensors:
+                self._gloo[key].broadcast(read_tensor(self._own_segment.buffer, info))
         except RuntimeError as error:
             raise WeightSyncError(
                 f"{self._vllm.name}: the gloo broadcast failed: {error}", engine=self._vllm.name

@@ -14,7 +14,7 @@ from weakref import ref
 import ray
 
 from actors.rollout.group.calls import collect
-from actors.rollout.group.engines import EngineSet, are_on_node, engine_name, raise_first
+from actors.rollout.group.engines import EngineSet, are_on_node, engine_name, raise_failures
 from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
 from actors.wire.factors import FactorMemories, SharedFactors
 from actors.wire.segment import DIRECTORY, Segment, SharedSegment, host_identity
@@ -148,7 +148,7 @@ class GroupAdapters:
             calls: dict[int, Any] = {}
             try:
                 calls = self._engines.start_call("drop_adapter", adapter)
-                raise_first(self._engines.gather(calls))
+                raise_failures(self._engines.gather(calls))
             finally:
                 self.free(pushed, calls.values())
 
@@ -238,11 +238,9 @@ class GroupAdapters:
         self._merged = merged
         self.base_pushes += 1
 
-    def chosen(self, adapter: str | Sequence[str | None] | None, prompts: int) -> list[AdapterVersion | None] | None:
-        """The version of each prompt's tenant; None without any. To be called with the lock of requests."""
-        if adapter is None:
-            return None
-        names = [adapter] * prompts if isinstance(adapter, str) else list(adapter)
+    def chosen(self, adapter: str | Sequence[str | None] | None, prompts: int) -> list[AdapterVersion | None]:
+        """The version of each prompt's tenant, None for the weights alone. To be called with the lock of requests."""
+        names = [adapter] * prompts if adapter is None or isinstance(adapter, str) else list(adapter)
         if len(names) != prompts:
             raise BatchError(f"adapter has {len(names)} names for {prompts} prompts; give one, or one for each prompt")
         chosen = [None if name is None else self._version(name) for name in names]
@@ -257,8 +255,7 @@ class GroupAdapters:
         Raises:
             RolloutError: it has not been pushed, or the weights have an adapter merged into them.
         """
-        chosen = self.chosen(tenant, 1)
-        return None if chosen is None else chosen[0]
+        return self.chosen(tenant, 1)[0]
 
     def bring(self, actors: Mapping[int, Any], infos: Mapping[int, EngineInfo]) -> None:
         """Gives engines that are about to join every tenant; each is loaded once, and compared with what was sent."""
@@ -267,7 +264,7 @@ class GroupAdapters:
             calls = {
                 engine: actor.push_adapter.remote(*self.sent_to(pushed, infos[engine])) for engine, actor in actors.items()
             }
-            raise_first(collect(calls, names, self._engines.config.start_timeout))
+            raise_failures(collect(calls, names, self._engines.config.start_timeout))
 
     def _version(self, tenant: str) -> AdapterVersion:
         if tenant not in self._pushed:

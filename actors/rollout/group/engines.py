@@ -208,8 +208,9 @@ def are_on_node(engines: EngineSet, node_id: str, host: str) -> bool:
     return all((infos[engine].node_id, infos[engine].host) == (node_id, host) for engine in engines.engines)
 
 
-def raise_first(outcomes: Mapping[int, Any]) -> None:
-    """Raises the first outcome of :meth:`EngineSet.call` that is an error."""
-    for outcome in outcomes.values():
-        if isinstance(outcome, RLBackendError):
-            raise outcome
+def raise_failures(outcomes: Mapping[int, Any]) -> None:
+    """Raises when any outcome of :meth:`EngineSet.call` is an error: the first one's type, the text of all."""
+    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, RLBackendError)]
+    if failures:
+        first = failures[0]
+        raise first if len(failures) == 1 else type(first)("; ".join(map(str, failures)), **first.details)

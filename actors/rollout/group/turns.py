@@ -13,10 +13,9 @@ from typing import Any
 import ray
 
 from actors.cluster.ray_watch import ray_is_usable
-from actors.rollout.config import SamplingConfig
 from actors.rollout.group.calls import outcome_of
 from actors.rollout.group.engines import EngineSet, engine_name
-from actors.rollout.messages import AdapterVersion, Request, TurnAnswer, TurnRequest
+from actors.rollout.messages import Request, Response
 from rl_backend.contracts import EngineDeadError, RLBackendError, RolloutError
 
 ANSWER_SECONDS = 30.0
@@ -48,7 +47,7 @@ class EngineTurns:
         self._lose = lose
         self._keys = itertools.count()
         self._changed = threading.Condition()
-        self._asked: dict[int, Future[TurnAnswer]] = {}
+        self._asked: dict[int, Future[Response]] = {}
         self._progress = 0.0
         """``time.monotonic()`` when the engine is known to have ended a request, or to have had none of these turns."""
         self._ended: RLBackendError | None = None
@@ -60,11 +59,9 @@ class EngineTurns:
         """Turns that are not answered."""
         return len(self._asked)
 
-    def ask(
-        self, request: Request, sampling: SamplingConfig, adapter: AdapterVersion | None, require_version: int | None
-    ) -> Future[TurnAnswer]:
+    def ask(self, request: Request) -> Future[Response]:
         """Asks for a turn. Cancelling the future gives the turn up."""
-        future: Future[TurnAnswer] = Future()
+        future: Future[Response] = Future()
         key = next(self._keys)
         with self._changed:
             if self._ended is not None:
@@ -75,7 +72,7 @@ class EngineTurns:
             self._asked[key] = future
             self._changed.notify()
         future.add_done_callback(partial(self._give_up_cancelled, key))
-        self._start_turns.remote([TurnRequest(key, request, sampling, adapter, require_version)])
+        self._start_turns.remote([(key, request)])
         return future
 
     def give_up(self) -> None:
@@ -91,7 +88,7 @@ class EngineTurns:
         for future in asked.values():
             _set(future, error)
 
-    def _give_up_cancelled(self, key: int, future: Future[TurnAnswer]) -> None:
+    def _give_up_cancelled(self, key: int, future: Future[Response]) -> None:
         if future.cancelled() and self._ended is None:
             self._give_up_turns.remote([key])
 
@@ -113,7 +110,7 @@ class EngineTurns:
                 return
             self._take(answers)
 
-    def _next_answers(self) -> Iterable[tuple[int, TurnAnswer | RLBackendError]]:
+    def _next_answers(self) -> Iterable[tuple[int, Response | RLBackendError]]:
         reference = self._take_turns.remote(ANSWER_SECONDS)
         while not ray.wait([reference], timeout=self._seconds_left())[0]:
             if self._ended is not None:
@@ -130,7 +127,7 @@ class EngineTurns:
         outcome = outcome_of(reference, self._name)
         if isinstance(outcome, RLBackendError):
             raise outcome
-        answers: Iterable[tuple[int, TurnAnswer | RLBackendError]] = outcome
+        answers: Iterable[tuple[int, Response | RLBackendError]] = outcome
         return answers
 
     def _seconds_left(self) -> float:
@@ -150,7 +147,7 @@ class EngineTurns:
             self._progress = max(self._progress, time.monotonic() - outcome)
         return self._seconds_left() > 0
 
-    def _take(self, answers: Iterable[tuple[int, TurnAnswer | RLBackendError]]) -> None:
+    def _take(self, answers: Iterable[tuple[int, Response | RLBackendError]]) -> None:
         for key, answer in answers:
             with self._changed:
                 future = self._asked.pop(key, None)
@@ -182,25 +179,14 @@ class GroupTurns:
         turns = dict(self._turns)
         return {engine: turns[engine].in_flight if engine in turns else 0 for engine in self._engines.engines}
 
-    def ask(
-        self,
-        engine: int,
-        request: Request,
-        sampling: SamplingConfig,
-        *,
-        adapter: AdapterVersion | None = None,
-        require_version: int | None = None,
-    ) -> Future[TurnAnswer]:
+    def ask(self, engine: int, request: Request) -> Future[Response]:
         """Asks an engine for a turn; cancelling the future gives it up. One that comes during a push of weights begins
         after it, with the new ones.
 
         The future raises what :meth:`~actors.rollout.group.group.RolloutGroup.generate` raises; an error of one turn affects
         only that turn.
-
-        Args:
-            request: of one response, with its seed.
         """
-        return self._turns_of(engine).ask(request, sampling, adapter, require_version)
+        return self._turns_of(engine).ask(request)
 
     def give_up(self) -> None:
         """Ends every turn in flight: each is answered with ``finish="abort"`` and what it had sampled."""
@@ -229,7 +215,7 @@ class GroupTurns:
             return turns
 
 
-def _set(future: Future[TurnAnswer], answer: TurnAnswer | RLBackendError) -> None:
+def _set(future: Future[Response], answer: Response | RLBackendError) -> None:
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(answer, RLBackendError):

@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from actors.cluster.placement import thread_environment
 from actors.cluster.rendezvous import use_interface
 from actors.rollout.config import OWN_ARGUMENTS, RolloutConfig
-from actors.rollout.vllm.capabilities import check_served, has_deltanet, has_latent_attention
-from actors.rollout.vllm.served_config import config_folder
+from actors.rollout.vllm.capabilities import check_served, config_folder, has_deltanet, has_latent_attention
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.contracts import ConfigError, RLBackendError, RolloutError, UnsupportedError

@@ -230,7 +230,7 @@ def test_the_first_reason_of_a_death_is_kept_and_nothing_is_said_of_a_successor(
 def test_a_group_that_is_closed_ends_all_and_waits_for_no_engine_for_long(cluster: Cluster) -> None:
     group = RolloutGroup(config())
     cluster.of(1).silent.add("close")
-    turn = group.turns.ask(0, None, None)  # type: ignore[arg-type]
+    turn = group.turns.ask(0, None)  # type: ignore[arg-type]
     cluster.ray.waited.clear()
     group.close()
     group.close()

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.engine import FinishReason
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.engine.step_loop import Completion, Job
+from actors.rollout.engine.step_loop import Completion
 from actors.rollout.engine.stepper import VllmStepper
 from actors.rollout.messages import AdapterVersion, Request
 from actors.rollout.vllm.streaming import CheckedIpcWeightTransferEngine, CheckedLoad, ChecksumInfo
@@ -71,7 +71,7 @@ def test_vllm_is_stepped_by_hand_with_keys_of_the_caller() -> None:
     adapter = AdapterVersion("poet", 3, 9, 8)
     for key, seed in ((4, 7), (5, None), (6, 8)):
         chosen = adapter if key == 5 else None
-        stepper.add(key, Job(Request((1, 2, key), 1, seed), SamplingConfig(max_new_tokens=20 + key), chosen))
+        stepper.add(key, Request((1, 2, key), SamplingConfig(max_new_tokens=20 + key), seed, chosen))
     added = [each[:5] for each in engine.asked]
     assert added == [
         ("add", "4", [1, 2, 4], 7, 24),

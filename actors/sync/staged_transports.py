@@ -22,18 +22,22 @@ from typing import Any, Literal
 
 import ray
 import torch
-from torch import Tensor
 
-from actors.cluster.rendezvous import RendezvousPoint, node_address, rendezvous_address
-from actors.rollout.group.engines import EngineSet
+from actors.cluster.rendezvous import (
+    GLOO_TIMEOUT,
+    GlooAddress,
+    GlooGroup,
+    RendezvousPoint,
+    node_address,
+    rendezvous_address,
+)
+from actors.rollout.group.engines import EngineSet, raise_failures
 from actors.sync.source import SourceContext, SourceHandle, SourceRanks
-from actors.wire.gloo_group import TIMEOUT, Address, GlooGroup
 from actors.wire.segment import Segment, SharedSegment, host_identity
 from rl_backend.contracts import (
     ConfigError,
     RLBackendError,
     TensorInfo,
-    UnsupportedError,
     WeightManifest,
     WeightSyncError,
     dtype_from_name,
@@ -112,8 +116,8 @@ class Transport(ABC):
     name: str
 
     @abstractmethod
-    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
-        """Raises :class:`~rl_backend.contracts.UnsupportedError` when the transport cannot serve these ranks and engines."""
+    def problem(self, plan: PushPlan, rollout: EngineSet) -> str:
+        """Why it cannot serve these ranks and engines, and what to use; empty where it can."""
 
     def close(self, train: SourceRanks, rollout: EngineSet) -> None:  # noqa: B027, most transports keep something
         """Frees what the transport keeps in ranks and engines."""
@@ -150,8 +154,7 @@ def describe_export(
 def make_plan(descriptions: list[tuple[str, PushPlan | None]]) -> PushPlan:
     """The source rank's plan with every rank's device in it."""
     plan = descriptions[SOURCE_RANK][1]
-    if plan is None:
-        raise WeightSyncError(f"rank {SOURCE_RANK} of the training group did not describe its weights")
+    assert plan is not None, "the source rank describes its weights"
     devices = tuple(device for device, _ in descriptions)
     return replace(plan, device_ids=devices if all(devices) else ())
 
@@ -176,17 +179,6 @@ def from_source(results: list[Any]) -> Any:
     return result
 
 
-def raise_failures(outcomes: dict[int, Any]) -> None:
-    """Raises when any engine's outcome is an error: the first one's type, the text of all."""
-    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, RLBackendError)]
-    if not failures:
-        return
-    first = failures[0]
-    if len(failures) == 1:
-        raise first
-    raise type(first)("; ".join(str(failure) for failure in failures), **first.details)
-
-
 def _cuda_device() -> str:
     # A rank whose model is on a GPU has a CUDA context; one that trains on the CPU of a machine with GPUs has none.
     if not torch.cuda.is_initialized():
@@ -203,15 +195,10 @@ class SharedMemoryTransport(StagedTransport):
         self._key = ""
         self._segment: Segment | None = None
 
-    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
-        elsewhere = [
-            info.name for engine, info in rollout.infos.items() if engine in rollout.engines and info.host != plan.host
-        ]
-        if elsewhere:
-            raise UnsupportedError(
-                f"transport='shared_memory': {', '.join(elsewhere)} and the trainer's source rank do not share /dev/shm; "
-                "use transport='gloo'"
-            )
+    def problem(self, plan: PushPlan, rollout: EngineSet) -> str:
+        infos = [rollout.infos[engine] for engine in rollout.engines]
+        elsewhere = ", ".join(info.name for info in infos if info.host != plan.host)
+        return elsewhere and f"{elsewhere} and the trainer's source rank do not share /dev/shm; use transport='gloo'"
 
     def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
         self._key = plan.key
@@ -316,8 +303,9 @@ class GlooTransport(StagedTransport):
         self._members: dict[int, int] = {}
         self._key = ""
 
-    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
-        """Every host that Ray reaches can be reached."""
+    def problem(self, plan: PushPlan, rollout: EngineSet) -> str:
+        # Every host that Ray reaches can be reached.
+        return ""
 
     def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
         self._key = plan.key
@@ -358,11 +346,11 @@ class GlooTransport(StagedTransport):
         size = len(members) + 1
         source = from_source(train.run_on_ranks(source_node))
         nodes = [source, *(rollout.infos[engine].node_ip for engine in members)]
-        address: Address = from_source(train.run_on_ranks(listen, self._key, rendezvous_address(nodes), size))
+        address: GlooAddress = from_source(train.run_on_ranks(listen, self._key, rendezvous_address(nodes), size))
         positions = {engine: position for position, engine in enumerate(members, start=1)}
         joining = rollout.start_call("join_gloo", self._key, address, each=lambda engine: (positions[engine],))
         connected = train.run_on_ranks(connect, self._key)
-        raise_failures(rollout.gather(joining, 2 * TIMEOUT.total_seconds()))
+        raise_failures(rollout.gather(joining, 2 * GLOO_TIMEOUT.total_seconds()))
         from_source(connected)
         self._members = members
 
@@ -372,14 +360,14 @@ def source_node(context: SourceContext) -> str | None:
     return node_address() if context.rank == SOURCE_RANK else None
 
 
-def listen(context: SourceContext, key: str, address: str, size: int) -> Address | None:
+def listen(context: SourceContext, key: str, address: str, size: int) -> GlooAddress | None:
     """Runs on every rank: the source rank opens the store where all meet."""
     if context.rank != SOURCE_RANK:
         return None
     disconnect(context, key)
-    point = RendezvousPoint(address, TIMEOUT)
-    context.state[key] = (point, Address(point.rendezvous, size))
-    return Address(point.rendezvous, size)
+    point = RendezvousPoint(address, GLOO_TIMEOUT)
+    context.state[key] = (point, GlooAddress(point.rendezvous, size))
+    return GlooAddress(point.rendezvous, size)
 
 
 def connect(context: SourceContext, key: str) -> RLBackendError | None:
@@ -390,7 +378,9 @@ def connect(context: SourceContext, key: str) -> RLBackendError | None:
     try:
         context.state[key] = (point, GlooGroup(address, SOURCE_RANK))
     except RuntimeError as error:
-        return WeightSyncError(f"transport='gloo': an engine did not join within {TIMEOUT.total_seconds():g} s: {error}")
+        return WeightSyncError(
+            f"transport='gloo': an engine did not join within {GLOO_TIMEOUT.total_seconds():g} s: {error}"
+        )
     return None
 
 
@@ -409,7 +399,10 @@ def broadcast_weights(context: SourceContext, plan: PushPlan) -> WeightManifest 
             if failure is None:
                 host_tensor = tensor.detach().to("cpu").contiguous()
                 sent.append(info.replace(digest=tensor_digest(host_tensor)))
-                failure = _try_broadcast(group, host_tensor)
+                try:
+                    group.broadcast(host_tensor)
+                except RuntimeError as error:
+                    failure = error
     if failure is not None:
         disconnect(context, plan.key)
         return WeightSyncError(f"transport='gloo': the broadcast to the engines failed: {failure}")
@@ -424,11 +417,3 @@ def disconnect(context: SourceContext, key: str) -> None:
     point.close()
     if isinstance(group, GlooGroup):
         group.close()
-
-
-def _try_broadcast(group: GlooGroup, tensor: Tensor) -> Exception | None:
-    try:
-        group.broadcast(tensor)
-    except RuntimeError as error:
-        return error
-    return None
