@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 import ray
 from ray.util import metrics
 
+# Seconds, 0.003 to 393: a tenant's push through shared memory to one of large weights over a network.
 PUSH_BOUNDARIES = [0.003 * 2**power for power in range(18)]
-"""Seconds, 0.003 to 393."""
 
 
 class Definition(NamedTuple):

@@ -28,33 +28,33 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from actors.cluster.tcp_proxy import Gate, TcpProxy
 from rl_backend.parallel.groups import LOOPBACK, host_store, prefer_loopback
 
+# Ports that with_free_port() tries.
 ATTEMPTS = 5
-"""Ports that :func:`with_free_port` tries."""
+# How long one side of a GlooGroup waits for the other.
 GLOO_TIMEOUT = timedelta(seconds=120)
-"""How long one side of a :class:`GlooGroup` waits for the other."""
 
 
 def with_free_port[T](host: str, attempt: Callable[[int], T], *, attempts: int = ATTEMPTS) -> T:
     """``attempt(port)`` with a port that is free at ``host``, for what must open the port itself.
 
-    The port stays bound meanwhile, which keeps it from every program that does not set ``SO_REUSEADDR``; what opens it must
-    set that, as torch and vLLM do. If a program takes it even so, ``attempt`` fails and is called again with
-    another port.
+    The port stays bound meanwhile, which keeps it from every program that does not set ``SO_REUSEADDR``; what opens
+    it must set that, as torch and vLLM do. If a program takes it even so, ``attempt`` is called again with another
+    port.
 
     Raises:
         OSError: ``host`` is not an address of this machine.
         Exception: what ``attempt`` raises, when it is no clash of ports or the last of ``attempts``.
     """
-    for number in range(1, attempts + 1):
+    while True:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind((host, 0))
             try:
                 return attempt(int(holder.getsockname()[1]))
             except Exception as error:  # torch and vLLM report a clash in types of their own
-                if number == attempts or not is_port_clash(error):
+                attempts -= 1
+                if attempts <= 0 or not is_port_clash(error):
                     raise
-    raise ValueError(f"attempts={attempts}: must be at least 1")
 
 
 def is_port_clash(error: BaseException) -> bool:
@@ -74,7 +74,6 @@ _SIOCGIFADDR = 0x8915
 
 
 def node_address() -> str:
-    """This node's address, as Ray has it."""
     return str(ray.util.get_node_ip_address())
 
 
@@ -85,11 +84,9 @@ def rendezvous_address(nodes: Iterable[str]) -> str:
 
 
 def use_interface(address: str) -> None:
-    """Makes gloo use the interface with a rendezvous' address, unless ``GLOO_SOCKET_IFNAME`` names one.
-
-    Left to itself gloo takes the address of the host's name, which may be either. NCCL is left to itself, for it has one
-    interface per process and weights may travel to other nodes, unless Ray itself is on the loopback address alone.
-    """
+    """Makes gloo use the interface with a rendezvous' address, unless ``GLOO_SOCKET_IFNAME`` names one."""
+    # Left to itself gloo takes the address of the host's name, which may be either. NCCL is left to itself, for it has one
+    # interface per process and weights may travel to other nodes, unless Ray itself is on the loopback address alone.
     here = node_address()
     if here == LOOPBACK:
         prefer_loopback(os.environ)
@@ -126,17 +123,11 @@ class Rendezvous:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all members are."""
         return self.host == LOOPBACK
 
 
 class RendezvousPoint:
-    """A store of this process, for members that have its :attr:`rendezvous`.
-
-    Args:
-        address: as :func:`~actors.cluster.rendezvous.rendezvous_address` has it.
-        timeout: how long this process waits for a key of the store.
-    """
+    """A store of this process, for members that have its :attr:`rendezvous`; it waits ``timeout`` for a key."""
 
     def __init__(self, address: str, timeout: timedelta) -> None:
         self.store: TCPStore = host_store(timeout)
@@ -154,10 +145,7 @@ class RendezvousPoint:
 
 
 class RendezvousRoute:
-    """This process's way to a rendezvous.
-
-    Attributes:
-        port: of the loopback address, where the store answers.
+    """This process's way to a rendezvous; the store answers at ``port`` of the loopback address.
 
     Raises:
         RLBackendError: the rendezvous does not answer, or has another secret.
@@ -184,14 +172,12 @@ class GlooAddress:
 
 
 class GlooGroup:
-    """A process group apart from torch's default one, so that a trainer's own groups are left alone.
-
-    Joins the group that the source rank made, whose place in it is 0.
-    """
+    """A process group of a training group's source rank, whose place is 0 and whose store all join, and the engines."""
 
     def __init__(self, address: GlooAddress, rank: int) -> None:
         self._path = RendezvousRoute(address.rendezvous)
         store = TCPStore(LOOPBACK, self._path.port, address.size, is_master=False, timeout=GLOO_TIMEOUT)
+        # Apart from torch's default group, so that a trainer's own groups are left alone.
         prefixed = PrefixStore("rl_backend_weights", store)
         self._group: Any = ProcessGroupGloo(prefixed, rank, address.size, _gloo_options(address.rendezvous))
 
@@ -209,7 +195,6 @@ class GlooGroup:
 
 
 def _gloo_options(rendezvous: Rendezvous) -> Any:
-    """On the interface that ``GLOO_SOCKET_IFNAME`` names, else on the one with the rendezvous' kind of address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     # Ranks of one machine have named the loopback interface for themselves; engines elsewhere cannot reach it.
     if interface and (rendezvous.on_one_machine or interface != "lo"):

@@ -28,11 +28,10 @@ from actors.cluster.placement import usable_cores
 from actors.cluster.ray_watch import ray_is_usable, watch_cluster
 from rl_backend.contracts import ConfigError
 
+# As of any program that SIGTERM ends.
 EXIT_TERMINATED = 128 + signal.SIGTERM
-"""Exit status of a run that SIGTERM ended, as of any program that it ends."""
-
+# Who sends a signal to a process and to its group sends it twice; that must not cut the clean-up short.
 _REPEATED_SECONDS = 10.0
-"""Who sends a signal to a process and to its group sends it twice; that must not cut the clean-up short."""
 
 
 @contextmanager
@@ -90,10 +89,8 @@ def _start_or_join(ranks: int, engines: int) -> None:
 
 @contextmanager
 def own_process_groups() -> Iterator[None]:
-    """Inside, each process that Ray starts gets a group of its own, and passes it on to those that it starts.
-
-    They stay in the driver's session, and still end when the driver ends: the kernel sees to that, not the group.
-    """
+    """Inside, each process that Ray starts gets a group of its own, and passes it on to those that it starts."""
+    # They stay in the driver's session, and still end when the driver ends: the kernel sees to that, not the group.
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, process_group=0)
     try:
@@ -103,19 +100,15 @@ def own_process_groups() -> Iterator[None]:
 
 
 def init_local_ray(**options: Any) -> None:
-    """``ray.init(address="local", **options)``, where Ray and its processes listen only on the loopback address.
-
-    By itself Ray binds to all interfaces of the machine, and its metrics can be read there without a token.
-    """
+    """``ray.init(address="local", **options)``, where Ray and its processes listen only on the loopback address."""
+    # By itself Ray binds to all interfaces of the machine, and its metrics can be read there without a token.
     with _one_machine(), own_process_groups():
         ray.init(address="local", **options)
 
 
 def join_ray(address: str, **options: Any) -> None:
-    """``ray.init(address=address, **options)``, even if :func:`init_local_ray` of another process started that Ray.
-
-    Ray takes a loopback address for this machine's address in the network, where such a Ray does not answer.
-    """
+    """``ray.init(address=address, **options)``, even if :func:`init_local_ray` of another process started that Ray."""
+    # Ray takes a loopback address for this machine's address in the network, where such a Ray does not answer.
     with _one_machine() if _on_loopback_alone(address) else nullcontext():
         ray.init(address=address, **options)
 
@@ -160,13 +153,11 @@ class RunTerminated(RunStopped):
 
 @contextmanager
 def raised_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises :class:`RunTerminated` in the main thread, and so does what comes of it; elsewhere nothing changes.
-
-    Enter it after ``ray.init``, which has SIGTERM raise a SystemExit that nothing tells from a reward function's own.
-    """
+    """SIGTERM raises :class:`RunTerminated` in the main thread, and so does what comes of it; elsewhere nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # After ray.init, which has SIGTERM raise a SystemExit that nothing tells from a reward function's own.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield

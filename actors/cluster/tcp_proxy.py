@@ -17,12 +17,12 @@ from contextlib import suppress
 
 from rl_backend.contracts import RLBackendError
 
+# How long a handshake may take, from the connection to the other's proof.
 HANDSHAKE_SECONDS = 10.0
-"""How long a handshake may take, from the connection to the other's proof."""
+# Connections to one gate that have proved nothing yet. One more waits until one proves itself or gives up its place, which
+# none keeps for longer than PLACE_SECONDS: who knows no secret must not keep others out.
 MOST_PENDING = 256
-"""Connections to one gate that have proved nothing yet. One more waits until one proves itself or gives up its place."""
 PLACE_SECONDS = 1.0
-"""How long a connection keeps its place among those while others wait for one."""
 
 _ACCEPT_PAUSE = 0.1
 _NONCE = 32

@@ -282,11 +282,7 @@ class SamplingConfig(BaseConfig):
 
 
 def positions_of(model: str, family: str = "auto") -> int | None:
-    """The longest sequence of the model in a directory, in tokens; None where nothing limits it, or it is not here.
-
-    Args:
-        family: name of a model family, or ``auto``.
-    """
+    """The longest sequence of the model in a directory, in tokens; None where nothing limits it, or it is not here."""
     try:
         return model_positions(read_hf_config(model), family)
     except CheckpointError:
@@ -308,12 +304,8 @@ def within_model(config: RolloutConfig) -> RolloutConfig:
 
 
 def fitting_lengths(asked: Mapping[str, int], left: Collection[str], positions: int) -> dict[str, int]:
-    """What the lengths in ``left`` can be, so that all of ``asked`` fit together; empty where they do, or never will.
-
-    Args:
-        asked: option -> tokens.
-        left: options that nobody gave; none gets more than what it asks for.
-        positions: of the model.
+    """What the lengths in ``left`` can be, which nobody gave, so that all of ``asked`` (option -> tokens) fit into the
+    model's positions; empty where they do, or never will.
     """
     room = positions - sum(tokens for option, tokens in asked.items() if option not in left)
     if room < len(left) or sum(asked.values()) <= positions:

@@ -81,9 +81,8 @@ class PushedAdapter(NamedTuple):
     """What an engine needs to serve an adapter.
 
     Attributes:
-        factors: :class:`~actors.wire.factors.SharedFactors`, or a reference to a
-            :class:`~actors.wire.factors.PackedFactors` in Ray's object store, the scale multiplied into B; or a directory in
-            peft's format.
+        factors: :class:`~actors.wire.factors.SharedFactors`; or a :class:`~actors.wire.factors.PackedFactors` in
+            Ray's object store, the scale multiplied into B; or a directory in peft's format.
         digest: of the factors, where they come from.
     """
 
@@ -152,11 +151,7 @@ class Response:
 
     @classmethod
     def of(cls, completion: Any, engine: str, **facts: Any) -> Self:
-        """From vLLM's ``CompletionOutput``.
-
-        Args:
-            engine: for messages.
-            facts: the fields that vLLM's output does not have.
+        """From vLLM's ``CompletionOutput``, and ``facts`` that it does not have.
 
         Raises:
             RolloutError: a log-prob is NaN or infinite, which that of a sampled token cannot be.
@@ -201,13 +196,12 @@ class Routes:
 
 
 def pack_routes(completions: Sequence[Any], lengths: Sequence[int], moe_layers: Sequence[int], engine: str) -> ExpertIds:
-    """Routes of several samples end to end, (sum of the lengths - 1, MoE layers, top_k), so that they travel as one array.
+    """Routes of several samples end to end, (sum of the lengths - 1, MoE layers, top_k), so that they travel as one
+    array.
 
     Args:
         completions: vLLM's, which have a row for every hidden layer, dense ones too.
         lengths: tokens of prompt and response of each.
-        moe_layers: numbers of the layers with experts.
-        engine: for messages.
 
     Raises:
         RolloutError: vLLM returned none, or not a row for every token but the last.

@@ -15,28 +15,27 @@ from rl_backend.environment.protocol import Generation
 
 
 class RolloutTokens:
-    """A :class:`~rl_backend.environment.protocol.TokenSource` over a group of engines, for any number of episodes at once.
+    """A :class:`~rl_backend.environment.protocol.TokenSource` over a group of engines, for any number of episodes at
+    once.
 
-    A prompt that begins with an earlier prompt and its answer goes to the engine that gave it, which has their keys and
-    values in its prefix cache; any other goes to the engine with the fewest turns in flight. Results do not depend on the
-    choice.
+    A prompt that begins with an earlier prompt and its answer goes to the engine that gave it, which has their keys
+    and values in its prefix cache; any other goes to the engine with the fewest turns in flight. Results do not
+    depend on the choice.
 
-    When an engine dies, or a push leaves it dirty, its turns in flight are asked again of another one, where the same prompt
-    and seed give the same tokens, as long as both serve the same weights; the versions say so. The engine stays lost until
-    ``RolloutGroup.restart``.
+    When an engine dies, or a push leaves it dirty, its turns in flight are asked again of another one, where the same
+    prompt and seed give the same tokens, as long as both serve the same weights; the versions say so. The engine
+    stays lost until ``RolloutGroup.restart``.
 
     Args:
-        rollout: the engines.
-        sampling: temperature, ``top_p``, ``top_k``, ``min_p``, stop strings, and stop tokens beside those of each turn; the
-            rest comes with each turn.
+        sampling: temperature, ``top_p``, ``top_k``, ``min_p``, stop strings, and stop tokens beside those of each
+            turn; the rest comes with each turn.
         adapter: the LoRA tenant that samples; None for the weights alone.
         require_version: refuse weights, or versions of the adapter, that are older. May be changed between turns.
-        retries: how often a turn is asked again of another engine when its engine is lost. After that, and when no engine
-            is left, it raises the :class:`~rl_backend.contracts.EngineDeadError` or
-            :class:`~rl_backend.contracts.EngineDirtyError`.
+        retries: how often a turn is asked again of another engine before the error of a lost one is raised.
 
     Raises:
-        ConfigError: ``sampling.max_new_tokens``, which turns bring themselves; stop strings and engines without tokenizer.
+        ConfigError: ``max_new_tokens``, ``n`` or ``log_probs`` in ``sampling``; stop strings and engines without
+            tokenizer.
 
     Attributes:
         prompt_tokens: of all turns so far.

@@ -42,10 +42,8 @@ from rl_backend.contracts import (
 )
 from rl_backend.data.packing import pack
 
+# Of versions. vLLM keeps keys and values by an adapter's name, so neither names nor numbers are ever used again.
 _numbers = itertools.count(1)
-"""Of versions. vLLM keeps keys and values by an adapter's name, so neither names nor numbers are ever used again."""
-
-
 _STAGING = "adapter staging"
 
 
@@ -81,12 +79,12 @@ def send_canary(
     """Lets every living engine answer, and the trainer judge.
 
     Returns:
-        Engines where the adapter visibly has its effect. Not those without weights to sample with; none where an adapter
-        changes nothing yet (B = 0), or where the trainer has moved on.
+        Engines where the adapter visibly has its effect. Not those without weights to sample with; none where an
+            adapter changes nothing yet (B = 0), or where the trainer has moved on.
 
     Raises:
-        WeightCheckError: log-probs that are not the trainer's: an adapter that vLLM took and does not apply, or applies in
-            part, or weights that it was not trained on.
+        WeightCheckError: log-probs that are not the trainer's: an adapter that vLLM took and does not apply, or
+            applies in part, or weights that it was not trained on.
     """
     info = rollout.infos[rollout.engines[0]]
     prompt = canary.prompt or tuple(5 + index * info.vocab_size // 8 for index in range(min(8, info.max_model_len - 1)))
@@ -133,8 +131,9 @@ def _judge(
 
 
 def _gap(answer: _Answer, log_probs: Tensor) -> float:
-    """Largest difference, relative beyond one nat; NaN is infinite."""
+    """Largest difference; NaN is infinite."""
     expected = log_probs[answer.start - 1 : -1]
+    # Relative beyond one nat: what is unlikely has larger rounding errors.
     gaps = (answer.log_probs - expected).abs() / expected.abs().clamp(min=1.0)
     return float(gaps.nan_to_num(nan=torch.inf).max())
 
@@ -150,9 +149,8 @@ def _answers(request: Request, generated: Generated) -> list[_Answer]:
 def log_probs_of_trainer(
     context: RankContext, tenant: HandleRef, version: int, sequences: Sequence[tuple[int, ...]]
 ) -> dict[tuple[int, ...], tuple[Any, Any]] | None:
-    """Runs on every rank, between two operations. Of each sequence the log-probs without and with the adapter, on the CPU.
-
-    None where the tenant has stepped since ``version``.
+    """Runs on every rank, between two operations. Of each sequence the log-probs without and with the adapter, on the
+    CPU; None where the tenant has stepped since ``version``.
     """
     handle = context.handle(tenant)
     if handle.weight_version != version:
@@ -191,11 +189,10 @@ class AdapterPush:
         self._directory = None if directory is None else Path(directory)
         self._canary = canary
         self._source: _Source | None = None
+        # Engine -> its process, and how many pushes of weights it had seen, when its canary came back: one for each will do.
         self._proven: dict[int, tuple[int, int]] = {}
-        """Engine -> its process, and how many pushes of weights it had seen, when its canary came back."""
 
     def push(self) -> PushReport:
-        """See :meth:`~actors.sync.push.WeightSync.push`."""
         clock, tenant, group = PushClock(), self._tenant, self._rollout
         group.lora.require_plain_base(tenant.name)
         with clock.phase("stage"):
@@ -238,9 +235,6 @@ class AdapterPush:
         self._rollout.lora.release_name(self._tenant.name, self)
 
     def _stage(self) -> tuple[StagedAdapter, Any]:
-        """What is staged, and its factors: in shared memory; a reference to them, which only engines follow; or their
-        directory.
-        """
         dtype = self._rollout.config.dtype
         if self._directory is not None:
             return self._stage_in(dtype, (self._directory, uuid.uuid4().hex[:8]))
@@ -264,7 +258,6 @@ class AdapterPush:
         return staged, staged.directory or answer.stored
 
     def _take_segment(self, dtype: str) -> Segment | None:
-        """Memory for the factors that rank 0, this process and all engines share; None where there is none."""
         if self._source is None:
             (source, *_) = self._train.run_on_ranks(describe_source, self._tenant, dtype)
             assert source is not None, "rank 0 answers"
@@ -278,7 +271,6 @@ class AdapterPush:
             return None
 
     def _probe(self, engines: EngineSet, adapter: AdapterVersion) -> None:
-        """A canary, where an engine has not had one since it started or since its weights were pushed."""
         pushes = self._rollout.lora.base_pushes
         present = {engine: (engines.infos[engine].pid, pushes) for engine in engines.engines}
         if self._canary is not None and any(self._proven.get(engine) != each for engine, each in present.items()):
@@ -292,8 +284,8 @@ class AdapterPush:
 
 
 def _raise_refusal(outcomes: Mapping[int, Any]) -> None:
-    """Raises the error of an engine that refuses, and of one that died where none is left."""
     failed = [outcome for outcome in outcomes.values() if isinstance(outcome, RLBackendError)]
+    # An engine that refuses is why nothing is switched; one that died is so only where none is left.
     refused = [error for error in failed if not isinstance(error, EngineDeadError)]
     if refused or len(failed) == len(outcomes):
         raise (refused or failed)[0]
@@ -310,8 +302,6 @@ type Place = Segment | tuple[Path, str] | None
 
 
 class _Source(NamedTuple):
-    """Where the factors of a tenant come from, and how many bytes they are."""
-
     nbytes: int
     node_id: str
     host: str
@@ -330,9 +320,7 @@ class StagedAdapter(NamedTuple):
     """An adapter as rank 0 has it.
 
     Attributes:
-        version, rank: of the tenant.
-        digest, nbytes: of its factors.
-        directory: that they are in; empty where they are in memory.
+        directory: that its factors are in; empty where they are in memory.
         layout: of factors in shared memory; empty where they are elsewhere.
     """
 
@@ -384,7 +372,6 @@ def stage_adapter(context: RankContext, tenant: HandleRef, dtype: str, place: Pl
 
 
 def _mapped(memories: FactorMemories, place: Place) -> FactorMemory | None:
-    """The segment; None where the factors go elsewhere, or where it is gone or another user's."""
     if not isinstance(place, Segment):
         return None
     try:
@@ -396,6 +383,6 @@ def _mapped(memories: FactorMemories, place: Place) -> FactorMemory | None:
 
 
 def _scaled(factors: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor, float]]:
-    """Name, values, and by what an engine multiplies each beforehand."""
     for name, values in factors:
+        # An engine knows no scale, so B is multiplied by it beforehand.
         yield name, values, scale if name.removesuffix(".weight").endswith("_B") else 1.0

@@ -41,8 +41,8 @@ from rl_backend.weights.inspection import device_checksum
 
 DEFAULT_BYTE_BUDGET = 2**30
 """Bytes of a bucket when the weight sync has no ``byte_budget``; more where a tensor is larger."""
+# How long an engine may take to join a transfer, or to load what was sent to it.
 ANSWER_SECONDS = 600.0
-"""How long an engine may take to join a transfer, or to load what was sent to it."""
 
 
 class StreamingTransport(Transport):
@@ -103,7 +103,12 @@ class StreamingTransport(Transport):
             raise
         confirmed = rollout.call("update", last_message)
         finished = rollout.call("finish_update", plan.version) if rollout.engines else {}
-        return {engine: _first_error(confirmed[engine], finished.get(engine)) for engine in confirmed}
+        outcomes: dict[int, Any] = {}
+        for engine, outcome in confirmed.items():
+            # The first error is why a later step failed too.
+            errors = [each for each in (outcome, finished.get(engine)) if isinstance(each, RLBackendError)]
+            outcomes[engine] = errors[0] if errors else None
+        return outcomes
 
     def send(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[str, Any]:
         """Sends all weights; returns the last message for every engine's ``update``, by which it confirms them."""
@@ -121,16 +126,11 @@ class StreamingTransport(Transport):
                 train.run_on_ranks(close_stream, key)
 
 
-def _first_error(*outcomes: Any) -> Any:
-    return next((outcome for outcome in outcomes if isinstance(outcome, RLBackendError)), None)
-
-
 @dataclass
 class EngineClient:
     """vLLM's ``VLLMWeightSyncClient`` over the actors of a rollout group.
 
     Attributes:
-        kind: transport, as the workers know it.
         actors: in the order of their ranks in the transfer group.
         workers: processes of one engine.
         stop_sending: ends a send that waits for engines; set where the sender can wait for ever.
@@ -178,11 +178,7 @@ class EngineClient:
 
 @dataclass
 class ExportSource:
-    """vLLM's ``WeightSource`` over a runtime's export; keeps the checksum of every tensor that it yields.
-
-    Engines have agreed to the plan, so they are told to expect what it says. An export that differs from it ends the push
-    (:func:`~rl_backend.weights.as_announced`).
-    """
+    """vLLM's ``WeightSource`` over a runtime's export; keeps the checksum of every tensor that it yields."""
 
     context: SourceContext
     plan: PushPlan
@@ -195,6 +191,7 @@ class ExportSource:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self.checksums, stream = {}, _present_stream()
+        # Engines expect what the plan says: an export that differs from it ends the push.
         for info, tensor in as_announced(self.plan.infos, export(self.context, self.plan)):
             # vLLM packs several tensors before it sends them, the export may reuse one for the next. It sends from a device.
             device = tensor.device if stream is None else stream.device
@@ -266,10 +263,8 @@ def close_stream(context: SourceContext, key: str) -> None:
 
 
 def end_group(engine: Any) -> None:
-    """Ends the NCCL group of one of vLLM's transfer engines, which would else keep memory of the GPU until its process ends.
-
-    A broadcast that waits for another member returns.
-    """
+    """Ends the NCCL group of one of vLLM's transfer engines. A broadcast that waits for another member returns."""
+    # It would else keep memory of the GPU until its process ends.
     group = getattr(engine, "model_update_group", None)
     if group is not None:
         group.destroy()

@@ -164,11 +164,11 @@ class WeightSync:
             error.add_note(f"WeightSync.close() failed as well: {closing}")
 
     def _choose(self, plan: PushPlan, rollout: EngineSet) -> Transport:
-        """The transport of this push; with ``auto``, chosen again when the engines change."""
         if self._requested != "auto":
             self._transport = self._transport or make_transport(self._requested)
             return self._transport
         engines = {engine: rollout.infos[engine].pid for engine in rollout.engines}
+        # Again when the engines change: a restarted one may be on another node.
         if self._transport is None or engines != self._chosen_for:
             chosen = choose_transport(plan, rollout)
             if self._transport is None or self._transport.name != chosen.name:
@@ -211,10 +211,7 @@ class WeightSync:
 
     @contextmanager
     def _turns_paused(self, rollout: EngineSet, clock: PushClock) -> Iterator[dict[int, RLBackendError]]:
-        """Waits for turns of episodes, which take as long as they take; the errors of engines that are lost meanwhile.
-
-        :meth:`_resume` lets them continue; so does an error in the body, where no update has begun.
-        """
+        """The errors of engines that are lost while turns of episodes end or pause. :meth:`_resume` lets them continue."""
         if not self._rollout.turns.asked_for:
             yield {}
             return
@@ -223,12 +220,13 @@ class WeightSync:
                 held = rollout.call("pause_turns", timeout=rollout.config.sampling_timeout)
             yield {engine: error for engine, error in held.items() if isinstance(error, RLBackendError)}
         except BaseException:
+            # Where no update has begun, engines let turns continue.
             if rollout.engines:
                 rollout.call("resume_turns")
             raise
 
     def _resume(self, outcomes: dict[int, Any], rollout: EngineSet) -> tuple[int, ...]:
-        """Every engine has answered: those that loaded serve again; raises when one did not."""
+        # Every engine has answered: those that loaded serve again, whatever became of the others.
         self._rollout.lora.base_changed(self._merged)
         for engine, outcome in outcomes.items():
             rollout.note(engine, outcome)
@@ -262,10 +260,7 @@ def make_transport(name: str) -> Transport:
 
 def choose_transport(plan: PushPlan, rollout: EngineSet) -> Transport:
     """CUDA IPC where every engine's GPUs have training ranks, NCCL where each member has its own GPU, shared memory on
-    one node, else gloo.
-
-    One node is one Ray node whose processes share one /dev/shm. Two Ray nodes on one machine, as tests and containers make
-    them, count as two, although shared memory can be asked for by name where they do share it.
+    one Ray node whose processes share one /dev/shm, else gloo.
     """
     infos = [rollout.infos[engine] for engine in rollout.engines]
     if plan.device_ids and all(info.device == "cuda" for info in infos):
@@ -273,4 +268,5 @@ def choose_transport(plan: PushPlan, rollout: EngineSet) -> Transport:
             return make_transport("cuda_ipc")
         if not devices_of_two(plan, rollout):
             return make_transport("nccl")
+    # Two Ray nodes on one machine, as containers make them, count as two; shared memory can be asked for by name there.
     return make_transport("shared_memory" if are_on_node(rollout, plan.node_id, plan.host) else "gloo")

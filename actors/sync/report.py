@@ -18,11 +18,11 @@ class PushReport:
     Attributes:
         version: the weight version that every engine of ``engines`` now serves.
         nbytes: bytes of the weights, sent to each engine.
-        seconds: of each phase: ``plan``, ``stage``, ``verify``, ``load``, ``resume`` (``stream`` in place of ``stage``,
-            ``verify`` and ``load`` where weights are streamed), and ``total``. Through shared memory, ``stage`` is also the
-            time in which engines check what is staged already, and ``verify`` what is left of that. Where turns of episodes
-            have been asked for, ``turns`` is the time until those in flight had ended or paused. A LoRA tenant has
-            ``stage``, ``load`` with all checks, ``probe`` and ``switch``.
+        seconds: of each phase: ``plan``, ``stage``, ``verify``, ``load``, ``resume`` (``stream`` in place of
+            ``stage``, ``verify`` and ``load`` where weights are streamed), and ``total``. Through shared memory,
+            ``stage`` is also the time in which engines check what is staged already, and ``verify`` what is left of
+            that. Where turns of episodes have been asked for, ``turns`` is the time until those in flight had ended
+            or paused. A LoRA tenant has ``stage``, ``load`` with all checks, ``probe`` and ``switch``.
         transport: the one used; of a tenant ``shared_memory``, ``object_store`` or ``directory``.
         engines: numbers of the engines that were updated.
         skipped: engines that were dead or dirty before the push began.
@@ -44,11 +44,7 @@ class PushReport:
 
 
 class PushClock:
-    """Seconds of a push by phase, which a trace shows as well.
-
-    Attributes:
-        version: that is pushed, once it is known.
-    """
+    """Seconds of a push by phase, which a trace shows as well, with the version once it is known."""
 
     def __init__(self) -> None:
         self.version: int | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -51,11 +52,10 @@ type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"
 SOURCE_RANK = 0
 """The training rank that sends; the others take part in the export."""
 
+# Of weights that engines are told of at one time, at least: a message takes as long as copying some MiB.
 PART_BYTES = 2**25
-"""Of weights that engines are told of at one time, at least: a message takes as long as copying some MiB."""
-
+# A part is a fourth of what is left to stage: few messages, and little to verify once all is staged.
 _SHARE = 4
-"""A part is a fourth of what is left to stage: few messages, and little to verify once all is staged."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,7 @@ class PushPlan:
     Attributes:
         key: of the :class:`~actors.sync.push.WeightSync`; ranks keep its buffers and connections under it.
         handle: reference to the model in the training group.
-        dtype: dtype of the weights sent.
-        byte_budget: passed to ``export_weights``.
         infos: the tensors, in order, without offsets or digests.
-        node_id: Ray's, of the node that the source rank runs on.
         host: see :func:`~actors.wire.segment.host_identity`.
         device_ids: UUIDs of the ranks' CUDA devices; empty when any rank is on a CPU.
         kept: as :class:`~rl_backend.contracts.WeightManifest` has them.
@@ -152,7 +149,6 @@ def describe_export(
 
 
 def make_plan(descriptions: list[tuple[str, PushPlan | None]]) -> PushPlan:
-    """The source rank's plan with every rank's device in it."""
     plan = descriptions[SOURCE_RANK][1]
     assert plan is not None, "the source rank describes its weights"
     devices = tuple(device for device, _ in descriptions)
@@ -166,9 +162,8 @@ def export(context: SourceContext, plan: PushPlan) -> Any:
 
 
 def join_export(context: SourceContext, plan: PushPlan) -> None:
-    """What a rank does that does not send: it joins the export."""
-    for _ in export(context, plan):
-        pass
+    # A rank that does not send takes part in the collectives of the export.
+    deque(export(context, plan), maxlen=0)
 
 
 def from_source(results: list[Any]) -> Any:
@@ -240,11 +235,8 @@ def reserve_segment(context: SourceContext, plan: PushPlan) -> Segment | RLBacke
 def write_segment(
     context: SourceContext, plan: PushPlan, key: str = "", engines: Sequence[Any] = ()
 ) -> WeightManifest | None:
-    """Runs on every rank, a collective: the source rank writes what all export together.
-
-    Args:
-        key: of this push, for the engines.
-        engines: actors that are told of what is staged, while more is.
+    """Runs on every rank, a collective: the source rank writes what all export together, and tells ``engines`` of what
+    is staged under the push's ``key``.
     """
     if context.rank != SOURCE_RANK:
         join_export(context, plan)
@@ -264,7 +256,7 @@ def write_segment(
 
 
 class _StagedParts:
-    """Tells engines of what is staged. Not of the last part, which they are asked to verify with all of it."""
+    """Tells engines of what is staged."""
 
     def __init__(self, plan: PushPlan, key: str, segment: Segment, engines: Sequence[Any]) -> None:
         self._version = plan.version
@@ -278,6 +270,7 @@ class _StagedParts:
     def add(self, info: TensorInfo) -> None:
         self._part.append(info)
         self._part_bytes += info.nbytes
+        # Not of the last part, which they are asked to verify with all of it.
         rest = self._left - self._part_bytes
         if self._part_bytes < max(PART_BYTES, self._left // _SHARE) or not rest:
             return
@@ -339,7 +332,7 @@ class GlooTransport(StagedTransport):
         self._members = {}
 
     def _connect(self, train: SourceRanks, rollout: EngineSet) -> None:
-        """One gloo group of the source rank and all living engines; made again when the engines change."""
+        # One group of the source rank and all living engines, made again when the engines change.
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         if members == self._members:
             return

@@ -1,8 +1,7 @@
 """Shared-memory segments that one process writes and others map, and that never outlive their owner for long.
 
-A segment is a file under /dev/shm whose name carries its owner: process-id namespace, process id and start time. Whoever
-makes a segment, and every engine that starts, first removes those of its user whose processes, of the same namespace, have
-ended.
+A segment is a file under /dev/shm whose name carries its owner: process-id namespace, process id and start time.
+Whoever makes a segment, and every engine that starts, first removes those of its user whose owners have ended.
 """
 
 from __future__ import annotations
@@ -73,6 +72,7 @@ def map_segment(path: str, nbytes: int) -> Tensor:
             "or container), or its owner ended: use transport='gloo' across hosts",
             path=path,
         ) from None
+    # from_file would make a file that is too short longer.
     if size < nbytes:
         raise WeightSyncError(f"shared-memory segment {path} has {size} bytes, expected {nbytes}", path=path)
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
@@ -133,7 +133,7 @@ def _namespace() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Clock ticks after boot at which a living process started, or an empty string when there is none."""
+    # In clock ticks after boot; with the number it names one process, as numbers come again. Empty where none lives.
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

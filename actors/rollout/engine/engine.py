@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -34,12 +33,7 @@ _MOST_ANSWERS = 256
 
 
 class TurnQueue:
-    """Turns of episodes: they come one by one, are sampled in the same step loop as calls, and each is answered when it has
-    ended.
-
-    Args:
-        vllm: samples them.
-    """
+    """Turns of episodes: they come one by one, and each is answered when it has ended."""
 
     def __init__(self, vllm: VllmInProcess) -> None:
         self._vllm = vllm
@@ -113,13 +107,8 @@ def _answered_by[Part, **P, R](
 
 
 class RolloutEngine:
-    """vLLM in this process. Made by :class:`~actors.rollout.group.group.RolloutGroup` as a Ray actor.
-
-    Args:
-        config: of the group.
-        engine: its number in the group.
-        device: ``cpu`` or ``cuda``.
-        require_push: refuse to sample until weights have been pushed.
+    """vLLM in this process, as engine number ``engine`` of a group. :class:`~actors.rollout.group.group.RolloutGroup`
+    makes it as a Ray actor.
     """
 
     def __init__(self, config: RolloutConfig, engine: int, device: str, require_push: bool) -> None:
@@ -156,11 +145,8 @@ class RolloutEngine:
         return str(ray.get_runtime_context().get_node_id())
 
     def start(self, place: NodePlace) -> EngineInfo:
-        """Starts vLLM. Not in the constructor, where Ray would wrap its errors.
-
-        Args:
-            place: among the group's engines on this node.
-        """
+        """Starts vLLM, at its place among the group's engines on this node."""
+        # Not in the constructor, where Ray would wrap its errors.
         self._check_model_is_here()
         remove_stale_segments()
         self._vllm.start(place, self, _make_stepper)
@@ -202,16 +188,21 @@ class RolloutEngine:
         for adapter, required in dict.fromkeys((request.adapter, request.require_version) for request in requests):
             serving.check_version(adapter, required)
         newest = max(map(self.version_for, requests), default=serving.version)
-        with _observed(self._vllm.number, newest, requests) as report:
+        started, engine = time.perf_counter(), str(self._vllm.number)
+        with span("generate", "rollout", weight_version=newest, requests=len(requests)) as event:
             completions = self._sample(requests)
             responses = [Response.of(each.output, self._vllm.name, spans=each.spans) for each in completions]
+            prompts = [len(request.prompt_ids) for request in requests]
+            tokens = [len(response.token_ids) for response in responses]
             routes = None
             if self._vllm.config.return_routed_experts and requests:
-                pairs = zip(requests, responses, strict=True)
-                lengths = [len(request.prompt_ids) + len(response.token_ids) for request, response in pairs]
                 outputs = [each.output for each in completions]
+                lengths = [sum(each) for each in zip(prompts, tokens, strict=True)]
                 routes = pack_routes(outputs, lengths, self._vllm.moe_layers, self._vllm.name)
-            report(responses)
+            event.update(responses=len(responses), prompt_tokens=sum(prompts), response_tokens=sum(tokens))
+            prometheus.count("rl_backend_rollout_responses_total", len(responses), engine=engine)
+            prometheus.count("rl_backend_rollout_tokens_total", sum(tokens), engine=engine)
+            prometheus.count("rl_backend_rollout_seconds_total", time.perf_counter() - started, engine=engine)
         return Generated(responses, routes)
 
     def probe_adapter(self, request: Request) -> Generated | None:
@@ -237,7 +228,7 @@ class RolloutEngine:
         self._vllm.serving.require_push()
 
     def forget_weights(self) -> None:
-        """Prepares for another model: its push may have any version; the engine refuses to sample until then."""
+        """Prepares for another model: refuses to sample until the next push, whose version may be any."""
         self._vllm.serving.forget_version()
 
     def sleep(self, level: int) -> None:
@@ -315,24 +306,6 @@ def _make_stepper(llm: Any) -> Stepper:
     from actors.rollout.engine.stepper import VllmStepper
 
     return VllmStepper(llm)
-
-
-@contextmanager
-def _observed(engine: int, version: int, requests: Sequence[Request]) -> Iterator[Callable[[Sequence[Response]], None]]:
-    """Reports the sampling that its body does; hand the responses to what it yields."""
-    started = time.perf_counter()
-    with span("generate", "rollout", weight_version=version, requests=len(requests)) as event:
-
-        def report(responses: Sequence[Response]) -> None:
-            count = len(responses)
-            tokens = sum(len(response.token_ids) for response in responses)
-            prompt_tokens = sum(len(request.prompt_ids) for request in requests)
-            event.update(responses=count, prompt_tokens=prompt_tokens, response_tokens=tokens)
-            prometheus.count("rl_backend_rollout_responses_total", count, engine=str(engine))
-            prometheus.count("rl_backend_rollout_tokens_total", tokens, engine=str(engine))
-            prometheus.count("rl_backend_rollout_seconds_total", time.perf_counter() - started, engine=str(engine))
-
-        yield report
 
 
 def _device_ids(device: str) -> tuple[str, ...]:

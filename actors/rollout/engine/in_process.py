@@ -9,7 +9,7 @@ from actors.rollout.config import RolloutConfig
 from actors.rollout.engine.step_loop import Host, StepLoop, Stepper
 from actors.rollout.messages import AdapterVersion, EngineState
 from actors.rollout.placement import NodePlace, choose_cores
-from actors.rollout.vllm.expected import EngineParameters, expected_weights
+from actors.rollout.vllm.expected import expected_weights
 from actors.rollout.vllm.process import prepare_process, start_vllm
 from rl_backend.contracts import UNVERSIONED, EngineDeadError, EngineDirtyError, RolloutError, WeightVersionError
 from rl_backend.weights.compare import ExpectedWeights
@@ -34,13 +34,9 @@ _WHY_NOT: dict[EngineState, str] = {
 class ServingState:
     """Whether an engine may sample or be updated, and the version of the weights that it serves.
 
-    It samples only while it is ``serving``. An update goes :meth:`pause` -> :meth:`finish` -> :meth:`resume`, between which
-    it is ``paused``. A failure after :meth:`pause` leaves it ``dirty`` for good. Turns of episodes wait where calls are
+    It samples only while it is ``serving``. An update goes :meth:`pause` -> :meth:`finish` -> :meth:`resume`, between
+    which it is ``paused``. A failure after :meth:`pause` leaves it ``dirty`` for good. Turns wait where calls are
     refused, except those of a dirty engine.
-
-    Attributes:
-        state: as :class:`~actors.rollout.messages.EngineInfo` tells it.
-        version: of the weights served.
     """
 
     def __init__(self, name: str, *, require_push: bool = False) -> None:
@@ -67,11 +63,7 @@ class ServingState:
         self.version, self._update_is_open = version, False
 
     def resume(self) -> None:
-        """Serves after an update; in any state but ``paused`` there is nothing to do.
-
-        Raises:
-            RolloutError: the update has begun and is not finished.
-        """
+        """Serves after an update that is finished; in any state but ``paused`` there is nothing to do."""
         if self.state != "paused":
             return
         if self._update_is_open:
@@ -148,12 +140,6 @@ class ServingState:
 class VllmInProcess:
     """vLLM in this process, and the state that it is in.
 
-    Args:
-        config: of the group.
-        number: of the engine in the group.
-        device: ``cpu`` or ``cuda``.
-        require_push: refuse to sample until weights have been pushed.
-
     Attributes:
         loop: vLLM is called on its thread alone.
         cores: numbers of those that it runs on; empty on CUDA.
@@ -176,23 +162,15 @@ class VllmInProcess:
         self.moe_layers: tuple[int, ...] = ()
 
     def start(self, place: NodePlace, host: Host, make_stepper: Callable[[Any], Stepper]) -> None:
-        """Starts vLLM.
-
-        Args:
-            place: among the group's engines on this node.
-            host: decides which requests may begin.
-            make_stepper: makes what steps the ``vllm.LLM``, on the loop's thread.
-        """
+        """Starts vLLM, at its place among the group's engines on this node; ``make_stepper`` runs on the loop's thread."""
         config = self.config
 
         def start() -> Stepper:
             self.llm = start_vllm(config, self.device)
             return make_stepper(self.llm)
 
-        def describe(checkpoint: Sequence[str]) -> EngineParameters:
-            described: EngineParameters
-            described, *_ = self.ask_workers("describe_parameters", checkpoint)
-            return described
+        def describe(checkpoint: Sequence[str]) -> Any:
+            return self.ask_workers("describe_parameters", checkpoint)[0]
 
         if self.device == "cpu":
             self.cores = choose_cores(config, self.number, place)

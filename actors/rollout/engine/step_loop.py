@@ -21,10 +21,10 @@ class Completion(NamedTuple):
     """What a request came to.
 
     Attributes:
-        output: vLLM's ``CompletionOutput``; its ``finish_reason`` is ``abort`` where the request was given up. None where
-            it was given up before it began.
+        output: vLLM's ``CompletionOutput``; its ``finish_reason`` is ``abort`` where the request was given up. None
+            where it was given up before it began.
         cached_tokens: of the prompt, which were not computed.
-        spans: versions of the weights, or of the adapter, that sampled its tokens. The loop fills them in.
+        spans: versions of the weights, or of the adapter, that sampled its tokens; the loop fills them in.
     """
 
     output: Any

@@ -31,8 +31,7 @@ class WeightReceiver:
     """An engine's part in pushes; :class:`~actors.sync.push.WeightSync` calls its methods by name.
 
     Args:
-        vllm: takes the weights.
-        reload_adapters: called after every update, because vLLM drops all adapters when the base changes.
+        reload_adapters: called after every update.
     """
 
     def __init__(self, vllm: VllmInProcess, reload_adapters: Callable[[], None]) -> None:
@@ -88,19 +87,15 @@ class WeightReceiver:
                 self._vllm.ask_workers("forget_staged")
 
     def verify_part(self, push: str, part: WeightManifest, segment: Segment) -> None:
-        """Checks tensors that a push has staged, while its trainer stages those that come after them.
-
-        What passes is noted for :meth:`verify`, which reads only the rest and says what is wrong.
-
-        Args:
-            push: the push's own key.
-            part: the tensors, with offsets and digests.
+        """Checks tensors that a push has staged, while its trainer stages those that come after them. ``push`` is its
+        own key, and ``part`` has offsets and digests.
         """
         if push == self._ended_push:
             return
         if push != self._push:
             self._push, self._intact = push, {}
         self._verified = None
+        # What passes is noted for verify(), which reads only the rest and says what is wrong.
         with suppress(RLBackendError), span("verify part", "weights", weight_version=part.version, nbytes=part.nbytes):
             self._vllm.serving.check("take weights")
             # The trainer, which may be on the same cores, works at the same time.
@@ -111,8 +106,6 @@ class WeightReceiver:
         """Checks that staged weights can be loaded, without loading them. Returns the seconds that it took.
 
         Args:
-            manifest: of all tensors.
-            segment: where they are.
             push: the key under which :meth:`verify_part` has checked some of them.
 
         Raises:
@@ -151,7 +144,7 @@ class WeightReceiver:
 
     def pause_turns(self) -> None:
         """Begins no turn until :meth:`resume`, and returns when those in flight have ended or paused, as
-        ``RolloutConfig.turns_at_push`` says. Turns with an adapter end first in either case: the base changes under it.
+        ``RolloutConfig.turns_at_push`` says.
         """
         self._vllm.serving.check("take weights")
         self._vllm.loop.hold()
@@ -218,7 +211,7 @@ class WeightReceiver:
             self.forget_segment(str(segment.path))
 
     def _map(self, segment: Segment) -> Tensor:
-        """The segment's bytes, mapped here and in the workers."""
+        # Mapped here, where bytes are checked, and in the workers, which load them.
         if self._buffer is None or self._mapped != segment:
             self._buffer = map_segment(segment.path, segment.nbytes)
             self._mapped = segment

@@ -1,6 +1,4 @@
-"""LoRA tenants of a group of engines: the version that each is served at, the shared memory of its factors, and what
-engines that join are given.
-"""
+"""LoRA tenants of a group of engines: their versions, the shared memory of their factors, and what joining engines get."""
 
 from __future__ import annotations
 
@@ -20,24 +18,21 @@ from actors.wire.factors import FactorMemories, SharedFactors
 from actors.wire.segment import DIRECTORY, Segment, SharedSegment, host_identity
 from rl_backend.contracts import BatchError, RolloutError, WeightSyncError, WeightVersionError
 
+# Segments that are kept for the next pushes: new memory takes the system longer to give than factors take to copy.
 _MOST_SPARE = 2
-"""Segments that are kept for the next pushes: new memory takes the system longer to give than factors take to copy."""
-
+# Of /dev/shm that stays free: Ray's store takes its pages there as it fills, and pushes of weights theirs.
 _FREE_SHARE = 0.5
-"""Of /dev/shm that stays free: Ray's store takes its pages there as it fills, and pushes of weights theirs."""
 
 
 class AdapterMemory:
-    """Segments, each with the factors of one version for as long as an engine may read them.
-
-    They are the driver's: engines that start later read what is served, whatever has become of the trainer.
-    """
+    """Segments, each with the factors of one version for as long as an engine may read them."""
 
     def __init__(self) -> None:
+        # They are the driver's: engines that start later read what is served, whatever has become of the trainer.
         self._lock = threading.Lock()
         self._in_use: dict[str, SharedSegment] = {}
+        # No longer served, and the calls after whose end no engine reads them.
         self._read: list[tuple[SharedSegment, list[Any]]] = []
-        """No longer served, and the calls after whose end no engine reads them."""
         self._spare: list[SharedSegment] = []
         self._closed = False
 
@@ -54,7 +49,11 @@ class AdapterMemory:
             fitting = [segment for segment in self._spare if segment.nbytes >= nbytes]
             segment = min(fitting, key=lambda segment: segment.nbytes, default=None)
             if segment is None:
-                _require_room(nbytes)
+                space = os.statvfs(DIRECTORY)
+                free = space.f_bavail * space.f_frsize - nbytes
+                if free < _FREE_SHARE * space.f_blocks * space.f_frsize:
+                    left = f"{free / 2**20:.0f} MiB free, less than {_FREE_SHARE:.0%} of it"
+                    raise WeightSyncError(f"/dev/shm would have {left}")
                 segment = SharedSegment(nbytes)
             else:
                 self._spare.remove(segment)
@@ -98,13 +97,6 @@ class AdapterMemory:
             self._spare.pop(0).close()
 
 
-def _require_room(nbytes: int) -> None:
-    space = os.statvfs(DIRECTORY)
-    free = space.f_bavail * space.f_frsize - nbytes
-    if free < _FREE_SHARE * space.f_blocks * space.f_frsize:
-        raise WeightSyncError(f"/dev/shm would have {free / 2**20:.0f} MiB free, less than {_FREE_SHARE:.0%} of it")
-
-
 class AdapterPusher(Protocol):
     """What pushes a tenant's adapters."""
 
@@ -116,9 +108,6 @@ class AdapterPusher(Protocol):
 class GroupAdapters:
     """The adapters of a group of engines.
 
-    Args:
-        engines: serve them.
-
     Attributes:
         memory: where pushes leave factors for engines on this process's host.
         base_pushes: how often these engines were given other weights, after which adapters need a new canary.
@@ -127,8 +116,8 @@ class GroupAdapters:
     def __init__(self, engines: EngineSet) -> None:
         self._engines = engines
         self._pushed: dict[str, PushedAdapter] = {}
+        # Name of a tenant -> which one it is, and what pushes it: a name is free when its pusher is gone.
         self._pushers: dict[str, tuple[Hashable, ref[AdapterPusher]]] = {}
-        """Name of a tenant -> which one it is, and what pushes it."""
         self.memory = AdapterMemory()
         self._merged = ""
         self.base_pushes = 0
@@ -153,10 +142,8 @@ class GroupAdapters:
                 self.free(pushed, calls.values())
 
     def require_pushable(self, adapter: AdapterVersion) -> None:
-        """Refuses to go back, and what :meth:`require_plain_base` refuses.
-
-        Raises:
-            WeightVersionError: a newer version of the tenant is served.
+        """Raises :class:`~rl_backend.contracts.WeightVersionError` where a newer version of the tenant is served, and as
+        :meth:`require_plain_base`.
         """
         self.require_plain_base(adapter.tenant)
         served = self.served.get(adapter.tenant)
@@ -169,13 +156,10 @@ class GroupAdapters:
             )
 
     def require_same_tenant(self, name: str, tenant: Hashable, pusher: AdapterPusher) -> None:
-        """Refuses a tenant under the name of another one that is still pushed; else the name is this tenant's.
-
-        Args:
-            tenant: the same for all that push it.
+        """Gives the name to a tenant, which is the same for all that push it.
 
         Raises:
-            RolloutError: requests of the other tenant would sample with this one.
+            RolloutError: another tenant of that name is still pushed, and its requests would sample with this one.
         """
         held = self._pushers.get(name)
         if held is not None and held[0] != tenant:
@@ -230,11 +214,7 @@ class GroupAdapters:
             shutil.rmtree(pushed.factors, ignore_errors=True)
 
     def base_changed(self, merged: str) -> None:
-        """Engines have been given other weights.
-
-        Args:
-            merged: the tenant whose adapter is a part of them. No adapter is served beside such weights.
-        """
+        """Engines have been given other weights, with the adapter of the tenant ``merged`` in them if it has a name."""
         self._merged = merged
         self.base_pushes += 1
 
@@ -258,8 +238,9 @@ class GroupAdapters:
         return self.chosen(tenant, 1)[0]
 
     def bring(self, actors: Mapping[int, Any], infos: Mapping[int, EngineInfo]) -> None:
-        """Gives engines that are about to join every tenant; each is loaded once, and compared with what was sent."""
+        """Gives engines that are about to join every tenant."""
         names = {engine: engine_name(engine) for engine in actors}
+        # Each is loaded once, and compared with what was sent: an engine that joins is as sure as those that serve.
         for pushed in self._pushed.values():
             calls = {
                 engine: actor.push_adapter.remote(*self.sent_to(pushed, infos[engine])) for engine, actor in actors.items()

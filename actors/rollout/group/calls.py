@@ -18,12 +18,7 @@ from rl_backend.contracts import BatchError, EngineDeadError, RLBackendError, Ro
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], samples: int, seeds: Sequence[int] | None, info: EngineInfo) -> None:
-    """Refuses what no engine could answer.
-
-    Args:
-        samples: of each prompt.
-        seeds: one for each sample; None without any.
-        info: what one of the engines says of itself.
+    """Refuses what no engine could answer; ``seeds`` are one for each sample.
 
     Raises:
         BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
@@ -38,10 +33,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], samples: int, seeds: Sequenc
 
 
 def outcome_of(reference: Any, engine: str) -> Any:
-    """The result of a finished call, or, returned and not raised, the error that it ended with.
-
-    A dead actor becomes an :class:`~rl_backend.contracts.EngineDeadError`.
-    """
+    """The result of a finished call; or, returned and not raised, the error that it ended with."""
     try:
         return ray.get(reference, timeout=0)
     except RayActorError as error:
@@ -63,11 +55,7 @@ class _Queue:
 
 
 class SamplingCalls:
-    """Calls that sample, by engine. An engine serves one call at a time; later ones wait.
-
-    Args:
-        limit: seconds for one call, after which the engine counts as dead.
-    """
+    """Calls that sample, by engine, which serves one at a time. One may take ``limit`` seconds."""
 
     def __init__(self, limit: float) -> None:
         # A process that hangs never answers, and Ray reports only those that end.
@@ -84,12 +72,10 @@ class SamplingCalls:
             self._keep(engine, [*queue.calls, reference])
 
     def wait(self, engines: Collection[int]) -> dict[int, EngineDeadError]:
-        """Waits for the calls made up to now; the error of each engine whose call takes longer than the limit.
-
-        The calls of an engine that dies end with it.
-        """
+        """Waits for the calls made up to now; the error of each engine whose call takes longer than the limit."""
         with self._lock:
             waiting = {call: engine for engine in engines for call in self._refreshed(engine).calls}
+        # The calls of an engine that dies end with it.
         hanging: dict[int, EngineDeadError] = {}
         while waiting:
             ready, overdue = self.wait_for_first(waiting, None, fetch=False)
@@ -108,11 +94,10 @@ class SamplingCalls:
 
         Args:
             calls: reference -> engine.
-            timeout: seconds to wait.
             fetch: a call has ended when its result is on this node.
 
         Raises:
-            GetTimeoutError: none has, within ``timeout``.
+            GetTimeoutError: none has, within ``timeout`` seconds.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -161,9 +146,8 @@ class SamplingCalls:
 
 
 def collect(calls: Mapping[int, Any], names: Mapping[int, str], timeout: float) -> dict[int, Any]:
-    """Waits until every call has ended and returns each one's outcome (see :func:`outcome_of`).
-
-    An engine that has not answered after ``timeout`` seconds counts as dead.
+    """Waits until every call has ended; each one's outcome (:func:`outcome_of`). An engine that has not answered after
+    ``timeout`` seconds counts as dead.
     """
     done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout) if calls else ([], [])
     ended = set(done)
@@ -185,10 +169,8 @@ class PendingSamples:
     """Samples in the making; :meth:`result` waits for them.
 
     Args:
-        prompts: of the whole call.
-        n: samples of each.
+        prompts: of the whole call, with ``n`` samples of each.
         note: told an engine's number and the error of its call.
-        sampling: knows how long an engine may take.
     """
 
     def __init__(

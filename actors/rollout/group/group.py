@@ -21,21 +21,20 @@ from actors.rollout.messages import AdapterVersion, EngineInfo, Request, Sample
 from actors.rollout.placement import EnginePlacement, places_on_nodes
 from rl_backend.contracts import ConfigError, EngineDeadError, RLBackendError, RolloutError
 
+# How long an engine that is ended may take to free its shared memory; one that is sampling does not answer.
 CLOSE_SECONDS = 2.0
-"""How long an engine that is ended may take to free its shared memory; one that is sampling does not answer."""
 
 
 class RolloutGroup:
     """Starts ``config.num_engines`` engines, each a Ray actor, and samples over all of them.
 
-    An engine that dies raises :class:`~rl_backend.contracts.EngineDeadError` once, in the call that it was serving, and one
-    whose weight update fails raises :class:`~rl_backend.contracts.EngineDirtyError`, in the push; later calls go to the
-    engines that are left, until :meth:`restart`. When none is left, every call raises.
+    An engine that dies raises :class:`~rl_backend.contracts.EngineDeadError` once, in the call that it was serving,
+    and one whose weight update fails raises :class:`~rl_backend.contracts.EngineDirtyError`, in the push; later calls
+    go to the engines that are left, until :meth:`restart`. When none is left, every call raises.
 
     Args:
-        config: the engines.
-        scheduling: for each engine a Ray scheduling strategy, for example a bundle of a placement group that it shares with
-            training; None reserves GPUs and ``config.cores_per_engine`` for them where Ray has them free.
+        scheduling: for each engine a Ray scheduling strategy, for example a bundle of a placement group that it
+            shares with training; None reserves GPUs and ``config.cores_per_engine`` for them where Ray has them free.
 
     Raises:
         ConfigError: a configuration that cannot work here, or a model that is not on an engine's node.
@@ -52,8 +51,6 @@ class RolloutGroup:
     engine_class: type[RolloutEngine] = RolloutEngine
 
     def __init__(self, config: RolloutConfig, *, scheduling: Sequence[Any] | None = None) -> None:
-        if not ray.is_initialized():
-            raise RolloutError("Ray is not running in this process: call ray.init() first")
         if scheduling is not None and len(scheduling) != config.num_engines:
             raise ConfigError.of(
                 "scheduling", len(scheduling), f"expected one strategy for each of {config.num_engines} engines"
@@ -169,11 +166,7 @@ class RolloutGroup:
         raise_failures(self.engine_set.call("require_push"))
 
     def forget_weights(self) -> None:
-        """For another model: engines refuse to sample until the next push, whose version may be any.
-
-        Raises:
-            EngineDeadError, EngineDirtyError: of an engine that cannot.
-        """
+        """For another model: engines refuse to sample until the next push, whose version may be any."""
         self._require_push = True
         raise_failures(self.engine_set.call("forget_weights"))
 
@@ -191,11 +184,7 @@ class RolloutGroup:
             raise_failures(self.engine_set.call("sleep", level, timeout=self.config.sampling_timeout))
 
     def wake_up(self) -> None:
-        """Takes the GPU memory back.
-
-        Raises:
-            UnsupportedError, RolloutError: as :meth:`sleep`.
-        """
+        """Takes the GPU memory back; raises as :meth:`sleep`."""
         with self.engine_set.changing:
             raise_failures(self.engine_set.call("wake_up"))
 
@@ -209,14 +198,13 @@ class RolloutGroup:
         """Replaces an engine (dead, dirty or healthy) with a new one, which has the weights of the model directory and all
         LoRA tenants at the versions that are served.
 
-        Threads that restart the same engine do so one after the other.
-
         Raises:
             ConfigError: no such engine.
             RolloutError: the new engine did not start, or the group is closed.
         """
         if engine not in range(self.config.num_engines):
             raise ConfigError.of("engine", engine, f"the group has engines 0 to {self.config.num_engines - 1}")
+        # Threads that restart the same engine do so one after the other.
         with self._restarting[engine]:
             with self.engine_set.lock:
                 ended = EngineDeadError(f"{engine_name(engine)} was ended by a restart that did not complete")
@@ -283,7 +271,7 @@ class RolloutGroup:
 
 
 def _end(actors: Sequence[Any]) -> None:
-    """Kills actors, which runs no exit handlers, once they have freed their shared memory."""
+    # A kill runs no exit handlers, so shared memory is freed before.
     if actors:
         ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=CLOSE_SECONDS)
     for actor in actors:

@@ -18,18 +18,16 @@ from actors.rollout.group.engines import EngineSet, engine_name
 from actors.rollout.messages import Request, Response
 from rl_backend.contracts import EngineDeadError, RLBackendError, RolloutError
 
+# How long an engine lets a call wait that asks for answers, where there are none.
 ANSWER_SECONDS = 30.0
-"""How long an engine lets a call wait that asks for answers, where there are none."""
+# A process that hangs does not say either how long it stands still.
 HANGING_SECONDS = 10.0
-"""How long the process of an engine has to say how long it stands still; one that hangs does not answer."""
 
 
 class EngineTurns:
     """The turns of one engine's process, from the first to its end.
 
     Args:
-        name: of the engine.
-        actor: its Ray handle.
         limit: seconds that the engine serves and ends no request, after which it counts as dead. While it sleeps, or waits
             for the end of a push, they do not run.
         lose: told of the error by which the engine is lost.
@@ -38,7 +36,7 @@ class EngineTurns:
     def __init__(self, name: str, actor: Any, limit: float, lose: Callable[[RLBackendError], None]) -> None:
         self._name = name
         self.actor = actor
-        # See engine.turns.CONCURRENCY_GROUPS.
+        # Turns and answers pass calls that sample; see CONCURRENCY_GROUPS of the engine.
         self._start_turns = actor.start_turns.options(concurrency_group="turns")
         self._give_up_turns = actor.give_up_turns.options(concurrency_group="turns")
         self._seconds_without_progress = actor.seconds_without_progress.options(concurrency_group="turns")
@@ -48,8 +46,8 @@ class EngineTurns:
         self._keys = itertools.count()
         self._changed = threading.Condition()
         self._asked: dict[int, Future[Response]] = {}
+        # time.monotonic() when the engine is known to have ended a request, or to have had none of these turns.
         self._progress = 0.0
-        """``time.monotonic()`` when the engine is known to have ended a request, or to have had none of these turns."""
         self._ended: RLBackendError | None = None
         self._thread = threading.Thread(target=self._wait_for_answers, name=f"turns of {name}", daemon=True)
         self._thread.start()
@@ -124,28 +122,28 @@ class EngineTurns:
                     engine=self._name,
                     sampling_timeout=self._limit,
                 )
-        outcome = outcome_of(reference, self._name)
-        if isinstance(outcome, RLBackendError):
-            raise outcome
-        answers: Iterable[tuple[int, Response | RLBackendError]] = outcome
+        answers: Iterable[tuple[int, Response | RLBackendError]] = self._result(reference)
         return answers
 
     def _seconds_left(self) -> float:
-        """Until the engine seems to have stood still for too long."""
         with self._changed:
             return min(max(self._progress + self._limit - time.monotonic(), 0.0), ANSWER_SECONDS)
 
     def _makes_progress(self) -> bool:
-        """Asks the engine, which knows whether it serves, and what it does for others."""
+        # The engine is asked: it knows whether it serves, and what it does for others.
         reference = self._seconds_without_progress.remote()
         if not ray.wait([reference], timeout=HANGING_SECONDS)[0]:
             return False
+        seconds = self._result(reference)
+        with self._changed:
+            self._progress = max(self._progress, time.monotonic() - seconds)
+        return self._seconds_left() > 0
+
+    def _result(self, reference: Any) -> Any:
         outcome = outcome_of(reference, self._name)
         if isinstance(outcome, RLBackendError):
             raise outcome
-        with self._changed:
-            self._progress = max(self._progress, time.monotonic() - outcome)
-        return self._seconds_left() > 0
+        return outcome
 
     def _take(self, answers: Iterable[tuple[int, Response | RLBackendError]]) -> None:
         for key, answer in answers:
@@ -157,11 +155,7 @@ class EngineTurns:
 
 
 class GroupTurns:
-    """The turns of a group of engines; :class:`~actors.rollout.tokens.RolloutTokens` asks for them.
-
-    Args:
-        engines: sample them.
-    """
+    """The turns of a group of engines; :class:`~actors.rollout.tokens.RolloutTokens` asks for them."""
 
     def __init__(self, engines: EngineSet) -> None:
         self._engines = engines
@@ -180,11 +174,8 @@ class GroupTurns:
         return {engine: turns[engine].in_flight if engine in turns else 0 for engine in self._engines.engines}
 
     def ask(self, engine: int, request: Request) -> Future[Response]:
-        """Asks an engine for a turn; cancelling the future gives it up. One that comes during a push of weights begins
-        after it, with the new ones.
-
-        The future raises what :meth:`~actors.rollout.group.group.RolloutGroup.generate` raises; an error of one turn affects
-        only that turn.
+        """Asks an engine for a turn; cancelling the future gives it up, and an error of one turn affects only that turn.
+        One that comes during a push of weights begins after it, with the new ones.
         """
         return self._turns_of(engine).ask(request)
 
@@ -199,7 +190,6 @@ class GroupTurns:
             turns.end(error)
 
     def _turns_of(self, engine: int) -> EngineTurns:
-        """Of the process that is engine ``engine`` now."""
         living = self._engines.living()
         if engine not in living:
             raise EngineDeadError(
@@ -207,6 +197,7 @@ class GroupTurns:
             )
         actor = living[engine]
         with self._lock:
+            # Turns belong to a process: one that was restarted has none of those before.
             turns = self._turns.get(engine)
             if turns is None or turns.actor is not actor:
                 lose = partial(self._engines.note, engine, actor=actor)

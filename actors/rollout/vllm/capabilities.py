@@ -19,26 +19,22 @@ from rl_backend.contracts import ConfigError, UnsupportedError, stores_mxfp4, te
 from rl_backend.model.blocks import divisors, nearest
 
 type Fields = Mapping[str, Any]
-"""Of :func:`~rl_backend.contracts.text_config`."""
 
 DELTANET_TYPES = frozenset({"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"})
-"""``model_type`` of models that mix attention with gated DeltaNet, whose sequences have a recurrent state."""
 SPARSE_TYPES = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """``model_type`` of models whose latent attention reads the tokens that an indexer chooses."""
 LATENT_TYPES = frozenset({"deepseek_v3", "kimi_k2", "glm4_moe_lite"}) | SPARSE_TYPES
-"""``model_type`` of models with latent attention."""
+# Their classes in vLLM never read tie_word_embeddings.
 _TYPES_WITH_A_HEAD = LATENT_TYPES | {"glm4_moe", "gpt_oss", "minimax_m2", "qwen3_next"}
-"""``model_type`` of models whose classes in vLLM never read ``tie_word_embeddings``."""
 _MLA_HEADS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Something that vLLM's build for a device cannot serve.
+    """Something that vLLM's build for a device, ``cpu`` or ``cuda``, cannot serve.
 
     Attributes:
         model_types: of ``config.json``; empty for every model.
-        device: ``cpu`` or ``cuda``.
         what: of the model or the configuration, in words.
         measured: what happens without the refusal.
         instead: what to do.
@@ -192,17 +188,15 @@ REFUSALS = (
 
 
 def has_deltanet(config: Mapping[str, Any]) -> bool:
-    """Whether ``config.json`` is of a model with gated DeltaNet."""
     return config.get("model_type") in DELTANET_TYPES
 
 
 def has_latent_attention(config: Mapping[str, Any]) -> bool:
-    """Whether ``config.json`` is of a model with latent attention."""
     return config.get("model_type") in LATENT_TYPES
 
 
 def check_served(config: RolloutConfig, device: str) -> None:
-    """Checks a model's ``config.json`` against what engines on ``device``, ``cpu`` or ``cuda``, can serve.
+    """Checks a model's ``config.json`` against what engines on ``device`` can serve.
 
     Raises:
         CheckpointError: there is no ``config.json``, or it is damaged.
@@ -243,18 +237,18 @@ def _check_parts(fields: Fields, parts: int) -> None:
 
 
 _V3: Mapping[str, Any] = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+# Without them vLLM routes by a softmax, and has no place for the bias that experts are chosen with.
 _SIGMOID: Mapping[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-"""Without them vLLM routes by a softmax, and has no place for the bias that experts are chosen with."""
+# What GLM-5's fields are where there are none, and DeepSeek-V3's are not.
 _GLM5: Mapping[str, Any] = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
-"""What GLM-5's fields are where there are none, and DeepSeek-V3's are not."""
 _OF_INDEXERS = ("index_", "indexer_")
 
 
 def served_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``config.json`` that vLLM is to read; equal to ``config`` where nothing has to change.
 
-    A value that is there is kept. Sparse attention (DeepSeek-V3.2, GLM-5) becomes latent attention over all tokens, which
-    is the same while ``index_topk`` covers the sequence; :mod:`~actors.rollout.vllm.capabilities` refuses longer ones.
+    Sparse attention (DeepSeek-V3.2, GLM-5) becomes latent attention over all tokens, which is the same while
+    ``index_topk`` covers the sequence; longer ones are refused.
 
     Raises:
         UnsupportedError: dense layers after layers with experts, which vLLM cannot be told of.
@@ -289,7 +283,6 @@ def config_folder(config: Mapping[str, Any]) -> Iterator[str | None]:
 
 
 def _dense_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How many layers at the start have no experts, by vLLM's name for it."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:
         return {}

@@ -14,8 +14,8 @@ from rl_backend.weights.compare import ExpectedWeights
 
 logger = logging.getLogger(__name__)
 _SHOWN = 8
+# Parameters that vLLM makes of kv_b_proj.weight of latent attention, after each push again: none is sent.
 _MADE_OF_OTHERS = (".W_UK_T", ".W_UV")
-"""Ends of parameters that vLLM makes of ``kv_b_proj.weight`` of latent attention, after each push again."""
 
 
 class EngineParameters(NamedTuple):
@@ -35,14 +35,13 @@ class EngineParameters(NamedTuple):
 def expected_weights(model_path: str, dtype: str, describe: Callable[[Sequence[str]], EngineParameters]) -> ExpectedWeights:
     """The weights that a push into this engine must hold.
 
-    Names and shapes are those of the directory that vLLM was started from. A tensor that no parameter of vLLM's model comes
-    from (a tied ``lm_head.weight``, stored buffers, a vision tower, weights of multi-token prediction) is optional, provided
-    that the others account for every parameter; a warning names parameters that they do not account for. Weights that are
-    not trained (``WeightManifest.kept``) may be among either; a push says that it leaves them out.
+    Names and shapes are those of the directory that vLLM was started from. A tensor that no parameter of vLLM's model
+    comes from (a tied ``lm_head.weight``, stored buffers, a vision tower, weights of multi-token prediction) is
+    optional, provided that the others account for every parameter; a warning names parameters that they do not
+    account for. Weights that are not trained (``WeightManifest.kept``) may be among either.
 
     Args:
-        model_path: Hugging Face directory with safetensors, of which only the headers are read, even with
-            ``load_format='dummy'``.
+        model_path: Hugging Face directory with safetensors, of which only the headers are read.
         dtype: the engine's dtype.
         describe: tells the engine the names of the checkpoint's tensors.
 
@@ -80,10 +79,7 @@ def expected_weights(model_path: str, dtype: str, describe: Callable[[Sequence[s
 
 
 def _target(name: str | None, fused_into: Mapping[str, str]) -> str:
-    """The vLLM parameter that a tensor becomes (a part of), or the module ``...experts`` for one expert's tensor.
-
-    Empty for a tensor that is not loaded.
-    """
+    # The parameter that a tensor is a part of; for one expert's tensor the module "...experts"; empty where none is loaded.
     if name is None:
         return ""
     return _experts_module(name) or ".".join(fused_into.get(part, part) for part in name.split("."))

@@ -219,8 +219,6 @@ def test_a_worker_that_receives_another_way_ends_the_way_before(monkeypatch: pyt
     switching: Any = worker.SwitchingWeightTransferEngine.__new__(worker.SwitchingWeightTransferEngine)
     switching.config, switching.vllm_config, switching.device, switching.model = "config", "vllm config", "device", "model"
     switching.shutdown()
-    with pytest.raises(RuntimeError, match="comes before any weight update"):
-        switching.receive_weights("too early")
     expected = []
     for number, kind in enumerate(("staged", "nccl", "nccl", "cuda_ipc", "staged")):
         before = happened[-1].partition(" ")[0] if happened else ""
