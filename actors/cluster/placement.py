@@ -58,11 +58,11 @@ class Reservation:
 def reserve(
     *, num_ranks: int, cores_per_rank: int, gpus_per_rank: float, strategy: PlacementStrategy, name: str, timeout: float
 ) -> Reservation:
-    """Reserves one bundle per rank, and waits ``timeout`` seconds for them; ranks on one node get consecutive numbers.
+    """Reserves one bundle per rank; ranks on one node get consecutive numbers.
 
     Raises:
-        ConfigError: Ray is not initialised, or ranks that do not fit on GPUs.
-        UnsupportedError: the cluster did not have the resources in time; names what was asked and what there is.
+        ConfigError: Ray is not initialised, or numbers that make no sense.
+        UnsupportedError: the cluster did not have the resources within ``timeout`` seconds.
     """
     if not ray.is_initialized():
         raise ConfigError("Ray is not initialised in this process; call ray.init(...) first")
@@ -146,10 +146,7 @@ class ClusterShare(NamedTuple):
 
 
 def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> ClusterShare:
-    """Divides the cluster over training ranks and engines.
-
-    Args:
-        take_turns: False where training and sampling run at the same time, each on its own cores.
+    """Divides the cluster over training ranks and engines, which take turns, or each have cores of their own.
 
     Raises:
         ConfigError: fewer CPUs or GPUs than ranks and engines.
@@ -178,9 +175,6 @@ def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> C
 
 def gpus_each(ranks: int, engines: int, gpus: int | None = None) -> float:
     """GPUs of each training rank and engine: 0 on a cluster without, 1, or half of a single one that both share.
-
-    Args:
-        gpus: that there are; None asks Ray.
 
     Raises:
         ConfigError: there are GPUs, but too few.

@@ -98,7 +98,6 @@ class _Watch:
         return pending
 
     def found(self) -> bool:
-        """Whether Ray is gone; asks again."""
         self._told = True
         if not self._reason and (reason := self._check()):
             self._note(reason)

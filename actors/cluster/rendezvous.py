@@ -35,17 +35,15 @@ GLOO_TIMEOUT = timedelta(seconds=120)
 
 
 def with_free_port[T](host: str, attempt: Callable[[int], T], *, attempts: int = ATTEMPTS) -> T:
-    """``attempt(port)`` with a port that is free at ``host``, for what must open the port itself.
-
-    The port stays bound meanwhile, which keeps it from every program that does not set ``SO_REUSEADDR``; what opens
-    it must set that, as torch and vLLM do. If a program takes it even so, ``attempt`` is called again with another
-    port.
+    """``attempt(port)`` with a port that is free at ``host``, for what must open the port itself, and sets
+    ``SO_REUSEADDR`` as torch and vLLM do.
 
     Raises:
         OSError: ``host`` is not an address of this machine.
         Exception: what ``attempt`` raises, when it is no clash of ports or the last of ``attempts``.
     """
     while True:
+        # Bound meanwhile, which keeps the port from every program that does not set SO_REUSEADDR.
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind((host, 0))
@@ -58,7 +56,6 @@ def with_free_port[T](host: str, attempt: Callable[[int], T], *, attempts: int =
 
 
 def is_port_clash(error: BaseException) -> bool:
-    """Whether an error, or what caused it, says that a port is taken."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno == errno.EADDRINUSE:
@@ -139,7 +136,6 @@ class RendezvousPoint:
             self.rendezvous = Rendezvous(address, self._gate.port, secret)
 
     def close(self) -> None:
-        """Lets nobody else in."""
         if self._gate is not None:
             self._gate.close()
 
@@ -165,8 +161,6 @@ class RendezvousRoute:
 
 @dataclass(frozen=True)
 class GlooAddress:
-    """Where a group meets, and how many processes are in it."""
-
     rendezvous: Rendezvous
     size: int
 
@@ -182,7 +176,6 @@ class GlooGroup:
         self._group: Any = ProcessGroupGloo(prefixed, rank, address.size, _gloo_options(address.rendezvous))
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's contiguous CPU tensor to all."""
         if tensor.numel():
             options = BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0

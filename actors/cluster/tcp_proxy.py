@@ -31,11 +31,7 @@ _JOINER, _GATE = b"rl_backend joiner", b"rl_backend gate"
 
 
 class Listener:
-    """Serves each connection to a port in its own thread, until it is closed.
-
-    Attributes:
-        port: chosen by the system.
-    """
+    """Serves each connection to a port, which the system chooses, in its own thread, until it is closed."""
 
     def __init__(self, host: str, serve: Callable[[socket.socket], None]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -71,11 +67,8 @@ class Listener:
 
 
 class Gate(Listener):
-    """Lets those who know the secret through to a port of this machine's loopback address.
-
-    Args:
-        host: address of this node that other nodes reach.
-        target: the address and port to which the gate leads.
+    """Lets those who know the secret through to ``target``, a port of this machine's loopback address. Other nodes reach
+    ``host``.
     """
 
     def __init__(self, host: str, target: tuple[str, int], secret: bytes) -> None:

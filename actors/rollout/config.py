@@ -207,7 +207,6 @@ class RolloutConfig(BaseConfig):
 
     @property
     def batched_tokens(self) -> int:
-        """``max_num_batched_tokens`` with its default filled in."""
         return self.max_num_batched_tokens or max(8192, self.max_model_len)
 
 
@@ -318,7 +317,6 @@ def fitting_lengths(asked: Mapping[str, int], left: Collection[str], positions: 
 
 
 def more_than(model: str, positions: int) -> str:
-    """What is said of a length that is too long."""
     return f"{model} has {positions} positions for prompt and response together; use at most {positions}"
 
 

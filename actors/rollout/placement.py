@@ -106,7 +106,6 @@ class EnginePlacement:
             self._check_unreserved()
 
     def options(self, engine: int) -> dict[str, Any]:
-        """Keyword arguments of ``ActorClass.options``."""
         bundle = self._bundle()
         options: dict[str, Any] = {
             "num_cpus": bundle.get("CPU", 0),
@@ -119,7 +118,6 @@ class EnginePlacement:
         return options
 
     def release(self) -> None:
-        """Gives back what was reserved."""
         if self._reserved is not None:
             remove_placement_group(self._reserved)
             self._reserved = None

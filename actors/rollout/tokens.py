@@ -68,12 +68,10 @@ class RolloutTokens:
 
     @property
     def context_tokens(self) -> int:
-        """The engines' ``max_model_len``."""
         return next(iter(self._rollout.infos.values())).max_model_len
 
     @property
     def vocab_size(self) -> int:
-        """Of the engines' model."""
         return next(iter(self._rollout.infos.values())).vocab_size
 
     @property

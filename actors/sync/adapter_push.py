@@ -227,11 +227,9 @@ class AdapterPush:
 
     @property
     def is_over(self) -> bool:
-        """Whether the training group has ended."""
         return isinstance(self._train, TrainGroup) and self._train.ended
 
     def close(self) -> None:
-        """Lets another tenant have the name; what is served stays."""
         self._rollout.lora.release_name(self._tenant.name, self)
 
     def _stage(self) -> tuple[StagedAdapter, Any]:

@@ -271,8 +271,6 @@ def end_group(engine: Any) -> None:
 
 
 class NcclTransport(StreamingTransport):
-    """See the module."""
-
     name = "nccl"
     kills_abandoned = True
 
@@ -297,8 +295,6 @@ def devices_of_two(plan: PushPlan, rollout: EngineSet) -> dict[str, list[str]]:
 
 
 class CudaIpcTransport(StreamingTransport):
-    """See the module."""
-
     name = "cuda_ipc"
 
     def problem_of_gpus(self, plan: PushPlan, rollout: EngineSet) -> str:

@@ -36,7 +36,6 @@ class PushReport:
     skipped: tuple[int, ...]
 
     def export(self) -> None:
-        """To Prometheus."""
         for phase, seconds in self.seconds.items():
             prometheus.observe("rl_backend_push_seconds", seconds, phase=phase, transport=self.transport)
         prometheus.count("rl_backend_pushes_total", 1, transport=self.transport)

@@ -94,11 +94,10 @@ class PushPlan:
 
 @dataclass(frozen=True)
 class Staged:
-    """Weights that wait in shared memory.
+    """Weights that wait in shared memory, in a segment for each engine.
 
     Attributes:
         manifest: with offsets and digests.
-        segments: engine -> the segment to load from.
         key: under which engines have checked parts of it already; empty where none has.
     """
 
@@ -281,7 +280,6 @@ class _StagedParts:
 
 
 def drop_segment(context: SourceContext, key: str) -> None:
-    """Runs on every rank: removes the segment."""
     segment: Any = context.state.pop(key, None)
     if segment is not None:
         segment.close()

@@ -76,7 +76,6 @@ class SharedFactors(NamedTuple):
         return memories.at(self.segment).take(shapes, dtype_from_name(dtype))[1]
 
     def packed(self, memories: FactorMemories, digest: str) -> PackedFactors:
-        """The same through Ray, which copies them."""
         shapes, dtype = _read_layout(self.layout)
         flat, _ = memories.at(self.segment).take(shapes, dtype_from_name(dtype))
         return PackedFactors(shapes, dtype, flat.view(torch.uint8).numpy(), digest)
@@ -120,7 +119,6 @@ class PackedFactors:
         """As :meth:`of`, one factor after the other, none of which is held after the next one is taken.
 
         Args:
-            shapes: of all factors.
             factors: name, float32 values on any device, and scale of each, in any order.
             memory: holds the values, until it is used again.
         """
@@ -141,7 +139,6 @@ class PackedFactors:
 
     @property
     def layout(self) -> bytes:
-        """Names, shapes and dtype, for a process that has the values."""
         return pickle.dumps((self.shapes, self.dtype))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -162,10 +159,8 @@ def _views(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Ten
 
 
 def factor_digest(factors: Mapping[str, Tensor], values: Iterable[Tensor]) -> str:
-    """Digest of the names, shapes and dtypes of factors, and of their values.
-
-    Args:
-        values: those of all factors on the CPU, in the order of ``factors``, parted in any way.
+    """Digest of the names, shapes and dtypes of factors, and of ``values``: those of all on the CPU, in their order,
+    parted in any way.
     """
     digest = RunningDigest(repr([(name, tuple(factor.shape), factor.dtype) for name, factor in factors.items()]))
     for each in values:

@@ -35,10 +35,8 @@ class Segment(NamedTuple):
 
 
 class SharedSegment:
-    """``nbytes`` of shared memory owned by this process, as a (nbytes,) uint8 tensor in ``buffer``.
-
-    Raises:
-        WeightSyncError: /dev/shm is missing or has not enough space.
+    """Shared memory owned by this process, as a (nbytes,) uint8 tensor in ``buffer``; raises :class:`WeightSyncError`
+    where /dev/shm has not enough space.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -59,10 +57,8 @@ class SharedSegment:
 
 
 def map_segment(path: str, nbytes: int) -> Tensor:
-    """Maps an existing segment as a (nbytes,) uint8 tensor, without a copy.
-
-    Raises:
-        WeightSyncError: there is no such file on this host, or it is shorter.
+    """Maps a segment as a (nbytes,) uint8 tensor, without a copy; raises :class:`WeightSyncError` where there is none on
+    this host, or a shorter one.
     """
     try:
         size = os.stat(path).st_size

@@ -16,8 +16,6 @@ from rl_backend.contracts.lora import part_name
 
 
 class AdapterStore:
-    """The adapters of an engine."""
-
     def __init__(self, vllm: VllmInProcess) -> None:
         self._vllm = vllm
         self._kept: dict[int, AdapterVersion] = {}
@@ -57,10 +55,8 @@ class AdapterStore:
         self._kept[adapter.number] = adapter
 
     def load(self, adapter: AdapterVersion) -> None:
-        """Puts a kept adapter into one of vLLM's slots, where the one not used for longest gives way.
-
-        Raises:
-            WeightCheckError: what the kernels read is not what was sent.
+        """Puts a kept adapter into one of vLLM's slots, where the one not used for longest gives way; raises as
+        :meth:`push`.
         """
         self._vllm.loop.call(self._load, adapter)
 
@@ -71,7 +67,6 @@ class AdapterStore:
         self._vllm.loop.call(self._drop, adapter)
 
     def load_again(self) -> None:
-        """Loads those that were loaded before an update of the base."""
         # vLLM drops all adapters when the base changes.
         loaded, self._loaded = list(self._loaded.values()), {}
         for adapter in loaded:
@@ -89,7 +84,6 @@ class AdapterStore:
         return True
 
     def leave_slot(self, adapter: AdapterVersion) -> None:
-        """After a request that sampled with it."""
         if adapter in self._dropped:
             self._drop(adapter)
 

@@ -141,7 +141,6 @@ class RolloutEngine:
     take_turns = _answered_by("_turns", TurnQueue.take)
 
     def node(self) -> str:
-        """Id of the Ray node that this engine has landed on."""
         return str(ray.get_runtime_context().get_node_id())
 
     def start(self, place: NodePlace) -> EngineInfo:
@@ -153,7 +152,6 @@ class RolloutEngine:
         return self.describe()
 
     def describe(self) -> EngineInfo:
-        """Facts about the engine."""
         model = self._vllm.llm.model_config
         return EngineInfo(
             name=self._vllm.name,
@@ -216,7 +214,6 @@ class RolloutEngine:
         return self._vllm.loop.seconds_without_progress
 
     def take_trace(self, stop: bool = False) -> TraceBatch:
-        """As :meth:`~rl_backend.trace.recorder.TraceRecorder.take_batch`."""
         return recorder.take_batch(stop=stop)
 
     def close(self) -> None:
@@ -224,7 +221,6 @@ class RolloutEngine:
         self._weights.close()
 
     def require_push(self) -> None:
-        """Refuse to sample until weights have been pushed."""
         self._vllm.serving.require_push()
 
     def forget_weights(self) -> None:

@@ -49,16 +49,13 @@ class ServingState:
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether weights must be pushed before it samples."""
         return self._require_push and self.version == UNVERSIONED
 
     def pause(self) -> None:
-        """An update begins."""
         self.check("take weights")
         self.state, self._update_is_open = "paused", True
 
     def finish(self, version: int) -> None:
-        """All weights of the update are loaded."""
         self.check("continue an update")
         self.version, self._update_is_open = version, False
 
@@ -87,7 +84,6 @@ class ServingState:
         return True
 
     def require_push(self) -> None:
-        """Refuses to sample until weights have been pushed."""
         self._require_push = True
 
     def forget_version(self) -> None:
@@ -109,7 +105,6 @@ class ServingState:
             raise self.dirty_error()
 
     def check_weights(self) -> None:
-        """Raises :class:`~rl_backend.contracts.RolloutError` where it lacks weights."""
         if self.lacks_weights:
             raise RolloutError(
                 f"{self._name} has no weights of the trainer yet (UNVERSIONED): push before sampling", engine=self._name
@@ -130,7 +125,6 @@ class ServingState:
             )
 
     def dirty_error(self) -> EngineDirtyError:
-        """What a dirty engine raises."""
         return EngineDirtyError(
             f"{self._name} is dirty: a weight update failed after it had begun ({self._failure}); restart it and push again",
             engine=self._name,
@@ -199,7 +193,6 @@ class VllmInProcess:
             ) from error
 
     def ask_workers(self, method: str, *args: Any) -> Any:
-        """The answer of every worker to a method of :class:`~actors.rollout.vllm.worker.WorkerExtension`."""
         return self.call(self.llm.collective_rpc, method, args=args)
 
     def call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +218,6 @@ class VllmInProcess:
 
 
 def lora_request(adapter: AdapterVersion | None) -> Any:
-    """An adapter as vLLM takes it with a prompt."""
     # Here: vLLM must not be imported before its environment is set.
     from vllm.lora.request import LoRARequest
 

@@ -61,7 +61,6 @@ class VllmStepper:
 
 
 def sampling_params(sampling: SamplingConfig, seed: int | None) -> SamplingParams:
-    """What vLLM takes for one response."""
     return SamplingParams(
         seed=seed,
         temperature=sampling.temperature,

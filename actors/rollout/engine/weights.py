@@ -28,10 +28,8 @@ from rl_backend.weights.staging import check_staged, find_intact, read_tensor
 
 
 class WeightReceiver:
-    """An engine's part in pushes; :class:`~actors.sync.push.WeightSync` calls its methods by name.
-
-    Args:
-        reload_adapters: called after every update.
+    """An engine's part in pushes, called by name from :class:`~actors.sync.push.WeightSync`. Every update ends with
+    ``reload_adapters``.
     """
 
     def __init__(self, vllm: VllmInProcess, reload_adapters: Callable[[], None]) -> None:
@@ -54,7 +52,6 @@ class WeightReceiver:
         return Segment(str(self._own_segment.path), self._own_segment.nbytes)
 
     def join_gloo(self, key: str, address: GlooAddress, rank: int) -> None:
-        """Takes this engine's place in the gloo group of one weight sync's source rank."""
         if key in self._gloo:
             self._gloo.pop(key).close()
         self._gloo[key] = GlooGroup(address, rank)
@@ -157,7 +154,6 @@ class WeightReceiver:
             self._vllm.during_update(self._start_weight_update)
 
     def update(self, update_info: dict[str, Any]) -> None:
-        """Hands one message to vLLM's ``update_weights``."""
         self._vllm.serving.check("continue an update")
         with span("update", "weights"):
             self._vllm.during_update(self._vllm.llm.update_weights, {"update_info": update_info})
@@ -172,7 +168,6 @@ class WeightReceiver:
         self._reload_adapters()
 
     def abandon_update(self, reason: str) -> None:
-        """Refuses requests from now on: an update that began will not be finished."""
         self._vllm.make_dirty(reason)
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
@@ -204,7 +199,6 @@ class WeightReceiver:
             self._vllm.loop.release()
 
     def close(self) -> None:
-        """Frees this engine's own segment."""
         if self._own_segment is not None:
             segment, self._own_segment = self._own_segment, None
             segment.close()

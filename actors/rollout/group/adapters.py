@@ -37,10 +37,8 @@ class AdapterMemory:
         self._closed = False
 
     def take(self, nbytes: int) -> Segment:
-        """At least ``nbytes``, to be written to.
-
-        Raises:
-            WeightSyncError: /dev/shm has no room to spare, or :meth:`close` was called.
+        """At least ``nbytes``, to be written to; raises :class:`WeightSyncError` where /dev/shm has no room, or the
+        group is closed.
         """
         with self._lock:
             if self._closed:
@@ -124,7 +122,6 @@ class GroupAdapters:
 
     @property
     def served(self) -> dict[str, AdapterVersion]:
-        """The version of each tenant that new requests sample with."""
         return {tenant: pushed.adapter for tenant, pushed in self._pushed.items()}
 
     def remove(self, tenant: str) -> None:
@@ -156,11 +153,7 @@ class GroupAdapters:
             )
 
     def require_same_tenant(self, name: str, tenant: Hashable, pusher: AdapterPusher) -> None:
-        """Gives the name to a tenant, which is the same for all that push it.
-
-        Raises:
-            RolloutError: another tenant of that name is still pushed, and its requests would sample with this one.
-        """
+        """Gives the name to a tenant; raises :class:`RolloutError` where another one of that name is still pushed."""
         held = self._pushers.get(name)
         if held is not None and held[0] != tenant:
             other = held[1]()
@@ -173,7 +166,6 @@ class GroupAdapters:
         self._pushers[name] = tenant, ref(pusher)
 
     def release_name(self, name: str, pusher: AdapterPusher) -> None:
-        """Lets another tenant have the name."""
         if (held := self._pushers.get(name)) is not None and held[1]() is pusher:
             del self._pushers[name]
 
@@ -230,10 +222,8 @@ class GroupAdapters:
         return chosen
 
     def version_of(self, tenant: str | None) -> AdapterVersion | None:
-        """The version of a tenant that turns sample with from now on; None for the weights alone.
-
-        Raises:
-            RolloutError: it has not been pushed, or the weights have an adapter merged into them.
+        """The version of a tenant that turns sample with from now on; None for the weights alone. Raises as a call that
+        samples.
         """
         return self.chosen(tenant, 1)[0]
 

@@ -166,10 +166,9 @@ def _reason(error: BaseException) -> str:
 
 
 class PendingSamples:
-    """Samples in the making; :meth:`result` waits for them.
+    """Samples in the making, ``n`` of each prompt; :meth:`result` waits for them.
 
     Args:
-        prompts: of the whole call, with ``n`` samples of each.
         note: told an engine's number and the error of its call.
     """
 

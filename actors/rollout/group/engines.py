@@ -84,11 +84,8 @@ class EngineSet:
         return list(self.living().values())
 
     def living(self) -> dict[int, Any]:
-        """Actors by engine.
-
-        Raises:
-            EngineDeadError, EngineDirtyError: none is left.
-            RolloutError: the group is closed.
+        """Actors by engine. Raises the loss of all engines where none is left, and :class:`RolloutError` where the group
+        is closed.
         """
         # Taken at one time: another thread may be restarting an engine.
         actors, lost = dict(self._actors), self.lost_engines
@@ -145,10 +142,8 @@ class EngineSet:
             ray.kill(actor)
 
     def abandon(self, engines: Iterable[int], reason: str, *, kill: bool) -> dict[int, EngineDirtyError]:
-        """Takes engines whose update began, and will not end, out of service; each one's error.
-
-        Args:
-            kill: end their processes, which may wait for ever in a collective.
+        """Takes engines whose update began, and will not end, out of service; each one's error. ``kill`` ends processes
+        that may wait for ever in a collective.
         """
         errors: dict[int, EngineDirtyError] = {}
         for engine in engines:

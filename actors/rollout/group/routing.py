@@ -18,10 +18,8 @@ def shares_of(count: int, engines: int) -> list[range]:
 
 
 class PrefixRouter:
-    """Chooses an engine for each turn, by the keys and values that engines have in their prefix caches.
-
-    Args:
-        most: sequences that are remembered; those not asked for longest are forgotten.
+    """Chooses an engine for each turn by prefix caches. Remembers ``most`` sequences; those not asked for longest are
+    forgotten.
     """
 
     def __init__(self, most: int = 65536) -> None:
@@ -31,11 +29,7 @@ class PrefixRouter:
         self._lock = threading.Lock()
 
     def choose(self, prompt: Sequence[int], in_flight: Mapping[int, int]) -> int:
-        """The engine that has most of what the prompt begins with, else the one with the fewest turns.
-
-        Args:
-            in_flight: turns of each engine that may be chosen.
-        """
+        """The engine that has most of what the prompt begins with, else the one with the fewest turns ``in_flight``."""
         engine = self.find(prompt, in_flight)
         if engine is not None:
             return engine

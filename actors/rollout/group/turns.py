@@ -164,7 +164,6 @@ class GroupTurns:
 
     @property
     def asked_for(self) -> bool:
-        """Whether any turn has been asked for."""
         return bool(self._turns)
 
     @property

@@ -82,8 +82,6 @@ LoRAModelManager.activate_adapter = _activate_adapter
 
 
 class AdapterSlots:
-    """The adapters of one of vLLM's workers."""
-
     def __init__(self, model_runner: Any) -> None:
         self._model_runner = model_runner
         self._modules_of_checkpoint: Mapping[str, str] = {}
@@ -124,7 +122,6 @@ class AdapterSlots:
         _kept[path] = kept._replace(factors={name: factor.clone() for name, factor in kept.factors.items()})
 
     def forget(self, path: str) -> None:
-        """Frees what :meth:`keep` kept."""
         _kept.pop(path, None)
 
     def problem(self, path: str, number: int) -> str:

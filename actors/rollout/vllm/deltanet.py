@@ -80,8 +80,7 @@ class _Rows(NamedTuple):
 
     Attributes:
         slots: (n,) int64, where their states are.
-        tokens: (n, length) int64, their tokens; any token where ``real`` is False.
-        real: (n, length) bool.
+        tokens: (n, length) int64, their tokens; any token where ``real``, (n, length) bool, is False.
         lengths: (n,) int64.
         continued: (n,) bool, whether there are states yet.
     """

@@ -23,7 +23,8 @@ class EngineParameters(NamedTuple):
 
     Attributes:
         dtypes: name of each of its parameters -> dtype.
-        packed_modules: vLLM's ``packed_modules_mapping``, for example ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``.
+        packed_modules: vLLM's ``packed_modules_mapping``, for example ``{"qkv_proj": ["q_proj", "k_proj",
+            "v_proj"]}``.
         renamed: name of each tensor of the checkpoint -> what vLLM calls it; None for those that it does not load.
     """
 

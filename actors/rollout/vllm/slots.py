@@ -77,7 +77,6 @@ class ModuleSlots(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Inputs and outputs."""
         return self.a[0].shape[2], sum(part.shape[1] for part in self.b)
 
     def places(self, index: int, rank: int) -> Iterator[_Place]:

@@ -92,8 +92,6 @@ class _Checked:
 
 
 class CheckedNcclWeightTransferEngine(_Checked, NCCLWeightTransferEngine):
-    """Receives by NCCL broadcast."""
-
     def shutdown(self) -> None:
         # vLLM drops the communicator, and NCCL keeps its memory of the GPU.
         if self.model_update_group is not None:

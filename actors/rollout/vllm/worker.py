@@ -62,8 +62,6 @@ _KINDS = {
 
 @dataclass
 class StagedInitInfo(WeightTransferInitInfo):
-    """Where the staging segment is."""
-
     path: str
     nbytes: int
 
@@ -178,7 +176,6 @@ class WorkerExtension:
         return self.adapter_slots.problem(path, number)
 
     def describe_parameters(self, checkpoint: Sequence[str]) -> EngineParameters:
-        """The model's parameters and what vLLM calls the tensors of a checkpoint."""
         model: torch.nn.Module = self.model_runner.get_model()
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         self.adapter_slots.learn_names(checkpoint)
@@ -197,7 +194,6 @@ class WorkerExtension:
         return [name_of_dtype(each.kv_cache[1].dtype) for each in modules if isinstance(each, GatedDeltaNetAttention)]
 
     def moe_layers(self) -> list[int]:
-        """Numbers of the layers whose routers vLLM captures, as its capture finds them."""
         model: torch.nn.Module = self.model_runner.get_model()
         routed = (MoERunner, RoutedExpertsCaptureSource)
         return sorted({int(module.layer_id) for module in model.modules() if isinstance(module, routed)})
