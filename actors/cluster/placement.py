@@ -97,10 +97,12 @@ def reserve_bundles(
         if group.wait(timeout):
             return group
         free, total = ray.available_resources(), ray.cluster_resources()
+        kinds = Counter(_amounts(node["Resources"]) for node in living_nodes())
+        nodes = ", ".join(f"{count} node{'s' if count > 1 else ''} of {amounts}" for amounts, count in kinds.items())
         raise UnsupportedError(
             f"{asker} asks for {count} {member}s with {_amounts(bundle)} each, together "
             f"{_amounts({kind: count * amount for kind, amount in bundle.items()})}; after {timeout:g} s the cluster "
-            f"has {_amounts(free)} free of {_amounts(total)}, in {_describe_nodes()} (a {member} must fit into one node); "
+            f"has {_amounts(free)} free of {_amounts(total)}, in {nodes} (a {member} must fit into one node); "
             "free some, add nodes, or ask for less",
             asked={kind: count * amount for kind, amount in bundle.items()},
             free={kind: free.get(kind, 0.0) for kind in ("CPU", "GPU")},
@@ -114,11 +116,6 @@ def reserve_bundles(
 
 def living_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
-
-
-def _describe_nodes() -> str:
-    kinds = Counter(_amounts(node["Resources"]) for node in living_nodes())
-    return ", ".join(f"{count} node{'s' if count > 1 else ''} of {amounts}" for amounts, count in kinds.items())
 
 
 def _slots(group: PlacementGroup, num_ranks: int) -> tuple[Slot, ...]:
@@ -146,11 +143,7 @@ class ClusterShare(NamedTuple):
 
 
 def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> ClusterShare:
-    """Divides the cluster over training ranks and engines, which take turns, or each have cores of their own.
-
-    Raises:
-        ConfigError: fewer CPUs or GPUs than ranks and engines.
-    """
+    """Divides the cluster over training ranks and engines; raises :class:`ConfigError` where it has too few CPUs or GPUs."""
     gpus = gpus_each(ranks, engines)
     nodes = [node for node in living_nodes() if node["Resources"].get("CPU", 0) >= 1]
     # All CPUs are this machine's, and Ray counts enough of them, as in a session that was started here: ranks divide its
@@ -174,10 +167,8 @@ def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> C
 
 
 def gpus_each(ranks: int, engines: int, gpus: int | None = None) -> float:
-    """GPUs of each training rank and engine: 0 on a cluster without, 1, or half of a single one that both share.
-
-    Raises:
-        ConfigError: there are GPUs, but too few.
+    """GPUs of each training rank and engine: 0, 1, or half of a single one that both share; raises where there are too
+    few.
     """
     if gpus is None:
         gpus = int(ray.cluster_resources().get("GPU", 0))

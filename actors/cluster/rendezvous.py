@@ -1,6 +1,4 @@
-"""Rendezvous of a group's processes: a store on the loopback address, a gate for other machines, free ports, and the gloo
-group of a push.
-"""
+"""Rendezvous of processes: a store on the loopback address, a gate for other machines, free ports, a push's gloo group."""
 
 from __future__ import annotations
 
@@ -141,10 +139,8 @@ class RendezvousPoint:
 
 
 class RendezvousRoute:
-    """This process's way to a rendezvous; the store answers at ``port`` of the loopback address.
-
-    Raises:
-        RLBackendError: the rendezvous does not answer, or has another secret.
+    """This process's way to a rendezvous: the store answers at ``port`` of the loopback address. Raises as
+    :func:`pass_gate`.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:

@@ -38,9 +38,7 @@ _REPEATED_SECONDS = 10.0
 def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
     """Connects to the cluster of ``RAY_ADDRESS``, or starts Ray here for that many training ranks and engines.
 
-    Ray that is started here listens on the loopback address alone, and is told of enough CPUs for ranks and engines to
-    reserve all cores each, because training and sampling take turns. Within the session SIGTERM raises
-    :class:`RunTerminated`.
+    Within the session SIGTERM raises :class:`RunTerminated`.
 
     Raises:
         ConfigError: no cluster answers at ``RAY_ADDRESS``, or it refuses this process's token.
@@ -78,6 +76,7 @@ def _start_or_join(ranks: int, engines: int) -> None:
                 "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)",
             ) from None
     else:
+        # Enough CPUs for ranks and engines to reserve all cores each: training and sampling take turns.
         init_local_ray(
             num_cpus=max(usable_cores(), ranks) + max(usable_cores(), engines),
             num_gpus=torch.cuda.device_count(),

@@ -67,9 +67,7 @@ class Listener:
 
 
 class Gate(Listener):
-    """Lets those who know the secret through to ``target``, a port of this machine's loopback address. Other nodes reach
-    ``host``.
-    """
+    """Lets those who know the secret through from ``host`` to ``target``, a port of this machine's loopback address."""
 
     def __init__(self, host: str, target: tuple[str, int], secret: bytes) -> None:
         self._target = target
@@ -120,11 +118,7 @@ class Gate(Listener):
 
 
 class TcpProxy(Listener):
-    """A port of this machine's loopback address that leads through a gate elsewhere.
-
-    Raises:
-        RLBackendError: the gate does not answer, or has another secret.
-    """
+    """A port of this machine's loopback address that leads through a gate elsewhere; raises as :func:`pass_gate`."""
 
     def __init__(self, loopback: str, gate: tuple[str, int], secret: bytes) -> None:
         self._gate = gate

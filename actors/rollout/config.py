@@ -289,11 +289,7 @@ def positions_of(model: str, family: str = "auto") -> int | None:
 
 
 def within_model(config: RolloutConfig) -> RolloutConfig:
-    """``config`` with a default ``max_model_len`` that is not more than its model has.
-
-    Raises:
-        ConfigError: ``max_model_len`` is another value, and more than the model has.
-    """
+    """``config`` with a default ``max_model_len`` that the model has positions for; raises where another one is too long."""
     positions = positions_of(config.model_path)
     if positions is None or config.max_model_len <= positions:
         return config
@@ -303,9 +299,7 @@ def within_model(config: RolloutConfig) -> RolloutConfig:
 
 
 def fitting_lengths(asked: Mapping[str, int], left: Collection[str], positions: int) -> dict[str, int]:
-    """What the lengths in ``left`` can be, which nobody gave, so that all of ``asked`` (option -> tokens) fit into the
-    model's positions; empty where they do, or never will.
-    """
+    """What the lengths ``left`` to us can be, so that all of ``asked`` fit; empty where they do, or never will."""
     room = positions - sum(tokens for option, tokens in asked.items() if option not in left)
     if room < len(left) or sum(asked.values()) <= positions:
         return {}

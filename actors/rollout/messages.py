@@ -81,8 +81,8 @@ class PushedAdapter(NamedTuple):
     """What an engine needs to serve an adapter.
 
     Attributes:
-        factors: :class:`~actors.wire.factors.SharedFactors`; or a :class:`~actors.wire.factors.PackedFactors` in
-            Ray's object store, the scale multiplied into B; or a directory in peft's format.
+        factors: :class:`~actors.wire.factors.SharedFactors`; or :class:`~actors.wire.factors.PackedFactors` in Ray's
+            object store; or a directory in peft's format. In memory the scale is multiplied into B.
         digest: of the factors, where they come from.
     """
 

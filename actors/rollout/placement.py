@@ -31,9 +31,7 @@ class NodePlace:
 
 
 def choose_cores(config: RolloutConfig, engine: int, place: NodePlace) -> tuple[int, ...]:
-    """Core numbers for an engine, which runs in this process; raises :class:`ConfigError` where the node does not have
-    them.
-    """
+    """Core numbers for an engine, which runs in this process; raises where the node does not have them."""
     cores = sorted(os.sched_getaffinity(0))
     if config.cores is not None:
         return config.cores[engine]

@@ -76,22 +76,28 @@ class _Answer(NamedTuple):
 def send_canary(
     canary: Canary, train: SourceRanks, rollout: EngineSet, tenant: HandleRef, adapter: AdapterVersion
 ) -> tuple[int, ...]:
-    """Lets every living engine answer, and the trainer judge.
+    """Lets every living engine answer, and the trainer judge; the engines where the adapter visibly has its effect.
 
-    Returns:
-        Engines where the adapter visibly has its effect. Not those without weights to sample with; none where an
-            adapter changes nothing yet (B = 0), or where the trainer has moved on.
+    None where an adapter changes nothing yet (B = 0), or where the trainer has moved on.
 
     Raises:
-        WeightCheckError: log-probs that are not the trainer's: an adapter that vLLM took and does not apply, or
-            applies in part, or weights that it was not trained on.
+        WeightCheckError: log-probs that are not the trainer's: the adapter is not applied, or in part, or to other
+            weights.
     """
     info = rollout.infos[rollout.engines[0]]
     prompt = canary.prompt or tuple(5 + index * info.vocab_size // 8 for index in range(min(8, info.max_model_len - 1)))
     request = Request([token % info.vocab_size for token in prompt], _PROBE, 0, adapter)
     outcomes = rollout.call("probe_adapter", request)
     raise_failures({engine: each for engine, each in outcomes.items() if not isinstance(each, EngineDeadError)})
-    answers = {engine: _answers(request, found) for engine, found in outcomes.items() if isinstance(found, Generated)}
+    prompt_ids = tuple(request.prompt_ids)
+    answers = {
+        engine: [
+            _Answer((*prompt_ids, *response.token_ids), len(prompt_ids), torch.tensor(response.log_probs))
+            for response in found.responses
+        ]
+        for engine, found in outcomes.items()
+        if isinstance(found, Generated)
+    }
     different = list(dict.fromkeys(answer.ids for pair in answers.values() for answer in pair))
     if not different:
         return ()
@@ -138,20 +144,10 @@ def _gap(answer: _Answer, log_probs: Tensor) -> float:
     return float(gaps.nan_to_num(nan=torch.inf).max())
 
 
-def _answers(request: Request, generated: Generated) -> list[_Answer]:
-    start = len(request.prompt_ids)
-    return [
-        _Answer((*request.prompt_ids, *response.token_ids), start, torch.tensor(response.log_probs))
-        for response in generated.responses
-    ]
-
-
 def log_probs_of_trainer(
     context: RankContext, tenant: HandleRef, version: int, sequences: Sequence[tuple[int, ...]]
 ) -> dict[tuple[int, ...], tuple[Any, Any]] | None:
-    """Runs on every rank, between two operations. Of each sequence the log-probs without and with the adapter, on the
-    CPU; None where the tenant has stepped since ``version``.
-    """
+    """Runs on every rank, between two operations: log-probs of each sequence without and with the adapter, on the CPU."""
     handle = context.handle(tenant)
     if handle.weight_version != version:
         return None
@@ -315,11 +311,8 @@ def describe_source(context: RankContext, tenant: HandleRef, dtype: str) -> _Sou
 
 
 class StagedAdapter(NamedTuple):
-    """An adapter as rank 0 has it.
-
-    Attributes:
-        directory: that its factors are in; empty where they are in memory.
-        layout: of factors in shared memory; empty where they are elsewhere.
+    """An adapter as rank 0 has it: with the ``directory`` of its factors, or their ``layout`` in shared memory, else
+    neither.
     """
 
     version: int
@@ -331,8 +324,7 @@ class StagedAdapter(NamedTuple):
 
 
 def stage_adapter(context: RankContext, tenant: HandleRef, dtype: str, place: Place) -> Apart[StagedAdapter] | None:
-    """Runs on every rank, between two operations. Rank 0 answers, and leaves the factors in their place: in the engines'
-    dtype, the scale multiplied into B.
+    """Runs on every rank, between two operations. Rank 0 answers, and leaves the factors in their place.
 
     Raises:
         UnsupportedError: DoRA.

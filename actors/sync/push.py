@@ -259,9 +259,7 @@ def make_transport(name: str) -> Transport:
 
 
 def choose_transport(plan: PushPlan, rollout: EngineSet) -> Transport:
-    """CUDA IPC where every engine's GPUs have training ranks, NCCL where each member has its own GPU, shared memory on
-    one Ray node whose processes share one /dev/shm, else gloo.
-    """
+    """CUDA IPC where ranks are on all GPUs of engines, NCCL where each has its own, shared memory on one node, else gloo."""
     infos = [rollout.infos[engine] for engine in rollout.engines]
     if plan.device_ids and all(info.device == "cuda" for info in infos):
         if all(set(info.device_ids) <= set(plan.device_ids) for info in infos):

@@ -22,9 +22,7 @@ class SourceHandle(Protocol):
 
 
 class SourceContext(Protocol):
-    """What a push sees inside a rank, as :class:`~actors.train.context.RankContext`; ``state`` is kept from one push to
-    the next.
-    """
+    """What a push sees inside a rank; ``state`` is kept from one push to the next."""
 
     rank: int
     world_size: int

@@ -94,12 +94,7 @@ class PushPlan:
 
 @dataclass(frozen=True)
 class Staged:
-    """Weights that wait in shared memory, in a segment for each engine.
-
-    Attributes:
-        manifest: with offsets and digests.
-        key: under which engines have checked parts of it already; empty where none has.
-    """
+    """Weights that wait in shared memory. Engines have checked parts of them already under ``key``, if there is one."""
 
     manifest: WeightManifest
     segments: Mapping[int, Segment]
@@ -234,9 +229,7 @@ def reserve_segment(context: SourceContext, plan: PushPlan) -> Segment | RLBacke
 def write_segment(
     context: SourceContext, plan: PushPlan, key: str = "", engines: Sequence[Any] = ()
 ) -> WeightManifest | None:
-    """Runs on every rank, a collective: the source rank writes what all export together, and tells ``engines`` of what
-    is staged under the push's ``key``.
-    """
+    """Runs on every rank, a collective: the source rank writes what all export, and tells ``engines`` of what is staged."""
     if context.rank != SOURCE_RANK:
         join_export(context, plan)
         return None

@@ -89,13 +89,7 @@ def _read_layout(layout: bytes) -> tuple[Mapping[str, tuple[int, ...]], str]:
 
 @dataclass(frozen=True, eq=False)
 class PackedFactors:
-    """Factors of one dtype, one after the other.
-
-    Attributes:
-        shapes: by peft's names, in the order of ``values``.
-        values: (bytes,) uint8.
-        digest: as :func:`factor_digest`, where they come from.
-    """
+    """Factors of one dtype, one after the other: ``values`` are (bytes,) uint8, in the order of ``shapes``."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtype: str
@@ -159,9 +153,7 @@ def _views(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Ten
 
 
 def factor_digest(factors: Mapping[str, Tensor], values: Iterable[Tensor]) -> str:
-    """Digest of the names, shapes and dtypes of factors, and of ``values``: those of all on the CPU, in their order,
-    parted in any way.
-    """
+    """Digest of names, shapes and dtypes, and of ``values``: those of all on the CPU, in their order, parted in any way."""
     digest = RunningDigest(repr([(name, tuple(factor.shape), factor.dtype) for name, factor in factors.items()]))
     for each in values:
         digest.add(each)

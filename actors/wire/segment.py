@@ -35,9 +35,7 @@ class Segment(NamedTuple):
 
 
 class SharedSegment:
-    """Shared memory owned by this process, as a (nbytes,) uint8 tensor in ``buffer``; raises :class:`WeightSyncError`
-    where /dev/shm has not enough space.
-    """
+    """Shared memory owned by this process, as a (nbytes,) uint8 tensor in ``buffer``; raises where /dev/shm is too small."""
 
     def __init__(self, nbytes: int) -> None:
         remove_stale_segments()
@@ -57,9 +55,7 @@ class SharedSegment:
 
 
 def map_segment(path: str, nbytes: int) -> Tensor:
-    """Maps a segment as a (nbytes,) uint8 tensor, without a copy; raises :class:`WeightSyncError` where there is none on
-    this host, or a shorter one.
-    """
+    """Maps a segment of this host as a (nbytes,) uint8 tensor, without a copy."""
     try:
         size = os.stat(path).st_size
     except FileNotFoundError:

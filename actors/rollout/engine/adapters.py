@@ -30,10 +30,6 @@ class AdapterStore:
     def push(self, adapter: AdapterVersion, factors: PackedFactors | SharedFactors | str, digest: str) -> None:
         """Checks an adapter, keeps it and loads it next to the others, while the engine keeps serving.
 
-        Args:
-            factors: the scale multiplied into B; or a directory in peft's format.
-            digest: of the factors where they come from.
-
         Raises:
             CheckpointError: a directory that cannot be read here.
             WeightCheckError: what arrived is not what was sent, vLLM cannot load it, or its kernels read something
@@ -55,15 +51,11 @@ class AdapterStore:
         self._kept[adapter.number] = adapter
 
     def load(self, adapter: AdapterVersion) -> None:
-        """Puts a kept adapter into one of vLLM's slots, where the one not used for longest gives way; raises as
-        :meth:`push`.
-        """
+        """Puts a kept adapter into one of vLLM's slots, where the one not used for longest gives way."""
         self._vllm.loop.call(self._load, adapter)
 
     def drop(self, adapter: AdapterVersion) -> None:
-        """Forgets an adapter, once no request that was made before samples with it. Nothing here reads the memory that
-        it was pushed in then.
-        """
+        """Forgets an adapter, and the memory that it was pushed in, once no request that was made before samples with it."""
         self._vllm.loop.call(self._drop, adapter)
 
     def load_again(self) -> None:
@@ -73,9 +65,7 @@ class AdapterStore:
             self._vllm.during_update(self.load, adapter)
 
     def take_slot(self, adapter: AdapterVersion) -> bool:
-        """Loads an adapter for a request, unless running requests leave only the slot that pushes need. On the loop's
-        thread.
-        """
+        """Loads an adapter for a request, unless running requests leave only the slot that pushes need."""
         self._require_kept(adapter)
         in_use = self._vllm.loop.adapters(running=True)
         if adapter not in in_use and len(in_use) >= self._vllm.config.max_adapters:

@@ -107,9 +107,7 @@ def _answered_by[Part, **P, R](
 
 
 class RolloutEngine:
-    """vLLM in this process, as engine number ``engine`` of a group. :class:`~actors.rollout.group.group.RolloutGroup`
-    makes it as a Ray actor.
-    """
+    """vLLM in this process, as engine number ``engine`` of a group, which makes it as a Ray actor."""
 
     def __init__(self, config: RolloutConfig, engine: int, device: str, require_push: bool) -> None:
         self._vllm = VllmInProcess(config, engine, device, require_push=require_push)

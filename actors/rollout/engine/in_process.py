@@ -111,9 +111,7 @@ class ServingState:
             )
 
     def check_version(self, adapter: AdapterVersion | None, required: int | None) -> None:
-        """Raises :class:`~rl_backend.contracts.WeightVersionError` where the adapter, or without one the weights, are older
-        than ``required``.
-        """
+        """Raises where the adapter, or without one the weights, are older than ``required``."""
         version = self.version if adapter is None else adapter.version
         if required is not None and version < required:
             what = "weights of" if adapter is None else f"{adapter.tenant!r} at"
@@ -136,10 +134,8 @@ class VllmInProcess:
 
     Attributes:
         loop: vLLM is called on its thread alone.
-        cores: numbers of those that it runs on; empty on CUDA.
         llm: the ``vllm.LLM``, once it is started.
         expected: weights that a push must hold, once it is started.
-        moe_layers: with ``RolloutConfig.return_routed_experts``, the numbers of the layers that have experts.
     """
 
     llm: Any

@@ -89,9 +89,7 @@ class _Entry:
 
 
 class StepLoop:
-    """Steps as long as there are requests. Whatever else touches the engine runs on the same thread, between two steps;
-    before :meth:`start`, where it is called.
-    """
+    """Steps as long as there are requests. Whatever else touches the engine runs on the same thread, between two steps."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -134,8 +132,8 @@ class StepLoop:
         return result.result()
 
     def submit(self, requests: Sequence[Request]) -> dict[int, Future[Completion]]:
-        """Asks for responses, by key, in the order in which they are to begin. Callbacks of the futures run in the loop's
-        thread.
+        """Asks for responses, by key, in the order in which they are to begin. Callbacks of the futures run in the
+        loop's thread.
         """
         entries = [_Entry(next(self._keys), request, Future()) for request in requests]
         self._commands.put(partial(self._queue, entries))
@@ -155,8 +153,8 @@ class StepLoop:
         self._commands.put(partial(self._give_up, set(keys)))
 
     def hold(self) -> None:
-        """Begins no request from now on, and returns when nothing runs: once pausable requests alone are left, they pause,
-        and all keys and values are dropped.
+        """Begins no request from now on, and returns when nothing runs, or only requests that can pause do, which then
+        pause.
         """
         if self._thread is not None:
             self.call(self._begin_hold).result()

@@ -28,9 +28,7 @@ from rl_backend.weights.staging import check_staged, find_intact, read_tensor
 
 
 class WeightReceiver:
-    """An engine's part in pushes, called by name from :class:`~actors.sync.push.WeightSync`. Every update ends with
-    ``reload_adapters``.
-    """
+    """An engine's part in pushes, whose methods :class:`~actors.sync.push.WeightSync` calls by name."""
 
     def __init__(self, vllm: VllmInProcess, reload_adapters: Callable[[], None]) -> None:
         self._vllm = vllm
@@ -84,9 +82,7 @@ class WeightReceiver:
                 self._vllm.ask_workers("forget_staged")
 
     def verify_part(self, push: str, part: WeightManifest, segment: Segment) -> None:
-        """Checks tensors that a push has staged, while its trainer stages those that come after them. ``push`` is its
-        own key, and ``part`` has offsets and digests.
-        """
+        """Checks tensors that a push has staged, while its trainer stages those that come after them."""
         if push == self._ended_push:
             return
         if push != self._push:
@@ -101,9 +97,6 @@ class WeightReceiver:
 
     def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
         """Checks that staged weights can be loaded, without loading them. Returns the seconds that it took.
-
-        Args:
-            push: the key under which :meth:`verify_part` has checked some of them.
 
         Raises:
             WeightVersionError: the weights are older than those served.
@@ -140,9 +133,7 @@ class WeightReceiver:
         return time.perf_counter() - started
 
     def pause_turns(self) -> None:
-        """Begins no turn until :meth:`resume`, and returns when those in flight have ended or paused, as
-        ``RolloutConfig.turns_at_push`` says.
-        """
+        """Begins no turn until :meth:`resume`, and returns when those in flight have ended or paused."""
         self._vllm.serving.check("take weights")
         self._vllm.loop.hold()
 

@@ -37,9 +37,7 @@ class AdapterMemory:
         self._closed = False
 
     def take(self, nbytes: int) -> Segment:
-        """At least ``nbytes``, to be written to; raises :class:`WeightSyncError` where /dev/shm has no room, or the
-        group is closed.
-        """
+        """At least ``nbytes``, to be written to; raises :class:`WeightSyncError` where /dev/shm has no room to spare."""
         with self._lock:
             if self._closed:
                 raise WeightSyncError("the rollout group is closed")
@@ -104,12 +102,7 @@ class AdapterPusher(Protocol):
 
 
 class GroupAdapters:
-    """The adapters of a group of engines.
-
-    Attributes:
-        memory: where pushes leave factors for engines on this process's host.
-        base_pushes: how often these engines were given other weights, after which adapters need a new canary.
-    """
+    """The adapters of a group of engines. Pushes leave factors for engines on this process's host in ``memory``."""
 
     def __init__(self, engines: EngineSet) -> None:
         self._engines = engines
@@ -139,9 +132,7 @@ class GroupAdapters:
                 self.free(pushed, calls.values())
 
     def require_pushable(self, adapter: AdapterVersion) -> None:
-        """Raises :class:`~rl_backend.contracts.WeightVersionError` where a newer version of the tenant is served, and as
-        :meth:`require_plain_base`.
-        """
+        """Raises where a newer version of the tenant is served, and as :meth:`require_plain_base`."""
         self.require_plain_base(adapter.tenant)
         served = self.served.get(adapter.tenant)
         if served is not None and served.version > adapter.version:
@@ -222,9 +213,7 @@ class GroupAdapters:
         return chosen
 
     def version_of(self, tenant: str | None) -> AdapterVersion | None:
-        """The version of a tenant that turns sample with from now on; None for the weights alone. Raises as a call that
-        samples.
-        """
+        """The version of a tenant that turns sample with from now on; None for the weights alone."""
         return self.chosen(tenant, 1)[0]
 
     def bring(self, actors: Mapping[int, Any], infos: Mapping[int, EngineInfo]) -> None:

@@ -18,10 +18,8 @@ from rl_backend.contracts import BatchError, EngineDeadError, RLBackendError, Ro
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], samples: int, seeds: Sequence[int] | None, info: EngineInfo) -> None:
-    """Refuses what no engine could answer; ``seeds`` are one for each sample.
-
-    Raises:
-        BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
+    """Raises :class:`BatchError` for prompts that no engine could answer, and where ``seeds`` are not one for each
+    sample.
     """
     for index, prompt in enumerate(prompts):
         if problem := prompt_problem(prompt, info.max_model_len, info.vocab_size):
@@ -90,11 +88,8 @@ class SamplingCalls:
     def wait_for_first(
         self, calls: Mapping[Any, int], timeout: float | None, *, fetch: bool = True
     ) -> tuple[Any, EngineDeadError | None]:
-        """The first call that has ended; or one of an engine that took longer than the limit, with the error.
-
-        Args:
-            calls: reference -> engine.
-            fetch: a call has ended when its result is on this node.
+        """The first of ``calls`` (reference -> engine) that has ended, with ``fetch`` on this node; or one of an engine
+        that took longer than the limit, with the error.
 
         Raises:
             GetTimeoutError: none has, within ``timeout`` seconds.
@@ -146,8 +141,8 @@ class SamplingCalls:
 
 
 def collect(calls: Mapping[int, Any], names: Mapping[int, str], timeout: float) -> dict[int, Any]:
-    """Waits until every call has ended; each one's outcome (:func:`outcome_of`). An engine that has not answered after
-    ``timeout`` seconds counts as dead.
+    """Waits until every call has ended; each one's outcome. An engine that has not answered for ``timeout`` s counts as
+    dead.
     """
     done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout) if calls else ([], [])
     ended = set(done)
@@ -166,11 +161,7 @@ def _reason(error: BaseException) -> str:
 
 
 class PendingSamples:
-    """Samples in the making, ``n`` of each prompt; :meth:`result` waits for them.
-
-    Args:
-        note: told an engine's number and the error of its call.
-    """
+    """Samples in the making, ``n`` of each prompt. ``note`` is told an engine's number and the error of its call."""
 
     def __init__(
         self, prompts: Sequence[Sequence[int]], n: int, note: Callable[[int, Any], None], sampling: SamplingCalls

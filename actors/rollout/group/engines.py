@@ -22,7 +22,6 @@ class EngineSet:
     Attributes:
         lock: of requests: held while they are made, and while engines change.
         changing: of adapters, weights, sleep and engines that join: one changes at a time. Taken before :attr:`lock`.
-        sampling: the calls that sample.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -84,9 +83,7 @@ class EngineSet:
         return list(self.living().values())
 
     def living(self) -> dict[int, Any]:
-        """Actors by engine. Raises the loss of all engines where none is left, and :class:`RolloutError` where the group
-        is closed.
-        """
+        """Actors by engine; raises where none is left, or the group is closed."""
         # Taken at one time: another thread may be restarting an engine.
         actors, lost = dict(self._actors), self.lost_engines
         living = {engine: actors[engine] for engine in sorted(actors) if engine not in lost}
@@ -130,8 +127,8 @@ class EngineSet:
         return outcomes
 
     def note(self, engine: int, outcome: Any, actor: Any = None) -> None:
-        """Takes an engine whose outcome says that it is dead or dirty out of service. ``actor`` is the process that has this
-        outcome; None for the engine's present one.
+        """Takes an engine, as long as ``actor`` is its process, out of service where its outcome is that it is dead or
+        dirty.
         """
         actor = self._actors.get(engine) if actor is None else actor
         if actor is None:
@@ -142,9 +139,7 @@ class EngineSet:
             ray.kill(actor)
 
     def abandon(self, engines: Iterable[int], reason: str, *, kill: bool) -> dict[int, EngineDirtyError]:
-        """Takes engines whose update began, and will not end, out of service; each one's error. ``kill`` ends processes
-        that may wait for ever in a collective.
-        """
+        """Takes engines whose update began, and will not end, out of service, or ends them; each one's error."""
         errors: dict[int, EngineDirtyError] = {}
         for engine in engines:
             name, actor = engine_name(engine), self._actors.get(engine)

@@ -25,12 +25,8 @@ HANGING_SECONDS = 10.0
 
 
 class EngineTurns:
-    """The turns of one engine's process, from the first to its end.
-
-    Args:
-        limit: seconds that the engine serves and ends no request, after which it counts as dead. While it sleeps, or waits
-            for the end of a push, they do not run.
-        lose: told of the error by which the engine is lost.
+    """The turns of one engine's process, from the first to its end. ``lose`` is told of the error by which the engine is
+    lost.
     """
 
     def __init__(self, name: str, actor: Any, limit: float, lose: Callable[[RLBackendError], None]) -> None:
@@ -41,6 +37,8 @@ class EngineTurns:
         self._give_up_turns = actor.give_up_turns.options(concurrency_group="turns")
         self._seconds_without_progress = actor.seconds_without_progress.options(concurrency_group="turns")
         self._take_turns = actor.take_turns.options(concurrency_group="answers")
+        # Seconds that the engine serves and ends no request, after which it counts as dead. They do not run while it sleeps,
+        # or waits for the end of a push.
         self._limit = limit
         self._lose = lose
         self._keys = itertools.count()
@@ -173,9 +171,7 @@ class GroupTurns:
         return {engine: turns[engine].in_flight if engine in turns else 0 for engine in self._engines.engines}
 
     def ask(self, engine: int, request: Request) -> Future[Response]:
-        """Asks an engine for a turn; cancelling the future gives it up, and an error of one turn affects only that turn.
-        One that comes during a push of weights begins after it, with the new ones.
-        """
+        """Asks an engine for a turn; cancelling the future gives it up. During a push of weights it begins after it."""
         return self._turns_of(engine).ask(request)
 
     def give_up(self) -> None:

@@ -1,6 +1,6 @@
 """Models in vLLM 0.30, by model type: ``config.json`` as it needs it, and what it cannot serve, each with a measurement.
 
-Needs no vLLM. :data:`REFUSALS` is read before an engine starts, and by whoever tabulates what the project can do.
+Needs no vLLM. :data:`REFUSALS` is read before an engine starts, in this order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ SPARSE_TYPES = frozenset({"deepseek_v32", "glm_moe_dsa"})
 LATENT_TYPES = frozenset({"deepseek_v3", "kimi_k2", "glm4_moe_lite"}) | SPARSE_TYPES
 # Their classes in vLLM never read tie_word_embeddings.
 _TYPES_WITH_A_HEAD = LATENT_TYPES | {"glm4_moe", "gpt_oss", "minimax_m2", "qwen3_next"}
+_GPT_OSS = frozenset({"gpt_oss"})
+_CPU, _ANY = ("cpu",), ("cpu", "cuda")
 _MLA_HEADS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Something that vLLM's build for a device, ``cpu`` or ``cuda``, cannot serve.
+    """Something that vLLM's builds for these devices, ``cpu`` and ``cuda``, cannot serve.
 
     Attributes:
         model_types: of ``config.json``; empty for every model.
@@ -42,24 +44,16 @@ class Refusal:
     """
 
     model_types: frozenset[str]
-    device: str
+    devices: tuple[str, ...]
     what: str
     measured: str
     instead: str
     applies: Callable[[Fields, RolloutConfig], bool] = lambda fields, config: True
 
 
-def _reads_fewer_tokens(fields: Fields, config: RolloutConfig) -> bool:
-    return int(fields.get("index_topk") or 0) < config.max_model_len
-
-
 def _has_other_windows(fields: Fields, config: RolloutConfig) -> bool:
     kinds = fields.get("layer_types")
     return kinds is not None and [kind == "sliding_attention" for kind in kinds] != [not n % 2 for n in range(len(kinds))]
-
-
-def _has_another_epsilon(fields: Fields, config: RolloutConfig) -> bool:
-    return bool(fields.get("rms_norm_eps", 1e-5) != 1e-5)
 
 
 def _rope(fields: Fields) -> Fields | None:
@@ -75,100 +69,91 @@ def _lacks_parts_of_yarn(fields: Fields, config: RolloutConfig) -> bool:
     return rope is not None and not {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"} <= rope.keys()
 
 
-def _has_other_mla_heads(fields: Fields, config: RolloutConfig) -> bool:
-    return any(fields.get(name, size) != size for name, size in _MLA_HEADS.items())
-
-
 REFUSALS = (
     Refusal(
         frozenset({"minimax_m2"}),
-        "cpu",
+        _CPU,
         "dtypes other than float32",
         "log-probs in bfloat16 are not numbers, without an error",
         "use dtype='float32', or engines on a GPU",
         lambda fields, config: config.dtype != "float32",
     ),
     Refusal(
-        frozenset({"gpt_oss"}),
-        "cpu",
+        _GPT_OSS,
+        _CPU,
         "dtypes other than bfloat16",
         'the first prompt ends with "expected scalar type BFloat16"',
         "use dtype='bfloat16'",
         lambda fields, config: config.dtype != "bfloat16",
     ),
-    *(
-        Refusal(frozenset({"gpt_oss"}), device, what, measured, instead, applies)
-        for device in ("cpu", "cuda")
-        for what, measured, instead, applies in (
-            (
-                "windows in other layers than every second one, beginning with the first",
-                "silently different log-probs: vLLM does not read layer_types",
-                "train it without vLLM",
-                _has_other_windows,
-            ),
-            (
-                "norms with another epsilon than 1e-5",
-                "silently different log-probs: vLLM does not read rms_norm_eps",
-                "use a model with rms_norm_eps=1e-5, as released ones have",
-                _has_another_epsilon,
-            ),
-            (
-                "rotary embeddings without all fields of YaRN",
-                "the engine does not start: KeyError 'beta_fast', for example",
-                "give rope_parameters factor, original_max_position_embeddings, beta_fast (32) and beta_slow (1)",
-                _lacks_parts_of_yarn,
-            ),
-            (
-                "YaRN with attention_factor, mscale or mscale_all_dim",
-                "silently different log-probs: vLLM does not read them",
-                "leave them out, or train it without vLLM",
-                _scales_otherwise_than_yarn,
-            ),
-            (
-                "attention without biases (attention_bias=false)",
-                "silently different log-probs: vLLM adds biases of whatever was in its memory",
-                "train it without vLLM",
-                lambda fields, config: fields.get("attention_bias") is False,
-            ),
-        )
+    Refusal(
+        _GPT_OSS,
+        _ANY,
+        "windows in other layers than every second one, beginning with the first",
+        "silently different log-probs: vLLM does not read layer_types",
+        "train it without vLLM",
+        _has_other_windows,
     ),
-    *(
-        Refusal(
-            _TYPES_WITH_A_HEAD,
-            device,
-            "embeddings that are the head (tie_word_embeddings)",
-            "log-probs are those of a head of random numbers, without an error: vLLM has one of its own, which no push "
-            "reaches",
-            "save the model with tie_word_embeddings=false and an lm_head.weight",
-            lambda fields, config: bool(fields.get("tie_word_embeddings")),
-        )
-        for device in ("cpu", "cuda")
+    Refusal(
+        _GPT_OSS,
+        _ANY,
+        "norms with another epsilon than 1e-5",
+        "silently different log-probs: vLLM does not read rms_norm_eps",
+        "use a model with rms_norm_eps=1e-5, as released ones have",
+        lambda fields, config: bool(fields.get("rms_norm_eps", 1e-5) != 1e-5),
     ),
-    *(
-        Refusal(
-            SPARSE_TYPES,
-            device,
-            "sparse attention over fewer tokens (index_topk) than a sequence may have (max_model_len)",
-            f"{measured}; up to index_topk tokens dense attention is the same, and is served",
-            "use max_model_len of at most index_topk",
-            _reads_fewer_tokens,
-        )
-        for device, measured in (
-            ("cpu", 'the engine does not start: "Sparse Attention is not supported on CPU."'),
-            ("cuda", "it was not tried, and pushes into its indexers neither"),
-        )
+    Refusal(
+        _GPT_OSS,
+        _ANY,
+        "rotary embeddings without all fields of YaRN",
+        "the engine does not start: KeyError 'beta_fast', for example",
+        "give rope_parameters factor, original_max_position_embeddings, beta_fast (32) and beta_slow (1)",
+        _lacks_parts_of_yarn,
+    ),
+    Refusal(
+        _GPT_OSS,
+        _ANY,
+        "YaRN with attention_factor, mscale or mscale_all_dim",
+        "silently different log-probs: vLLM does not read them",
+        "leave them out, or train it without vLLM",
+        _scales_otherwise_than_yarn,
+    ),
+    Refusal(
+        _GPT_OSS,
+        _ANY,
+        "attention without biases (attention_bias=false)",
+        "silently different log-probs: vLLM adds biases of whatever was in its memory",
+        "train it without vLLM",
+        lambda fields, config: fields.get("attention_bias") is False,
+    ),
+    Refusal(
+        _TYPES_WITH_A_HEAD,
+        _ANY,
+        "embeddings that are the head (tie_word_embeddings)",
+        "log-probs are those of a head of random numbers, without an error: vLLM has one of its own, which no push reaches",
+        "save the model with tie_word_embeddings=false and an lm_head.weight",
+        lambda fields, config: bool(fields.get("tie_word_embeddings")),
+    ),
+    Refusal(
+        SPARSE_TYPES,
+        _ANY,
+        "sparse attention over fewer tokens (index_topk) than a sequence may have (max_model_len)",
+        'on a CPU the engine does not start: "Sparse Attention is not supported on CPU."; on a GPU it was not tried; up to '
+        "index_topk tokens dense attention is the same, and is served",
+        "use max_model_len of at most index_topk",
+        lambda fields, config: int(fields.get("index_topk") or 0) < config.max_model_len,
     ),
     Refusal(
         LATENT_TYPES,
-        "cpu",
+        _CPU,
         "latent attention with other sizes than kv_lora_rank=512 and qk_rope_head_dim=64",
         'the engine does not start: "Head dimension 96 is not supported by MLA" for a rank of 32',
         "use a model of those sizes, or engines on a GPU",
-        _has_other_mla_heads,
+        lambda fields, config: any(fields.get(name, size) != size for name, size in _MLA_HEADS.items()),
     ),
     Refusal(
         LATENT_TYPES,
-        "cpu",
+        _CPU,
         "adapters (max_adapters) beside latent attention",
         "vLLM looks weights up by names that adapters change: a push of weights ends in the middle with KeyError: "
         "'layers.0.self_attn.kv_a_proj_with_mqa.weight'",
@@ -177,14 +162,13 @@ REFUSALS = (
     ),
     Refusal(
         frozenset(),
-        "cpu",
+        _CPU,
         "speculative decoding",
         "the first step ends in a Triton kernel of the rejection sampler, greedy sampling too",
         "leave engine_args['speculative_config'] out",
         lambda fields, config: bool(config.engine_args.get("speculative_config")),
     ),
 )
-"""In the order in which they are looked for."""
 
 
 def has_deltanet(config: Mapping[str, Any]) -> bool:
@@ -216,20 +200,15 @@ def check_served(config: RolloutConfig, device: str) -> None:
         )
     for refusal in REFUSALS:
         concerned = not refusal.model_types or kind in refusal.model_types
-        if concerned and refusal.device == device and refusal.applies(fields, config):
+        if concerned and device in refusal.devices and refusal.applies(fields, config):
             raise UnsupportedError(
                 f"RolloutConfig.model_path={config.model_path!r} is a {kind}, dtype={config.dtype!r}: vLLM 0.30 on a "
                 f"{device.upper()} does not serve {refusal.what} ({refusal.measured}); {refusal.instead}",
                 model_type=kind,
                 refused=refusal.what,
             )
-    if has_deltanet(model):
-        _check_parts(fields, config.tensor_parallel)
-
-
-def _check_parts(fields: Fields, parts: int) -> None:
-    for name in ("linear_num_key_heads", "linear_num_value_heads"):
-        heads = fields.get(name)
+    for name in ("linear_num_key_heads", "linear_num_value_heads") if has_deltanet(model) else ():
+        heads, parts = fields.get(name), config.tensor_parallel
         if isinstance(heads, int) and heads % parts:
             raise ConfigError.of(
                 "RolloutConfig.tensor_parallel", parts, f"does not divide {name}={heads}; {nearest(parts, divisors(heads))}"

@@ -34,16 +34,14 @@ class EngineParameters(NamedTuple):
 
 
 def expected_weights(model_path: str, dtype: str, describe: Callable[[Sequence[str]], EngineParameters]) -> ExpectedWeights:
-    """The weights that a push into this engine must hold.
+    """The weights that a push into this engine must hold: names and shapes of the directory that vLLM was started from.
 
-    Names and shapes are those of the directory that vLLM was started from. A tensor that no parameter of vLLM's model
-    comes from (a tied ``lm_head.weight``, stored buffers, a vision tower, weights of multi-token prediction) is
-    optional, provided that the others account for every parameter; a warning names parameters that they do not
-    account for. Weights that are not trained (``WeightManifest.kept``) may be among either.
+    A tensor that no parameter of vLLM's model comes from (a tied ``lm_head.weight``, stored buffers, a vision tower,
+    weights of multi-token prediction) is optional, provided that the others account for every parameter; a warning
+    names parameters that they do not account for. Weights that are not trained (``WeightManifest.kept``) may be among
+    either.
 
     Args:
-        model_path: Hugging Face directory with safetensors, of which only the headers are read.
-        dtype: the engine's dtype.
         describe: tells the engine the names of the checkpoint's tensors.
 
     Raises:

@@ -72,13 +72,11 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
     """A ``vllm.LLM`` in this process, ready to sample and to have its weights updated.
 
     Raises:
-        CheckpointError: ``config.json`` is damaged, or the weights that the engine begins with are damaged or not of
-            one model.
+        CheckpointError: ``config.json`` or the weights that the engine begins with are damaged, or not of one model.
         ConfigError: ``tensor_parallel`` does not divide the model.
-        RolloutError: what vLLM refuses, in a sentence; its ``details`` have the traceback. Or it keeps recurrent
-            states in another dtype than float32.
-        UnsupportedError: the vLLM that is installed is not built for ``device``, or cannot serve the model there, or
-            routed experts are asked of a model that has none.
+        RolloutError: what vLLM refuses, in a sentence; or it keeps recurrent states in another dtype than float32.
+        UnsupportedError: a vLLM that is not built for ``device``, or cannot serve the model there; routes of a dense
+            model.
     """
     check_served(config, device)
     if config.load_format == "auto":

@@ -36,9 +36,7 @@ class _Place(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """A slot as adapters of one rank fill it. ``copies`` are those of one A with the first; ``beyond`` is 0 under any
-    adapter.
-    """
+    """A slot as adapters of one rank fill it: places, copies of one A with the first, and what is 0 under any adapter."""
 
     places: dict[str, list[_Place]]
     copies: Sequence[tuple[Tensor, Tensor]]
@@ -92,10 +90,8 @@ class ModuleSlots(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SlotTable:
-    """The slots of every module of an engine. vLLM makes their memory once, when it loads the model.
-
-    Attributes:
-        others: layers whose slots stay empty: those that vLLM fuses in parts of its own.
+    """The slots of every module of an engine. ``others`` are layers that vLLM fuses in parts of its own: their slots
+    stay empty.
     """
 
     modules: Sequence[ModuleSlots]
@@ -129,8 +125,8 @@ class SlotTable:
             layer.reset_lora(index)
 
     def digest(self, index: int, rank: int, factors: Mapping[str, Tensor]) -> str:
-        """The digest of the adapter in a slot; empty where it holds more. Of ``factors``, which it should hold, only
-        names, shapes and dtypes are read.
+        """The digest of the adapter in a slot; empty where it holds more. Of ``factors`` only names, shapes and dtypes
+        are read.
         """
         slot = self._slot(index, rank)
         if not all(map(is_zero, slot.beyond)) or not all(is_zero(memory) for _, memory in slot.absent(factors)):

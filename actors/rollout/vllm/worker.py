@@ -1,8 +1,7 @@
 """The receiving end of staged weights in vLLM's worker processes, in vLLM's own weight-transfer interface.
 
-vLLM imports this module because its configuration names :class:`WorkerExtension`, before it makes a model; the import
-registers the engines and the loader, keeps the workers' stores to themselves, and lets a CPU serve gated DeltaNet, latent
-attention and routers with sigmoid scores.
+vLLM imports this module before it makes a model, because its configuration names :class:`WorkerExtension`; the import
+registers the engines and the loader and applies patches.
 """
 
 from __future__ import annotations
