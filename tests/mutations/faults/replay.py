@@ -106,7 +106,7 @@ FAULTS = [
     ),
     Fault(
         "routes-of-samples-begin-at-the-first-again",
-        "actors.rollout.sample:split_routes",
+        "actors.rollout.messages:split_routes",
         "ends = np.cumsum([length - 1 for length in lengths])",
         "ends = np.cumsum([length for length in lengths])",
         ("test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",),
@@ -114,7 +114,7 @@ FAULTS = [
     ),
     Fault(
         "routes-of-dense-layers-sent",
-        "actors.rollout.sample:pack_routes",
+        "actors.rollout.messages:pack_routes",
         "parts.append(routes[:, list(moe_layers)])",
         "parts.append(routes[:, : len(moe_layers)])",
         ("test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",),

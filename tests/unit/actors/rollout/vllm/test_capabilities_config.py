@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import DeepseekV3Config, GlmMoeDsaConfig
 
-from actors.rollout.vllm.served_config import config_folder, served_config
+from actors.rollout.vllm.capabilities import config_folder, served_config
 from rl_backend.contracts import UnsupportedError
 
 

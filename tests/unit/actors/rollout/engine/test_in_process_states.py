@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.rollout.engine.serving_state import ServingState
+from actors.rollout.engine.in_process import ServingState
 from actors.rollout.messages import EngineState
 from rl_backend.contracts import UNVERSIONED, EngineDirtyError, RolloutError
 from tests.support.answering import serve

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.rollout.config import RolloutConfig
-from actors.rollout.lengths import fitting_lengths, more_than, positions_of, within_model
+from actors.rollout.config import RolloutConfig, fitting_lengths, more_than, positions_of, within_model
 from rl_backend.contracts import ConfigError
 
 

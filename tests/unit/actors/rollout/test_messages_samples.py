@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.rollout.sample import Routes, Sample, VersionSpan, pack_routes, split_routes
+from actors.rollout.messages import Routes, Sample, VersionSpan, pack_routes, split_routes
 from rl_backend.contracts import BatchError, RolloutError, TokenSequence, WeightVersionError
 
 MOE_LAYERS = (0, 2)
@@ -64,7 +64,7 @@ def test_routes_that_do_not_belong_to_a_sequence_are_refused() -> None:
     four = TokenSequence(torch.tensor([5, 6, 7, 7]))
     with pytest.raises(BatchError, match=r"return_routed_experts=True"):
         sample(None, 3, 3).with_routes(four)
-    with pytest.raises(BatchError, match="a sequence of 3 tokens; the sample's routes are for the first 3 of 4"):
+    with pytest.raises(BatchError, match="a sequence of 3 tokens, and a sample with routes for 4"):
         sample(routes, 3).with_routes(TokenSequence(torch.tensor([5, 6, 7])))
     with pytest.raises(WeightVersionError, match=r"versions \[2, 3\], its routes with 3"):
         sample(routes, 2, 3).with_routes(four)

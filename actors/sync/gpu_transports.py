@@ -28,12 +28,11 @@ from torch import Tensor
 from actors.cluster.rendezvous import with_free_port
 from actors.rollout.group.engines import EngineSet
 from actors.sync.source import SourceContext, SourceRanks
-from actors.sync.transport.staged import SOURCE_RANK, PushPlan, Transport, export, from_source
+from actors.sync.staged_transports import SOURCE_RANK, PushPlan, Transport, export, from_source
 from rl_backend.contracts import (
     GroupFailedError,
     HandleError,
     RLBackendError,
-    UnsupportedError,
     WeightSyncError,
     dtype_from_name,
 )
@@ -42,29 +41,48 @@ from rl_backend.weights.inspection import device_checksum
 
 DEFAULT_BYTE_BUDGET = 2**30
 """Bytes of a bucket when the weight sync has no ``byte_budget``; more where a tensor is larger."""
-
-
+# How long an engine may take to join a transfer, or to load what was sent to it.
 ANSWER_SECONDS = 600.0
-"""How long an engine may take to join a transfer, or to load what was sent to it."""
 
 
 class StreamingTransport(Transport):
-    """Loads the weights bucket by bucket as they arrive; each bucket is verified before it is loaded."""
+    """Loads the weights bucket by bucket as vLLM's trainer-side engine sends them; each is verified before it is loaded."""
 
+    # Whether an engine may wait for ever for a sender that failed, so its process must be ended.
     kills_abandoned = False
-    """Whether an engine may wait for ever for a sender that failed, so its process must be ended."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, int] = {}
+        self._key = ""
+
+    def problem(self, plan: PushPlan, rollout: EngineSet) -> str:
+        on_cpu = [rollout.infos[engine].name for engine in rollout.engines if rollout.infos[engine].device != "cuda"]
+        if not plan.device_ids:
+            on_cpu.insert(0, "the training group")
+        if on_cpu:
+            return (
+                f"moves weights between CUDA devices, but {', '.join(on_cpu)} has none; use transport='shared_memory' on "
+                "one host or 'gloo' across hosts"
+            )
+        return self.problem_of_gpus(plan, rollout)
 
     @abstractmethod
-    def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
-        """Brings ranks and living engines together; called before every push."""
+    def problem_of_gpus(self, plan: PushPlan, rollout: EngineSet) -> str:
+        """As :meth:`problem`, where all are on CUDA."""
 
-    @abstractmethod
     def reconnect(self) -> None:
         """Another push has reached the engines since: they receive from that one, until :meth:`connect`."""
+        self._members = {}
 
-    @abstractmethod
-    def send(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[str, Any]:
-        """Sends all weights; returns the last message for every engine's ``update``, by which it confirms them."""
+    def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
+        """Brings ranks and living engines together; called before every push."""
+        members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
+        if members == self._members:
+            return
+        self._key = plan.key
+        client = EngineClient(self.name, rollout.actors(), rollout.config.tensor_parallel)
+        train.run_on_ranks(open_stream, plan, client)
+        self._members = members
 
     def stream(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[int, Any]:
         """Updates every engine from ``begin_update`` to ``finish_update``; each engine's outcome.
@@ -85,11 +103,27 @@ class StreamingTransport(Transport):
             raise
         confirmed = rollout.call("update", last_message)
         finished = rollout.call("finish_update", plan.version) if rollout.engines else {}
-        return {engine: _first_error(confirmed[engine], finished.get(engine)) for engine in confirmed}
+        outcomes: dict[int, Any] = {}
+        for engine, outcome in confirmed.items():
+            # The first error is why a later step failed too.
+            errors = [each for each in (outcome, finished.get(engine)) if isinstance(each, RLBackendError)]
+            outcomes[engine] = errors[0] if errors else None
+        return outcomes
 
+    def send(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[str, Any]:
+        """Sends all weights; returns the last message for every engine's ``update``, by which it confirms them."""
+        try:
+            return {"checksums": from_source(train.run_on_ranks(send_stream, plan))}
+        except BaseException:
+            self._members = {}
+            raise
 
-def _first_error(*outcomes: Any) -> Any:
-    return next((outcome for outcome in outcomes if isinstance(outcome, RLBackendError)), None)
+    def close(self, train: SourceRanks, rollout: EngineSet) -> None:
+        if self._key:
+            key, self._key, self._members = self._key, "", {}
+            # A training group that has ended keeps nothing.
+            with suppress(GroupFailedError, HandleError):
+                train.run_on_ranks(close_stream, key)
 
 
 @dataclass
@@ -97,7 +131,6 @@ class EngineClient:
     """vLLM's ``VLLMWeightSyncClient`` over the actors of a rollout group.
 
     Attributes:
-        kind: transport, as the workers know it.
         actors: in the order of their ranks in the transfer group.
         workers: processes of one engine.
         stop_sending: ends a send that waits for engines; set where the sender can wait for ever.
@@ -145,11 +178,7 @@ class EngineClient:
 
 @dataclass
 class ExportSource:
-    """vLLM's ``WeightSource`` over a runtime's export; keeps the checksum of every tensor that it yields.
-
-    Engines have agreed to the plan, so they are told to expect what it says. An export that differs from it ends the push
-    (:func:`~rl_backend.weights.as_announced`).
-    """
+    """vLLM's ``WeightSource`` over a runtime's export; keeps the checksum of every tensor that it yields."""
 
     context: SourceContext
     plan: PushPlan
@@ -162,6 +191,7 @@ class ExportSource:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self.checksums, stream = {}, _present_stream()
+        # Engines expect what the plan says: an export that differs from it ends the push.
         for info, tensor in as_announced(self.plan.infos, export(self.context, self.plan)):
             # vLLM packs several tensors before it sends them, the export may reuse one for the next. It sends from a device.
             device = tensor.device if stream is None else stream.device
@@ -178,51 +208,6 @@ class ExportSource:
 
 def _present_stream() -> torch.cuda.Stream | None:
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-
-class VllmStreamingTransport(StreamingTransport):
-    """A transport built on one of vLLM's trainer-side engines."""
-
-    def __init__(self) -> None:
-        self._members: dict[int, int] = {}
-        self._key = ""
-
-    def require_cuda(self, plan: PushPlan, rollout: EngineSet) -> None:
-        """Raises :class:`~rl_backend.contracts.UnsupportedError` unless both sides are on CUDA."""
-        on_cpu = [rollout.infos[engine].name for engine in rollout.engines if rollout.infos[engine].device != "cuda"]
-        if not plan.device_ids:
-            on_cpu.insert(0, "the training group")
-        if on_cpu:
-            raise UnsupportedError(
-                f"transport={self.name!r} moves weights between CUDA devices, but {', '.join(on_cpu)} has none; use "
-                "transport='shared_memory' on one host or 'gloo' across hosts"
-            )
-
-    def send(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[str, Any]:
-        try:
-            return {"checksums": from_source(train.run_on_ranks(send_stream, plan))}
-        except BaseException:
-            self._members = {}
-            raise
-
-    def close(self, train: SourceRanks, rollout: EngineSet) -> None:
-        if self._key:
-            key, self._key, self._members = self._key, "", {}
-            # A training group that has ended keeps nothing.
-            with suppress(GroupFailedError, HandleError):
-                train.run_on_ranks(close_stream, key)
-
-    def reconnect(self) -> None:
-        self._members = {}
-
-    def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
-        members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
-        if members == self._members:
-            return
-        self._key = plan.key
-        client = EngineClient(self.name, rollout.actors(), rollout.config.tensor_parallel)
-        train.run_on_ranks(open_stream, plan, client)
-        self._members = members
 
 
 def _no_answer(transport: str, engines: int, what: str) -> WeightSyncError:
@@ -278,30 +263,25 @@ def close_stream(context: SourceContext, key: str) -> None:
 
 
 def end_group(engine: Any) -> None:
-    """Ends the NCCL group of one of vLLM's transfer engines, which would else keep memory of the GPU until its process ends.
-
-    A broadcast that waits for another member returns.
-    """
+    """Ends the NCCL group of one of vLLM's transfer engines. A broadcast that waits for another member returns."""
+    # It would else keep memory of the GPU until its process ends.
     group = getattr(engine, "model_update_group", None)
     if group is not None:
         group.destroy()
 
 
-class NcclTransport(VllmStreamingTransport):
-    """See the module."""
-
+class NcclTransport(StreamingTransport):
     name = "nccl"
     kills_abandoned = True
 
-    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
-        self.require_cuda(plan, rollout)
+    def problem_of_gpus(self, plan: PushPlan, rollout: EngineSet) -> str:
         for device, members in devices_of_two(plan, rollout).items():
-            raise UnsupportedError(
-                f"transport='nccl': {' and '.join(members)} share the GPU {device}, which members of an NCCL group cannot; "
-                "use transport='cuda_ipc' where every engine shares GPUs with training ranks, else 'shared_memory' on one "
-                "host or 'gloo'",
-                device=device,
+            return (
+                f"{' and '.join(members)} share the GPU {device}, which members of an NCCL group cannot; use "
+                "transport='cuda_ipc' where every engine shares GPUs with training ranks, else 'shared_memory' on one host "
+                "or 'gloo'"
             )
+        return ""
 
 
 def devices_of_two(plan: PushPlan, rollout: EngineSet) -> dict[str, list[str]]:
@@ -314,18 +294,12 @@ def devices_of_two(plan: PushPlan, rollout: EngineSet) -> dict[str, list[str]]:
     return {device: names for device, names in members.items() if len(names) > 1}
 
 
-class CudaIpcTransport(VllmStreamingTransport):
-    """See the module."""
-
+class CudaIpcTransport(StreamingTransport):
     name = "cuda_ipc"
 
-    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
-        self.require_cuda(plan, rollout)
+    def problem_of_gpus(self, plan: PushPlan, rollout: EngineSet) -> str:
         for engine in rollout.engines:
             info = rollout.infos[engine]
-            missing = set(info.device_ids) - set(plan.device_ids)
-            if missing:
-                raise UnsupportedError(
-                    f"transport='cuda_ipc': {info.name} uses GPUs without a training rank ({', '.join(sorted(missing))}); "
-                    "use transport='nccl'"
-                )
+            if missing := ", ".join(sorted(set(info.device_ids) - set(plan.device_ids))):
+                return f"{info.name} uses GPUs without a training rank ({missing}); use transport='nccl'"
+        return ""

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.engine import turns
-from actors.rollout.engine.engine import RolloutEngine
-from actors.rollout.engine.turns import TurnQueue
-from actors.rollout.messages import AdapterVersion, Request, TurnAnswer, TurnRequest
-from actors.rollout.sample import VersionSpan
+from actors.rollout.engine import engine as engine_module
+from actors.rollout.engine.engine import RolloutEngine, TurnQueue
+from actors.rollout.messages import AdapterVersion, Request, Response, VersionSpan
 from rl_backend.contracts import BatchError, RLBackendError, RolloutError, WeightVersionError
 from tests.support.answering import AnsweringStepper, Llm, serve
 from tests.support.stepping import CountingStepper
@@ -60,12 +58,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RolloutEngin
         each._vllm.loop.stop()
 
 
-def turn(key: int, prompt: Sequence[int], seed: int = 10, **options: Any) -> TurnRequest:
-    return TurnRequest(key, Request(prompt, 1, seed), SamplingConfig(), **options)
+def turn(key: int, prompt: Sequence[int], seed: int = 10, **options: Any) -> tuple[int, Request]:
+    return key, Request(prompt, SamplingConfig(), seed, **options)
 
 
-def answers(server: RolloutEngine, count: int) -> dict[int, TurnAnswer | RLBackendError]:
-    found: dict[int, TurnAnswer | RLBackendError] = {}
+def answers(server: RolloutEngine, count: int) -> dict[int, Response | RLBackendError]:
+    found: dict[int, Response | RLBackendError] = {}
     while len(found) < count:
         taken = server.take_turns(5.0)
         assert taken
@@ -84,10 +82,15 @@ def test_each_turn_is_answered_under_its_own_key(
     server.start_turns([turn(70, [1, 2, 3]), turn(50, [4], 21, adapter=POET)])
     found = answers(server, 2)
     long, short = found[70], found[50]
-    assert isinstance(long, TurnAnswer) and isinstance(short, TurnAnswer)
+    assert isinstance(long, Response) and isinstance(short, Response)
     assert (long.token_ids, long.log_probs) == ([10, 11, 12], [-10 / 8, -11 / 8, -12 / 8])
-    assert (long.finish, long.spans, long.cached_tokens) == ("length", (VersionSpan(3, 3),), 2)
-    assert (short.token_ids, short.finish, short.spans, short.cached_tokens) == ([21], "stop", (VersionSpan(5, 1),), 0)
+    assert (long.finish_reason, long.spans, long.cached_tokens) == ("length", (VersionSpan(3, 3),), 2)
+    assert (short.token_ids, short.finish_reason, short.spans, short.cached_tokens) == (
+        [21],
+        "stop",
+        (VersionSpan(5, 1),),
+        0,
+    )
     for answer, rows in ((long, 5), (short, 1)):
         if routed:
             assert answer.routes is not None
@@ -102,7 +105,7 @@ def test_each_turn_is_answered_under_its_own_key(
 
 def test_whatever_is_wrong_with_a_turn_is_its_own_answer(make: Callable[..., RolloutEngine]) -> None:
     server = make()
-    wrong: dict[int, tuple[TurnRequest, type[Exception], str]] = {
+    wrong: dict[int, tuple[tuple[int, Request], type[Exception], str]] = {
         1: (turn(1, [1] * 16), BatchError, r"the prompt has 16 tokens; expected 1 to 15"),
         2: (turn(2, [50]), BatchError, "the prompt has token ids from 50 to 50; expected 0 to 49"),
         3: (turn(3, [1], require_version=4), WeightVersionError, "engine 4 serves weights of version 3, version 4"),
@@ -115,7 +118,7 @@ def test_whatever_is_wrong_with_a_turn_is_its_own_answer(make: Callable[..., Rol
     for key, (_, kind, message) in wrong.items():
         error = found[key]
         assert type(error) is kind and message in str(error), key
-    assert isinstance(found[8], TurnAnswer) and isinstance(found[9], TurnAnswer)
+    assert isinstance(found[8], Response) and isinstance(found[9], Response)
 
 
 def test_errors_of_any_type_become_answers_with_the_engines_name(make: Callable[..., RolloutEngine]) -> None:
@@ -160,8 +163,8 @@ def test_turns_that_are_given_up_have_what_they_had(make: Callable[..., RolloutE
     server.give_up_turns([2, 1, 99])
     stepper.allow(1)
     found = answers(server, 2)
-    assert found[2] == TurnAnswer([], [], "abort", (), 0, None)
-    assert found[1] == TurnAnswer([10, 11, 12], [], "abort", (VersionSpan(3, 3),), 0, None)
+    assert found[2] == Response([], [], "abort")
+    assert found[1] == Response([10, 11, 12], [], "abort", (VersionSpan(3, 3),))
     server.give_up_turns([1, 2])
     assert server.take_turns(0.01) == []
     stepper.allow(1000)
@@ -181,7 +184,7 @@ def completion_with_log_probs(stepper: CountingStepper) -> Any:
 def test_answers_are_taken_together_and_at_most_so_many(
     make: Callable[..., RolloutEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "_MOST_ANSWERS", 3)
+    monkeypatch.setattr(engine_module, "_MOST_ANSWERS", 3)
     server = make()
     assert server.take_turns(0.01) == []
     server.start_turns([turn(key, [1]) for key in range(5)])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,18 +23,22 @@ from typing import Any, Literal
 
 import ray
 import torch
-from torch import Tensor
 
-from actors.cluster.rendezvous import RendezvousPoint, node_address, rendezvous_address
-from actors.rollout.group.engines import EngineSet
+from actors.cluster.rendezvous import (
+    GLOO_TIMEOUT,
+    GlooAddress,
+    GlooGroup,
+    RendezvousPoint,
+    node_address,
+    rendezvous_address,
+)
+from actors.rollout.group.engines import EngineSet, raise_failures
 from actors.sync.source import SourceContext, SourceHandle, SourceRanks
-from actors.wire.gloo_group import TIMEOUT, Address, GlooGroup
 from actors.wire.segment import Segment, SharedSegment, host_identity
 from rl_backend.contracts import (
     ConfigError,
     RLBackendError,
     TensorInfo,
-    UnsupportedError,
     WeightManifest,
     WeightSyncError,
     dtype_from_name,
@@ -47,11 +52,10 @@ type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"
 SOURCE_RANK = 0
 """The training rank that sends; the others take part in the export."""
 
+# Of weights that engines are told of at one time, at least: a message takes as long as copying some MiB.
 PART_BYTES = 2**25
-"""Of weights that engines are told of at one time, at least: a message takes as long as copying some MiB."""
-
+# A part is a fourth of what is left to stage: few messages, and little to verify once all is staged.
 _SHARE = 4
-"""A part is a fourth of what is left to stage: few messages, and little to verify once all is staged."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,7 @@ class PushPlan:
     Attributes:
         key: of the :class:`~actors.sync.push.WeightSync`; ranks keep its buffers and connections under it.
         handle: reference to the model in the training group.
-        dtype: dtype of the weights sent.
-        byte_budget: passed to ``export_weights``.
         infos: the tensors, in order, without offsets or digests.
-        node_id: Ray's, of the node that the source rank runs on.
         host: see :func:`~actors.wire.segment.host_identity`.
         device_ids: UUIDs of the ranks' CUDA devices; empty when any rank is on a CPU.
         kept: as :class:`~rl_backend.contracts.WeightManifest` has them.
@@ -93,13 +94,7 @@ class PushPlan:
 
 @dataclass(frozen=True)
 class Staged:
-    """Weights that wait in shared memory.
-
-    Attributes:
-        manifest: with offsets and digests.
-        segments: engine -> the segment to load from.
-        key: under which engines have checked parts of it already; empty where none has.
-    """
+    """Weights that wait in shared memory. Engines have checked parts of them already under ``key``, if there is one."""
 
     manifest: WeightManifest
     segments: Mapping[int, Segment]
@@ -112,8 +107,8 @@ class Transport(ABC):
     name: str
 
     @abstractmethod
-    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
-        """Raises :class:`~rl_backend.contracts.UnsupportedError` when the transport cannot serve these ranks and engines."""
+    def problem(self, plan: PushPlan, rollout: EngineSet) -> str:
+        """Why it cannot serve these ranks and engines, and what to use; empty where it can."""
 
     def close(self, train: SourceRanks, rollout: EngineSet) -> None:  # noqa: B027, most transports keep something
         """Frees what the transport keeps in ranks and engines."""
@@ -148,10 +143,8 @@ def describe_export(
 
 
 def make_plan(descriptions: list[tuple[str, PushPlan | None]]) -> PushPlan:
-    """The source rank's plan with every rank's device in it."""
     plan = descriptions[SOURCE_RANK][1]
-    if plan is None:
-        raise WeightSyncError(f"rank {SOURCE_RANK} of the training group did not describe its weights")
+    assert plan is not None, "the source rank describes its weights"
     devices = tuple(device for device, _ in descriptions)
     return replace(plan, device_ids=devices if all(devices) else ())
 
@@ -163,9 +156,8 @@ def export(context: SourceContext, plan: PushPlan) -> Any:
 
 
 def join_export(context: SourceContext, plan: PushPlan) -> None:
-    """What a rank does that does not send: it joins the export."""
-    for _ in export(context, plan):
-        pass
+    # A rank that does not send takes part in the collectives of the export.
+    deque(export(context, plan), maxlen=0)
 
 
 def from_source(results: list[Any]) -> Any:
@@ -174,17 +166,6 @@ def from_source(results: list[Any]) -> Any:
     if isinstance(result, RLBackendError):
         raise result
     return result
-
-
-def raise_failures(outcomes: dict[int, Any]) -> None:
-    """Raises when any engine's outcome is an error: the first one's type, the text of all."""
-    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, RLBackendError)]
-    if not failures:
-        return
-    first = failures[0]
-    if len(failures) == 1:
-        raise first
-    raise type(first)("; ".join(str(failure) for failure in failures), **first.details)
 
 
 def _cuda_device() -> str:
@@ -203,15 +184,10 @@ class SharedMemoryTransport(StagedTransport):
         self._key = ""
         self._segment: Segment | None = None
 
-    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
-        elsewhere = [
-            info.name for engine, info in rollout.infos.items() if engine in rollout.engines and info.host != plan.host
-        ]
-        if elsewhere:
-            raise UnsupportedError(
-                f"transport='shared_memory': {', '.join(elsewhere)} and the trainer's source rank do not share /dev/shm; "
-                "use transport='gloo'"
-            )
+    def problem(self, plan: PushPlan, rollout: EngineSet) -> str:
+        infos = [rollout.infos[engine] for engine in rollout.engines]
+        elsewhere = ", ".join(info.name for info in infos if info.host != plan.host)
+        return elsewhere and f"{elsewhere} and the trainer's source rank do not share /dev/shm; use transport='gloo'"
 
     def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
         self._key = plan.key
@@ -253,12 +229,7 @@ def reserve_segment(context: SourceContext, plan: PushPlan) -> Segment | RLBacke
 def write_segment(
     context: SourceContext, plan: PushPlan, key: str = "", engines: Sequence[Any] = ()
 ) -> WeightManifest | None:
-    """Runs on every rank, a collective: the source rank writes what all export together.
-
-    Args:
-        key: of this push, for the engines.
-        engines: actors that are told of what is staged, while more is.
-    """
+    """Runs on every rank, a collective: the source rank writes what all export, and tells ``engines`` of what is staged."""
     if context.rank != SOURCE_RANK:
         join_export(context, plan)
         return None
@@ -277,7 +248,7 @@ def write_segment(
 
 
 class _StagedParts:
-    """Tells engines of what is staged. Not of the last part, which they are asked to verify with all of it."""
+    """Tells engines of what is staged."""
 
     def __init__(self, plan: PushPlan, key: str, segment: Segment, engines: Sequence[Any]) -> None:
         self._version = plan.version
@@ -291,6 +262,7 @@ class _StagedParts:
     def add(self, info: TensorInfo) -> None:
         self._part.append(info)
         self._part_bytes += info.nbytes
+        # Not of the last part, which they are asked to verify with all of it.
         rest = self._left - self._part_bytes
         if self._part_bytes < max(PART_BYTES, self._left // _SHARE) or not rest:
             return
@@ -301,7 +273,6 @@ class _StagedParts:
 
 
 def drop_segment(context: SourceContext, key: str) -> None:
-    """Runs on every rank: removes the segment."""
     segment: Any = context.state.pop(key, None)
     if segment is not None:
         segment.close()
@@ -316,8 +287,9 @@ class GlooTransport(StagedTransport):
         self._members: dict[int, int] = {}
         self._key = ""
 
-    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
-        """Every host that Ray reaches can be reached."""
+    def problem(self, plan: PushPlan, rollout: EngineSet) -> str:
+        # Every host that Ray reaches can be reached.
+        return ""
 
     def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
         self._key = plan.key
@@ -351,18 +323,18 @@ class GlooTransport(StagedTransport):
         self._members = {}
 
     def _connect(self, train: SourceRanks, rollout: EngineSet) -> None:
-        """One gloo group of the source rank and all living engines; made again when the engines change."""
+        # One group of the source rank and all living engines, made again when the engines change.
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         if members == self._members:
             return
         size = len(members) + 1
         source = from_source(train.run_on_ranks(source_node))
         nodes = [source, *(rollout.infos[engine].node_ip for engine in members)]
-        address: Address = from_source(train.run_on_ranks(listen, self._key, rendezvous_address(nodes), size))
+        address: GlooAddress = from_source(train.run_on_ranks(listen, self._key, rendezvous_address(nodes), size))
         positions = {engine: position for position, engine in enumerate(members, start=1)}
         joining = rollout.start_call("join_gloo", self._key, address, each=lambda engine: (positions[engine],))
         connected = train.run_on_ranks(connect, self._key)
-        raise_failures(rollout.gather(joining, 2 * TIMEOUT.total_seconds()))
+        raise_failures(rollout.gather(joining, 2 * GLOO_TIMEOUT.total_seconds()))
         from_source(connected)
         self._members = members
 
@@ -372,14 +344,14 @@ def source_node(context: SourceContext) -> str | None:
     return node_address() if context.rank == SOURCE_RANK else None
 
 
-def listen(context: SourceContext, key: str, address: str, size: int) -> Address | None:
+def listen(context: SourceContext, key: str, address: str, size: int) -> GlooAddress | None:
     """Runs on every rank: the source rank opens the store where all meet."""
     if context.rank != SOURCE_RANK:
         return None
     disconnect(context, key)
-    point = RendezvousPoint(address, TIMEOUT)
-    context.state[key] = (point, Address(point.rendezvous, size))
-    return Address(point.rendezvous, size)
+    point = RendezvousPoint(address, GLOO_TIMEOUT)
+    context.state[key] = (point, GlooAddress(point.rendezvous, size))
+    return GlooAddress(point.rendezvous, size)
 
 
 def connect(context: SourceContext, key: str) -> RLBackendError | None:
@@ -390,7 +362,9 @@ def connect(context: SourceContext, key: str) -> RLBackendError | None:
     try:
         context.state[key] = (point, GlooGroup(address, SOURCE_RANK))
     except RuntimeError as error:
-        return WeightSyncError(f"transport='gloo': an engine did not join within {TIMEOUT.total_seconds():g} s: {error}")
+        return WeightSyncError(
+            f"transport='gloo': an engine did not join within {GLOO_TIMEOUT.total_seconds():g} s: {error}"
+        )
     return None
 
 
@@ -409,7 +383,10 @@ def broadcast_weights(context: SourceContext, plan: PushPlan) -> WeightManifest 
             if failure is None:
                 host_tensor = tensor.detach().to("cpu").contiguous()
                 sent.append(info.replace(digest=tensor_digest(host_tensor)))
-                failure = _try_broadcast(group, host_tensor)
+                try:
+                    group.broadcast(host_tensor)
+                except RuntimeError as error:
+                    failure = error
     if failure is not None:
         disconnect(context, plan.key)
         return WeightSyncError(f"transport='gloo': the broadcast to the engines failed: {failure}")
@@ -424,11 +401,3 @@ def disconnect(context: SourceContext, key: str) -> None:
     point.close()
     if isinstance(group, GlooGroup):
         group.close()
-
-
-def _try_broadcast(group: GlooGroup, tensor: Tensor) -> Exception | None:
-    try:
-        group.broadcast(tensor)
-    except RuntimeError as error:
-        return error
-    return None

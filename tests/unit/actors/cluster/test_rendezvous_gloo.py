@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from actors.cluster.rendezvous import Rendezvous
-from actors.wire import gloo_group as module
-from actors.wire.gloo_group import Address, GlooGroup, receive_into
+from actors.cluster import rendezvous as module
+from actors.cluster.rendezvous import GlooAddress, GlooGroup, Rendezvous
 from rl_backend.contracts import TensorInfo
 from rl_backend.weights.staging import read_tensor
 
@@ -61,11 +60,11 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[Rendezvous]:
 
 
 def test_a_member_joins_the_store_of_the_source(closed: list[Rendezvous]) -> None:
-    group = GlooGroup(Address(ELSEWHERE, 3), 2)
+    group = GlooGroup(GlooAddress(ELSEWHERE, 3), 2)
     (prefix, (place, named)), rank, size, options = Gloo.made
     assert prefix == "rl_backend_weights" and place == ("127.0.0.1", 7, 3)
-    assert named == {"is_master": False, "timeout": module.TIMEOUT} and (rank, size) == (2, 3)
-    assert options._timeout == module.TIMEOUT and not closed
+    assert named == {"is_master": False, "timeout": module.GLOO_TIMEOUT} and (rank, size) == (2, 3)
+    assert options._timeout == module.GLOO_TIMEOUT and not closed
     group.close()
     assert closed == [ELSEWHERE]
 
@@ -91,7 +90,7 @@ def test_a_group_is_where_all_members_can_reach_it(
 ) -> None:
     if interface is not None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-    GlooGroup(Address(rendezvous, 2), 1)
+    GlooGroup(GlooAddress(rendezvous, 2), 1)
     assert Gloo.made[3]._devices == [expected]
 
 
@@ -109,8 +108,9 @@ def test_tensors_are_received_at_their_places(closed: list[Rendezvous]) -> None:
         layout.append(TensorInfo.of(name, shape, dtype).replace(offset=offset))
         offset += size
     buffer = torch.full((offset,), 255, dtype=torch.uint8)
-    group = GlooGroup(Address(HERE, 2), 1)
-    receive_into(group, buffer, tuple(layout))
+    group = GlooGroup(GlooAddress(HERE, 2), 1)
+    for info in layout:
+        group.broadcast(read_tensor(buffer, info))
     received: Any = group._group
     assert received.options == [(0, 0)] * 3, "an empty tensor has nothing to wait for"
     found = {info.name: read_tensor(buffer, info).flatten().view(torch.uint8).tolist() for info in layout}

@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray._private import ray_constants, services
 
-from actors.cluster.local_ray import join_ray, own_process_groups
+from actors.cluster.session import join_ray, own_process_groups
 
 
 @pytest.mark.parametrize(
