@@ -1,10 +1,9 @@
 """Submits an example, or a script of your own, to a Ray cluster's job server, and follows it to its end.
 
-    python -m examples.ray_job.submit --address http://HEAD:8265 -- examples.grpo --model /shared/model ...
+    python -m examples.ray_job --address http://HEAD:8265 -- examples.grpo --model /shared/model ...
 
 What stands after ``--`` is a module and its options, run on the head node with ``RAY_ADDRESS`` set; its exit status becomes
-this command's. Ctrl-C stops the job: a run finishes its step and commits a checkpoint. The token is found where Ray finds
-it: ``RAY_AUTH_TOKEN``, the file that ``RAY_AUTH_TOKEN_PATH`` names, or ``~/.ray/auth_token``.
+this command's. Ctrl-C stops the job: a run finishes its step and commits a checkpoint. See docs/cluster.md.
 """
 
 from __future__ import annotations
@@ -12,23 +11,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import aiohttp
 import requests
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from actors.run.command_line import run_command
-from examples.ray_job.connection import JobServerError, connect
-from rl_backend.contracts import BaseConfig, ConfigError
+from rl_backend.contracts import BaseConfig, ConfigError, RLBackendError
 from rl_backend.options.command_line import parse_config
 from rl_backend.options.file import ConfigFile
 
@@ -37,40 +36,35 @@ NOT_SENT = (".git", ".venv", "runs", "__pycache__", ".*_cache", "*.egg-info")
 
 KILLED_SECONDS = 30.0
 POLL_SECONDS = 0.5
+_TOKEN_SOURCES = "RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH names, or ~/.ray/auth_token"
 
 
 def _split(value: Any) -> Any:
     return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
 
 
-type Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
-
-
 def _variables(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    if value.lstrip().startswith("{"):
-        try:
-            return json.loads(value)
-        except ValueError as error:
-            raise ConfigError.of("SubmitConfig.environment", value, f"is not a JSON object: {error}") from None
-    for entry in _split(value):
-        if "=" not in entry:
-            raise ConfigError.of(
-                "SubmitConfig.environment",
-                entry,
-                "expected NAME=VALUE; values with commas need a JSON object of all variables",
-            )
-    return dict(entry.split("=", 1) for entry in _split(value))
+    # Values with commas need the JSON object.
+    return json.loads(value) if value.lstrip().startswith("{") else dict(entry.split("=", 1) for entry in _split(value))
 
 
-type Variables = Annotated[Mapping[str, str], BeforeValidator(_variables)]
+type Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+type VariableName = Annotated[str, StringConstraints(pattern="^[^=]+$")]
+type Variables = Annotated[Mapping[VariableName, str], BeforeValidator(_variables)]
+
+
+class JobServerError(RLBackendError):
+    """A job server that cannot be reached, refuses, or is lost."""
 
 
 class SubmitConfig(BaseConfig):
     """All options."""
 
-    address: str = Field(default="http://127.0.0.1:8265", description="job server, on the head node's dashboard port")
+    address: str = Field(
+        default="http://127.0.0.1:8265", pattern="^https?://", description="job server, on the head node's dashboard port"
+    )
     working_dir: str = Field(default=".", description="folder sent to all nodes; the job runs in a copy of it")
     exclude: Names = Field(default=(), description="further .gitignore patterns, by commas, of what is not sent")
     plugins: Names = Field(default=(), description="folders of packages outside working_dir, by commas, sent as well")
@@ -85,36 +79,20 @@ class SubmitConfig(BaseConfig):
     )
     wait: bool = Field(default=True, description="follow the job to its end; else only submit it")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name, folders in (("working_dir", (self.working_dir,)), ("plugins", self.plugins)):
-            for folder in folders:
-                if not Path(folder).is_dir():
-                    raise ConfigError.of(f"SubmitConfig.{name}", folder, "is not a folder here")
-        for name in self.environment:
-            if not name or "=" in name:
-                raise ConfigError.of("SubmitConfig.environment", name, "is not the name of a variable")
-        return self
-
     def runtime_env(self) -> dict[str, Any]:
-        """Ray's description of what the job's processes see."""
         return {
             "working_dir": self.working_dir,
             "excludes": [*NOT_SENT, *self.exclude],
-            "env_vars": {
-                "PYTHONUNBUFFERED": "1",
-                "RAY_JOB_STOP_WAIT_TIME_S": str(self.stop_seconds),
-                **self.environment,
-            },
+            "env_vars": {"PYTHONUNBUFFERED": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(self.stop_seconds), **self.environment},
             **({"py_modules": list(self.plugins)} if self.plugins else {}),
         }
 
 
 def submit(config: SubmitConfig, command: Sequence[str]) -> int:
-    """Runs ``python -m`` ``command`` as a job; its exit status, or 0 when it is only submitted.
+    """Runs ``python -m command`` as a job; its exit status, or 0 when it is only submitted.
 
     Raises:
-        ConfigError: no command, a run folder that would be lost, or no token where one is needed.
+        ConfigError: no command, a run folder that would be lost, no token where one is needed.
         JobServerError: the job server cannot be reached or refuses, or is lost while the job runs.
     """
     check_command(command, config.working_dir)
@@ -136,7 +114,6 @@ def submit(config: SubmitConfig, command: Sequence[str]) -> int:
 
 @contextmanager
 def _naming_the_job(job: str, address: str) -> Iterator[None]:
-    """Makes a lost job server, in whichever of its client's errors, a :class:`JobServerError`."""
     try:
         yield
     except (RuntimeError, OSError, AuthenticationError, requests.RequestException, aiohttp.ClientError) as error:
@@ -147,7 +124,6 @@ def _naming_the_job(job: str, address: str) -> Iterator[None]:
 
 
 def _follow(client: JobSubmissionClient, job: str) -> int:
-    """Prints the job's output until it has ended."""
     asyncio.run(_print_logs(client, job))
     details = _wait_for_end(client, job, None)
     if details.status == JobStatus.SUCCEEDED:
@@ -180,8 +156,47 @@ def _wait_for_end(client: JobSubmissionClient, job: str, timeout: float | None) 
     return details
 
 
+def connect(address: str) -> JobSubmissionClient:
+    """A client of the job server at ``address``; :class:`JobServerError` where none answers, or takes the token."""
+    for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+        # Ray's client takes these in place of the address that it is given.
+        if os.environ.get(name, address) != address:
+            raise ConfigError.of(name, os.environ[name], f"would replace --address {address}; unset it")
+    token = read_token()
+    try:
+        return JobSubmissionClient(address, headers={"Authorization": f"Bearer {token}"} if token else None)
+    except AuthenticationError as error:
+        found = "the token found here is not this cluster's" if token else "it wants a token, and none was found here"
+        raise JobServerError(
+            f"{address} refused this client: {found} (looked in {_TOKEN_SOURCES}); use the token that the head node was "
+            "started with",
+            reason=error.message,
+        ) from None
+    except (ConnectionError, RuntimeError, ValueError, requests.RequestException) as error:
+        raise JobServerError(f"no Ray job server answers at {address}: {error}") from None
+
+
+def read_token() -> str | None:
+    """The cluster's token, from where Ray itself looks for it; None when there is none, or ``RAY_AUTH_MODE=disabled``.
+
+    Raises:
+        OSError: a file that is named and cannot be read.
+        ConfigError: no token although ``RAY_AUTH_MODE=token``, or in a file that is named.
+    """
+    mode, named = os.environ.get("RAY_AUTH_MODE", "").lower(), os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if mode == "disabled":
+        return None
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return os.environ["RAY_AUTH_TOKEN"].strip()
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    token = path.read_text().strip() if named or path.exists() else ""
+    if not token and (named or mode == "token"):
+        raise ConfigError.of("RAY_AUTH_MODE", mode or None, f"no token was found (looked in {_TOKEN_SOURCES})")
+    return token or None
+
+
 def check_command(command: Sequence[str], working_dir: str = ".") -> None:
-    """Raises :class:`~rl_backend.contracts.ConfigError` unless ``command`` is a module and options that a job can have.
+    """Raises :class:`ConfigError` unless ``command`` is a module and options whose results a job would keep.
 
     Args:
         working_dir: what the file of an example's ``--config`` is relative to, as in the job.
@@ -205,7 +220,6 @@ def check_command(command: Sequence[str], working_dir: str = ".") -> None:
 
 
 def _saved_run_dir(path: Path) -> str | None:
-    """``run_dir`` of a saved configuration; None where there is no such file here, or none in it."""
     try:
         run_dir = ConfigFile.read(path).values.get("run_dir")
     except ConfigError:
@@ -214,7 +228,6 @@ def _saved_run_dir(path: Path) -> str | None:
 
 
 def _option(arguments: Sequence[str], name: str) -> str | None:
-    """The value of ``--name value`` or ``--name=value``."""
     for index, argument in enumerate(arguments):
         if argument == name:
             return arguments[index + 1] if index + 1 < len(arguments) else ""

@@ -1,4 +1,4 @@
-"""Plays tinker-cookbook's ``Env``: observations of ids in, actions of ids out, by the same sampler as any other episode."""
+"""tinker-cookbook's environments as players of episodes. Nothing of tinker-cookbook is imported: yours brings it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rl_backend.environment.calling import Caller
 from rl_backend.environment.playing import ended_by
 from rl_backend.environment.protocol import Result, Sampler, Stop
 
+# The metric with which a cookbook environment leaves a turn out of training.
 MASKED = "parse_error_masked"
-"""The metric with which a cookbook environment leaves a turn out of training."""
 _STOP = "stop/"
 STOPS: Mapping[str, Stop] = {
     "completed": "done",
@@ -29,35 +29,26 @@ STOPS: Mapping[str, Stop] = {
 
 
 class CookbookEnv(Protocol):
-    """What is asked of an environment; ``tinker_cookbook.rl.types.Env`` has it."""
+    """What is asked of an environment: of ``tinker_cookbook.rl.types.Env``."""
 
     async def initial_observation(self) -> Any:
         """An observation and its stop condition; or, of a prompt that is too long, an object with reward and metrics."""
-        ...
 
     async def step(self, action: list[int], *, extra: Any = None) -> Any:
         """``StepResult``: reward, episode_done, next_observation, next_stop_condition, metrics."""
-        ...
 
 
 class MakeCookbookEnv(Protocol):
-    """Makes the environment of an episode."""
+    """Makes the environment of an episode from a row of the data set. Episodes of a group share the seed."""
 
-    def __call__(self, row: Mapping[str, Any], seed: int) -> CookbookEnv:
-        """
-        Args:
-            row: of the data set.
-            seed: for whatever the environment draws; episodes of a group share it.
-        """
-        ...
+    def __call__(self, row: Mapping[str, Any], seed: int) -> CookbookEnv: ...
 
 
 class CookbookPlayer:
     """A :class:`~rl_backend.environment.protocol.Player` of cookbook environments.
 
-    An observation that begins with all ids so far extends the segment; any other begins another. Cookbook renders all
-    messages anew for each observation, so how many segments there are depends on the renderer: ``metrics["segments"]``.
-    ``EnvGroupBuilder`` is not played: give its environments one by one, and rewards of the group as the run's ``score``.
+    An observation that begins with all ids so far extends the segment; any other begins another, which depends on the
+    renderer. ``EnvGroupBuilder`` is not played: give its environments one by one, and a group's rewards as ``score``.
 
     Args:
         make: makes the environment of an episode; plain or asynchronous.
@@ -83,7 +74,7 @@ class CookbookPlayer:
             return ended_by(end, metrics)
 
     async def _turns(self, env: CookbookEnv, first: tuple[Any, Any], sampler: Sampler, metrics: dict[str, float]) -> Result:
-        """Adds to ``metrics`` what each step says."""
+        # The metrics are the caller's, because an episode that ends early keeps those of its steps.
         observation, condition = first
         while True:
             turn = await sampler.sample(observation.to_ints(), stop_token_ids=self._stop_ids(condition))
@@ -103,14 +94,10 @@ class CookbookPlayer:
         return await self._caller(function, *arguments, seconds=self._seconds)
 
     def _stop_ids(self, condition: Sequence[int] | Sequence[str]) -> list[int]:
-        """Ids that end a turn.
-
-        Raises:
-            ConfigError: a text of several tokens, for which engines would have to look in the text of what they sample.
-        """
         token_ids = []
         for each in condition:
             encoded = [each] if isinstance(each, int) else self._tokenizer.encode(each, add_special_tokens=False)
+            # Engines look at ids: an end of several tokens would have to be looked for in the text of what they sample.
             if len(encoded) != 1:
                 raise ConfigError.of(
                     "stop condition",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from adapters.cookbook.player import STOPS, CookbookPlayer
+from adapters.cookbook import STOPS, CookbookPlayer
 from rl_backend.contracts import BatchError, ConfigError, EpisodeEndError
 from rl_backend.environment.protocol import Result
 
