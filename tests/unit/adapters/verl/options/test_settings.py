@@ -15,7 +15,7 @@ from adapters.verl.options.settings import EngineSettings, engine_settings, opti
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
 from rl_backend.model.options import DecoderOptions
 from rl_backend.runtime.bridge.config import BridgeConfig
-from rl_backend.runtime.lr_schedule import ParameterSchedule
+from rl_backend.runtime.optimizer import ParameterSchedule
 from tests.support.verl_configs import ROLES, RoleConfigs, changed, role_configs, write_config
 from tests.support.verl_fields import field_table
 
