@@ -5,8 +5,10 @@ import ipaddress
 import itertools
 import os
 import socket
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Generator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from rl_backend.contracts import ConfigError, ParallelConfig
+from rl_backend.contracts import ConfigError, ParallelConfig, UnsupportedError
 
 LOOPBACK = "127.0.0.1"
 
@@ -358,3 +360,31 @@ def _require_backend(device: torch.device) -> None:
             backends=backends,
             device=str(device),
         )
+
+
+META = torch.device("meta")
+
+
+@contextmanager
+def fake_rank(parallel: ParallelConfig, rank: int, world_size: int) -> Generator[ParallelGroups]:
+    """The groups of global rank ``rank``, with which a model can be laid out, and run, on the meta device.
+
+    They are torch's fake process groups: collectives return at once and move nothing.
+
+    Raises:
+        UnsupportedError: this process has a process group.
+        ConfigError: ``world_size`` does not fit ``parallel``.
+    """
+    if dist.is_initialized():
+        raise UnsupportedError("this process has a process group already; imagine ranks in a process of its own")
+    # Importing it makes the backend known.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with ExitStack() as undone:
+        # torch puts the rank before every line of an error, once more with each group.
+        undone.callback(setattr, sys, "excepthook", sys.excepthook)
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        undone.callback(dist.destroy_process_group)
+        groups = open_groups(parallel, torch.device("cpu"))
+        undone.callback(close_groups, groups)
+        yield replace(groups, device=META)

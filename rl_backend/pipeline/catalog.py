@@ -8,9 +8,8 @@ from itertools import chain
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.pipeline import orders
 from rl_backend.pipeline.orders import greedy_order
-from rl_backend.pipeline.schedule import Action, Kind, Order, Schedule, event_graph, loop_placement, v_placement
+from rl_backend.pipeline.schedule import Action, Kind, Order, Schedule, event_graph, loop_placement, v_placement, validate
 from rl_backend.pipeline.simulate import Costs, end_times, shortest
-from rl_backend.pipeline.validate import validate
 
 
 def with_communication(order: Order, placement: Sequence[int], costs: Costs) -> tuple[tuple[Action, ...], ...]:

@@ -35,7 +35,7 @@ FAULTS = [
     ),
     Fault(
         "validator-allows-more-activations",
-        "rl_backend.pipeline.validate:validate",
+        "rl_backend.pipeline.schedule:validate",
         "if peak > bound:",
         "if peak > bound + 1:",
         (
@@ -46,7 +46,7 @@ FAULTS = [
     ),
     Fault(
         "validator-does-not-compare-pairs",
-        "rl_backend.pipeline.validate:_check_pairs",
+        "rl_backend.pipeline.schedule:_check_pairs",
         "if send.other_end != receive:",
         "if False:",
         ("test_receives_in_another_order_than_the_sends_are_named_with_both_ends",),
@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "validator-with-many-queues",
-        "rl_backend.pipeline.validate:validate",
+        "rl_backend.pipeline.schedule:validate",
         "graph = event_graph(schedule.actions, schedule.placement, one_queue_per_rank=True)",
         "graph = event_graph(schedule.actions, schedule.placement, one_queue_per_rank=False)",
         ("test_an_order_that_only_two_queues_could_carry_is_a_deadlock",),
@@ -62,7 +62,7 @@ FAULTS = [
     ),
     Fault(
         "validator-does-not-look-for-missing-actions",
-        "rl_backend.pipeline.validate:_check_complete",
+        "rl_backend.pipeline.schedule:_check_complete",
         "expected - set(counts),",
         "set(),",
         (

@@ -12,8 +12,8 @@ from rl_backend.checkpoint.training_state import StateTensors, TensorPieces
 from rl_backend.contracts import CheckpointError
 from rl_backend.runtime import checkpoints
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle
-from rl_backend.runtime.bridge.state.optimizer import ParameterState, num_steps, parameter_states, set_num_steps
-from rl_backend.runtime.bridge.state.sharding import Block, StoredNames, model_blocks, pieces_of
+from rl_backend.runtime.bridge.engine.optimizer import ParameterState, num_steps, parameter_states, set_num_steps
+from rl_backend.runtime.bridge.engine.sharding import Block, StoredNames, model_blocks, pieces_of
 from rl_backend.runtime.checkpoints import Differs
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

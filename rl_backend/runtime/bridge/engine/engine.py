@@ -14,10 +14,9 @@ from rl_backend.contracts import ForwardResult, HandleError, Head, RuntimeConfig
 from rl_backend.parallel.groups import training_device
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.bridge.config import BridgeConfig
-from rl_backend.runtime.bridge.engine.build import build_handle
 from rl_backend.runtime.bridge.engine.checkpoints import all_tensors, load_training_checkpoint, training_manifest
 from rl_backend.runtime.bridge.engine.forward_backward import record_activations, run_micro_batches
-from rl_backend.runtime.bridge.engine.handle import BridgeHandle
+from rl_backend.runtime.bridge.engine.handle import BridgeHandle, build_handle
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron.cpu import iterate_on_cpu, on_cpu
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups, close_groups, open_groups

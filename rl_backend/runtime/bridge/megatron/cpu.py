@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rl_backend.runtime.bridge.megatron import deltanet_cpu
-from rl_backend.runtime.bridge.megatron.all_heads import NormMapping
+from rl_backend.runtime.bridge.megatron import deltanet
+from rl_backend.runtime.bridge.megatron.local_layers import NormMapping
 
 
 class Patch(NamedTuple):
@@ -80,9 +80,9 @@ PATCHES = (
     Patch(torch.Tensor, "cuda", lambda self, *_, **__: self, "tied embeddings, summed over the first and the last stage"),
     Patch(torch.Tensor, "type", _cuda_type, "the distributed optimizer takes tensors of CUDA types only"),
     Patch(f"{_DELTANET}.common", "HAVE_FLA", True, "no layer is made without flash-linear-attention, which needs CUDA"),
-    Patch(f"{_DELTANET}.common", "l2norm", deltanet_cpu.l2norm, "its kernels are called for queries and keys"),
-    Patch(f"{_DELTANET}.gdn", "causal_conv1d", deltanet_cpu.causal_conv1d, "for the short convolution"),
-    Patch(f"{_DELTANET}.gdn", "chunk_gated_delta_rule", deltanet_cpu.chunk_gated_delta_rule, "and for the rule itself"),
+    Patch(f"{_DELTANET}.common", "l2norm", deltanet.l2norm, "its kernels are called for queries and keys"),
+    Patch(f"{_DELTANET}.gdn", "causal_conv1d", deltanet.causal_conv1d, "for the short convolution"),
+    Patch(f"{_DELTANET}.gdn", "chunk_gated_delta_rule", deltanet.chunk_gated_delta_rule, "and for the rule itself"),
     Patch(_MINIMAX, "_FullDimQKNormMapping", NormMapping, "it broadcasts weights of norms between CUDA devices"),
 )
 

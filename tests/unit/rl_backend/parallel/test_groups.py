@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from rl_backend.contracts import ConfigError, ParallelConfig, UnsupportedError
 from rl_backend.parallel import groups as module
-from rl_backend.parallel.fake_groups import fake_rank
 from rl_backend.parallel.groups import (
     COLLECTIVE_TIMEOUT,
     close_groups,
+    fake_rank,
     join_default_group,
     leave_default_group,
     open_groups,

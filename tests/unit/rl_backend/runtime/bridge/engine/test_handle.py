@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rl_backend.contracts import AdamParams, BatchError, StepResult
-from rl_backend.runtime.bridge.engine import build as module
+from rl_backend.runtime.bridge.engine import handle as module
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from rl_backend.runtime.bridge.passes.gradients import drop_reductions, gather_again, wait_for_gathers
 

@@ -32,8 +32,7 @@ from rl_backend.runtime.bridge.model.conversion import (
     parameter_key,
     unconverted,
 )
-from rl_backend.runtime.bridge.model.loading import _may_be_unread
-from rl_backend.runtime.bridge.model.text_models import set_mappings, text_model_config
+from rl_backend.runtime.bridge.model.loading import _may_be_unread, set_mappings, text_model_config
 
 QKV, AUTO = QKVMapping("qkv.weight", "q", "k", "v"), AutoMapping("fc2.weight", "down")
 

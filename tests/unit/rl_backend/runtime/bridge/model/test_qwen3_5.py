@@ -17,8 +17,8 @@ from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import ConfigError, ModelOutput, PackedBatch, UnsupportedError
 from rl_backend.runtime import check_config
 from rl_backend.runtime.bridge.config import BridgeConfig
+from rl_backend.runtime.bridge.engine import optimizer
 from rl_backend.runtime.bridge.megatron.deltanet import require_deltanet_kernels
-from rl_backend.runtime.bridge.state import optimizer
 from tests.support.bridge_runs import bridge_config, open_bridge
 from tests.support.bridge_state import exported, exported_gradients
 from tests.support.families import pack, random_sequences, run_transformers

@@ -20,7 +20,7 @@ from rl_backend.parallel.collectives import all_gather
 from rl_backend.runtime.bridge.config import SAME_IN_MEGATRON, BridgeConfig
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.model.provider import override
-from rl_backend.runtime.bridge.passes.balance import ExpertBalance
+from rl_backend.runtime.bridge.passes.routers import ExpertBalance
 from rl_backend.runtime.gradient_statistics import rank_statistics, step_result
 from rl_backend.runtime.lr_schedule import values_of_step
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import UnsupportedError
-from rl_backend.runtime.bridge.model.hf_config import (
+from rl_backend.runtime.bridge.model.provider import (
     complete_provider,
     complete_rope,
     require_same_latents,
