@@ -56,8 +56,6 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Collective(torch.autograd.Function):
-    """A collective with another one, or what stands for it, as its backward pass."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.of_gradient = backward
@@ -92,15 +90,12 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _order_varies(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the order in which the ranks' numbers are added up depends on where in ``x`` they are, as gloo's does, and so
-    on how many rows there are. Then it is made that of the ranks: LoRA tenants beside each other compute what each of them
-    computes alone.
-    """
+    # gloo adds up the ranks' numbers in an order that depends on where in ``x`` they are, and so on how many rows there are.
+    # It is made that of the ranks: LoRA tenants beside each other must compute what each of them computes alone.
     return group.size() > 2 and x.device.type == "cpu"
 
 
 def _sum_of_rows(parts: Tensor) -> Tensor:
-    """(parts, ...) -> (...): the sum in their order, in the memory of the first."""
     for part in parts[1:]:
         parts[0].add_(part)
     return parts[0]

@@ -104,9 +104,8 @@ def _this_rank() -> int:
 
 
 def _cuts(placements: Sequence[Placement], mesh: DeviceMesh) -> tuple[tuple[int, int], ...]:
-    """FSDP2 cuts what tensor parallelism has left to a rank: of one dimension it is the last cut, though on the first mesh
-    dimension, which ``_StridedShard`` says.
-    """
+    # FSDP2 cuts what tensor parallelism has left to a rank: of one dimension it is the last cut, though on the first mesh
+    # dimension, which _StridedShard says.
     cuts, last = [], []
     for mesh_dim, placement in enumerate(placements):
         # A subclass of Shard in some versions of torch.
@@ -114,17 +113,13 @@ def _cuts(placements: Sequence[Placement], mesh: DeviceMesh) -> tuple[tuple[int,
             last.append((mesh_dim, placement.dim, placement.split_factor))
         elif isinstance(placement, Shard):
             cuts.append((mesh_dim, placement.dim))
-        elif not isinstance(placement, Replicate):
-            raise _unsupported(placements, mesh)
-    for mesh_dim, dim, split_factor in last:
-        if split_factor != math.prod(mesh.shape[other] for other, cut in cuts if cut == dim and other > mesh_dim):
-            raise _unsupported(placements, mesh)
+    if not all(isinstance(placement, Replicate | Shard | _StridedShard) for placement in placements) or any(
+        split_factor != math.prod(mesh.shape[other] for other, cut in cuts if cut == dim and other > mesh_dim)
+        for mesh_dim, dim, split_factor in last
+    ):
+        raise UnsupportedError(
+            f"a tensor has the placements {tuple(placements)} on {mesh}; expected Replicate, Shard and what fully_shard "
+            "makes of them, so that every rank has one rectangle of it",
+            placements=str(tuple(placements)),
+        )
     return (*cuts, *((mesh_dim, dim) for mesh_dim, dim, _ in last))
-
-
-def _unsupported(placements: Sequence[Placement], mesh: DeviceMesh) -> UnsupportedError:
-    return UnsupportedError(
-        f"a tensor has the placements {tuple(placements)} on {mesh}; expected Replicate, Shard and what fully_shard makes "
-        "of them, so that every rank has one rectangle of it",
-        placements=str(tuple(placements)),
-    )

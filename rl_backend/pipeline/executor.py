@@ -1,4 +1,4 @@
-"""Executor of one rank's actions of a schedule."""
+"""Executor of one rank's actions of a schedule, and gradients of weights that two of its stages share."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -12,21 +12,16 @@ from rl_backend.parallel.shards import local_tensor
 from rl_backend.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 from rl_backend.primitive.deferred import WeightGradients, put_off_weight_gradients
 
-type _Place = tuple[int, int]
-"""Stage and micro-batch."""
+type _Place = tuple[int, int]  # stage and micro-batch
 
 
 class StageWork(Protocol):
     """The computations of this rank's stages."""
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
-        """Runs a stage.
+        """From what the stage before put out (None for the first) to what the next one takes.
 
-        Args:
-            hidden: what the stage before put out; None for the first.
-
-        Returns:
-            What the next stage takes; of the last stage the loss, or None in a forward-only pass.
+        The last stage returns the loss, or None in a forward-only pass.
         """
         ...
 
@@ -44,20 +39,12 @@ class StageWork(Protocol):
 
 
 class PipelineExecutor:
-    """Runs the actions of one rank, with receives posted in their places and waited for when they are needed.
+    """Runs the actions of one rank of ``group``, which is that of the same number in the schedule.
 
-    Micro-batches may differ in length. Communication goes through ``isend`` and ``irecv`` in the order of the schedule, that
-    of one global sequence of events: no rank can wait for another in a circle, even where a backend works a rank's transfers
-    off one after the other.
-
-    Args:
-        schedule: of all ranks of ``group``.
-        group: the ranks of the pipeline, rank r of the schedule at place r.
-        work: this rank's stages.
+    Receives are posted in their places and waited for when they are needed. Micro-batches may differ in length.
 
     Attributes:
-        peak_activations: the most activations held at once, in stages times micro-batches: each from its forward pass to the
-            end of its backward pass for the weights.
+        peak_activations: the most activations held at once, as :attr:`Schedule.activation_bound` counts them.
     """
 
     def __init__(self, schedule: Schedule, group: dist.ProcessGroup, work: StageWork) -> None:
@@ -83,6 +70,8 @@ class PipelineExecutor:
             **dict.fromkeys(SENDS, self._send),
             **dict.fromkeys(RECEIVES, self._receive),
         }
+        # Transfers are posted in the order of one global sequence of events: no rank can wait for another in a circle, even
+        # where a backend works a rank's transfers off one after the other.
         for action in self._schedule.actions[self._rank]:
             steps[action.kind](action)
         for work, _ in (*self._departing, *self._arriving.values()):
@@ -153,11 +142,7 @@ class PipelineExecutor:
 
 
 def drop_gradients_of_copies(parameters: Mapping[str, nn.Parameter], copies: Mapping[str, str]) -> None:
-    """Before a backward pass: the originals already have what the copies gathered in earlier ones.
-
-    Args:
-        parameters, copies: see :func:`add_gradients_of_copies`.
-    """
+    """Before a backward pass: the originals already have what the copies gathered in earlier ones."""
     for copy in copies.keys() & parameters.keys():
         parameters[copy].grad = None
 
@@ -171,16 +156,14 @@ def add_gradients_of_copies(
     calls, the copy's is of this call alone.
 
     Args:
-        parameters: of this rank, by name.
-        copies: parameter of the last stage -> parameter of the first stage that it is a copy of.
-        group: the ranks of the pipeline.
+        copies: parameter of the last stage -> that of the first stage of which it is a copy: ``ModelFamily.stage_copies``.
     """
     for copy, original in copies.items():
         if copy in parameters and parameters[copy].requires_grad and parameters[copy].grad is None:
             # A layer that is trained on detached embeddings gives them no gradient.
             parameters[copy].grad = torch.zeros_like(parameters[copy])
         ends = [parameters[name] for name in (original, copy) if name in parameters]
-        here = [_gradient(parameter) for parameter in ends if parameter.requires_grad]
+        here = [_local_gradient(parameter) for parameter in ends if parameter.requires_grad]
         if len(here) == 2:
             # Stages in the shape of a V: one rank has both ends.
             here[0].add_(here[1])
@@ -189,7 +172,7 @@ def add_gradients_of_copies(
             here[0].add_(_of_other_end(here[0], group))
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None, "every stage ran backward"
     return local_tensor(parameter.grad)
 

@@ -1,14 +1,14 @@
-"""A pipeline schedule: a list of actions for each rank; stages, their layers and ranks; and what each action waits for."""
+"""A pipeline schedule: actions of each rank, layers and ranks of its stages, what each action waits for, and the proof."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, product
 from typing import NamedTuple
 
 from rl_backend.contracts import ConfigError, ScheduleError
@@ -18,9 +18,9 @@ from rl_backend.contracts.errors import listed
 class Kind(StrEnum):
     """The kind of an action; its value is the name in print.
 
-    The backward pass of a stage is either one ``BACKWARD``, or a ``BACKWARD_INPUT``, which the stage before waits for, and
-    a ``BACKWARD_WEIGHT`` at any time after it. Sends and receives are posted: only the computation that needs what is
-    received waits for it.
+    The backward pass of a stage is one ``BACKWARD``, or a ``BACKWARD_INPUT``, which the stage before waits for, and a
+    ``BACKWARD_WEIGHT`` at any time after it. Sends and receives are posted: only the computation that needs what is received
+    waits.
     """
 
     FORWARD = "F"
@@ -36,9 +36,8 @@ class Kind(StrEnum):
 COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
 RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
+# What a computation adds to the activations of its rank: the backward pass for the weights is the last to need them.
 _HELD = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
-"""What a computation adds to the activations of its rank."""
-
 _OTHER_END = {
     Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
     Kind.RECEIVE_ACTIVATION: (Kind.SEND_ACTIVATION, -1),
@@ -53,12 +52,7 @@ _SEND = {
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list.
-
-    Attributes:
-        stage: the one that acts: a send's sender, a receive's receiver.
-        micro_batch: from 0.
-    """
+    """One entry of a rank's list. ``stage`` is the one that acts: a send's sender, a receive's receiver."""
 
     kind: Kind
     stage: int
@@ -91,13 +85,7 @@ def v_placement(pp_size: int) -> tuple[int, ...]:
 
 
 def split_layers(num_layers: int, num_stages: int, sizes: Sequence[int] | None = None) -> list[range]:
-    """The layers of each stage.
-
-    Where the layers do not divide evenly, stages in the middle get one more: the first also has the embeddings, and the last
-    the head.
-
-    Args:
-        sizes: layers of each stage; None divides them evenly.
+    """The layers of each stage: ``sizes`` of them, or evenly many.
 
     Raises:
         ConfigError: fewer layers than stages, or ``sizes`` that are not of these layers and stages.
@@ -110,6 +98,7 @@ def split_layers(num_layers: int, num_stages: int, sizes: Sequence[int] | None =
                 f"pp * vpp stages need as many layers, the model has {num_layers}; use at most {num_layers} stages",
             )
         each, more = divmod(num_layers, num_stages)
+        # Stages in the middle get one more: the first also has the embeddings, and the last the head.
         favoured = [*range(1, num_stages - 1), 0, num_stages - 1][:more]
         sizes = [each + (stage in favoured) for stage in range(num_stages)]
     elif len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
@@ -131,13 +120,10 @@ class Schedule:
     """One training step, or with ``forward_only`` one evaluation, of a model in stages.
 
     Attributes:
-        name: of the algorithm.
-        num_micro_batches: of each stage.
         placement: rank of each stage.
         actions: for each rank what it does, in order.
         activation_bound: for each rank the most activations, in stages times micro-batches, that it may hold; one is held
             from its forward pass to the end of its backward pass for the weights.
-        forward_only: there is no backward pass, and no activation is held.
     """
 
     name: str
@@ -149,7 +135,6 @@ class Schedule:
 
     @property
     def pp_size(self) -> int:
-        """Number of ranks."""
         return len(self.actions)
 
     @property
@@ -180,8 +165,7 @@ class Schedule:
 
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-MOST_NAMED = 8
-"""Actions of a cycle that an error names."""
+MOST_NAMED = 8  # actions of a cycle that an error names
 
 
 class Arrival(NamedTuple):
@@ -201,17 +185,13 @@ type Graph = dict[Event, list[Event]]
 
 
 def inputs_of(action: Action, present: Container[Action]) -> list[Action]:
-    """The computations whose results a computation needs.
-
-    Args:
-        present: all computations of the schedule: what gives the gradient is the full backward pass of the next stage, or
-            the one for its inputs.
-    """
+    """The computations whose results a computation needs, of those ``present`` in the schedule."""
     _, stage, micro_batch = action
     if action.kind is Kind.FORWARD:
         return [Action(Kind.FORWARD, stage - 1, micro_batch)] if stage else []
     if action.kind is Kind.BACKWARD_WEIGHT:
         return [Action(Kind.BACKWARD_INPUT, stage, micro_batch)]
+    # The gradient comes from the full backward pass of the next stage, or from the one for its inputs.
     after = (Action(kind, stage + 1, micro_batch) for kind in BACKWARDS)
     return [Action(Kind.FORWARD, stage, micro_batch), *(action for action in after if action in present)]
 
@@ -219,9 +199,8 @@ def inputs_of(action: Action, present: Container[Action]) -> list[Action]:
 def event_graph(actions: Sequence[Sequence[Action]], placement: Sequence[int], *, one_queue_per_rank: bool = False) -> Graph:
     """What each event of a schedule waits for.
 
-    A rank posts and computes in the order of its list. A transfer needs both its ends posted; a computation needs the
-    transfers of its inputs. In one direction between two ranks, transfers end in the order in which they are posted. Where
-    there are no sends and receives, a transfer needs only what it brings.
+    A rank posts and computes in the order of its list. A transfer needs both its ends posted (without sends and receives
+    only what it brings), a computation the transfers of its inputs.
 
     Args:
         one_queue_per_rank: a transfer also waits for the end of every transfer posted before it on either of its ranks. An
@@ -245,6 +224,7 @@ def event_graph(actions: Sequence[Sequence[Action]], placement: Sequence[int], *
                     graph.setdefault(arrival, [one])
             if action.send in graph:
                 graph[action.send].append(action)
+    # In one direction between two ranks, transfers end in the order in which they are posted.
     for queue in queues.values():
         for first, second in pairwise(queue):
             graph[second].append(first)
@@ -287,35 +267,31 @@ def validate(schedule: Schedule) -> None:
     Raises:
         ScheduleError: what is wrong, with the rank and the action.
     """
-    _check_placement(schedule)
-    _check_complete(schedule)
-    _check_pairs(schedule)
-    graph = event_graph(schedule.actions, schedule.placement, one_queue_per_rank=True)
-    in_order(graph, lambda event: _with_rank(schedule, event))
-    for rank, (peak, bound) in enumerate(zip(schedule.peak_activations, schedule.activation_bound, strict=True)):
-        if peak > bound:
-            raise _error(schedule, f"rank {rank} holds {peak} activations, more than its bound of {bound}")
+    # Lazily: each check takes for granted what the ones before it found.
+    problems = chain.from_iterable(check(schedule) for check in (_misplaced, _incomplete, _unpaired))
+    for problem in chain(problems, _waiting_or_full(schedule)):
+        raise ScheduleError(f"schedule {schedule.name}: {problem}", schedule=schedule.name)
 
 
-def _check_placement(schedule: Schedule) -> None:
+def _misplaced(schedule: Schedule) -> Iterator[str]:
     placed, ranks = sorted(set(schedule.placement)), list(range(schedule.pp_size))
     if placed != ranks:
-        raise _error(schedule, f"stages are placed on the ranks {placed}, and there are lists for {ranks}")
+        yield f"stages are placed on the ranks {placed}, and there are lists for {ranks}"
     if len(schedule.activation_bound) != schedule.pp_size:
-        raise _error(schedule, f"{len(schedule.activation_bound)} activation bounds for {schedule.pp_size} ranks")
+        yield f"{len(schedule.activation_bound)} activation bounds for {schedule.pp_size} ranks"
     for rank, own in enumerate(schedule.actions):
         stages = schedule.stages_of(rank)
         for action in own:
             if action.stage not in stages:
-                raise _error(schedule, f"rank {rank} has {action}, and only the stages {listed(stages)}")
+                yield f"rank {rank} has {action}, and only the stages {listed(stages)}"
             if not 0 <= action.micro_batch < schedule.num_micro_batches:
-                raise _error(schedule, f"rank {rank} has {action}, and there are {schedule.num_micro_batches} micro-batches")
+                yield f"rank {rank} has {action}, and there are {schedule.num_micro_batches} micro-batches"
 
 
-def _check_complete(schedule: Schedule) -> None:
+def _incomplete(schedule: Schedule) -> Iterator[str]:
     counts = Counter(action for own in schedule.actions for action in own)
     if repeated := [action for action, count in counts.items() if count > 1]:
-        raise _error(schedule, f"more than once: {listed(repeated)}")
+        yield f"more than once: {listed(repeated)}"
     computations = {
         Action(kind, stage, micro_batch)
         for stage in range(schedule.num_stages)
@@ -329,8 +305,8 @@ def _check_complete(schedule: Schedule) -> None:
     expected = computations | receives | {receive.other_end for receive in receives}
     for problem, actions in (("missing", expected - set(counts)), ("not needed", set(counts) - expected)):
         if actions:
-            ordered = sorted(actions, key=_place)
-            raise _error(schedule, f"{problem}: {listed(ordered)}")
+            ordered = sorted(actions, key=lambda action: (action.micro_batch, action.stage, action.kind.value))
+            yield f"{problem}: {listed(ordered)}"
 
 
 def _passes(schedule: Schedule, *, split: bool) -> tuple[Kind, ...]:
@@ -339,29 +315,23 @@ def _passes(schedule: Schedule, *, split: bool) -> tuple[Kind, ...]:
     return (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split else (Kind.FORWARD, Kind.BACKWARD)
 
 
-def _check_pairs(schedule: Schedule) -> None:
+def _unpaired(schedule: Schedule) -> Iterator[str]:
     rank_of = schedule.placement
-    for source in range(schedule.pp_size):
-        for target in range(schedule.pp_size):
-            sends = [one for one in schedule.actions[source] if one.kind in SENDS and rank_of[one.other_end.stage] == target]
-            receives = [
-                one for one in schedule.actions[target] if one.kind in RECEIVES and rank_of[one.other_end.stage] == source
-            ]
-            for place, (send, receive) in enumerate(zip(sends, receives, strict=True)):
-                if send.other_end != receive:
-                    raise _error(
-                        schedule,
-                        f"transfer {place} from rank {source} to rank {target} is sent as {send} and received as {receive}",
-                    )
+    for source, target in product(range(schedule.pp_size), repeat=2):
+        sends = [one for one in schedule.actions[source] if one.kind in SENDS and rank_of[one.other_end.stage] == target]
+        receives = [
+            one for one in schedule.actions[target] if one.kind in RECEIVES and rank_of[one.other_end.stage] == source
+        ]
+        for place, (send, receive) in enumerate(zip(sends, receives, strict=True)):
+            if send.other_end != receive:
+                yield f"transfer {place} from rank {source} to rank {target} is sent as {send} and received as {receive}"
 
 
-def _with_rank(schedule: Schedule, event: Event) -> str:
-    return str(event) if isinstance(event, Arrival) else f"{event} of rank {schedule.placement[event.stage]}"
+def _waiting_or_full(schedule: Schedule) -> Iterator[str]:
+    def describe(event: Event) -> str:
+        return str(event) if isinstance(event, Arrival) else f"{event} of rank {schedule.placement[event.stage]}"
 
-
-def _place(action: Action) -> tuple[int, int, str]:
-    return action.micro_batch, action.stage, action.kind.value
-
-
-def _error(schedule: Schedule, what: str) -> ScheduleError:
-    return ScheduleError(f"schedule {schedule.name}: {what}", schedule=schedule.name)
+    in_order(event_graph(schedule.actions, schedule.placement, one_queue_per_rank=True), describe)
+    for rank, (peak, bound) in enumerate(zip(schedule.peak_activations, schedule.activation_bound, strict=True)):
+        if peak > bound:
+            yield f"rank {rank} holds {peak} activations, more than its bound of {bound}"

@@ -215,8 +215,8 @@ FAULTS = [
     Fault(
         "third-fused-projection-starts-too-early",
         "rl_backend.parallel.tensor:_features_of_heads",
-        "start += size",
-        "start = size",
+        "return [chunk(slice(start, end), ranks, rank) for start, end in pairwise(accumulate(sizes, initial=0))]",
+        "return [chunk(slice(start, end), ranks, rank) for start, end in pairwise((0, *sizes))]",
         ("test_a_rank_gets_the_features_of_its_heads_in_each_projection",),
         "values of heads would be keys",
     ),
