@@ -178,7 +178,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-balances-with-the-type-none",
-        "rl_backend.runtime.bridge.config:_check_balancing",
+        "rl_backend.runtime.bridge.config:_wrong_balancing",
         "if weight and not adds_loss:",
         "if False:",
         ("test_an_option_that_cannot_hold_is_refused_when_the_configuration_is_built",),
@@ -186,7 +186,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-decays-norms-that-are-not-there",
-        "rl_backend.runtime.bridge.model.provider:check_overrides_of_model",
+        "rl_backend.runtime.bridge.model.provider:_ignored_overrides",
         "if value and not provider.qk_layernorm:",
         "if False:",
         ("test_decay_of_norms_that_a_model_does_not_have_is_refused",),
