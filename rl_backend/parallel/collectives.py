@@ -28,11 +28,9 @@ def _sum_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, sum_gradients: bool) -> Tensor:
-    """(N, ...) of every rank -> (ranks * N, ...), in the order of the ranks.
-
-    Args:
-        sum_gradients: what the ranks compute from the result differs, so that each has a part of its gradient: the backward
-            pass adds the parts up. Otherwise every rank computes the same, has the whole gradient, and takes its own rows.
+    """(N, ...) of every rank -> (ranks * N, ...), in the order of the ranks. ``sum_gradients``: what the ranks compute from
+    the result differs, so that each has a part of its gradient: the backward pass adds the parts up. Otherwise every rank
+    computes the same, has the whole gradient, and takes its own rows.
     """
     if group.size() == 1:
         return x
@@ -108,13 +106,8 @@ def _own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Sends ``sent[i]`` rows to rank i of ``group`` and receives ``received[i]`` from it. A collective, both ways.
 
-    Args:
-        x: (sum(sent), ...), rows for rank 0 first; the same trailing dimensions and dtype on every rank.
-        sent: for each rank of the group; 0 is allowed, for all of them too.
-        received: for each rank of the group, what that rank sends to this one.
-
-    Returns:
-        (sum(received), ...), rows from rank 0 first. The gradient of a row goes back to the rank it came from.
+    (sum(sent), ...), rows for rank 0 first -> (sum(received), ...), rows from rank 0 first; the same trailing dimensions
+    and dtype on every rank. Numbers of rows may be 0. The gradient of a row goes back to the rank it came from.
     """
     forward = partial(_exchange, sent=list(sent), received=list(received), group=group)
     backward = partial(_exchange, sent=list(received), received=list(sent), group=group)

@@ -144,19 +144,16 @@ def attend_over_ranks(
 
 
 def gather_keys(rows: Tensor, segments: Segments, group: dist.ProcessGroup) -> Tensor:
-    """(N, ...) of every context-parallel rank -> (M, ...), those of the keys of this rank's segments.
-
-    The backward pass adds gradients of a row up over the ranks.
+    """(N, ...) of every context-parallel rank -> (M, ...), those of the keys of this rank's segments. Backward, gradients of
+    a row are added up.
     """
     assert segments.key_index is not None, "lay_out_tokens makes one for more than one rank"
     return all_gather(rows, group, sum_gradients=True).index_select(0, segments.key_index)
 
 
 def gather_outputs(local: Tensor, layout: TokenLayout, group: dist.ProcessGroup) -> Tensor:
-    """(N, ...) of every rank -> (T, ...) in the order of the micro-batch, without the padding.
-
-    Every rank must compute the same loss from the result: the backward pass takes this rank's part of the gradient,
-    unreduced.
+    """(N, ...) of every rank -> (T, ...) in the order of the micro-batch, without the padding. Every rank must compute the
+    same loss from it: the backward pass takes this rank's part of the gradient, unreduced.
     """
     return all_gather(local, group, sum_gradients=False).index_select(0, layout.places)
 
@@ -177,13 +174,8 @@ class RecurrenceOverRanks:
         self.size, self.rank = group.size(), group.rank()
 
     def history(self, x: Tensor, width: int, segments: Segments) -> Tensor:
-        """The ``width`` tokens before each of this rank's segments.
-
-        Args:
-            x: (N, features), of this rank's tokens.
-
-        Returns:
-            (segments, width, features), 0 before a sequence's first token.
+        """(N, features) of this rank's tokens -> (segments, width, features), those before each segment; 0 before a
+        sequence's start.
         """
         rows = _history_rows(segments.query_lens, segments.key_lens, width, self.size, self.rank, x.device)
         last = all_gather(x.index_select(0, rows.sent), self.group, sum_gradients=True)
@@ -192,13 +184,9 @@ class RecurrenceOverRanks:
         return before
 
     def states(self, transitions: Tensor, segments: Segments) -> Tensor:
-        """The states that this rank's segments begin with.
+        """The states that this rank's segments begin with, (segments, heads, key_dim, value_dim).
 
-        Args:
-            transitions: (segments, heads, key_dim, key_dim + value_dim), A beside B, of this rank's segments.
-
-        Returns:
-            (segments, heads, key_dim, value_dim)
+        ``transitions`` are (segments, heads, key_dim, key_dim + value_dim), A beside B, of this rank's segments.
         """
         parts = _chunk_lens(segments.query_lens, segments.key_lens, self.size, self.rank)
         sequences, key_dim = len(parts), transitions.shape[-2]

@@ -14,19 +14,14 @@ from rl_backend.primitive.router import Routing
 class AllToAllDispatcher:
     """Experts are spread over the ranks of a group; each copy of a token is sent to its expert and its result comes back.
 
-    Rank ``ep * etp_size + etp`` of the group has the experts from ``ep * E / ep_size`` on, each cut into ``etp_size`` parts
-    of its intermediate features. Every part sees all tokens of its expert and returns a partial sum; the rank that a token
-    came from adds the parts up. No token is dropped, and ranks may have different numbers of tokens, none included.
+    Rank ``ep * etp_size + etp`` of the group has the experts from ``ep * E / ep_size`` on, each cut into ``etp_size``
+    parts of its intermediate features. Every part sees all tokens of its expert and returns a partial sum; the rank that
+    a token came from adds the parts up. No token is dropped, and ranks may have different numbers of tokens, none
+    included.
 
-    Deterministic, forward and backward: an expert's rows are in the order of the sending ranks and their tokens, and what a
-    token gets is summed in the order of its choices. A call, what it returns as ``combine``, and the backward pass of each
-    are collectives.
-
-    Args:
-        group: ``ep_size * etp_size`` ranks.
-        num_experts: E, of all ranks together.
-        ep_size: ranks over which experts are spread; divides E.
-        etp_size: ranks that share each expert.
+    Deterministic, forward and backward: an expert's rows are in the order of the sending ranks and their tokens, and what
+    a token gets is summed in the order of its choices. A call, what it returns as ``combine``, and the backward pass of
+    each are collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, ep_size: int, etp_size: int = 1) -> None:

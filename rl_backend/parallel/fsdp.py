@@ -27,13 +27,11 @@ def apply_fsdp(
 
     Parameters stay in their dtype (float32 masters) and are gathered in ``config.param_dtype``, those of
     :class:`~rl_backend.primitive.float32.KeptInFloat32` by themselves and as they are, and so those of ``root`` where it
-    :func:`keeps its ends <rl_backend.primitive.float32.kept_ends>`; gradients are reduced in
-    ``config.reduce_dtype``: averaged over the data-parallel ranks, and added up over ranks that see parts of the same data.
+    :func:`keeps its ends <rl_backend.primitive.float32.kept_ends>`; gradients are reduced in ``config.reduce_dtype``:
+    averaged over the data-parallel ranks, and added up over ranks that see parts of the same data.
 
     The model must take and return tensors in tuples, NamedTuples, lists or dictionaries, where FSDP's hooks find them.
-
-    Args:
-        experts: modules whose parameters are laid out over ``groups.expert_mesh``.
+    ``experts``: modules whose parameters are laid out over ``groups.expert_mesh``.
     """
     param_dtype, reduce_dtype = getattr(torch, config.param_dtype), getattr(torch, config.reduce_dtype)
     # In one process and without a change of dtype FSDP would only copy every parameter and gradient to and fro.
@@ -72,10 +70,8 @@ def _works_as_it_is(parameter: nn.Parameter, param_dtype: torch.dtype, reduce_dt
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool, *, keep_gathered: bool) -> None:
-    """Whether the next backward pass reduces gradients over the ranks, or leaves them to a later one.
-
-    Args:
-        keep_gathered: without reduction, keep parameters gathered for the next micro-batch too.
+    """Whether the next backward pass reduces gradients over the ranks, or leaves them to a later one. ``keep_gathered``:
+    without reduction, keep parameters gathered for the next micro-batch too.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)

@@ -32,10 +32,8 @@ _num_opened = itertools.count()
 
 
 def host_store(timeout: timedelta) -> TCPStore:
-    """A store that this process serves on a free port of the loopback address.
-
-    Args:
-        timeout: how long ``get`` and ``wait`` of this process wait for a key.
+    """A store that this process serves on a free port of the loopback address; its ``get`` and ``wait`` wait for
+    ``timeout``.
     """
     # torch's own rendezvous binds a store to all interfaces, where everyone who reaches the machine may read and write it.
     listener = socket.create_server((LOOPBACK, 0))
@@ -60,13 +58,9 @@ def prefer_loopback(environment: MutableMapping[str, str]) -> None:
 def job_store(timeout: timedelta) -> tuple[Store, int, int]:
     """Store, rank and number of ranks, from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    All ranks of a job call it equally often, before each default process group. With ``MASTER_ADDR`` a loopback address the
-    job is on one machine: rank 0 serves the store on that address alone, unless an agent (torchrun) serves one, and gloo
-    and NCCL are told to prefer the loopback interface.
-
-    Raises:
-        ValueError: torch's, for a variable that is not set.
-        OSError: nothing can listen on the address and port.
+    All ranks of a job call it equally often, before each default process group. With ``MASTER_ADDR`` a loopback address
+    the job is on one machine: rank 0 serves the store on that address alone, unless an agent (torchrun) serves one, and
+    gloo and NCCL are told to prefer the loopback interface. ``ValueError`` and ``OSError`` are torch's.
     """
     complete = {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -134,11 +128,9 @@ class ParallelGroups(RankGroups):
     """Ranks are numbered pp first, then dp, cp, and tp fastest.
 
     Attributes:
-        mesh: the ranks of this pipeline rank: dp and cp together, over which parameters are sharded, by tp.
-        fsdp_mesh, tp_mesh: its dimensions.
-        expert_mesh: the same ranks as expert-data-parallel ranks by ep by etp, for the parameters of experts.
-        edp_mesh: its first dimension.
-        ep_mesh: its second and, where experts are cut over etp, its third.
+        mesh: the ranks of this pipeline rank: dp and cp together (``fsdp_mesh``), over which parameters are sharded, by tp.
+        expert_mesh: the same ranks as expert-data-parallel ranks (``edp_mesh``) by ep by etp, for the parameters of experts.
+        ep_mesh: its second dimension and, where experts are cut over etp, its third.
         pp_group, cp_group, tp_group: ranks that differ in one dimension only, for collectives on ``device``.
         token_group: the ranks that share the tokens of a micro-batch in one layer, over cp and tp.
         expert_group: the ranks that together hold every expert once, over ep and etp.
@@ -175,9 +167,7 @@ _default_group = _DefaultGroup()
 
 def training_device(name: str) -> torch.device:
     """The device of this rank for ``auto``, ``cpu`` or ``cuda``; CUDA devices are numbered by ``LOCAL_RANK`` (0 without it).
-
-    Raises:
-        ConfigError: there is no such device.
+    Raises :class:`ConfigError`: there is no such device.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -199,10 +189,8 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> ParallelGroup
     """Makes the groups of the layout. A collective over all ranks of the job.
 
     Uses the default process group, or first makes it: from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``
-    when ``WORLD_SIZE`` is set, else of this process alone. :func:`close_groups` undoes it.
-
-    Raises:
-        ConfigError: the world size does not fit ``parallel``, or a default group cannot communicate on ``device``.
+    when ``WORLD_SIZE`` is set, else of this process alone. :func:`close_groups` undoes it. Raises :class:`ConfigError`:
+    the world size does not fit ``parallel``, or a default group cannot communicate on ``device``.
     """
     join_default_group(device)
     try:
@@ -298,10 +286,8 @@ def world_group() -> dist.ProcessGroup:
 
 
 def join_default_group(device: torch.device) -> None:
-    """Makes the default process group if there is none, and counts its users; :func:`leave_default_group` undoes it.
-
-    Raises:
-        ConfigError: a default group that cannot communicate on ``device``.
+    """Makes the default process group if there is none, and counts its users; :func:`leave_default_group` undoes it. Raises
+    :class:`ConfigError`: a default group that cannot communicate on ``device``.
     """
     if not dist.is_initialized():
         on_cuda = device.type == "cuda"
@@ -352,11 +338,8 @@ META = torch.device("meta")
 def fake_rank(parallel: ParallelConfig, rank: int, world_size: int) -> Generator[ParallelGroups]:
     """The groups of global rank ``rank``, with which a model can be laid out, and run, on the meta device.
 
-    They are torch's fake process groups: the other ranks do not exist, and collectives return at once and move nothing. For
-    a process without a process group.
-
-    Raises:
-        ConfigError: ``world_size`` does not fit ``parallel``.
+    They are torch's fake process groups: the other ranks do not exist, and collectives return at once and move nothing.
+    For a process without a process group.
     """
     # Importing it makes the backend known.
     from torch.testing._internal.distributed.fake_pg import FakeStore

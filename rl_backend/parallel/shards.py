@@ -23,12 +23,9 @@ class ShardLayout:
     """Which rank has which rectangle of one tensor.
 
     Attributes:
-        shape: of the whole tensor.
-        mesh_shape: of the mesh; empty for a tensor that is whole.
-        ranks: global ranks of the mesh, its last dimension fastest.
+        mesh_shape: of the mesh, empty for a tensor that is whole; ``ranks`` are global ones, its last dimension fastest.
         cuts: (mesh dimension, tensor dimension) in the order in which the tensor is cut. Each divides what those before it
-            left as ``torch.chunk`` does: in parts of equal size, except the last that is not empty. Along the other
-            mesh dimensions ranks have copies.
+            left as ``torch.chunk`` does. Along the other mesh dimensions ranks have copies.
     """
 
     shape: tuple[int, ...]
@@ -67,10 +64,8 @@ def chunk(whole: slice, ranks: int, rank: int) -> slice:
 
 
 def layout_of(tensor: Tensor) -> ShardLayout:
-    """The layout of a DTensor that is cut or copied along each mesh dimension; a plain tensor is this rank's alone.
-
-    Raises:
-        UnsupportedError: another placement, as of a gradient that is not reduced yet.
+    """The layout of a DTensor that is cut or copied along each mesh dimension; a plain tensor is this rank's alone. Raises
+    :class:`UnsupportedError`: another placement, as of a gradient that is not reduced yet.
     """
     if not isinstance(tensor, DTensor):
         return ShardLayout(tuple(tensor.shape), (), (_this_rank(),), ())

@@ -29,16 +29,11 @@ type View = Callable[[Tensor], Tensor]
 
 
 class LinearPart(NamedTuple):
-    """What one rank computes of a linear layer or an embedding; ``linear.part`` where tensor parallelism has split it.
+    """What one rank computes of a linear layer or an embedding; ``linear.part`` where tensor parallelism has split it."""
 
-    Attributes:
-        inputs, outputs: first feature and the one after the last.
-        holds_outputs: whether the rank keeps the weight of all outputs and computes with a part of it.
-    """
-
-    inputs: tuple[int, int]
+    inputs: tuple[int, int]  # first feature and the one after the last
     outputs: tuple[int, int]
-    holds_outputs: bool = False
+    holds_outputs: bool = False  # the rank keeps the weight of all outputs and computes with a part of it
 
 
 class TensorParallel:
@@ -100,11 +95,7 @@ class TensorParallel:
         norm.sum_over_ranks = lambda squares: all_reduce(squares, self.group) / copies
 
     def replicate(self, module: nn.Module, views: Mapping[str, View] | None = None, *, partial: bool = True) -> None:
-        """Keeps a copy of the module's own parameters on every rank.
-
-        Args:
-            views, partial: as in :func:`compute_on_local`; not ``partial`` where all ranks compute the same.
-        """
+        """Keeps a copy of the module's own parameters on every rank; see :func:`compute_on_local`."""
         for name in _names(module):
             _distribute(module, name, self.mesh, [Replicate()])
         compute_on_local(module, views or {}, partial=partial)

@@ -13,11 +13,7 @@ from rl_backend.pipeline.simulate import Costs, end_times, shortest
 
 
 def with_communication(order: Order, placement: Sequence[int], costs: Costs) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each rank: its computations, what it sends to other ranks and what it receives from them.
-
-    Raises:
-        ScheduleError: the computations wait for each other.
-    """
+    """The actions of each rank: its computations, what it sends to other ranks and what it receives from them."""
     ends = end_times(event_graph(order, placement), costs)
     clocks = [[ends[action] for action in own] for own in order]
     gaps: list[list[list[Action]]] = [[[] for _ in range(len(own) + 1)] for own in order]

@@ -152,11 +152,9 @@ def add_gradients_of_copies(
 ) -> None:
     """Gives a parameter of the first stage and its copy in the last the sum of their gradients.
 
-    Both are the sum of the same two numbers, so the copies stay equal to the last bit. The original's has those of earlier
-    calls, the copy's is of this call alone.
-
-    Args:
-        copies: parameter of the last stage -> that of the first stage of which it is a copy: ``ModelFamily.stage_copies``.
+    Both are the sum of the same two numbers, so the copies stay equal to the last bit. The original's has those of
+    earlier calls, the copy's is of this call alone. ``copies``: parameter of the last stage -> that of the first stage of
+    which it is a copy: ``ModelFamily.stage_copies``.
     """
     for copy, original in copies.items():
         if copy in parameters and parameters[copy].requires_grad and parameters[copy].grad is None:

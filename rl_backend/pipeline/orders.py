@@ -15,17 +15,12 @@
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from rl_backend.pipeline.schedule import Action, Kind, inputs_of, v_placement
 from rl_backend.pipeline.simulate import Costs
 
-
-class _Candidate(NamedTuple):
-    start: float
-    priority: int
-    stages_after: int
-    action: Action
+# Start, priority, stages after it, and the action: the least of them runs first.
+type _Candidate = tuple[float, int, int, Action]
 
 
 def greedy_order(
@@ -75,7 +70,7 @@ def greedy_order(
             if needed not in ends:
                 return None
             start = max(start, ends[needed] + (costs.communication if placement[needed.stage] != rank else 0.0))
-        return _Candidate(start, priority.index(action.kind), len(placement) - action.stage, action)
+        return start, priority.index(action.kind), len(placement) - action.stage, action
 
     def best(rank: int) -> _Candidate | None:
         """What the rank starts next, if it can start anything."""
@@ -84,7 +79,7 @@ def greedy_order(
     # Kept per rank: asking every rank anew at each step would make the search quadratic in their number.
     next_of = [best(rank) for rank in ranks]
     for _ in range(len(priority) * len(placement) * num_micro_batches):
-        start, rank, action = min((one.start, rank, one.action) for rank, one in enumerate(next_of) if one is not None)
+        start, rank, action = min((one[0], rank, one[-1]) for rank, one in enumerate(next_of) if one is not None)
         if beginnings[rank]:
             beginnings[rank].popleft()
         orders[rank].append(action)

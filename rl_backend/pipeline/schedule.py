@@ -85,10 +85,8 @@ def v_placement(pp_size: int) -> tuple[int, ...]:
 
 
 def split_layers(num_layers: int, num_stages: int, sizes: Sequence[int] | None = None) -> list[range]:
-    """The layers of each stage: ``sizes`` of them, or evenly many.
-
-    Raises:
-        ConfigError: fewer layers than stages, or ``sizes`` that are not of these layers and stages.
+    """The layers of each stage: ``sizes`` of them, or evenly many. Raises :class:`ConfigError`: fewer layers than stages, or
+    ``sizes`` that are not of these layers and stages.
     """
     if sizes is None:
         if num_layers < num_stages:
@@ -200,11 +198,8 @@ def event_graph(actions: Sequence[Sequence[Action]], placement: Sequence[int], *
     """What each event of a schedule waits for.
 
     A rank posts and computes in the order of its list. A transfer needs both its ends posted (without sends and receives
-    only what it brings), a computation the transfers of its inputs.
-
-    Args:
-        one_queue_per_rank: a transfer also waits for the end of every transfer posted before it on either of its ranks. An
-            NCCL communicator works like that, gloo does not.
+    only what it brings), a computation the transfers of its inputs. ``one_queue_per_rank``: a transfer also waits for the
+    end of every transfer posted before it on either of its ranks. An NCCL communicator works like that, gloo does not.
     """
     rank_of = {action: rank for rank, own in enumerate(actions) for action in own}
     graph: Graph = {}

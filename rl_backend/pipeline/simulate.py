@@ -140,12 +140,8 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Runs a schedule on paper.
 
-    A computation starts when its rank is free and what it needs has arrived. A transfer starts when both ends are posted and
-    the one before it in the same direction between the two ranks has ended; it takes no rank's time.
-
-    Raises:
-        ConfigError: costs for another number of stages.
-        ScheduleError: ranks wait for each other.
+    A computation starts when its rank is free and what it needs has arrived. A transfer starts when both ends are posted
+    and the one before it in the same direction between the two ranks has ended; it takes no rank's time.
     """
     costs = costs or Costs()
     costs.require_stages(schedule.num_stages)

@@ -91,9 +91,7 @@ def check_config(config: RuntimeConfig) -> None:
 
 def require_layout(options: BridgeConfig, sizes: LayerSizes, *, transformer_engine: bool) -> None:
     """Raises one :class:`ConfigError` for all sizes of a layout that Megatron cannot make of a model.
-
-    Args:
-        transformer_engine: whether layers are Transformer Engine's.
+    ``transformer_engine``: whether layers are Transformer Engine's.
     """
     refuse_all(
         (f"BridgeConfig.parallel.{size}", getattr(options.parallel, size), problem)
@@ -155,7 +153,7 @@ def _require_bridge(hf_path: str, hf_config: Mapping[str, Any]) -> None:
 
     model_type, problem = hf_config.get("model_type"), ""
     if model_type not in CONFIG_MAPPING_NAMES:
-        problem = "transformers, which Megatron-Bridge starts from, has no configuration"
+        problem = "transformers has no configuration"
     architectures = hf_config.get("architectures")
     named = architectures if isinstance(architectures, list) else []
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

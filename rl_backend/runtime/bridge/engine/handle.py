@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
@@ -47,15 +47,12 @@ from rl_backend.runtime.router_replay import RouterReplay
 
 @dataclass(eq=False, kw_only=True)
 class BridgeHandle(GuardedHandle[BridgeOptimizer]):
-    """One model of a :class:`~rl_backend.runtime.bridge.BridgeRuntime`.
+    """One model of the bridge runtime.
 
     Attributes:
         provider: what the model was built from; Megatron's ``TransformerConfig`` of it.
         chunks: this rank's model chunks, one per virtual stage; in Megatron's DDP when trained.
-        processor: what the last stage computes from hidden states.
         packs_sequences: attention takes packed sequences; without it micro-batches are padded.
-        routers: of this rank's layers with experts; None for a model without.
-        converter: its parameters as Hugging Face tensors.
         adapters: of each chunk; empty for a model without tenants.
         has_gradients: a backward pass has run since the last ``zero_grad``.
     """
@@ -76,7 +73,6 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
 
     @property
     def routed_layers(self) -> RoutedLayers | None:
-        """Its layers with experts; None for a model without."""
         return None if self.routers is None else self.routers.layers
 
     @property
@@ -135,7 +131,7 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         return result
 
     def finish_parameter_gathers(self) -> None:
-        """With ``overlap_param_gather`` Megatron leaves it to the next forward pass to gather what the optimizer wrote."""
+        # With overlap_param_gather Megatron leaves it to the next forward pass to gather what the optimizer wrote.
         for chunk in self.chunks:
             if self.optimizer is not None and overlaps_gathers(chunk):
                 chunk.start_param_sync(force_sync=True)
@@ -186,14 +182,12 @@ def build_handle(
     head: Head,
 ) -> BridgeHandle:
     """Builds the model of ``config.hf_path``. A collective: Megatron spreads weights from one rank of each group.
-
-    Args:
-        adaptable: LoRA tenants may be made of it. Its layers are Megatron's own on every device: those of Transformer Engine
-            compute the norm before a projection together with it, which leaves adapters without their input.
+    ``adaptable``: LoRA tenants may be made of it.
     """
     options = config.options(BridgeConfig)
     hf_config = read_hf_config(config.hf_path)
     bridge = open_bridge(config.hf_path)
+    # Transformer Engine's layers compute the norm before a projection together with it, which leaves adapters without input.
     transformer_engine = uses_transformer_engine(groups.device) and not adaptable
     provider = make_provider(bridge, config, groups, head, transformer_engine=transformer_engine)
     if has_deltanet(provider) and adaptable:
@@ -279,5 +273,3 @@ def _connect(provider: Any, chunks: Sequence[Any], ddp_config: Any) -> None:
     if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
         gather = [chunk.start_param_sync for chunk in chunks]
         provider.param_sync_func = gather if len(gather) > 1 else gather[0]
-    for chunk in chunks:
-        assert isinstance(chunk, DistributedDataParallel), "trained chunks are wrapped"

@@ -34,12 +34,8 @@ _IN_ANOTHER_ORDER = (GatedMLPMapping, QKVMapping, *_DELTANET)
 
 
 class StoredRows(NamedTuple):
-    """Rows that lie together in both.
-
-    Attributes:
-        start, stop: in Megatron's tensor, which counts the rows of all tensor-parallel ranks.
-        name, shape: the Hugging Face tensor.
-        at: its first of these rows.
+    """Rows that lie together in both: from ``start`` to ``stop`` in Megatron's tensor, which counts those of all
+    tensor-parallel ranks, and from ``at`` on in the Hugging Face tensor ``name``.
     """
 
     start: int
@@ -50,11 +46,7 @@ class StoredRows(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Attributes:
-    part: Megatron-Bridge's name of the Hugging Face tensor among those of a parameter; empty where it is the only one.
-    """
-
-    part: str
+    part: str  # Megatron-Bridge's name of the Hugging Face tensor among those of a parameter; empty for the only one
     at: int
     size: int
 
@@ -74,7 +66,6 @@ def stored_rows(
     Args:
         block: Megatron's name of the block in its checkpoints.
         names, shapes: part -> the Hugging Face tensor.
-        config: Megatron's ``TransformerConfig``.
     """
     found, start = [], 0
     for part, at, size in _runs(mapping, block.rpartition(".")[2], shapes, config):
@@ -94,10 +85,8 @@ def _runs(mapping: Any, block: str, shapes: Mapping[str, tuple[int, ...]], confi
 
 
 def _attention_runs(shapes: Mapping[str, tuple[int, ...]], config: Any) -> Iterator[_Run]:
-    """Megatron keeps the queries of a group next to its key and value: tensor parallelism cuts between groups.
-
-    Where attention has a gate, Hugging Face has it behind the queries of each head, Megatron behind those of each group.
-    """
+    # Megatron keeps the queries of a group next to its key and value: tensor parallelism cuts between groups. Where
+    # attention has a gate, Hugging Face has it behind the queries of each head, Megatron behind those of each group.
     heads = config.num_attention_heads
     groups = config.num_query_groups or heads
     per_group = heads // groups
@@ -114,7 +103,7 @@ def _attention_runs(shapes: Mapping[str, tuple[int, ...]], config: Any) -> Itera
 
 
 def _deltanet_runs(mapping: Any, block: str, config: Any) -> Iterator[_Run]:
-    """Megatron saves the projection in six blocks and the convolution in three, each with the rows of all heads."""
+    # Megatron saves the projection in six blocks and the convolution in three, each with the rows of all heads.
     heads = config.linear_num_key_heads
     per_key = config.linear_num_value_heads // heads
     key, value = config.linear_key_head_dim, per_key * config.linear_value_head_dim
@@ -148,10 +137,6 @@ _EXPERT = re.compile(r"experts\.\d+")
 class StoredNames:
     """Hugging Face names of what Megatron holds, for the conversions that only put rows in another order.
 
-    Args:
-        conversions: of the whole model.
-        config: Megatron's ``TransformerConfig``.
-
     Attributes:
         private: Hugging Face names of parameters that are converted in other ways (experts stacked in one tensor, norms that
             add 1 to their weight): checkpoints hold them under Megatron's names.
@@ -167,15 +152,10 @@ class StoredNames:
         )
 
     def rows(self, tensor: Tensor, key: str, num_rows: int, expert: int | None) -> tuple[StoredRows, ...] | None:
-        """The rows of one whole tensor, or of one expert of it; None where they are kept under Megatron's name.
+        """The rows of one whole tensor, or of one ``expert`` of it; None where they are kept under Megatron's name.
 
-        Rows that no entry has only pad a vocabulary.
-
-        Args:
-            tensor: of the model.
-            key: Megatron's name of the whole tensor, by which the last stage's copy of tied embeddings is found.
-            num_rows: of the whole tensor.
-            expert: its number in the layer.
+        Rows that no entry has only pad a vocabulary. ``key``: Megatron's name of the whole tensor, by which the last
+        stage's copy of tied embeddings is found.
         """
         pair = self._by_tensor.get(id(tensor)) or self._by_name.get(key)
         if pair is None or not keeps_rows(pair[1].mapping):
@@ -213,7 +193,7 @@ class Block(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Of the block, in elements of the flattened tensor."""
+        """In elements of the flattened tensor."""
         return int(self.sharded.data.storage_offset() - self.tensor.storage_offset())
 
     @property
@@ -231,10 +211,8 @@ def model_blocks(models: Sequence[nn.Module], names: StoredNames) -> list[Block]
 
 def pieces_of(blocks: Sequence[Block], flat: Mapping[int, tuple[int, int, Tensor]]) -> dict[str, TensorPieces]:
     """Pieces by the name that a checkpoint has for the whole tensor: Hugging Face's, or ``megatron.`` and Megatron's.
-
-    Args:
-        flat: ``id`` of a tensor of the model -> start, end and the elements between them, flat: the tensor's own, or what an
-            optimizer holds for them. Tensors that are not in it are left out.
+    ``flat``: ``id`` of a tensor of the model -> start, end and the elements between them, flat: the tensor's own, or what
+    an optimizer holds for them. Tensors that are not in it are left out.
     """
     found: dict[str, TensorPieces] = {}
     for block in blocks:
@@ -253,9 +231,9 @@ def pieces_of(blocks: Sequence[Block], flat: Mapping[int, tuple[int, int, Tensor
 
 
 def _split(block: Block, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
-    """A rectangle of a block, cut where its rows part in Hugging Face's tensors. Rows that pad a vocabulary are left out.
+    """Name and shape of tensors of a checkpoint, and a rectangle of each with its first element's place in the block.
 
-    Yields name and shape of a tensor of a checkpoint, and a rectangle of it with its first element's place in the block.
+    A rectangle of the block is cut where its rows part. Rows that pad a vocabulary are left out.
     """
     whole, prepended = block.sharded, block.sharded.prepend_axis_num
     offsets = tuple(a + b for a, b in zip(whole.global_offset, (0,) * prepended + box.offsets, strict=True))
@@ -295,7 +273,7 @@ def _blocks(entry: ShardedTensor | ShardedTensorFactory, names: StoredNames) -> 
 
 
 def _leaves(tree: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    """Sharded tensors only: extra state of Transformer Engine's layers is made anew when a model is built."""
+    # Sharded tensors only: extra state of Transformer Engine's layers is made anew when a model is built.
     if isinstance(tree, ShardedTensor | ShardedTensorFactory):
         yield tree
     elif isinstance(tree, Mapping):

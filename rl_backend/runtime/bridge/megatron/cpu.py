@@ -2,8 +2,7 @@
 
 Megatron-Core names the device ``cuda`` in many places and calls ``torch.cuda`` for streams, random state and
 synchronisation. Every patch stands in :data:`PATCHES` with what it is for; a test takes each one away and sees Megatron
-fail. Outside the context torch is as it was. Inside it nothing is compiled: Megatron marks small functions for
-``torch.compile``, which on a CPU would need a C++ compiler and most of a minute.
+fail. Outside the context torch is as it was.
 """
 
 import contextlib
@@ -22,10 +21,7 @@ from rl_backend.runtime.bridge.megatron.local_layers import NormMapping
 
 
 class Patch(NamedTuple):
-    """Attributes:
-    owner: the object, or the name of the module, that has the attribute.
-    why: who in Megatron asks for it.
-    """
+    """``owner`` is the object, or the name of the module, that has the attribute; ``why`` is who in Megatron asks for it."""
 
     owner: Any
     attribute: str
@@ -107,8 +103,8 @@ def _is_cuda(device: object) -> bool:
 _inside = threading.local()
 _lock = threading.Lock()
 _users = 0
+# Patches are the process's: they hold until the last thread inside leaves.
 _undone = contextlib.ExitStack()
-"""Patches are the process's: they hold until the last thread inside leaves."""
 
 
 @contextmanager
@@ -121,6 +117,7 @@ def on_cpu(device: torch.device) -> Generator[None]:
     with _lock:
         _users += 1
         if _users == 1:
+            # Megatron marks small functions for torch.compile, which on a CPU needs a C++ compiler and most of a minute.
             _undone.enter_context(torch.compiler.set_stance("force_eager"))
         for patch in PATCHES if _users == 1 else ():
             owner = importlib.import_module(patch.owner) if isinstance(patch.owner, str) else patch.owner

@@ -34,11 +34,7 @@ from rl_backend.runtime.bridge.passes.batch import LaidOut
 
 
 class ChunkAdapters:
-    """The adapters of one chunk of a model.
-
-    Attributes:
-        laid_out: the micro-batch that the chunk works on; None where no adapter does.
-    """
+    """The adapters of one chunk of a model, and the micro-batch that it works on, if any adapter works on that."""
 
     def __init__(self) -> None:
         self.laid_out: LaidOut | None = None
@@ -53,24 +49,19 @@ class ChunkAdapters:
             self.laid_out = None
 
     def before_backward(self, laid_out: LaidOut, output: Tensor) -> None:
-        """Has the backward pass from ``output`` find its adapters: layers may be computed again, and other micro-batches
-        come through the chunk before that.
-        """
+        # Layers may be computed again, and other micro-batches come through the chunk before that.
         if laid_out.adapters and output.requires_grad:
             output.register_hook(lambda _: setattr(self, "laid_out", laid_out))
 
 
 class _Layer(NamedTuple):
-    """A layer of Megatron's.
-
-    Attributes:
-        modules: the Hugging Face modules that it is made of, and their columns among this rank's outputs.
-    """
+    """A layer of Megatron's, the Hugging Face modules that it is made of, and their columns among this rank's outputs."""
 
     layer: Any
     modules: Mapping[AdaptedModule, Columns | None]
 
 
+# Part of Megatron's name of a weight -> what it is.
 _KINDS: Mapping[str, LoRAKind] = {
     "embedding.word_embeddings.": "embedding",
     ".self_attention.linear_": "attention",
@@ -79,7 +70,6 @@ _KINDS: Mapping[str, LoRAKind] = {
     ".mlp.experts.local_experts.": "experts",
     "output_layer.weight": "head",
 }
-"""Part of Megatron's name of a weight -> what it is."""
 
 
 def attach_adapters(
@@ -87,16 +77,14 @@ def attach_adapters(
 ) -> tuple[list[ChunkAdapters], Adaptable]:
     """Lets adapters work beside linear layers, experts, embedding and head. Replaces their ``forward``.
 
-    A collective over the ranks that have parts of the model.
+    A collective over the ranks that have parts of the model. Raises :class:`ConfigError` for settings that tenants cannot
+    have.
 
     Args:
         models: this rank's chunks without their wrappers.
         conversions: of the whole model.
         config: Megatron's ``TransformerConfig``.
         bias_rate: ``BridgeConfig.expert_bias_rate``.
-
-    Raises:
-        ConfigError: settings of Megatron's that tenants cannot have.
     """
     tp = groups.pg.tp
     for name, needed in (("sequence_parallel", tp.size() > 1), ("softmax_type", "vanilla"), ("attention_dropout", 0.0)):
@@ -248,7 +236,7 @@ def _expert_linear(
     *arguments: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As Megatron's own, on the rows of one expert. What expert-tensor-parallel ranks have parts of, its dispatcher sums."""
+    """As Megatron's own, on the rows of one expert. Its dispatcher sums what expert-tensor-parallel ranks have parts of."""
     if chunk.laid_out is None:
         return type(linear).forward(linear, x, *arguments, **options)  # type: ignore[no-any-return]
     y = adapted_linear(x, linear.weight, None if linear.skip_bias_add else linear.bias, modules)
@@ -282,11 +270,9 @@ def _attend(
     *arguments: Any,
     **options: Any,
 ) -> Tensor:
-    """As Megatron's own, (columns, rows, heads, head_dim) -> (columns, rows, heads * value_dim), but on packed tokens.
-
-    What a sequence attends to is then the same to the last bit whichever others are beside it; padded to the longest of them
-    it would not be.
-    """
+    """As Megatron's own, (columns, rows, heads, head_dim) -> (columns, rows, heads * value_dim), but on packed tokens."""
+    # What a sequence attends to is then the same to the last bit whichever others are beside it; padded to the longest it is
+    # not.
     laid_out = chunk.laid_out
     if laid_out is None:
         return type(attention).forward(attention, query, key, value, *arguments, **options)  # type: ignore[no-any-return]
@@ -298,7 +284,7 @@ def _attend(
 
 
 def _embed(embedding: nn.Module, chunk: ChunkAdapters, *arguments: Any, **options: Any) -> Tensor:
-    """Above a frozen embedding something has to ask for the gradients of adapters."""
+    # Above a frozen embedding something has to ask for the gradients of adapters.
     hidden: Tensor = type(embedding).forward(embedding, *arguments, **options)
     needs_gradients = chunk.laid_out is not None and torch.is_grad_enabled() and not hidden.requires_grad
     return hidden.requires_grad_() if needs_gradients else hidden
@@ -313,9 +299,8 @@ def attach_to_experts(layer: Any, chunk: ChunkAdapters, tp: dist.ProcessGroup) -
 
 
 def _gate(router: Any, chunk: ChunkAdapters, hidden: Tensor) -> Tensor:
-    """As Megatron's own, (columns, rows, H) -> (columns, rows, experts), but of enough rows for scores that do not depend on
-    how many there are.
-    """
+    """As Megatron's own, (columns, rows, H) -> (columns, rows, experts)."""
+    # Of enough rows for scores that do not depend on how many there are.
     columns, rows, _ = hidden.shape
     missing = ENOUGH_ROWS - columns * rows
     if chunk.laid_out is None or missing <= 0:

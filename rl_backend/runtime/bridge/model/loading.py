@@ -1,4 +1,4 @@
-"""Loading a Hugging Face directory into Megatron's model, with Megatron-Bridge."""
+"""Loading a Hugging Face directory into Megatron's model, and the names that its weights have in both."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -33,18 +33,12 @@ def open_bridge(hf_path: str) -> AutoBridge:
     """The Megatron-Bridge of a directory, by its ``model_type``.
 
     Raises:
-        UnsupportedError: transformers or Megatron-Bridge does not know the model.
+        ValueError: of transformers, which does not know the model.
+        UnsupportedError: Megatron-Bridge does not know the model.
         CheckpointError: weight files that are missing or damaged.
     """
     reader = HFReader(hf_path)
-    model_type = reader.config.get("model_type")
-    try:
-        config = text_model_config(AutoConfig.from_pretrained(hf_path), reader.config)
-    except ValueError as error:
-        raise UnsupportedError(
-            f"{hf_path}: transformers has no configuration for model_type {model_type!r}, which Megatron-Bridge starts from",
-            model_type=model_type,
-        ) from error
+    config = text_model_config(AutoConfig.from_pretrained(hf_path), reader.config)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if name is not None:
         # A critic's directory names ...ForTokenClassification, which Megatron-Bridge does not know.
@@ -67,9 +61,7 @@ def open_bridge(hf_path: str) -> AutoBridge:
 
 
 class _NativeNames(StateSource):
-    """The weights of a directory as the native runtime reads them: from its files, under its names of single experts and of
-    the text model.
-    """
+    """The weights of a directory, under the native runtime's names of single experts and of the text model."""
 
     def __init__(self, reader: HFReader) -> None:
         self._reader = reader
@@ -154,12 +146,8 @@ def _may_be_unread(name: str, head: Head, hf_config: Any) -> bool:
     return head == "values" and name in VALUE_HEAD_WEIGHTS
 
 
-_PREFIX = "model.language_model."
-"""Of a released model's text weights; a directory with the text model alone has ``model.``."""
-
-_GROUPED = re.compile(r"experts\.(linear_fc[12])\.weight\*")
-"""Megatron's name of the weights of all experts in one module."""
-
+_PREFIX = "model.language_model."  # of a released model's text weights; a directory with the text model alone has "model."
+_GROUPED = re.compile(r"experts\.(linear_fc[12])\.weight\*")  # Megatron's name of the weights of all experts in one module
 _NESTED: Mapping[str, Callable[[], list[Any]]] = {
     "qwen3_5": lambda: Qwen35Bridge._get_dense_lm_mappings(hf_prefix=_PREFIX),
     "qwen3_5_moe": lambda: Qwen35MoEBridge._get_moe_lm_mappings(hf_prefix=_PREFIX),
@@ -170,11 +158,8 @@ _NESTED: Mapping[str, Callable[[], list[Any]]] = {
 def text_model_config(hf_config: Any, fields: Mapping[str, Any]) -> Any:
     """transformers' configuration of the text model inside; of another model its own.
 
-    Args:
-        fields: of ``config.json``.
-
-    Raises:
-        UnsupportedError: it says twice, in two ways, whether the embedding is also the head.
+    ``fields`` are those of ``config.json``; raises :class:`UnsupportedError` if they say in two ways whether the
+    embedding is also the head.
     """
     if hf_config.model_type not in _NESTED:
         return hf_config
@@ -192,8 +177,7 @@ def set_mappings(model_bridge: Any, model_type: str, *, local_layers: bool) -> N
     Args:
         model_bridge: Megatron-Bridge's part for the text model.
         model_type: in the directory's ``config.json``.
-        local_layers: whether layers are Megatron's own: gated norms of DeltaNet keep Hugging Face's weights as they are, and
-            each expert is a module.
+        local_layers: whether layers are Megatron's own.
     """
     own = model_bridge.mapping_registry
 
@@ -208,13 +192,14 @@ def set_mappings(model_bridge: Any, model_type: str, *, local_layers: bool) -> N
 
 
 def _as_it_is(mapping: Any) -> Any:
+    # Gated norms of DeltaNet in local layers keep Hugging Face's weights as they are.
     if isinstance(mapping, RMSNorm2ZeroCenteredRMSNormMapping):
         return AutoMapping(mapping.megatron_param, mapping.hf_param)
     return mapping
 
 
 def _with_single_experts(mappings: list[Any]) -> list[Any]:
-    """Some families (GLM-4.5, MiniMax-M2) have names for grouped experts only."""
+    # Some families (GLM-4.5, MiniMax-M2) have names for grouped experts only; of local layers each expert is a module.
     known, added = {each.megatron_param for each in mappings}, []
     for each in mappings:
         name = _GROUPED.sub(r"experts.local_experts.*.\1.weight", each.megatron_param)

@@ -17,7 +17,7 @@ from rl_backend.runtime.bridge.passes.batch import LaidOut
 
 @dataclass(frozen=True)
 class OutputProcessor:
-    """Megatron's ``output_processor``: it takes the place of the logits, which would be full (tokens, vocabulary) tensors.
+    """Megatron's ``output_processor``: it takes the place of the logits.
 
     Attributes:
         vocab_size: tokens of the model; Megatron may have padded its weight with more rows.
@@ -31,15 +31,10 @@ class OutputProcessor:
     def __call__(
         self, *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: LaidOut, **_: Any
     ) -> Tensor:
-        """Megatron calls this on the last stage.
-
-        Args:
-            hidden_states: (columns, rows, H), or this rank's part of the columns.
-
-        Returns:
-            (2, T) log-probs and entropy, or (1, T) values, or all three; float32. One tensor, as the pipeline schedules
-            want.
+        """Megatron calls this on the last stage for (columns, rows, H), or this rank's part of the columns. Returns (2, T)
+        log-probs and entropy, or (1, T) values, or all three; float32.
         """
+        # One tensor, as the pipeline schedules want.
         found = list[Tensor]()
         if "log_probs" in context.heads:
             found += self._log_probs(hidden_states, output_layer, output_weight, context)
@@ -80,12 +75,7 @@ class OutputProcessor:
         return result.log_probs, entropy
 
     def _gather(self, hidden: Tensor, *, every_rank_the_same: bool) -> Tensor:
-        """All columns, on every tensor-parallel rank.
-
-        Args:
-            every_rank_the_same: every rank computes the same from them, and so already has the whole gradient. When False,
-                each has a part of it, and the parts are added up.
-        """
+        """All columns, on every tensor-parallel rank; see :func:`all_gather`."""
         group = self.groups.pg.tp
         if group.size() == 1:
             return hidden
@@ -93,12 +83,8 @@ class OutputProcessor:
 
 
 class CriticOutputLayer(nn.Module):
-    """A critic's head, which replaces the language-model head.
-
-    Its parameters are the same on every tensor-parallel rank, and so are their gradients.
-
-    Attributes:
-        value_head: its parameters, in ``param_dtype``; values are computed in float32.
+    """A critic's head, which replaces the language-model head: the same, and with the same gradients, on every
+    tensor-parallel rank.
     """
 
     def __init__(self, hidden_size: int, config: Any) -> None:
@@ -108,7 +94,6 @@ class CriticOutputLayer(nn.Module):
 
 
 def as_model_output(outputs: Tensor, laid_out: LaidOut) -> ModelOutput:
-    """The rows of :class:`OutputProcessor` by name."""
     values = outputs[-1] if "values" in laid_out.heads else None
     if "log_probs" not in laid_out.heads:
         return ModelOutput(values=values)

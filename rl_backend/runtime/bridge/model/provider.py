@@ -196,10 +196,8 @@ _YARN_DEFAULTS: Mapping[str, Any] = {
 
 
 def read_provider(bridge: AutoBridge, hf_path: str) -> GPTModelProvider:
-    """What Megatron-Bridge makes of ``config.json``, where Megatron computes the same model from it.
-
-    Raises:
-        UnsupportedError: it cannot be read, or says what Megatron would ignore.
+    """What Megatron-Bridge makes of ``config.json``, where Megatron computes the same model from it. Raises
+    :class:`UnsupportedError`: it cannot be read, or says what Megatron would ignore.
     """
     hf_config = bridge.hf_pretrained.config
     # First: Megatron-Bridge would also train the indexers, with a loss that nobody asked for.

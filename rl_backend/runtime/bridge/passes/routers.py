@@ -1,4 +1,4 @@
-"""Router replay in Megatron's routers: routes recorded, and replayed."""
+"""Megatron's routers: routes recorded and replayed, loads counted and balanced."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,15 +24,15 @@ from rl_backend.runtime.router_replay import RouterReplay, gather_rows, gather_s
 class LayerRoutes(MegatronReplay):
     """What one router takes and chooses for the micro-batch that its chunk is working on.
 
-    Megatron's own has no tokens without routes, finds its layer by the order in which all models of the process were built,
-    and takes recomputations to come in the order of the forward passes. This one is in no list of the process's.
-
     Attributes:
         layer_number: Megatron's, from 1 on.
         replayed: (rows, top_k) experts to take, -1 in the rows for which the router chooses; None where it chooses for all.
         recorded: what it chose last, (rows, top_k) int64, while ``recording``.
         observe: is given (rows, top_k) experts that were taken; None where nobody asks.
     """
+
+    # Megatron's own has no tokens without routes, finds its layer by the order in which the process built its models, and
+    # takes recomputations to come in the order of the forward passes. This one is in no list of the process's.
 
     def __init__(self, layer_number: int) -> None:
         self.layer_number = layer_number
@@ -49,7 +49,6 @@ class LayerRoutes(MegatronReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Megatron calls this for the ``topk`` highest of (rows, experts) scores; their values and places."""
         assert default_compute_topk is not None, "Megatron passes its own choice"
         values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.replayed is not None:
@@ -67,7 +66,6 @@ class ModelRouters:
     """The routers of one model.
 
     Attributes:
-        layers: of the whole model.
         chunks: of each of this rank's chunks, in the order of its layers.
         places: for each rank of the pipeline, the places of its layers among those with experts, in the same order.
     """
@@ -79,9 +77,7 @@ class ModelRouters:
 
 def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGroups) -> ModelRouters | None:
     """Gives every router of a model its :class:`LayerRoutes`; None for a model without. A collective over the pipeline.
-
-    Raises:
-        UnsupportedError: layers with a router other than ``moe_layer_freq`` names.
+    Raises :class:`UnsupportedError`: layers with a router other than ``moe_layer_freq`` names.
     """
     if provider.num_moe_experts is None:
         return None
@@ -108,7 +104,6 @@ def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGr
 
 
 def _sparse(provider: Any) -> tuple[bool, ...]:
-    """Megatron's ``moe_layer_freq``: every so many layers, or a number for each."""
     frequency = provider.moe_layer_freq
     if isinstance(frequency, int):
         return tuple(layer % frequency == 0 for layer in range(provider.num_layers))
@@ -116,14 +111,7 @@ def _sparse(provider: Any) -> tuple[bool, ...]:
 
 
 def require_routing_by_scores(provider: Any, router_replay: RouterReplay) -> None:
-    """Refuses a configuration in which Megatron would route differently.
-
-    Args:
-        provider: what the model was built from.
-
-    Raises:
-        UnsupportedError: names the setting.
-    """
+    """Raises :class:`UnsupportedError` for a setting with which Megatron would route differently."""
     if router_replay == "off":
         return
     balancing = provider.moe_router_load_balancing_type
@@ -160,10 +148,9 @@ class PassRoutes(AbstractContextManager["PassRoutes"]):
         self._routers = None if router_replay == "off" else routers
         self._groups = groups
         self._replays = router_replay == "replay"
+        # Chunk -> routes of the micro-batch that it works on: (rows, layers with experts of the model, top_k).
         self._bound: dict[int, Tensor | None] = {}
-        """Chunk -> routes of the micro-batch that it works on: (rows, layers with experts of the model, top_k)."""
-        self._chosen: dict[tuple[int, int], Tensor] = {}
-        """(micro-batch, chunk) -> (T, layers, top_k)."""
+        self._chosen: dict[tuple[int, int], Tensor] = {}  # (micro-batch, chunk) -> (T, layers, top_k)
 
     def __exit__(self, *_: object) -> None:
         for chunk in self._bound:
@@ -191,10 +178,8 @@ class PassRoutes(AbstractContextManager["PassRoutes"]):
             self._chosen[micro_batch, chunk] = self._of_tokens(routers, chunk, laid_out)
 
     def before_backward(self, chunk: int, output: Tensor) -> None:
-        """Has the backward pass from ``output``, which the chunk has just computed, find its routes again.
-
-        Layers that are computed again route once more, and other micro-batches come through the chunk before that.
-        """
+        """Has the backward pass from ``output``, which the chunk has just computed, find its routes again."""
+        # Layers that are computed again route once more, and other micro-batches come through the chunk before that.
         if self._routers is None or not self._replays or not output.requires_grad:
             return
         routes = self._bound[chunk]
@@ -228,7 +213,6 @@ class PassRoutes(AbstractContextManager["PassRoutes"]):
         return mine
 
     def _of_tokens(self, routers: ModelRouters, chunk: int, laid_out: LaidOut) -> Tensor:
-        """What the routers of a chunk chose last, (T, layers, top_k)."""
         chosen = []
         for each in routers.chunks[chunk]:
             assert each.recorded is not None, "its layer has run"
@@ -239,12 +223,18 @@ class PassRoutes(AbstractContextManager["PassRoutes"]):
 
 
 class ExpertBalance:
-    """The routers with a bias on one rank, and how often each of their experts was chosen since the last step.
+    """Loss-free balancing (Wang et al., arXiv 2408.15664) of one rank's routers, by the native runtime's rule.
+
+    Counted are the choices of the passes that gradients come from, of all ranks and micro-batches since the last step: not
+    those of forward-only passes, of recomputation, and for padding.
 
     Args:
         models: this rank's chunks without their wrappers, once routes are connected.
         rate: what a bias moves by in a step.
     """
+
+    # Megatron moves the bias in forward_backward, before it is known that a step is taken, and its count of loads fails on a
+    # mask of padding.
 
     def __init__(self, models: Sequence[nn.Module], rate: float, groups: BridgeGroups) -> None:
         self.groups = groups
@@ -303,7 +293,7 @@ class PassLoads:
                 router.router_replay.observe = None
 
     def commit(self) -> None:
-        """The pass has run to its end, so it counts."""
+        # Once the pass has run to its end; one that failed counts nothing.
         if self._balance is not None:
             self._balance.add(self._counts)
 

@@ -167,14 +167,10 @@ class _Provider(NamedTuple):
     deterministic_mode: bool = False
 
 
-def test_kernels_that_a_cuda_device_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_the_kernels_of_a_cuda_device_do_not_allow_are_named() -> None:
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match="pip install flash-linear-attention"):
-        require_deltanet_kernels(BridgeConfig(param_dtype="bfloat16"), _Provider(), cuda)
     require_deltanet_kernels(BridgeConfig(param_dtype="bfloat16"), _Provider(experimental_attention_variant=None), cuda)
     require_deltanet_kernels(BridgeConfig(), _Provider(), torch.device("cpu"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     require_deltanet_kernels(BridgeConfig(param_dtype="bfloat16"), _Provider(), cuda)
     with pytest.raises(ConfigError, match=r"BridgeConfig\.param_dtype"):
         require_deltanet_kernels(BridgeConfig(param_dtype="float32"), _Provider(), cuda)
