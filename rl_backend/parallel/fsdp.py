@@ -31,7 +31,6 @@ def apply_fsdp(
     averaged over the data-parallel ranks, and added up over ranks that see parts of the same data.
 
     The model must take and return tensors in tuples, NamedTuples, lists or dictionaries, where FSDP's hooks find them.
-    ``experts``: modules whose parameters are laid out over ``groups.expert_mesh``.
     """
     param_dtype, reduce_dtype = getattr(torch, config.param_dtype), getattr(torch, config.reduce_dtype)
     # In one process and without a change of dtype FSDP would only copy every parameter and gradient to and fro.

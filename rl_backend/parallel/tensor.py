@@ -47,9 +47,7 @@ class TensorParallel:
 
     def column(self, linear: nn.Linear) -> None:
         """Splits the outputs: (N, in_features) of all tokens -> (N, this rank's out_features)."""
-        for name in _names(linear):
-            _distribute(linear, name, self.mesh, [Shard(0)])
-        _keep_part(linear, LinearPart((0, linear.in_features), self._mine(linear.out_features)))
+        self.split_rows(linear)
         compute_on_local(linear, {})
 
     def row(self, linear: nn.Linear) -> None:
@@ -151,7 +149,7 @@ class TensorParallel:
         return values_of_tenants(whole, others, runs, counts=self.rank == 0)
 
     def split_rows(self, linear: nn.Linear) -> None:
-        """Splits the rows of a language-model head, which :meth:`vocabulary_head` computes with."""
+        """As :meth:`column`, of a language-model head, whose own forward :meth:`vocabulary_head` replaces."""
         _keep_part(linear, LinearPart((0, linear.in_features), self._mine(linear.out_features)))
         for name in _names(linear):
             _distribute(linear, name, self.mesh, [Shard(0)])

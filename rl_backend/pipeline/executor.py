@@ -23,19 +23,15 @@ class StageWork(Protocol):
 
         The last stage returns the loss, or None in a forward-only pass.
         """
-        ...
 
     def empty_hidden(self, micro_batch: int) -> Tensor:
         """Uninitialised hidden states between two stages, of the shape and dtype that this micro-batch has."""
-        ...
 
     def after_weights(self, stage: int) -> None:
         """Called when gradients of weights that were put off have been added to those of the stage's parameters."""
-        ...
 
     def span(self, action: Action) -> AbstractContextManager[object]:
         """Around a computation, for a trace."""
-        ...
 
 
 class PipelineExecutor:

@@ -249,18 +249,13 @@ def arrival_of(source: Action, action: Action, placement: Sequence[int]) -> Arri
 
 
 def validate(schedule: Schedule) -> None:
-    """Checks a schedule completely; what passes can be run.
+    """Checks a schedule completely; what passes can be run. Raises :class:`ScheduleError` with the rank and the action.
 
-    - Each stage is on one rank, and each rank acts for its own stages.
-    - Each stage does each micro-batch once: one forward pass, one full backward pass or one for the inputs and one for the
+    - Each stage is on one rank, and each rank acts for its own stages. - Each stage does each micro-batch once: one
+    forward pass, one full backward pass or one for the inputs and one for the
       weights, and a send and a receive for each result that another rank needs; nothing else.
-    - In each direction between two ranks, receives are posted in the order of the sends.
-    - No rank waits forever, even if its transfers are worked off one after the other: all actions can be brought into one
-      order in which each comes after what it needs.
-    - No rank holds more activations than ``activation_bound``.
-
-    Raises:
-        ScheduleError: what is wrong, with the rank and the action.
+    - In each direction between two ranks, receives are posted in the order of the sends. - No rank waits forever, even if
+    its transfers are worked off one after the other. - No rank holds more activations than ``activation_bound``.
     """
     # Lazily: each check takes for granted what the ones before it found.
     problems = chain.from_iterable(check(schedule) for check in (_misplaced, _incomplete, _unpaired))

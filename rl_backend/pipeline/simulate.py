@@ -120,18 +120,14 @@ class Timeline:
 
     @property
     def bubble_makespan(self) -> float:
-        """Share of all ranks' time, from the first start to the last end anywhere, in which they idle.
-
-        The cost of a step that waits for all ranks, as for the norm of all gradients.
-        """
+        """Share of all ranks' time, from the first start to the last end anywhere, in which they idle."""
+        # The cost of a step that waits for all ranks, as for the norm of all gradients.
         return max(0.0, 1.0 - sum(self.busy) / (self.makespan * len(self.spans)))
 
     @property
     def bubble_span(self) -> float:
-        """Largest share over the ranks in which one idles between its own first start and last end.
-
-        The cost of a step when a rank that is done continues with the next one.
-        """
+        """Largest share over the ranks in which one idles between its own first start and last end."""
+        # The cost of a step when a rank that is done continues with the next one.
         return max(
             max(0.0, 1.0 - busy / (own[-1].end - own[0].start)) for busy, own in zip(self.busy, self.spans, strict=True)
         )

@@ -64,12 +64,7 @@ _WHOLE_WITHOUT_TRANSFORMER_ENGINE = frozenset({"deepseek_v3", "glm4_moe_lite"})
 
 
 def check_config(config: RuntimeConfig) -> None:
-    """Refuses what :func:`require_layout` refuses of the directory ``config.hf_path``, and a model without a bridge.
-
-    Raises:
-        ConfigError: a layout that Megatron cannot make of the model.
-        UnsupportedError: transformers or Megatron-Bridge does not know the model.
-    """
+    """Refuses a directory ``config.hf_path`` that :func:`require_layout` refuses, and one whose model has no bridge."""
     hf_config, options = read_hf_config(config.hf_path), config.options(BridgeConfig)
     _require_bridge(config.hf_path, hf_config)
     text = text_config(hf_config)
@@ -90,9 +85,7 @@ def check_config(config: RuntimeConfig) -> None:
 
 
 def require_layout(options: BridgeConfig, sizes: LayerSizes, *, transformer_engine: bool) -> None:
-    """Raises one :class:`ConfigError` for all sizes of a layout that Megatron cannot make of a model.
-    ``transformer_engine``: whether layers are Transformer Engine's.
-    """
+    """Raises one :class:`ConfigError` for all sizes of a layout that Megatron cannot make of a model."""
     refuse_all(
         (f"BridgeConfig.parallel.{size}", getattr(options.parallel, size), problem)
         for size, problem in _layout_problems(options, sizes, transformer_engine)

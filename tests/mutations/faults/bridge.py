@@ -103,9 +103,9 @@ FAULTS = [
     ),
     Fault(
         "bridge-hidden-gradient-of-one-rank",
-        "rl_backend.runtime.bridge.model.output_heads:OutputProcessor._gather",
-        "return all_gather(hidden, group, sum_gradients=not every_rank_the_same)",
-        "return all_gather(hidden, group, sum_gradients=every_rank_the_same)",
+        "rl_backend.runtime.bridge.model.output_heads:OutputProcessor._log_probs",
+        "context.pack(all_gather(hidden_states, group, sum_gradients=True)),",
+        "context.pack(all_gather(hidden_states, group, sum_gradients=False)),",
         ("test_bridge_layouts.py::test_a_dense_model_trains_the_same_in_every_layout[2-ranks-tp2]",),
         "hidden states would be trained by one rank's words",
     ),

@@ -83,10 +83,8 @@ class BridgeEngine(Engine[BridgeHandle]):
     def gather_weights(
         self, handle: BridgeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
     ) -> WeightStream:
-        """See the base class; by default in ``param_dtype``. Parameters are gathered one by one.
-
-        What Megatron keeps as one parameter (query, key and value; gate and up) counts as one in the budget; copies while it
-        is put together from its shards come on top.
+        """See the base class; by default in ``param_dtype``. What Megatron keeps as one parameter (query, key and value;
+        gate and up) counts as one in the budget; copies while it is put together from its shards come on top.
         """
         buckets = plan_buckets(handle.converter.select("export_weights", names), byte_budget)
         handle.finish_parameter_gathers()

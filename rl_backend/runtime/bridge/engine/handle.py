@@ -181,9 +181,7 @@ def build_handle(
     name: str,
     head: Head,
 ) -> BridgeHandle:
-    """Builds the model of ``config.hf_path``. A collective: Megatron spreads weights from one rank of each group.
-    ``adaptable``: LoRA tenants may be made of it.
-    """
+    """Builds the model of ``config.hf_path``. A collective: Megatron spreads weights from one rank of each group."""
     options = config.options(BridgeConfig)
     hf_config = read_hf_config(config.hf_path)
     bridge = open_bridge(config.hf_path)

@@ -33,9 +33,7 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 class BridgeOptimizer:
     """Megatron's Adam over float32 masters that are sharded over the data-parallel ranks.
 
-    Args:
-        vocab_size: tokens of the model. Rows beyond it pad the vocabulary and are no part of the gradient.
-        balance: moves biases of routers in every step; None leaves them as they are.
+    Rows beyond ``vocab_size`` pad the vocabulary and are no part of the gradient.
 
     Attributes:
         megatron: the ``MegatronOptimizer``, whose shards over all ranks make up the model once.

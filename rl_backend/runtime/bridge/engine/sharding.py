@@ -61,12 +61,7 @@ def keeps_rows(mapping: Any) -> bool:
 def stored_rows(
     mapping: Any, block: str, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: Any
 ) -> tuple[StoredRows, ...]:
-    """The rows of one block of a parameter.
-
-    Args:
-        block: Megatron's name of the block in its checkpoints.
-        names, shapes: part -> the Hugging Face tensor.
-    """
+    """The rows of one ``block`` (Megatron's name in its checkpoints); ``names`` and ``shapes`` are by part."""
     found, start = [], 0
     for part, at, size in _runs(mapping, block.rpartition(".")[2], shapes, config):
         found.append(StoredRows(start, start + size, names[part], shapes[part], at))
@@ -181,8 +176,7 @@ class Block(NamedTuple):
     """A parameter or buffer of this rank, or one of the blocks it consists of (gate and up of an MLP).
 
     Attributes:
-        sharded: the block in the whole tensor, as Megatron's checkpoints have it. The whole tensor has further dimensions in
-            front (the expert), as many as ``prepend_axis_num`` says.
+        sharded: the block in the whole tensor, which has ``prepend_axis_num`` further dimensions in front (the expert).
         tensor: of the model, the whole parameter or buffer.
         rows: of the whole tensor, or of the block's expert, in Hugging Face's; None where they have no place there.
     """
@@ -231,10 +225,7 @@ def pieces_of(blocks: Sequence[Block], flat: Mapping[int, tuple[int, int, Tensor
 
 
 def _split(block: Block, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
-    """Name and shape of tensors of a checkpoint, and a rectangle of each with its first element's place in the block.
-
-    A rectangle of the block is cut where its rows part. Rows that pad a vocabulary are left out.
-    """
+    """Name and shape of tensors of a checkpoint, and a rectangle of each with its first element's place in the block."""
     whole, prepended = block.sharded, block.sharded.prepend_axis_num
     offsets = tuple(a + b for a, b in zip(whole.global_offset, (0,) * prepended + box.offsets, strict=True))
     if block.rows is None:
@@ -242,6 +233,7 @@ def _split(block: Block, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]
         return
     row, *others = offsets[prepended:]
     num_rows, *sizes = box.sizes
+    # Cut where rows part. Those that no run has only pad a vocabulary.
     for run in block.rows:
         first, last = max(row, run.start), min(row + num_rows, run.stop)
         if first < last:

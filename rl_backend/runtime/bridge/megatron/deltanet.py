@@ -25,7 +25,7 @@ def require_deltanet_kernels(options: BridgeConfig, provider: Any, device: torch
     """Raises :class:`ConfigError` for options that flash-linear-attention, which a CUDA device needs, does not allow."""
     if not has_deltanet(provider) or device.type == "cpu":
         return
-    problems = []
+    problems: list[tuple[str, Any, str]] = []
     if options.param_dtype == "float32":
         problem = (
             "flash-linear-attention, with whose kernels Megatron computes gated DeltaNet, takes 16-bit types only; use "

@@ -40,10 +40,7 @@ _state = _ModelParallelState()
 
 
 def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
-    """Makes the groups of the layout. A collective over all ranks of the job; :func:`close_groups` undoes it. Raises
-    :class:`ConfigError`: the world size does not fit ``parallel``, or this process already uses Megatron with another
-    layout.
-    """
+    """Makes the groups of the layout. A collective over all ranks of the job; :func:`close_groups` undoes it."""
     join_default_group(device)
     with ExitStack() as undone_on_error:
         undone_on_error.callback(leave_default_group)

@@ -30,13 +30,7 @@ from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer
 
 
 def open_bridge(hf_path: str) -> AutoBridge:
-    """The Megatron-Bridge of a directory, by its ``model_type``.
-
-    Raises:
-        ValueError: of transformers, which does not know the model.
-        UnsupportedError: Megatron-Bridge does not know the model.
-        CheckpointError: weight files that are missing or damaged.
-    """
+    """The Megatron-Bridge of a directory, by its ``model_type``; raises :class:`UnsupportedError` if there is none."""
     reader = HFReader(hf_path)
     config = text_model_config(AutoConfig.from_pretrained(hf_path), reader.config)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
@@ -88,7 +82,6 @@ def load_model(
     A collective: Megatron spreads weights from one rank of each group.
 
     Args:
-        pretrained, model_bridge: the directory, and Megatron-Bridge's part for the model family.
         kept: beginnings of names of weights that Megatron's model need not have, as a saved one takes them from ``hf_path``.
 
     Raises:
@@ -156,11 +149,7 @@ _NESTED: Mapping[str, Callable[[], list[Any]]] = {
 
 
 def text_model_config(hf_config: Any, fields: Mapping[str, Any]) -> Any:
-    """transformers' configuration of the text model inside; of another model its own.
-
-    ``fields`` are those of ``config.json``; raises :class:`UnsupportedError` if they say in two ways whether the
-    embedding is also the head.
-    """
+    """transformers' configuration of the text model inside, if there is one; ``fields`` are those of ``config.json``."""
     if hf_config.model_type not in _NESTED:
         return hf_config
     inside, name = hf_config.text_config, "tie_word_embeddings"
@@ -172,13 +161,7 @@ def text_model_config(hf_config: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def set_mappings(model_bridge: Any, model_type: str, *, local_layers: bool) -> None:
-    """Gives Megatron-Bridge the names that the weights of a model have in its directory and in Megatron's layers.
-
-    Args:
-        model_bridge: Megatron-Bridge's part for the text model.
-        model_type: in the directory's ``config.json``.
-        local_layers: whether layers are Megatron's own.
-    """
+    """Gives Megatron-Bridge the names of the weights of a ``model_type`` in its directory and in Megatron's layers."""
     own = model_bridge.mapping_registry
 
     def mapping_registry() -> MegatronMappingRegistry:

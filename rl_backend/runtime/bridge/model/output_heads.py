@@ -17,12 +17,7 @@ from rl_backend.runtime.bridge.passes.batch import LaidOut
 
 @dataclass(frozen=True)
 class OutputProcessor:
-    """Megatron's ``output_processor``: it takes the place of the logits.
-
-    Attributes:
-        vocab_size: tokens of the model; Megatron may have padded its weight with more rows.
-        chunk_tokens: tokens whose logits exist at one time.
-    """
+    """Megatron's ``output_processor``, in place of the logits; ``chunk_tokens`` is how many tokens' exist at one time."""
 
     groups: BridgeGroups
     vocab_size: int
@@ -39,7 +34,7 @@ class OutputProcessor:
         if "log_probs" in context.heads:
             found += self._log_probs(hidden_states, output_layer, output_weight, context)
         if "values" in context.heads:
-            whole = context.pack(self._gather(hidden_states, every_rank_the_same=True))
+            whole = context.pack(all_gather(hidden_states, self.groups.pg.tp, sum_gradients=False))
             if isinstance(output_layer, CriticOutputLayer):
                 values = output_layer.value_head(whole)
             else:
@@ -61,7 +56,7 @@ class OutputProcessor:
         first_row = int(group.rank()) * weight.shape[0]
         rows = max(0, min(weight.shape[0], self.vocab_size - first_row))
         result = next_token_log_probs(
-            context.pack(self._gather(hidden_states, every_rank_the_same=False)),
+            context.pack(all_gather(hidden_states, group, sum_gradients=True)),
             # Without the rows by which Megatron pads the vocabulary.
             weight if rows == weight.shape[0] else weight[:rows],
             labels_without_values(batch.labels, context.adapters) if context.adapters else batch.labels,
@@ -74,18 +69,9 @@ class OutputProcessor:
         entropy = result.entropy if result.entropy is not None else torch.zeros_like(result.log_probs)
         return result.log_probs, entropy
 
-    def _gather(self, hidden: Tensor, *, every_rank_the_same: bool) -> Tensor:
-        """All columns, on every tensor-parallel rank; see :func:`all_gather`."""
-        group = self.groups.pg.tp
-        if group.size() == 1:
-            return hidden
-        return all_gather(hidden, group, sum_gradients=not every_rank_the_same)
-
 
 class CriticOutputLayer(nn.Module):
-    """A critic's head, which replaces the language-model head: the same, and with the same gradients, on every
-    tensor-parallel rank.
-    """
+    """A critic's head in place of the language-model head: the same, with its gradients, on every tensor-parallel rank."""
 
     def __init__(self, hidden_size: int, config: Any) -> None:
         super().__init__()

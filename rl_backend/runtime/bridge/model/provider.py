@@ -27,9 +27,6 @@ def make_provider(
 ) -> GPTModelProvider:
     """The provider with this runtime's settings, finished.
 
-    Args:
-        transformer_engine: whether layers are Transformer Engine's.
-
     Raises:
         ConfigError: an override that cannot hold here, or a layout that Megatron refuses.
         UnsupportedError: what Megatron would ignore or cannot do on this device.
@@ -134,11 +131,8 @@ def override[T](field: str, config_type: Callable[..., T], overrides: Mapping[st
 
 
 def check_overrides_of_model(options: BridgeConfig, provider: Any, *, transformer_engine: bool) -> None:
-    """Raises one :class:`ConfigError` for all overrides that this model or device would ignore.
-
-    Args:
-        provider: Megatron-Bridge's of the model, before anything is set.
-        transformer_engine: whether layers are Transformer Engine's.
+    """Raises one :class:`ConfigError` for all overrides that this model, of which nothing is set yet, or device would
+    ignore.
     """
     refuse_all(_ignored_overrides(options, provider, transformer_engine))
 
@@ -196,8 +190,8 @@ _YARN_DEFAULTS: Mapping[str, Any] = {
 
 
 def read_provider(bridge: AutoBridge, hf_path: str) -> GPTModelProvider:
-    """What Megatron-Bridge makes of ``config.json``, where Megatron computes the same model from it. Raises
-    :class:`UnsupportedError`: it cannot be read, or says what Megatron would ignore.
+    """What Megatron-Bridge makes of ``config.json``; raises :class:`UnsupportedError` if Megatron computes another model
+    from it.
     """
     hf_config = bridge.hf_pretrained.config
     # First: Megatron-Bridge would also train the indexers, with a loss that nobody asked for.
@@ -266,11 +260,8 @@ def _has_rope(kind: str, rope: Mapping[str, Any], provider: Any) -> bool:
 
 
 def require_same_model(hf_config: Any, provider: Any) -> None:
-    """Raises one :class:`UnsupportedError` for all that Megatron would ignore or compute differently.
-
-    Args:
-        hf_config: transformers' configuration.
-        provider: what Megatron-Bridge made of it, completed.
+    """Raises one :class:`UnsupportedError` for all of transformers' ``hf_config`` that the completed ``provider`` leaves
+    out.
     """
     found = [
         *_differences(hf_config, provider),

@@ -63,22 +63,13 @@ class LayerRoutes(MegatronReplay):
 
 @dataclass(frozen=True)
 class ModelRouters:
-    """The routers of one model.
-
-    Attributes:
-        chunks: of each of this rank's chunks, in the order of its layers.
-        places: for each rank of the pipeline, the places of its layers among those with experts, in the same order.
-    """
-
     layers: RoutedLayers
-    chunks: tuple[tuple[LayerRoutes, ...], ...]
-    places: tuple[tuple[int, ...], ...]
+    chunks: tuple[tuple[LayerRoutes, ...], ...]  # of each of this rank's chunks, in the order of its layers
+    places: tuple[tuple[int, ...], ...]  # for each rank of the pipeline, its layers' places among those with experts
 
 
 def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGroups) -> ModelRouters | None:
-    """Gives every router of a model its :class:`LayerRoutes`; None for a model without. A collective over the pipeline.
-    Raises :class:`UnsupportedError`: layers with a router other than ``moe_layer_freq`` names.
-    """
+    """Gives every router of a model its :class:`LayerRoutes`; None for a model without. A collective over the pipeline."""
     if provider.num_moe_experts is None:
         return None
     layers = RoutedLayers(provider.num_moe_experts, provider.moe_router_topk, _sparse(provider))
