@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from rl_backend.contracts import ConfigError, ScheduleError
@@ -163,7 +163,7 @@ class Schedule:
 
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-MOST_NAMED = 8  # actions of a cycle that an error names
+MOST_NAMED = 8  # actions of a cycle, or problems, that an error names
 
 
 class Arrival(NamedTuple):
@@ -257,10 +257,10 @@ def validate(schedule: Schedule) -> None:
     - In each direction between two ranks, receives are posted in the order of the sends. - No rank waits forever, even if
     its transfers are worked off one after the other. - No rank holds more activations than ``activation_bound``.
     """
-    # Lazily: each check takes for granted what the ones before it found.
-    problems = chain.from_iterable(check(schedule) for check in (_misplaced, _incomplete, _unpaired))
-    for problem in chain(problems, _waiting_or_full(schedule)):
-        raise ScheduleError(f"schedule {schedule.name}: {problem}", schedule=schedule.name)
+    # One after the other: each takes for granted what the ones before it have checked.
+    for check in (_misplaced, _incomplete, _unpaired, _waiting_or_full):
+        if problems := list(check(schedule)):
+            raise ScheduleError(f"schedule {schedule.name}: {'; '.join(problems[:MOST_NAMED])}", schedule=schedule.name)
 
 
 def _misplaced(schedule: Schedule) -> Iterator[str]:
