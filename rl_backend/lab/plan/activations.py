@@ -17,8 +17,7 @@ from rl_backend.contracts import PackedBatch
 from rl_backend.lab.plan.memory import PassMemory
 from rl_backend.lora.rows import TenantRows
 from rl_backend.model import ModelInput
-from rl_backend.parallel.fake_groups import META
-from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.groups import META, ParallelGroups
 from rl_backend.pipeline import Action, Kind
 from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.backward import put_off_weight_gradients

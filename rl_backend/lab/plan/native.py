@@ -24,8 +24,7 @@ from rl_backend.lab.plan.memory import RankMemory, ShardedStage, Workload
 from rl_backend.lora.modules import AdaptedModule, modules_of_rank, select_modules
 from rl_backend.lora.rows import TenantRows, factors_of, lay_out_row
 from rl_backend.model import ModelStage
-from rl_backend.parallel.fake_groups import META, fake_rank
-from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.groups import META, ParallelGroups, fake_rank
 from rl_backend.pipeline import Action, Kind, make_schedule
 from rl_backend.primitive.float32 import round_parameters
 from rl_backend.primitive.log_prob import logits_chunk_bytes

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig, WeightName
 from rl_backend.model.blocks import CacheBytes, Mixer, MixerSpec, Rotation, linear_names, require_divided
 from rl_backend.model.options import DELTA_OPTIONS, DecoderOptions
+from rl_backend.parallel.context import RecurrenceOverRanks
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.parallel.recurrence import RecurrenceOverRanks
 from rl_backend.parallel.tensor import FusedProjections, TensorParallel
 from rl_backend.primitive.activation import sigmoid, silu, softplus
 from rl_backend.primitive.attention import Segments

@@ -179,7 +179,7 @@ FAULTS = [
     ),
     Fault(
         "the-bridge-clips-as-configured",
-        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer.step",
+        "rl_backend.runtime.bridge.engine.optimizer:BridgeOptimizer.step",
         'clip_grad = given.get("clip_grad", self._config.clip_grad)',
         "clip_grad = self._config.clip_grad",
         ("test_a_step_has_the_values_that_are_given_for_it_and_the_next_one_the_optimizers[bridge]",),

@@ -141,7 +141,7 @@ FAULTS = [
     ),
     Fault(
         "balancing-by-sequence-is-not-seen",
-        "rl_backend.runtime.bridge.passes.routes:require_routing_by_scores",
+        "rl_backend.runtime.bridge.passes.routers:require_routing_by_scores",
         'any("aux_loss" in kind for kind in kinds)',
         '"aux_loss" in kinds',
         ("test_what_megatron_routes_differently_with_is_refused_by_name",),

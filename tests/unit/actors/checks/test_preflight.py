@@ -87,7 +87,7 @@ def refusal(config: GRPOConfig) -> str:
         ({"tp": 3, "ranks": 3}, r"ParallelConfig\.tp=3: does not divide num_attention_heads=4 .*; use 2 or 4$"),
         ({"ep": 2, "ranks": 2}, r"ParallelConfig\.ep=2: this model has no experts; use 1$"),
         ({"pp": 4, "ranks": 4}, r"ParallelConfig\.pp=4: .* the model has 3; use at most 3 stages$"),
-        ({"backend": "bridge", "tp": 8, "ranks": 8}, r"BridgeConfig\.parallel\.tp=8: .*num_attention_heads=4; use 4$"),
+        ({"backend": "bridge", "tp": 8, "ranks": 8}, r"BridgeConfig\.parallel\.tp=8: .*num_attention_heads=4, .*; use 2$"),
         ({"backend": "bridge", "tp": 4, "ranks": 4}, r"BridgeConfig\.parallel\.tp=4: .*num_key_value_heads=2; use 2$"),
         ({"backend": "bridge", "pp": 2, "ranks": 2}, r"BridgeConfig\.parallel\.pp=2: 3 layers do not divide"),
         ({"backend": "bridge", "cp": 2, "ranks": 2}, r"BridgeConfig\.parallel\.cp=2: .*; use 1$"),

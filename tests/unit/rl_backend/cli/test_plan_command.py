@@ -16,7 +16,7 @@ from rl_backend.cli.main import main
 from rl_backend.contracts import PackedBatch
 from rl_backend.lab.plan.make import candidate_layouts, make_plan
 from rl_backend.lab.plan.memory import Workload
-from rl_backend.parallel.fake_groups import fake_rank
+from rl_backend.parallel.groups import fake_rank
 from tests.support.claims import ROOT
 from tests.support.models import write_tiny
 from tests.support.native import make_config, open_runtime, token_loss

@@ -5,6 +5,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    ColumnParallelMapping,
+    DirectMapping,
+    GatedMLPMapping,
+    GDNConv1dMapping,
+    GDNLinearMapping,
+    GDNLinearMappingSeparate,
+    QKVMapping,
+    ReplicatedMapping,
+    RowParallelMapping,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
@@ -15,17 +27,110 @@ from rl_backend.checkpoint.training_state import TensorPieces
 from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.model.conversion import Conversion
 from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer
-from rl_backend.runtime.bridge.state.stored_rows import StoredRows, keeps_rows, stored_rows
+
+_AS_THEY_ARE = (AutoMapping, ColumnParallelMapping, DirectMapping, ReplicatedMapping, RowParallelMapping)
+_DELTANET = (GDNConv1dMapping, GDNLinearMapping, GDNLinearMappingSeparate)
+_IN_ANOTHER_ORDER = (GatedMLPMapping, QKVMapping, *_DELTANET)
+
+
+class StoredRows(NamedTuple):
+    """Rows that lie together in both: from ``start`` to ``stop`` in Megatron's tensor, which counts those of all
+    tensor-parallel ranks, and from ``at`` on in the Hugging Face tensor ``name``.
+    """
+
+    start: int
+    stop: int
+    name: str
+    shape: tuple[int, ...]
+    at: int
+
+
+class _Run(NamedTuple):
+    part: str  # Megatron-Bridge's name of the Hugging Face tensor among those of a parameter; empty for the only one
+    at: int
+    size: int
+
+
+def keeps_rows(mapping: Any) -> bool:
+    """Whether a mapping of Megatron-Bridge only puts rows in another order, one that is known here."""
+    if type(mapping) in _AS_THEY_ARE:
+        return not getattr(mapping, "permute_dims", None)
+    return type(mapping) in _IN_ANOTHER_ORDER
+
+
+def stored_rows(
+    mapping: Any, block: str, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: Any
+) -> tuple[StoredRows, ...]:
+    """The rows of one ``block`` (Megatron's name in its checkpoints); ``names`` and ``shapes`` are by part."""
+    found, start = [], 0
+    for part, at, size in _runs(mapping, block.rpartition(".")[2], shapes, config):
+        found.append(StoredRows(start, start + size, names[part], shapes[part], at))
+        start += size
+    return tuple(found)
+
+
+def _runs(mapping: Any, block: str, shapes: Mapping[str, tuple[int, ...]], config: Any) -> Iterator[_Run]:
+    if isinstance(mapping, QKVMapping):
+        yield from _attention_runs(shapes, config)
+    elif isinstance(mapping, _DELTANET):
+        yield from _deltanet_runs(mapping, block, config)
+    else:
+        for part in ("gate", "up") if isinstance(mapping, GatedMLPMapping) else ("",):
+            yield _Run(part, 0, shapes[part][0])
+
+
+def _attention_runs(shapes: Mapping[str, tuple[int, ...]], config: Any) -> Iterator[_Run]:
+    # Megatron keeps the queries of a group next to its key and value: tensor parallelism cuts between groups. Where
+    # attention has a gate, Hugging Face has it behind the queries of each head, Megatron behind those of each group.
+    heads = config.num_attention_heads
+    groups = config.num_query_groups or heads
+    per_group = heads // groups
+    for group in range(groups):
+        parts: tuple[str, ...] = ("q", "k", "v")
+        if config.attention_output_gate:
+            parts, dim = ("k", "v"), shapes["q"][0] // (2 * heads)
+            for gate in (0, 1):
+                for head in range(group * per_group, (group + 1) * per_group):
+                    yield _Run("q", (2 * head + gate) * dim, dim)
+        for part in parts:
+            size = shapes[part][0] // groups
+            yield _Run(part, group * size, size)
+
+
+def _deltanet_runs(mapping: Any, block: str, config: Any) -> Iterator[_Run]:
+    # Megatron saves the projection in six blocks and the convolution in three, each with the rows of all heads.
+    heads = config.linear_num_key_heads
+    per_key = config.linear_num_value_heads // heads
+    key, value = config.linear_key_head_dim, per_key * config.linear_value_head_dim
+    if isinstance(mapping, GDNLinearMapping):
+        # Key head by key head: its query, key, values and gates; the strengths and decays of its values.
+        part, at, size, width = {
+            "query": ("qkvz", 0, key, 2 * key + 2 * value),
+            "key": ("qkvz", key, key, 2 * key + 2 * value),
+            "value": ("qkvz", 2 * key, value, 2 * key + 2 * value),
+            "z": ("qkvz", 2 * key + value, value, 2 * key + 2 * value),
+            "beta": ("ba", 0, per_key, 2 * per_key),
+            "alpha": ("ba", per_key, per_key, 2 * per_key),
+        }[block]
+        for head in range(heads):
+            yield _Run(part, head * width + at, size)
+        return
+    qkv = "" if isinstance(mapping, GDNConv1dMapping) else "qkv"
+    yield {
+        "query": _Run(qkv, 0, heads * key),
+        "key": _Run(qkv, heads * key, heads * key),
+        "value": _Run(qkv, 2 * heads * key, heads * value),
+        "z": _Run("z", 0, heads * value),
+        "beta": _Run("b", 0, heads * per_key),
+        "alpha": _Run("a", 0, heads * per_key),
+    }[block]
+
 
 _EXPERT = re.compile(r"experts\.\d+")
 
 
 class StoredNames:
     """Hugging Face names of what Megatron holds, for the conversions that only put rows in another order.
-
-    Args:
-        conversions: of the whole model.
-        config: Megatron's ``TransformerConfig``.
 
     Attributes:
         private: Hugging Face names of parameters that are converted in other ways (experts stacked in one tensor, norms that
@@ -42,15 +147,10 @@ class StoredNames:
         )
 
     def rows(self, tensor: Tensor, key: str, num_rows: int, expert: int | None) -> tuple[StoredRows, ...] | None:
-        """The rows of one whole tensor, or of one expert of it; None where they are kept under Megatron's name.
+        """The rows of one whole tensor, or of one ``expert`` of it; None where they are kept under Megatron's name.
 
-        Rows that no entry has only pad a vocabulary.
-
-        Args:
-            tensor: of the model.
-            key: Megatron's name of the whole tensor, by which the last stage's copy of tied embeddings is found.
-            num_rows: of the whole tensor.
-            expert: its number in the layer.
+        Rows that no entry has only pad a vocabulary. ``key``: Megatron's name of the whole tensor, by which the last
+        stage's copy of tied embeddings is found.
         """
         pair = self._by_tensor.get(id(tensor)) or self._by_name.get(key)
         if pair is None or not keeps_rows(pair[1].mapping):
@@ -76,8 +176,7 @@ class Block(NamedTuple):
     """A parameter or buffer of this rank, or one of the blocks it consists of (gate and up of an MLP).
 
     Attributes:
-        sharded: the block in the whole tensor, as Megatron's checkpoints have it. The whole tensor has further dimensions in
-            front (the expert), as many as ``prepend_axis_num`` says.
+        sharded: the block in the whole tensor, which has ``prepend_axis_num`` further dimensions in front (the expert).
         tensor: of the model, the whole parameter or buffer.
         rows: of the whole tensor, or of the block's expert, in Hugging Face's; None where they have no place there.
     """
@@ -88,7 +187,7 @@ class Block(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Of the block, in elements of the flattened tensor."""
+        """In elements of the flattened tensor."""
         return int(self.sharded.data.storage_offset() - self.tensor.storage_offset())
 
     @property
@@ -106,10 +205,8 @@ def model_blocks(models: Sequence[nn.Module], names: StoredNames) -> list[Block]
 
 def pieces_of(blocks: Sequence[Block], flat: Mapping[int, tuple[int, int, Tensor]]) -> dict[str, TensorPieces]:
     """Pieces by the name that a checkpoint has for the whole tensor: Hugging Face's, or ``megatron.`` and Megatron's.
-
-    Args:
-        flat: ``id`` of a tensor of the model -> start, end and the elements between them, flat: the tensor's own, or what an
-            optimizer holds for them. Tensors that are not in it are left out.
+    ``flat``: ``id`` of a tensor of the model -> start, end and the elements between them, flat: the tensor's own, or what
+    an optimizer holds for them. Tensors that are not in it are left out.
     """
     found: dict[str, TensorPieces] = {}
     for block in blocks:
@@ -128,10 +225,7 @@ def pieces_of(blocks: Sequence[Block], flat: Mapping[int, tuple[int, int, Tensor
 
 
 def _split(block: Block, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
-    """A rectangle of a block, cut where its rows part in Hugging Face's tensors. Rows that pad a vocabulary are left out.
-
-    Yields name and shape of a tensor of a checkpoint, and a rectangle of it with its first element's place in the block.
-    """
+    """Name and shape of tensors of a checkpoint, and a rectangle of each with its first element's place in the block."""
     whole, prepended = block.sharded, block.sharded.prepend_axis_num
     offsets = tuple(a + b for a, b in zip(whole.global_offset, (0,) * prepended + box.offsets, strict=True))
     if block.rows is None:
@@ -139,6 +233,7 @@ def _split(block: Block, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]
         return
     row, *others = offsets[prepended:]
     num_rows, *sizes = box.sizes
+    # Cut where rows part. Those that no run has only pad a vocabulary.
     for run in block.rows:
         first, last = max(row, run.start), min(row + num_rows, run.stop)
         if first < last:
@@ -170,7 +265,7 @@ def _blocks(entry: ShardedTensor | ShardedTensorFactory, names: StoredNames) -> 
 
 
 def _leaves(tree: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    """Sharded tensors only: extra state of Transformer Engine's layers is made anew when a model is built."""
+    # Sharded tensors only: extra state of Transformer Engine's layers is made anew when a model is built.
     if isinstance(tree, ShardedTensor | ShardedTensorFactory):
         yield tree
     elif isinstance(tree, Mapping):

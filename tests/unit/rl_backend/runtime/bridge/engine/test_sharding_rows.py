@@ -27,9 +27,8 @@ from megatron.bridge.models.conversion.param_mapping import (
 from torch import Tensor
 
 from rl_backend.contracts import UnsupportedError
+from rl_backend.runtime.bridge.engine.sharding import StoredNames, StoredRows, keeps_rows, stored_rows
 from rl_backend.runtime.bridge.model.conversion import Conversion
-from rl_backend.runtime.bridge.state.sharding import StoredNames
-from rl_backend.runtime.bridge.state.stored_rows import StoredRows, keeps_rows, stored_rows
 
 QKV, MLP = QKVMapping("qkv.weight", "q", "k", "v"), GatedMLPMapping("fc1.weight", "gate", "up")
 AUTO = AutoMapping("fc2.weight", "down")

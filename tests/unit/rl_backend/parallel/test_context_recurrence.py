@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.parallel import recurrence
-from rl_backend.parallel.context import lay_out_tokens
-from rl_backend.parallel.recurrence import RecurrenceOverRanks
+from rl_backend.parallel import context
+from rl_backend.parallel.context import RecurrenceOverRanks, lay_out_tokens
 from tests.support.rank_threads import run_ranks
 
 HEADS, KEY, VALUE = 2, 3, 4
@@ -49,7 +48,7 @@ def test_states_and_gradients_are_those_of_chunks_one_after_the_other(
         )
 
     for collective in (send, receive):
-        monkeypatch.setattr(recurrence, "all_gather", collective)
+        monkeypatch.setattr(context, "all_gather", collective)
         found = [
             RecurrenceOverRanks(group).states(own, each)
             for group, own, each in zip(groups, transitions, segments, strict=True)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
 from rl_backend.contracts.routed_experts import ROUTES, ROUTES_LAYERS, ROUTES_MASK
 from rl_backend.primitive.router import expert_bias_step
-from rl_backend.runtime.bridge.passes import balance, routes
-from rl_backend.runtime.bridge.passes.balance import ExpertBalance, PassLoads
+from rl_backend.runtime.bridge.passes import routers
 from rl_backend.runtime.bridge.passes.batch import lay_out_padded
-from rl_backend.runtime.bridge.passes.routes import (
+from rl_backend.runtime.bridge.passes.routers import (
+    ExpertBalance,
     LayerRoutes,
     ModelRouters,
+    PassLoads,
     PassRoutes,
     _sparse,
     connect_routers,
@@ -83,16 +84,16 @@ def test_every_router_gets_routes_of_its_own_and_its_place_among_layers_with_exp
         assert group.size() == 2 and len(found) == 2
         found[0], found[1] = mine, of_others[0]
 
-    monkeypatch.setattr(routes.dist, "all_gather_object", gather)
+    monkeypatch.setattr(routers.dist, "all_gather_object", gather)
     of_others: list[tuple[int, ...]] = [(2,)]
     found = connect_routers(models, provider, groups(pp=group(0, 2)))
     assert found is not None and found.layers == LAYERS
     assert [[each.layer_number for each in chunk] for chunk in found.chunks] == [[1], [4]]
     assert found.places == ((0, 2), (1,))
     for model, chunk in zip(models, found.chunks, strict=True):
-        routers: list[Any] = [module for module in model.modules() if isinstance(module, TopKRouter)]
-        assert [router.router_replay for router in routers] == list(chunk)
-        assert all(not router.enable_expert_bias and router.frozen_expert_bias for router in routers)
+        modules: list[Any] = [module for module in model.modules() if isinstance(module, TopKRouter)]
+        assert [router.router_replay for router in modules] == list(chunk)
+        assert all(not router.enable_expert_bias and router.frozen_expert_bias for router in modules)
     for wrong in ((1,), ()):
         of_others[0] = wrong
         with pytest.raises(UnsupportedError, match=r"routers in the layers \[0.*3\]; moe_layer_freq names \[0, 2, 3\]: "):
@@ -155,8 +156,8 @@ def test_what_a_chunk_chose_is_recorded_once_for_the_tokens_of_each_micro_batch(
     laid_out = lay_out_padded(batch(), 4, mark_padding=False)
     whole = torch.arange(3 * 12 * 2).view(3, 12, 2)
     gathered: dict[str, Any] = {}
-    monkeypatch.setattr(routes, "gather_rows", lambda rows, tp: rows)
-    monkeypatch.setattr(routes, "gather_stages", lambda *args: gathered.update(args=args) or "routes")  # type: ignore[func-returns-value]
+    monkeypatch.setattr(routers, "gather_rows", lambda rows, tp: rows)
+    monkeypatch.setattr(routers, "gather_stages", lambda *args: gathered.update(args=args) or "routes")  # type: ignore[func-returns-value]
     found = PassRoutes(model, groups(has_outputs=has_outputs), "record")
     for chunk, numbers in ((0, [0]), (1, [1, 2])):
         with found.forward(7, chunk, laid_out):
@@ -181,8 +182,8 @@ def test_what_a_chunk_chose_is_recorded_once_for_the_tokens_of_each_micro_batch(
 def test_without_replay_or_routers_nothing_is_bound() -> None:
     model = ModelRouters(LAYERS, (routers_of(1),), ((0,),))
     laid_out = lay_out_padded(batch(), 4, mark_padding=False)
-    for routers, mode in ((model, "off"), (None, "replay"), (None, "record")):
-        with PassRoutes(routers, groups(), mode) as found:  # type: ignore[arg-type]
+    for found_routers, mode in ((model, "off"), (None, "replay"), (None, "record")):
+        with PassRoutes(found_routers, groups(), mode) as found:  # type: ignore[arg-type]
             with found.forward(0, 0, laid_out):
                 assert model.chunks[0][0].replayed is None and not model.chunks[0][0].recording
             found.before_backward(0, torch.ones(1, requires_grad=True) * 2)
@@ -199,7 +200,7 @@ def test_loads_are_counted_in_whole_passes_without_padding(monkeypatch: pytest.M
     def sum_over(group: Any) -> Any:
         return lambda counts: added.append((group, counts.tolist()))
 
-    monkeypatch.setattr(balance, "sum_over", sum_over)
+    monkeypatch.setattr(routers, "sum_over", sum_over)
     loads = ExpertBalance(models, 0.25, groups(tp=group(1, 2)))
     assert loads.routers == [[first], [second]]
     laid_out = lay_out_padded(batch(), 4, mark_padding=False)

@@ -10,8 +10,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from rl_backend.runtime.bridge.state.sharding import Block, pieces_of
-from rl_backend.runtime.bridge.state.stored_rows import StoredRows
+from rl_backend.runtime.bridge.engine.sharding import Block, StoredRows, pieces_of
 
 SHAPES = ((5, 3), (4, 2), (6,), (2, 3))
 

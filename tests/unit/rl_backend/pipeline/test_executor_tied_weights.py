@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_backend.pipeline import tied_weights
-from rl_backend.pipeline.tied_weights import add_gradients_of_copies, drop_gradients_of_copies
+from rl_backend.pipeline import executor
+from rl_backend.pipeline.executor import add_gradients_of_copies, drop_gradients_of_copies
 
 COPIES = {"head.weight": "embed.weight", "last.scale": "first.scale"}
 
@@ -31,7 +31,7 @@ class Wire:
         self.received: list[int] = []
         self.waited = 0
         monkeypatch.setattr(
-            tied_weights,
+            executor,
             "dist",
             SimpleNamespace(
                 isend="isend", irecv="irecv", P2POp=lambda *args, **options: (args, options), batch_isend_irecv=self.exchange

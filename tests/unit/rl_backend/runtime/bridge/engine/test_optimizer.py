@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from rl_backend.contracts import OptimizerConfig, StepResult
-from rl_backend.runtime.bridge.state import optimizer
-from rl_backend.runtime.bridge.state.optimizer import BridgeOptimizer
+from rl_backend.runtime.bridge.engine import optimizer
+from rl_backend.runtime.bridge.engine.optimizer import BridgeOptimizer
 
 
 def megatron(*parts: Any) -> Any:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rl_backend.contracts import UnsupportedError
-from rl_backend.runtime.bridge.model.hf_config import (
+from rl_backend.runtime.bridge.model.provider import (
+    _differences_of_experts,
+    _differences_of_latents,
     complete_provider,
     complete_rope,
-    require_same_latents,
     require_same_model,
-    require_same_routing,
 )
 
 GPT_OSS: dict[str, Any] = {
@@ -86,51 +87,22 @@ def test_a_family_is_completed_from_its_own_fields(fields: dict[str, Any], expec
 
 
 @pytest.mark.parametrize(
-    ("fields", "message", "details"),
+    ("fields", "refused"),
     [
-        (
-            {"hidden_size": 96},
-            r"^config\.json has hidden_size=96, twice intermediate_size=48: Megatron-Bridge tells experts",
-            {"hidden_size": 96},
-        ),
-        (
-            {"rope_parameters": {"rope_type": "default"}},
-            r"'default'\}: Megatron-Bridge gives every",
-            {"rope_type": "default"},
-        ),
-        ({"rope_parameters": {"factor": 2.0}}, r"\{'factor': 2\.0\}: Megatron-Bridge gives every", {"rope_type": None}),
-    ],
-)
-def test_sizes_that_megatron_bridge_would_misread_are_refused(
-    fields: dict[str, Any], message: str, details: dict[str, Any]
-) -> None:
-    with pytest.raises(UnsupportedError, match=message) as failure:
-        complete_provider(SimpleNamespace(**{**GPT_OSS, **fields}), SimpleNamespace())
-    assert failure.value.details == details
-    complete_provider(SimpleNamespace(**{**GPT_OSS, "hidden_size": 48, "intermediate_size": 96}), SimpleNamespace())
-
-
-@pytest.mark.parametrize(
-    ("fields", "latent", "shares", "refused"),
-    [
-        ({"rope_interleave": False, "tie_word_embeddings": True}, False, False, ""),
-        ({"tie_word_embeddings": False}, True, False, ""),
-        ({"rope_interleave": True, "tie_word_embeddings": True}, True, True, ""),
-        ({"rope_interleave": False, "tie_word_embeddings": False}, True, False, "rope_interleave=False"),
-        ({"tie_word_embeddings": True}, True, False, "tie_word_embeddings=True"),
+        ({"rope_interleave": True, "tie_word_embeddings": False}, []),
+        ({"rope_interleave": False, "tie_word_embeddings": False}, ["rope_interleave=False"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings=True"]),
+        ({"rope_interleave": False, "tie_word_embeddings": True}, ["rope_interleave=False", "tie_word_embeddings=True"]),
     ],
 )
 def test_latents_are_refused_where_megatron_rotates_or_shares_them_otherwise(
-    fields: dict[str, Any], latent: bool, shares: bool, refused: str
+    fields: dict[str, Any], refused: list[str]
 ) -> None:
-    provider = SimpleNamespace(multi_latent_attention=latent, share_embeddings_and_output_weights=shares)
-    if not refused:
-        require_same_latents(SimpleNamespace(**fields), provider)
-        return
-    name, _, value = refused.partition("=")
-    with pytest.raises(UnsupportedError, match=rf"^config\.json has {refused}: ") as failure:
-        require_same_latents(SimpleNamespace(**fields), provider)
-    assert failure.value.details == {name: value == "True"}
+    provider = SimpleNamespace(share_embeddings_and_output_weights=False)
+    found = list(_differences_of_latents(SimpleNamespace(**fields), provider))
+    assert [each.partition(":")[0] for each in found] == refused
+    shared = SimpleNamespace(share_embeddings_and_output_weights=True)
+    assert not any("tie_word" in each for each in _differences_of_latents(SimpleNamespace(**fields), shared))
 
 
 @pytest.mark.parametrize(
@@ -151,21 +123,18 @@ def test_sigmoid_scores_are_refused_where_megatron_chooses_or_weighs_otherwise(
     groups: int | None, chosen: int | None, top_k: int, normalises: bool | None, refused: str
 ) -> None:
     provider = SimpleNamespace(
-        num_moe_experts=16,
+        num_layers=2,
         moe_router_score_function="sigmoid",
         moe_router_num_groups=groups,
         moe_router_group_topk=chosen,
         moe_router_topk=top_k,
     )
     config = SimpleNamespace(norm_topk_prob=normalises)
-    if not refused:
-        require_same_routing(config, provider)
-        return
-    with pytest.raises(UnsupportedError, match=rf"^config\.json has {refused}"):
-        require_same_routing(config, provider)
-    # Only of sigmoid scores, and of experts.
-    require_same_routing(config, SimpleNamespace(**{**vars(provider), "moe_router_score_function": "softmax"}))
-    require_same_routing(config, SimpleNamespace(**{**vars(provider), "num_moe_experts": None}))
+    found = list(_differences_of_experts(config, provider))
+    assert len(found) == bool(refused) and re.match(refused, "".join(found))
+    # Only of sigmoid scores.
+    softmax = SimpleNamespace(**{**vars(provider), "moe_router_score_function": "softmax"})
+    assert not list(_differences_of_experts(config, softmax))
 
 
 PROVIDER: dict[str, Any] = {
@@ -198,6 +167,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 MIXTURE = {"num_moe_experts": 8}
+WINDOWS = {"window_size": (7, 0)}
 
 
 @pytest.mark.parametrize(
@@ -229,6 +199,12 @@ MIXTURE = {"num_moe_experts": 8}
         ({"decoder_sparse_step": 2}, {}, {}),
         ({"norm_topk_prob": False}, {**MIXTURE, "moe_router_pre_softmax": True}, {}),
         ({"norm_topk_prob": True}, MIXTURE, {}),
+        # What the family is completed with is another test's.
+        (
+            {**GPT_OSS, "hidden_size": 48, "intermediate_size": 96},
+            {**WINDOWS, "position_embedding_type": "yarn"},
+            YARN_DEFAULTS,
+        ),
     ],
 )
 def test_what_megatron_has_too_is_taken(fields: dict[str, Any], provider: dict[str, Any], changed: dict[str, Any]) -> None:
@@ -268,8 +244,20 @@ def test_what_megatron_has_too_is_taken(fields: dict[str, Any], provider: dict[s
         ({"decoder_sparse_step": 2}, MIXTURE, r"mlp_only_layers=\[\]: layers \[0, 2\] have no experts"),
         ({"mlp_only_layers": [1]}, MIXTURE, r"decoder_sparse_step=1, mlp_only_layers=\[1\]: layers \[1\] have"),
         ({"norm_topk_prob": False}, MIXTURE, "norm_topk_prob=False, which Megatron-Bridge does not pass on"),
-        ({}, {"use_mup": True}, "scales its logits"),
+        ({}, {"use_mup": True}, r"scaled logits \(MuP\)"),
         ({"rope_interleave": False}, {"multi_latent_attention": True}, "rope_interleave=False"),
+        (
+            {"rope_interleave": False, "sliding_window": 8},
+            {"multi_latent_attention": True},
+            r"^config\.json has sliding_window=8, .*; rope_interleave=False: .*; the native runtime may serve it$",
+        ),
+        (
+            {**GPT_OSS, "hidden_size": 96},
+            WINDOWS,
+            r"hidden_size=96, twice intermediate_size=48: Megatron-Bridge tells experts",
+        ),
+        ({**GPT_OSS, "rope_parameters": {"rope_type": "default"}}, WINDOWS, r"'default'\}: Megatron-Bridge gives every"),
+        ({**GPT_OSS, "rope_parameters": {"factor": 2.0}}, WINDOWS, r"\{'factor': 2\.0\}: Megatron-Bridge gives every"),
     ],
 )
 def test_what_megatron_would_compute_otherwise_is_refused(
@@ -277,6 +265,7 @@ def test_what_megatron_would_compute_otherwise_is_refused(
 ) -> None:
     given = SimpleNamespace(**{**PROVIDER, **provider})
     config = SimpleNamespace(**{"model_type": "qwen3", "tie_word_embeddings": False, **fields})
+    complete_provider(config, given)
     complete_rope(config, given)
     with pytest.raises(UnsupportedError, match=message):
         require_same_model(config, given)

@@ -10,9 +10,9 @@ import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor, nn
 
-from rl_backend.runtime.bridge.megatron import all_heads
-from rl_backend.runtime.bridge.megatron.all_heads import NormMapping, NormOfAllHeads
+from rl_backend.runtime.bridge.megatron import local_layers
 from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet, keep_decay_in_float32
+from rl_backend.runtime.bridge.megatron.local_layers import NormMapping, NormOfAllHeads
 
 
 @pytest.mark.parametrize(("ranks", "copies"), [(1, 1), (2, 1), (4, 2)])
@@ -30,8 +30,8 @@ def test_a_norm_over_all_heads_has_the_squares_of_every_rank_and_each_head_once(
         asked.append("reduce")
         return torch.stack([part.flatten(2).square().sum(-1, keepdim=True) for part in parts]).sum(0)
 
-    monkeypatch.setattr(all_heads, "copy_to_tensor_model_parallel_region", lambda x, group: asked.append("copy") or x)
-    monkeypatch.setattr(all_heads, "reduce_from_tensor_model_parallel_region", reduce)
+    monkeypatch.setattr(local_layers, "copy_to_tensor_model_parallel_region", lambda x, group: asked.append("copy") or x)
+    monkeypatch.setattr(local_layers, "reduce_from_tensor_model_parallel_region", reduce)
     expected = whole.flatten(2)
     expected = expected * (expected.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * weight
     for rank in range(ranks):

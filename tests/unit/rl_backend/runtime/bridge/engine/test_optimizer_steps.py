@@ -45,7 +45,7 @@ def test_norm_and_zeros_are_of_all_ranks_without_the_padding_of_each_matrix(
     monkeypatch: pytest.MonkeyPatch, shared: bool, count_zeros: bool, not_finite: bool
 ) -> None:
     installed.import_megatron()
-    from rl_backend.runtime.bridge.state import optimizer
+    from rl_backend.runtime.bridge.engine import optimizer
 
     model = Model()
     if shared:

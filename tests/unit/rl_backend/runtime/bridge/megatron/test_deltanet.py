@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_backend.runtime.bridge.megatron import deltanet_cpu
+from rl_backend.runtime.bridge.megatron import deltanet
 
 LENGTHS = (5, 1, 70, 64)
 HEADS, KEY, VALUE = 2, 16, 24
@@ -30,7 +30,7 @@ def inputs(tokens: int) -> dict[str, Tensor]:
 
 
 def rule(tensors: dict[str, Tensor], cu_seqlens: Tensor | None = None) -> Tensor:
-    outputs, state = deltanet_cpu.chunk_gated_delta_rule(
+    outputs, state = deltanet.chunk_gated_delta_rule(
         tensors["query"],
         tensors["key"],
         tensors["value"],
@@ -46,7 +46,7 @@ def rule(tensors: dict[str, Tensor], cu_seqlens: Tensor | None = None) -> Tensor
 
 
 def convolution(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    return deltanet_cpu.causal_conv1d(
+    return deltanet.causal_conv1d(
         x=x,
         weight=weight,
         bias=None,
@@ -94,5 +94,5 @@ def test_rows_of_a_padded_batch_are_sequences() -> None:
 def test_vectors_are_normalised_as_the_kernel_does_it() -> None:
     x = 1e-3 * torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
     expected = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    torch.testing.assert_close(deltanet_cpu.l2norm(x), expected)
-    assert deltanet_cpu.l2norm(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(deltanet.l2norm(x), expected)
+    assert deltanet.l2norm(x.bfloat16()).dtype == torch.bfloat16

@@ -20,24 +20,19 @@ from rl_backend.parallel.collectives import all_gather
 from rl_backend.runtime.bridge.config import SAME_IN_MEGATRON, BridgeConfig
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.model.provider import override
-from rl_backend.runtime.bridge.passes.balance import ExpertBalance
+from rl_backend.runtime.bridge.passes.routers import ExpertBalance
 from rl_backend.runtime.optimizer import rank_statistics, step_result, values_of_step
 
 logger = logging.getLogger(__name__)
 
-_NEVER = 2**31
-"""Steps of a schedule that does not end; Megatron wants a number."""
-
+_NEVER = 2**31  # steps of a schedule that does not end: Megatron wants a number
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class BridgeOptimizer:
     """Megatron's Adam over float32 masters that are sharded over the data-parallel ranks.
 
-    Args:
-        chunks: the model's stages on this rank.
-        vocab_size: tokens of the model. Rows beyond it pad the vocabulary and are no part of the gradient.
-        balance: moves biases of routers in every step; None leaves them as they are.
+    Rows beyond ``vocab_size`` pad the vocabulary and are no part of the gradient.
 
     Attributes:
         megatron: the ``MegatronOptimizer``, whose shards over all ranks make up the model once.
@@ -63,10 +58,8 @@ class BridgeOptimizer:
         self.scheduler = _scheduler(self.megatron, self._config)
 
     def step(self, handle_name: str, adam: AdamParams | None = None) -> StepResult:
-        """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite.
-
-        Megatron's own ``step`` clips by a norm that is not finite, and so writes it into every parameter.
-        """
+        """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite."""
+        # Megatron's own step clips by a norm that is not finite, and so writes it into every parameter.
         result = self._step_result(found_not_finite=bool(self.megatron.prepare_grads()))
         if self.balance is not None:
             self.balance.step(taken=result.ok)
@@ -86,20 +79,16 @@ class BridgeOptimizer:
         return result
 
     def _step_result(self, *, found_not_finite: bool) -> StepResult:
-        """What a step comes to, from the prepared gradients, the same on every rank. A collective over all ranks.
-
-        Megatron's own norm adds squares in float32; without Transformer Engine and Apex it loses 5e-5 of the norm with an
-        embedding of 4099 rows. Its count of zeros takes in the rows that pad a vocabulary.
-
-        Args:
-            found_not_finite: this rank already knows of an element that is not finite; the norm becomes NaN.
-        """
+        """What a step comes to, from the prepared gradients, the same on every rank. A collective over all ranks."""
+        # Megatron's own norm adds squares in float32; without Transformer Engine and Apex it loses 5e-5 of the norm with an
+        # embedding of 4099 rows. Its count of zeros takes in the rows that pad a vocabulary.
         parts = distributed_optimizers(self.megatron)
         gradients = [gradient for part in parts for gradient in part.get_grads_for_grad_norm()]
         count_zeros = self._config.log_num_zeros_in_grad
         mine = rank_statistics(gradients, self._groups.device, count_zeros=count_zeros)
         if count_zeros:
             mine[0, 1] -= self._padding
+        # This rank already knows of an element that is not finite.
         if found_not_finite:
             mine[0, 0] = math.nan
         return step_result(all_gather(mine, self._groups.world_group, sum_gradients=False), count_zeros=count_zeros)
@@ -116,24 +105,20 @@ class BridgeOptimizer:
 
     @property
     def num_steps(self) -> int:
-        """Steps taken."""
         return num_steps(self.megatron)
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
+        """Of the next step."""
         return float(self.scheduler.get_lr({"max_lr": self._config.lr, "min_lr": self._config.min_lr}))
 
     def restore_schedule(self, num_steps: int) -> None:
-        """Sets the schedules to ``num_steps`` steps taken."""
         self.scheduler.num_steps = 0
         self.scheduler.step(increment=num_steps)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """The masters and moments of this rank, some of them views of parameters.
-
-        Step counts are left out: they are read wherever the state is.
-        """
+        """The masters and moments of this rank, some of them views of parameters."""
+        # Not the step counts: they are read wherever the state is.
         for part in distributed_optimizers(self.megatron):
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -199,13 +184,9 @@ def _padded_elements(megatron: Any, chunks: Sequence[Any], groups: BridgeGroups,
 
 
 class ParameterState(NamedTuple):
-    """This rank's part of one parameter.
+    """This rank's part of one parameter, from ``start`` to ``end`` in elements of the flattened parameter.
 
-    Attributes:
-        parameter: of the model.
-        start, end: the part, in elements of the flattened parameter.
-        tensors: flat, ``end - start`` elements each: ``param`` (the master; a view of the parameter when it is float32)
-            and the moments ``exp_avg`` and ``exp_avg_sq``.
+    ``tensors`` are flat: ``param`` (the master; a view of the parameter when it is float32), ``exp_avg`` and ``exp_avg_sq``.
     """
 
     parameter: nn.Parameter
@@ -221,7 +202,7 @@ def distributed_optimizers(megatron: Any) -> list[Any]:
 
 
 def _count_in_adams_order(megatron: Any) -> None:
-    """Megatron counts a group's parameters in the order of its buffers, but its Adam has those of float32 first."""
+    # Megatron counts a group's parameters in the order of its buffers, but its Adam has those of float32 first.
     for part in distributed_optimizers(megatron):
         groups = zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
         places = {each: (number, place) for number, both in enumerate(groups) for place, each in enumerate(chain(*both))}
@@ -229,7 +210,7 @@ def _count_in_adams_order(megatron: Any) -> None:
 
 
 def _allocate_moments(megatron: Any) -> None:
-    """Allocates what Adam would in its first step, so that offloading and checkpoints see one layout at all times."""
+    # What Adam would allocate in its first step: offloading and checkpoints see one layout at all times.
     for part in distributed_optimizers(megatron):
         adam = part.optimizer
         fresh = [(group, each) for group in adam.param_groups for each in group["params"] if not adam.state[each]]
@@ -251,7 +232,7 @@ def parameter_states(megatron: Any) -> Iterator[ParameterState]:
 
 
 def _counters(megatron: Any) -> Iterator[dict[str, Any]]:
-    """What counts Adam's steps as ``step``: torch's for each parameter, that of Transformer Engine for each group."""
+    # torch counts Adam's steps for each parameter, Transformer Engine for each group.
     for part in distributed_optimizers(megatron):
         adam = part.optimizer
         if isinstance(adam, torch.optim.Adam):
@@ -261,7 +242,6 @@ def _counters(megatron: Any) -> Iterator[dict[str, Any]]:
 
 
 def num_steps(megatron: Any) -> int:
-    """Steps that Adam has taken."""
     return next((int(counter.get("step", 0)) for counter in _counters(megatron)), 0)
 
 

@@ -1,8 +1,9 @@
-"""Router replay in Megatron's routers: routes recorded, and replayed."""
+"""Megatron's routers: routes recorded and replayed, loads counted and balanced."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplay as Megatron
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
+from rl_backend.parallel.collectives import sum_over
+from rl_backend.primitive.router import expert_bias_step, expert_use
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.passes.batch import LaidOut
 from rl_backend.runtime.interface import RouterReplay
@@ -22,15 +25,15 @@ from rl_backend.runtime.recording import gather_rows, gather_stages, routes_to_r
 class LayerRoutes(MegatronReplay):
     """What one router takes and chooses for the micro-batch that its chunk is working on.
 
-    Megatron's own has no tokens without routes, finds its layer by the order in which all models of the process were built,
-    and takes recomputations to come in the order of the forward passes. This one is in no list of the process's.
-
     Attributes:
         layer_number: Megatron's, from 1 on.
         replayed: (rows, top_k) experts to take, -1 in the rows for which the router chooses; None where it chooses for all.
         recorded: what it chose last, (rows, top_k) int64, while ``recording``.
         observe: is given (rows, top_k) experts that were taken; None where nobody asks.
     """
+
+    # Megatron's own has no tokens without routes, finds its layer by the order in which the process built its models, and
+    # takes recomputations to come in the order of the forward passes. This one is in no list of the process's.
 
     def __init__(self, layer_number: int) -> None:
         self.layer_number = layer_number
@@ -47,7 +50,6 @@ class LayerRoutes(MegatronReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Megatron calls this for the ``topk`` highest of (rows, experts) scores; their values and places."""
         assert default_compute_topk is not None, "Megatron passes its own choice"
         values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.replayed is not None:
@@ -62,25 +64,13 @@ class LayerRoutes(MegatronReplay):
 
 @dataclass(frozen=True)
 class ModelRouters:
-    """The routers of one model.
-
-    Attributes:
-        layers: of the whole model.
-        chunks: of each of this rank's chunks, in the order of its layers.
-        places: for each rank of the pipeline, the places of its layers among those with experts, in the same order.
-    """
-
     layers: RoutedLayers
-    chunks: tuple[tuple[LayerRoutes, ...], ...]
-    places: tuple[tuple[int, ...], ...]
+    chunks: tuple[tuple[LayerRoutes, ...], ...]  # of each of this rank's chunks, in the order of its layers
+    places: tuple[tuple[int, ...], ...]  # for each rank of the pipeline, its layers' places among those with experts
 
 
 def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGroups) -> ModelRouters | None:
-    """Gives every router of a model its :class:`LayerRoutes`; None for a model without. A collective over the pipeline.
-
-    Raises:
-        UnsupportedError: layers with a router other than ``moe_layer_freq`` names.
-    """
+    """Gives every router of a model its :class:`LayerRoutes`; None for a model without. A collective over the pipeline."""
     if provider.num_moe_experts is None:
         return None
     layers = RoutedLayers(provider.num_moe_experts, provider.moe_router_topk, _sparse(provider))
@@ -106,7 +96,6 @@ def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGr
 
 
 def _sparse(provider: Any) -> tuple[bool, ...]:
-    """Megatron's ``moe_layer_freq``: every so many layers, or a number for each."""
     frequency = provider.moe_layer_freq
     if isinstance(frequency, int):
         return tuple(layer % frequency == 0 for layer in range(provider.num_layers))
@@ -114,14 +103,7 @@ def _sparse(provider: Any) -> tuple[bool, ...]:
 
 
 def require_routing_by_scores(provider: Any, router_replay: RouterReplay) -> None:
-    """Refuses a configuration in which Megatron would route differently.
-
-    Args:
-        provider: what the model was built from.
-
-    Raises:
-        UnsupportedError: names the setting.
-    """
+    """Raises :class:`UnsupportedError` for a setting with which Megatron would route differently."""
     if router_replay == "off":
         return
     balancing = provider.moe_router_load_balancing_type
@@ -158,10 +140,9 @@ class PassRoutes(AbstractContextManager["PassRoutes"]):
         self._routers = None if router_replay == "off" else routers
         self._groups = groups
         self._replays = router_replay == "replay"
+        # Chunk -> routes of the micro-batch that it works on: (rows, layers with experts of the model, top_k).
         self._bound: dict[int, Tensor | None] = {}
-        """Chunk -> routes of the micro-batch that it works on: (rows, layers with experts of the model, top_k)."""
-        self._chosen: dict[tuple[int, int], Tensor] = {}
-        """(micro-batch, chunk) -> (T, layers, top_k)."""
+        self._chosen: dict[tuple[int, int], Tensor] = {}  # (micro-batch, chunk) -> (T, layers, top_k)
 
     def __exit__(self, *_: object) -> None:
         for chunk in self._bound:
@@ -189,10 +170,8 @@ class PassRoutes(AbstractContextManager["PassRoutes"]):
             self._chosen[micro_batch, chunk] = self._of_tokens(routers, chunk, laid_out)
 
     def before_backward(self, chunk: int, output: Tensor) -> None:
-        """Has the backward pass from ``output``, which the chunk has just computed, find its routes again.
-
-        Layers that are computed again route once more, and other micro-batches come through the chunk before that.
-        """
+        """Has the backward pass from ``output``, which the chunk has just computed, find its routes again."""
+        # Layers that are computed again route once more, and other micro-batches come through the chunk before that.
         if self._routers is None or not self._replays or not output.requires_grad:
             return
         routes = self._bound[chunk]
@@ -226,7 +205,6 @@ class PassRoutes(AbstractContextManager["PassRoutes"]):
         return mine
 
     def _of_tokens(self, routers: ModelRouters, chunk: int, laid_out: LaidOut) -> Tensor:
-        """What the routers of a chunk chose last, (T, layers, top_k)."""
         chosen = []
         for each in routers.chunks[chunk]:
             assert each.recorded is not None, "its layer has run"
@@ -234,3 +212,83 @@ class PassRoutes(AbstractContextManager["PassRoutes"]):
             each.recorded = None
         rows = gather_rows(torch.stack(chosen, dim=1), self._groups.pg.tp)
         return rows.index_select(0, laid_out.places)
+
+
+class ExpertBalance:
+    """Loss-free balancing (Wang et al., arXiv 2408.15664) of one rank's routers, by the native runtime's rule.
+
+    Counted are the choices of the passes that gradients come from, of all ranks and micro-batches since the last step: not
+    those of forward-only passes, of recomputation, and for padding.
+
+    Args:
+        models: this rank's chunks without their wrappers, once routes are connected.
+        rate: what a bias moves by in a step.
+    """
+
+    # Megatron moves the bias in forward_backward, before it is known that a step is taken, and its count of loads fails on a
+    # mask of padding.
+
+    def __init__(self, models: Sequence[nn.Module], rate: float, groups: BridgeGroups) -> None:
+        self.groups = groups
+        self.routers: list[list[Any]] = [
+            [module for module in model.modules() if isinstance(module, TopKRouter) and module.expert_bias is not None]
+            for model in models
+        ]
+        self._rate = rate
+        self._counts: dict[Any, Tensor] = {}
+
+    def add(self, counts: Mapping[Any, Tensor]) -> None:
+        """Adds (E,) choices of this rank's tokens."""
+        for router, count in counts.items():
+            self._counts[router] = self._counts[router] + count if router in self._counts else count
+
+    def drop(self) -> None:
+        self._counts.clear()
+
+    @torch.no_grad()
+    def step(self, *, taken: bool) -> None:
+        """Moves every bias, if the optimizer has taken the step, and counts anew. A collective over the ranks of a stage."""
+        routers = [router for chunk in self.routers for router in chunk]
+        if taken and routers:
+            zeros = [torch.zeros_like(router.expert_bias, dtype=torch.int64) for router in routers]
+            counts = torch.cat([self._counts.get(router, zero) for router, zero in zip(routers, zeros, strict=True)])
+            for group in (self.groups.dp_group, self.groups.pg.tp):
+                sum_over(group)(counts)
+            for router, count in zip(routers, counts.split([len(zero) for zero in zeros]), strict=True):
+                router.expert_bias.add_(expert_bias_step(count, self._rate))
+        self.drop()
+
+
+class PassLoads:
+    """What one ``forward_backward`` adds to an :class:`ExpertBalance`; without one, nothing."""
+
+    def __init__(self, balance: ExpertBalance | None) -> None:
+        self._balance = balance
+        self._counts: dict[Any, Tensor] = {}
+
+    @contextmanager
+    def forward(self, chunk: int, laid_out: LaidOut) -> Generator[None]:
+        """Around the forward pass of a chunk; a recomputation runs outside of it."""
+        if self._balance is None:
+            yield
+            return
+        rows, columns = laid_out.shape
+        padding = torch.ones(rows * columns, dtype=torch.bool, device=laid_out.places.device)
+        padding[laid_out.places] = False
+        group, routers = self._balance.groups.pg.tp, self._balance.routers[chunk]
+        for router in routers:
+            router.router_replay.observe = partial(self._count, router, padding.chunk(group.size())[group.rank()])
+        try:
+            yield
+        finally:
+            for router in routers:
+                router.router_replay.observe = None
+
+    def commit(self) -> None:
+        # Once the pass has run to its end; one that failed counts nothing.
+        if self._balance is not None:
+            self._balance.add(self._counts)
+
+    def _count(self, router: Any, padding: Tensor, experts: Tensor) -> None:
+        found = expert_use(experts, len(router.expert_bias), padding).counts
+        self._counts[router] = self._counts[router] + found if router in self._counts else found
