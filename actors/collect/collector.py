@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 from actors.collect.held_out import HeldOutResult
 from actors.collect.stream import BatchStream, DrawnBatch
 from actors.options.sampled_config import SampledConfig
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from rl_backend.contracts import WeightVersionError
 
 type Staleness = Callable[[Iterable[Iterable[int]]], dict[str, float]]

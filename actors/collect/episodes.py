@@ -2,33 +2,117 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.collect.collector import Source, Staleness
-from actors.collect.episode_stream import EpisodeStream, group_tasks
 from actors.collect.held_out import HeldOutEpisodes, HeldOutResult, HeldOutSet
 from actors.collect.inputs import EpisodeInputs, Row
 from actors.collect.sample_metrics import episode_metrics
-from actors.collect.stream import DrawnBatch
+from actors.collect.stream import BatchStream, DrawnBatch
 from actors.collect.transcripts import describe_episodes
-from actors.folder.progress import StreamPosition
+from actors.folder.checkpoints import StreamPosition
 from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import SamplingConfig
-from actors.watch.clock import Clock
+from actors.rollout.sample import sample_seed
 from actors.watch.console import warn
+from actors.watch.metrics import Clock
 from rl_backend.algorithm import episode_rewards
 from rl_backend.algorithm.episodes import is_cut
 from rl_backend.contracts import EpisodeFailedError
 from rl_backend.data.rewards import Score
 from rl_backend.environment import Episode, Limits, TokenSource
-from rl_backend.environment.groups import FAILED, Group, PlayOptions, play_groups
+from rl_backend.environment.groups import FAILED, Group, GroupTask, PlayOptions, play_groups
 from rl_backend.environment.playing import run_episodes, with_reward, without_reward
 from rl_backend.environment.protocol import Player
 from rl_backend.lab.text import count
 from rl_backend.options.option_set import filled
+
+_ENVIRONMENT = -1
+"""In place of the number of a sample: the seed for what the environments of a group draw."""
+
+
+def group_tasks(rows: Sequence[Row], number: int, n: int, seed: int) -> list[GroupTask]:
+    """``n`` episodes of each row, with seeds that follow from the batch's number."""
+    return [
+        GroupTask(
+            row,
+            sample_seed(seed, number, index, _ENVIRONMENT),
+            [sample_seed(seed, number, index, sample) for sample in range(n)],
+        )
+        for index, row in enumerate(rows)
+    ]
+
+
+class EpisodeStream(BatchStream[Row, Group]):
+    """Groups of episodes, one for each row.
+
+    A checkpoint keeps no episodes that were played ahead: a run that continues plays them again.
+
+    Args:
+        player: plays an episode.
+        source: engines.
+        options: how groups are played.
+        n: episodes of each row.
+        seed: with the number of the batch it fixes all seeds.
+        during_episodes: a push does not wait for the end of episodes.
+        batches, ahead, start: see :class:`~actors.collect.stream.BatchStream`.
+    """
+
+    def __init__(
+        self,
+        player: Player,
+        source: TokenSource,
+        options: PlayOptions,
+        batches: Iterator[list[Row]],
+        *,
+        n: int,
+        seed: int,
+        ahead: int,
+        during_episodes: bool = False,
+        start: StreamPosition | None = None,
+    ) -> None:
+        self._player, self._source, self._options = player, source, options
+        self._n, self._seed, self._during_episodes = n, seed, during_episodes
+        self._playing: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        super().__init__(batches, ahead=ahead, start=start)
+
+    @contextmanager
+    def between_batches(self) -> Iterator[None]:
+        """As of any stream; with ``during_episodes`` it waits for nothing, and engines take new weights between tokens."""
+        if self._during_episodes:
+            yield
+            return
+        with super().between_batches():
+            yield
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        playing = self._playing
+        super().__exit__(kind, error, traceback)
+        if error is not None and playing is not None:
+            loop, task = playing
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(task.cancel)
+            # Until environments have closed what they opened, for which players have a limit of time.
+            self._one_at_a_time.shutdown(wait=True)
+
+    def _draw(self, number: int, prompts: list[Row]) -> DrawnBatch[Row, Group]:
+        return DrawnBatch(number, prompts, run_episodes(self._play(number, prompts)))
+
+    async def _play(self, number: int, rows: Sequence[Row]) -> list[Group]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._playing = asyncio.get_running_loop(), task
+        try:
+            tasks = group_tasks(rows, number, self._n, self._seed)
+            return await play_groups(self._player, tasks, self._source, self._options)
+        finally:
+            self._playing = None
+
 
 _MOST_IN_VAIN = 10
 """Batches in a row of which nothing can be trained on."""

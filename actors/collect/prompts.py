@@ -14,11 +14,11 @@ from actors.collect.reward_scores import begin_scoring, score
 from actors.collect.sample_metrics import sample_metrics
 from actors.collect.stream import SampledBatch, SampleStream
 from actors.collect.transcripts import describe_samples
-from actors.folder.progress import StreamPosition
+from actors.folder.checkpoints import StreamPosition
 from actors.options.sampled_config import RLConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.sample import Sample, sample_seeds
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from rl_backend.algorithm import groups_with_signal
 from rl_backend.contracts import RewardError
 from rl_backend.data.prompts import Prompt

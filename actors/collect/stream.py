@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
 
-from actors.folder.progress import StreamPosition
+from actors.folder.checkpoints import StreamPosition
 from actors.rollout.config import SamplingConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.sample import Sample, sample_seeds

@@ -21,8 +21,7 @@ from actors.cluster.ray_watch import cluster_loss, exit_hooks
 from actors.cluster.session import RunStopped, termination
 from actors.folder.checkpoints import CHECKPOINTS, RunCheckpoints
 from actors.folder.lock import RunLock, cannot_write, usable_run_dir, written_to
-from actors.folder.log_file import LogFile
-from actors.folder.start import LOGS, RunStart, read_file_of_run, require_new_run
+from actors.folder.resume import LOGS, LogFile, RunStart, read_file_of_run, require_new_run
 from actors.folder.state import RunState, RunWatch
 from actors.watch.metrics import Curves, WriterFacts
 from actors.watch.trace import TraceCollector, TraceSource

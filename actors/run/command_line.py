@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import EXIT_TERMINATED, RunTerminated
-from actors.folder.start import RunFinishedError
+from actors.folder.resume import RunFinishedError
 from rl_backend.contracts import BaseConfig, ClusterLostError, EngineDeadError, RLBackendError
 from rl_backend.options.command_line import in_flags, parse_config
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from actors.collect.inputs import load_inputs
+from actors.collect.episodes import EpisodeBatch, EpisodeSource, turn_sampling
+from actors.collect.inputs import load_episode_inputs, load_inputs
 from actors.collect.prompts import PromptSource, TrainingBatch
-from actors.options.sampled_config import RLConfig
+from actors.options.sampled_config import EpisodeConfig, RLConfig
 from actors.rollout.group.group import RolloutGroup
-from actors.run.result import RunResult
+from actors.rollout.tokens import RolloutTokens
 from actors.run.run import OnStep, Run
+from actors.run.sampling import RunResult
 from actors.run.session import Session
 from actors.run.stop import StopRequest
 from actors.sync.report import PushReport
 from actors.train.model import GroupModel
+from actors.watch.console import warn
 
 
 class RLRun(Run[RLConfig]):
@@ -78,6 +82,72 @@ class RLRun(Run[RLConfig]):
     def collect(self) -> TrainingBatch:
         """What the step trains on, see :meth:`~actors.run.sampling.Sampling.collect`."""
         batch: TrainingBatch = self._sampled.collect(self._step, self._clock)
+        return batch
+
+    def push(self) -> PushReport:
+        """Sends the policy's weights to the engines, between two batches: phases ``wait_for_samples`` and ``sync``."""
+        return self._sampled.push(self._step, self.lap)
+
+    def finish(self) -> RunResult:
+        """After the last step; also writes ``summary.json``."""
+        return self._sampled.finish()
+
+
+class EpisodeRun(Run[EpisodeConfig]):
+    """A run that plays groups of episodes, and trains on them::
+
+        with EpisodeRun(config) as run:
+            policy = run.build_model("policy")
+            run.begin("Mine", {"policy": policy})
+            for step in run.steps():
+                batch = run.collect()
+                sequences = episode_sequences(batch.episodes, truncated=config.truncated)
+                ...  # updates of the policy, of episode_parts(sequences, batch.groups, ...)
+                run.lap("train")
+                run.push()
+                run.end_step(batch.metrics | update_metrics(updates))
+            run.save_model(policy)
+            result = run.finish()
+
+    Args:
+        config, session, on_step, label, stop: see :class:`~actors.run.run.Run`.
+
+    Attributes:
+        inputs: tokenizer, player and rows.
+    """
+
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        session: Session | None = None,
+        on_step: OnStep | None = None,
+        *,
+        label: str = "",
+        stop: StopRequest | None = None,
+    ) -> None:
+        super().__init__(config, session, on_step, label=label, stop=stop)
+        with self.phase("data", f"reading {self.config.dataset}, and {self.config.task}"):
+            self.inputs = load_episode_inputs(self.config)
+
+    def begin(self, title: str, trained: Mapping[str, GroupModel], facts: Sequence[str] = ()) -> None:
+        """Restores a checkpoint, if any, pushes the weights of the first of ``trained`` and evaluates them."""
+        config, inputs, start = self.config, self.inputs, self.start
+
+        def open_source(rollout: RolloutGroup, adapter: str | None) -> EpisodeSource:
+            return EpisodeSource(
+                config,
+                inputs,
+                lambda sampling: RolloutTokens(rollout, turn_sampling(sampling, inputs.ends), adapter=adapter),
+                start=start.progress.position,
+                on_warning=partial(warn, label=self.label),
+            )
+
+        known = [f"{len(inputs.rows)} rows", config.task, *inputs.notes, *config.facts(), *facts]
+        self._begin_sampling(title, trained, known, config, inputs, open_source)
+
+    def collect(self) -> EpisodeBatch:
+        """What the step trains on, see :meth:`~actors.run.sampling.Sampling.collect`."""
+        batch: EpisodeBatch = self._sampled.collect(self._step, self._clock)
         return batch
 
     def push(self) -> PushReport:

@@ -13,10 +13,10 @@ import xxhash
 
 from actors.checks.preflight import check_start
 from actors.collect.collector import CollectedBatch, Source
+from actors.folder.checkpoints import StreamPosition
 from actors.folder.folder import RunFolder
 from actors.folder.lock import RunLock, usable_run_dir
-from actors.folder.progress import StreamPosition
-from actors.folder.start import find_start
+from actors.folder.resume import find_start
 from actors.options.config import with_local_model
 from actors.options.policy_options import tenant_config
 from actors.options.sampled_config import RunConfig, SampledConfig
@@ -27,9 +27,9 @@ from actors.run.saver import RunSaver
 from actors.run.session import Session, borrowed_session, open_session, require_paths
 from actors.run.stop import StopRequest
 from actors.train.model import GroupModel, RouterReplayMode
-from actors.watch.clock import Clock
 from actors.watch.console import Phases, StepLines, command_began, say, say_facts, warn
 from actors.watch.health_metrics import HealthWarnings
+from actors.watch.metrics import Clock
 from actors.watch.trace import TraceSource
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import Head, OptimizerConfig

@@ -8,14 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from actors.folder.checkpoints import CHECKPOINTS, RunCheckpoints
+from actors.folder.checkpoints import CHECKPOINTS, Progress, RunCheckpoints, StreamPosition
 from actors.folder.folder import RunFolder
-from actors.folder.progress import Progress, StreamPosition
-from actors.folder.resume import require_same_dtype, saved_facts
-from actors.folder.start import RunStart
+from actors.folder.identity import require_same_dtype, saved_facts
+from actors.folder.resume import RunStart
 from actors.options.sampled_config import RunConfig
 from actors.train.model import GroupModel
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from rl_backend.contracts import CheckpointError
 
 _WAIT_SECONDS = 300.0
@@ -98,7 +97,7 @@ class RunSaver:
         """Adds the loop's state to the checkpoint of ``step``, if one was begun, and commits what is written by now.
 
         Args:
-            parts: of JSON, by the part of the loop that wants it back from :meth:`~actors.folder.progress.Progress.part`.
+            parts: of JSON, by the part of the loop that wants it back from :meth:`~actors.folder.checkpoints.Progress.part`.
             position: of the stream of samples; None for a loop without one.
         """
         if self._saving == step:

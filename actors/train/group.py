@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Self
+from typing import TYPE_CHECKING, Any, Concatenate, Self, overload
 
 from ray import cloudpickle
 from torch import Tensor
@@ -18,13 +19,11 @@ from torch import Tensor
 from actors.cluster.placement import PlacementStrategy
 from actors.train import passes
 from actors.train.context import HandleRef, RankContext, RankFunction, lora_factors, refs_in, weight_version
-from actors.train.future import GroupFuture, operation
 from actors.train.loss import LossSender
 from actors.train.order import Driver
 from actors.train.outcome import Apart, RankInfo
 from actors.train.passes import merged, spread, token_budget
-from actors.train.ranks import GroupMembers, TrainRanks
-from actors.train.start import start_ranks
+from actors.train.ranks import GroupMembers, TrainRanks, start_ranks
 from rl_backend.contracts import (
     AdamParams,
     ForwardResult,
@@ -37,6 +36,82 @@ from rl_backend.contracts import (
 from rl_backend.contracts.atoms import Operation
 from rl_backend.data import sequences_from_tensordict
 from rl_backend.runtime import RouterReplay, Runtime
+
+
+class GroupFuture[R]:
+    """Result of a submitted operation."""
+
+    def __init__(self, name: str, wait: Callable[[float | None], R], ready: Callable[[], bool]) -> None:
+        self.name = name
+        self._wait = wait
+        self._ready = ready
+        self._lock = threading.Lock()
+        self._result: tuple[R] | None = None
+        self._error: Exception | None = None
+
+    def result(self, timeout: float | None = None) -> R:
+        """Waits for every rank.
+
+        While nobody waits, nobody notices a failure: read the results of what was submitted.
+
+        Args:
+            timeout: seconds; the operation continues when they have passed, and ``result`` may be called again.
+
+        Raises:
+            TimeoutError: not done in time.
+            GroupFailedError: a rank died, or left its peers in a collective; the group is gone.
+            Exception: what the ranks raised, when all of them answered; the group continues.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._result is None:
+                try:
+                    self._result = (self._wait(timeout),)
+                except TimeoutError:
+                    raise
+                except Exception as error:
+                    self._error = error
+                    raise
+            return self._result[0]
+
+    def done(self) -> bool:
+        """Whether every rank has answered; does not wait."""
+        return self._result is not None or self._error is not None or self._ready()
+
+
+class BoundOperation[**P, R]:
+    """One operation of one group.
+
+    Attributes:
+        submit: starts the operation, which runs after those submitted before it.
+    """
+
+    def __init__(self, submit: Callable[P, GroupFuture[R]]) -> None:
+        self.submit = submit
+        functools.update_wrapper(self, submit)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Waits for the result; raises as :meth:`GroupFuture.result`."""
+        return self.submit(*args, **kwargs).result()
+
+
+class operation[G, **P, R]:  # noqa: N801, a decorator
+    """Makes a method of a group that returns a future into an operation."""
+
+    def __init__(self, method: Callable[Concatenate[G, P], GroupFuture[R]]) -> None:
+        self._method = method
+        functools.update_wrapper(self, method)  # type: ignore[arg-type]
+
+    @overload
+    def __get__(self, group: None, owner: type) -> operation[G, P, R]: ...
+    @overload
+    def __get__(self, group: G, owner: type) -> BoundOperation[P, R]: ...
+    def __get__(self, group: G | None, owner: type) -> Any:
+        if group is None:
+            return self
+        return BoundOperation(functools.wraps(self._method)(functools.partial(self._method, group)))
+
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -60,7 +135,7 @@ class TrainGroup:
     """Training ranks, each on its own cores or GPU.
 
     Every operation is a call that waits, and has ``.submit(...)``, which takes the same arguments and returns a
-    :class:`~actors.train.future.GroupFuture`::
+    :class:`~actors.train.group.GroupFuture`::
 
         with TrainGroup(RuntimeConfig(hf_path=...), num_ranks=2) as group:
             policy = group.build_model()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.collect.stream import DrawnBatch, SampledBatch, SampleStream
-from actors.folder.progress import StreamPosition, load_drawn, save_drawn
+from actors.folder.checkpoints import StreamPosition, load_drawn, save_drawn
 from actors.rollout.config import SamplingConfig
 from actors.rollout.sample import Sample, VersionSpan, sample_seed
 from rl_backend.contracts import CheckpointError

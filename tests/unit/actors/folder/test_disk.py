@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from actors.folder.checkpoints import save_drawn
 from actors.folder.folder import RunFolder
 from actors.folder.lock import RunLock
-from actors.folder.progress import save_drawn
 from actors.folder.state import RunState
 from actors.run import run as run_module
 from examples import grpo, ppo, sft

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.folder.checkpoints import RunCheckpoint
-from actors.folder.progress import Progress, StreamPosition
+from actors.folder.checkpoints import Progress, RunCheckpoint, StreamPosition
 from actors.rollout.sample import Sample, VersionSpan
 from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.contracts import CheckpointError

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from actors.folder.checkpoints import Progress
 from actors.folder.folder import RunFolder, set_aside
-from actors.folder.progress import Progress
-from actors.folder.resume import require_same_run, saved_facts
-from actors.folder.start import RunFinishedError, RunStart, checkpoints_of, find_start
+from actors.folder.identity import require_same_run, saved_facts
+from actors.folder.resume import RunFinishedError, RunStart, checkpoints_of, find_start
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
@@ -299,7 +299,7 @@ def test_other_contents_of_a_folder_of_data_and_of_a_model_of_the_hub_are_refuse
     datasets.Dataset.from_list([{"prompt": "1+1=", "answer": "3"}]).save_to_disk(tmp_path / "folder")
     with pytest.raises(ConfigError, match=r"GRPOConfig\.dataset=.*folder': is not, byte for byte, what the run of .* has"):
         find_start(config)
-    monkeypatch.setattr("actors.folder.resume.local_model", lambda name: str(tmp_path / name.partition("/")[2]))
+    monkeypatch.setattr("actors.folder.identity.local_model", lambda name: str(tmp_path / name.partition("/")[2]))
     ppo = PPOConfig(**{name: getattr(config, name) for name in ("model", "dataset", "reward")})
     facts = [saved_facts(ppo.replace(critic_model=name))["contents"] for name in ("org/m", "org/other")]
     assert facts[0] != facts[1] and saved_facts(ppo.replace(critic_model=str(tmp_path / "m")))["contents"] == facts[0]
