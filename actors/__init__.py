@@ -63,33 +63,7 @@ _MODULES = {
     "sample_seeds": "actors.rollout.sample",
 }
 
-__all__ = [
-    "Canary",
-    "EpisodeRun",
-    "GroupFuture",
-    "HandleRef",
-    "Loss",
-    "PushReport",
-    "RLRun",
-    "RankContext",
-    "RolloutConfig",
-    "RolloutGroup",
-    "RolloutTokens",
-    "Run",
-    "RunCheckpoints",
-    "RunFolder",
-    "Sample",
-    "SamplingConfig",
-    "Session",
-    "TrainGroup",
-    "WeightSource",
-    "WeightSync",
-    "init_local_ray",
-    "join_ray",
-    "open_session",
-    "preflight",
-    "sample_seeds",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

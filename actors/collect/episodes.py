@@ -1,4 +1,4 @@
-"""Samples of a run of episodes: groups of them are played, what failed is dropped."""
+"""Samples of a run of episodes: groups are played, ahead where that is allowed, and what failed is dropped."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from rl_backend.environment.protocol import Player
 from rl_backend.lab.text import count
 from rl_backend.options.option_set import filled
 
+# In place of a sample's number: a seed for what the group's environments draw, which no sample has.
 _ENVIRONMENT = -1
-"""In place of the number of a sample: the seed for what the environments of a group draw."""
 
 
 def group_tasks(rows: Sequence[Row], number: int, n: int, seed: int) -> list[GroupTask]:
@@ -51,12 +51,7 @@ def group_tasks(rows: Sequence[Row], number: int, n: int, seed: int) -> list[Gro
 class EpisodeStream(BatchStream[Row, Group]):
     """Groups of episodes, one for each row.
 
-    A checkpoint keeps no episodes that were played ahead: a run that continues plays them again.
-
     Args:
-        player: plays an episode.
-        source: engines.
-        options: how groups are played.
         n: episodes of each row.
         seed: with the number of the batch it fixes all seeds.
         during_episodes: a push does not wait for the end of episodes.
@@ -114,8 +109,8 @@ class EpisodeStream(BatchStream[Row, Group]):
             self._playing = None
 
 
+# Batches in a row with nothing to train on; more of them would only cost hours.
 _MOST_IN_VAIN = 10
-"""Batches in a row of which nothing can be trained on."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,6 @@ class EpisodeBatch:
     """What a step trains on. Lists have an entry for each episode, those of a group next to each other.
 
     Attributes:
-        rows: of the data set.
         episodes: with the rewards of other ones, where ``shuffle_rewards`` is set.
         groups: number of each episode's group.
         rewards: of each episode; 0 for one that was cut off, with ``truncated="zero"``.
@@ -144,10 +138,7 @@ class EpisodeSource(Source[Group, EpisodeBatch]):
     """Groups of episodes, one for each row.
 
     Args:
-        config: sizes, limits and failures.
-        inputs: rows, and who plays them.
         engines: for turns that are sampled so.
-        start: where the stream begins.
         on_warning: told of batches that nothing can be trained on, and of environments that block all others.
     """
 
@@ -174,7 +165,6 @@ class EpisodeSource(Source[Group, EpisodeBatch]):
         )
 
     def play_options(self, limits: Limits) -> PlayOptions:
-        """How groups are played within these limits."""
         config = self._config
         return PlayOptions(limits, config.on_episode_failure, config.least_episodes, self._inputs.score, self._on_warning)
 
@@ -220,9 +210,8 @@ class EpisodeSource(Source[Group, EpisodeBatch]):
 class EpisodeDraft:
     """The batch of one step while it is made.
 
-    Metrics: those of :func:`~actors.collect.sample_metrics.episode_metrics`; ``episodes_dropped`` and ``groups_dropped``,
-    with ``on_episode_failure="drop"``; ``batches_cut_off``, with ``truncated="mask"``, passed over because all of their
-    episodes were cut off.
+    Adds to :func:`~actors.collect.sample_metrics.episode_metrics` ``episodes_dropped`` and ``groups_dropped``, with
+    ``on_episode_failure="drop"``, and ``batches_cut_off``, passed over with ``truncated="mask"``.
     """
 
     def __init__(self, config: EpisodeConfig, step: int, on_skipped: Callable[[str], None]) -> None:
@@ -250,11 +239,7 @@ class EpisodeDraft:
         return True
 
     def finish(self, rate: dict[str, float], staleness: Staleness) -> EpisodeBatch:
-        """The groups that are left.
-
-        Raises:
-            EpisodeFailedError: no group of the step is.
-        """
+        """The groups that are left; raises :class:`EpisodeFailedError` where there is none."""
         assert self._batch is not None, "finish comes after an add that was enough"
         config, batch = self._config, self._batch
         dropped = [episode for group in batch.samples for episode in group.dropped]
@@ -293,14 +278,10 @@ def play_held_out(
     seed: int,
     index: int,
 ) -> HeldOutEpisodes:
-    """Plays every row of a set. Seeds are the same at every step, so that weights alone differ.
-
-    Args:
-        options: for this set, but an episode that fails counts as zero.
-        index: of the set.
-    """
+    """Plays every row of a set, the ``index``-th. Seeds are the same at every step, so that weights alone differ."""
     # Steps of training are counted from 1, so its episodes have other seeds.
     tasks = group_tasks(held_out.prompts, -1 - index, held_out.sampling.n, seed)
+    # A run trains on without a failed episode; a score without it would be too good.
     groups = run_episodes(play_groups(player, tasks, source, replace(options, on_failure="zero")))
     episodes = [episode for group in groups for episode in group.episodes]
     scores = [
@@ -311,11 +292,7 @@ def play_held_out(
 
 
 def turn_sampling(sampling: SamplingConfig, ends: Sequence[int]) -> SamplingConfig:
-    """How turns are sampled; lengths come with each turn, and further stop tokens.
-
-    Args:
-        ends: tokens that end any turn, see :class:`~actors.collect.inputs.EpisodeInputs`.
-    """
+    """How turns are sampled, which end with ``ends``; lengths come with each turn, and further stop tokens."""
     names = ("temperature", "top_p", "top_k", "min_p", "stop_strings")
     given = {name: getattr(sampling, name) for name in names if sampling.is_set(name)}
     return SamplingConfig(**given, stop_token_ids=tuple(dict.fromkeys([*sampling.stop_token_ids, *ends])))
@@ -328,7 +305,7 @@ def _all_cut(batch: DrawnBatch[Row, Group]) -> bool:
 
 
 def _is_trained(episode: Episode) -> bool:
-    """Whether it has a token to train on: a turn that no environment has left out."""
+    # An environment may leave turns out, so that an episode with turns has nothing to train on.
     return any(any(segment.sampled) for segment in episode.segments)
 
 
@@ -338,13 +315,12 @@ def _played(batch: DrawnBatch[Row, Group]) -> Iterator[Episode]:
 
 
 def _versions(episode: Episode) -> set[int]:
-    """Of the weights that sampled its tokens."""
     return {version for turn in episode.turns for version in turn.versions}
 
 
 def _shuffled(groups: Sequence[Sequence[Episode]], seed: str) -> list[list[Episode]]:
-    """The same rewards on other episodes, at their last tokens."""
     rewards = [episode.reward for group in groups for episode in group]
     random.Random(seed).shuffle(rewards)
     left = iter(rewards)
+    # At the last tokens: those that earned a reward are not known of another episode.
     return [[with_reward(without_reward(episode), next(left)) for episode in group] for group in groups]

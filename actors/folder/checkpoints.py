@@ -1,4 +1,4 @@
-"""The checkpoints of one run: several models and the loop's own state as one, committed by one rename."""
+"""A run's checkpoints: several models and the run's progress as one, committed by one rename."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ from rl_backend.checkpoint.stored_metadata import load_problem
 from rl_backend.checkpoint.training_state import file_facts
 from rl_backend.contracts import CheckpointError, ConfigError
 
-CHECKPOINTS = "checkpoints"
-"""Where a run's folder has them."""
-
-LATEST = "latest"
-
-RUN_FILE = "run.json"
+CHECKPOINTS, LATEST, RUN_FILE = "checkpoints", "latest", "run.json"
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(incomplete|removed-[0-9a-f]{8})|\.latest\.new")
@@ -41,8 +36,6 @@ class RunManifest(SealedConfig):
     """``run.json``, which makes a directory a checkpoint of a run.
 
     Attributes:
-        format: version of the layout.
-        step: training steps taken.
         state: the loop's own.
         files: path -> size and digest, of each model's manifest and of every file beside the models.
     """
@@ -75,35 +68,19 @@ class RunCheckpoint:
     models: tuple[str, ...]
 
     def model(self, name: str) -> Path:
-        """The directory of one model.
-
-        Raises:
-            CheckpointError: there is none of that name.
-        """
-        if name not in self.models:
-            raise CheckpointError(
-                f"{self.path} holds no {name!r}, only {', '.join(self.models)}; load a checkpoint of a run that trained it",
-                path=str(self.path),
-                name=name,
-            )
+        """The directory of one model; ``load_checkpoint`` refuses one that is not there."""
         return self.path / name
 
 
 def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
     """Reads ``run.json`` and verifies that the checkpoint is the one that was committed; a link is followed.
 
-    ``load_checkpoint`` verifies the contents of each model.
-
     Raises:
         CheckpointError: not a checkpoint of a run, a file that is missing or has other bytes than were written, or a name
             that leads out of the directory.
     """
-    given = Path(path)
-    path = given.resolve()
-    file = path / RUN_FILE
-    if not path.is_dir():
-        raise CheckpointError(f"{given} is not a directory; give a step-... directory of a run", path=str(given))
-    if not file.is_file():
+    path = Path(path).resolve()
+    if not (path / RUN_FILE).is_file():
         hint = (
             f"it is one model's; give {path.parent}, which holds the run's state as well"
             if (path / MANIFEST_NAME).is_file()
@@ -112,10 +89,14 @@ def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
         raise CheckpointError(f"{path} has no {RUN_FILE}, so it is no checkpoint of a run; {hint}", path=str(path))
     manifest = RunManifest.read_sealed(require_inside(path, RUN_FILE))
     for name, facts in manifest.files.items():
-        if not require_inside(path, name).is_file():
-            raise _damaged(path, name, "it is missing")
-        if file_facts(path / name) != facts:
-            raise _damaged(path, name, "it has other bytes than were written")
+        missing = not require_inside(path, name).is_file()
+        if missing or file_facts(path / name) != facts:
+            what = "it is missing" if missing else "it has other bytes than were written"
+            raise CheckpointError(
+                f"{path} is damaged, {name}: {what}; remove the directory to continue from an earlier one",
+                path=str(path),
+                name=name,
+            )
     return RunCheckpoint(path, manifest.step, manifest.state, models_among(manifest.files))
 
 
@@ -126,17 +107,14 @@ class RunCheckpoints:
 
         checkpoints = RunCheckpoints("runs/mine/checkpoints", keep_last=3)
         runtime.save_checkpoint(policy, checkpoints.draft(step) / "policy")      # every rank
-        runtime.save_checkpoint(critic, checkpoints.draft(step) / "critic")
         if dist.get_rank() == 0:
             checkpoints.commit(step, {"batches": batches_taken})                 # one process, after the saves
 
-    :meth:`clean_up`, :meth:`commit` and :meth:`latest` are for one process of the run, its driver or rank 0, which tells the
-    others what it found: on a shared file system ranks that look for themselves may see different directories. One run
-    writes to a ``root`` at a time.
+    :meth:`clean_up`, :meth:`commit` and :meth:`latest` are for one process of the run, which tells the others what it found:
+    on a shared file system ranks that look for themselves may see different directories. One run writes to a ``root``.
 
     Args:
-        root: made by the first save.
-        keep_last: committed checkpoints to keep; a new one is committed before an old one is removed. None keeps all.
+        keep_last: committed checkpoints to keep; None keeps all.
 
     Raises:
         ConfigError: ``keep_last`` below 1.
@@ -149,24 +127,20 @@ class RunCheckpoints:
         self.keep_last = keep_last
 
     def steps(self) -> list[int]:
-        """Steps of the committed checkpoints, in order."""
         return [step for step, _ in self._committed()]
 
     def latest(self) -> RunCheckpoint | None:
         """The newest committed checkpoint; None without any.
 
-        Found by looking at the directories, not at ``latest``, which a run that was killed may have left behind.
-
         Raises:
             CheckpointError: it is damaged. An earlier one is not used instead, because the run had continued.
         """
+        # Not by the link ``latest``, which a run that was killed may have left behind.
         committed = self._committed()
         return read_run_checkpoint(committed[-1][1]) if committed else None
 
     def draft(self, step: int) -> Path:
-        """The directory that holds the checkpoint of ``step`` until it is committed; the same on every rank.
-
-        Files beside the models are committed, and later verified, with them.
+        """The directory that holds the checkpoint of ``step``, and files beside its models, until it is committed.
 
         Raises:
             CheckpointError: that step, or a later one, has been committed.
@@ -181,11 +155,7 @@ class RunCheckpoints:
         return self.root / f".{path.name}.incomplete"
 
     def make_draft(self, step: int) -> Path:
-        """:meth:`draft`, as a directory that exists.
-
-        Raises:
-            CheckpointError: as :meth:`draft`, or it cannot be made.
-        """
+        """:meth:`draft`, as a directory that exists; raises also when it cannot be made."""
         draft = self.draft(step)
         try:
             draft.mkdir(parents=True, exist_ok=True)
@@ -203,19 +173,21 @@ class RunCheckpoints:
             CheckpointError: a model is missing or still being saved, ``state`` is not JSON, or the file system refuses.
         """
         draft, path = self.draft(step), self._path(step)
-        kept = _json_state(state, draft)
+        if lost := [name for name, value in state.items() if not _is_json(name, value)]:
+            raise CheckpointError(
+                f"the state for {draft} would not be read back as it is: {lost[0]}={state[lost[0]]!r}; use JSON: lists, "
+                "finite numbers, and strings as keys",
+                path=str(draft),
+            )
         try:
-            manifest = RunManifest(step=step, state=kept, files=_saved_files(draft))
+            manifest = RunManifest(step=step, state=dict(state), files=_saved_files(draft))
             write_synced(draft / RUN_FILE, manifest.sealed_text())
             sync(draft)
             rename_synced(draft, path)
         except OSError as error:
             raise CheckpointError(f"cannot commit {path}: {with_notes(error)}", path=str(path)) from error
-        try:
-            self._point_latest_to(path)
-        except OSError as error:
-            # It is committed, and resuming looks at the directories.
-            logger.warning("%s does not point to %s: %s", self.root / LATEST, path.name, error)
+        self._point_latest_to(path)
+        # Last: a crash in between leaves one too many, not one too few.
         self._remove_old()
         return RunCheckpoint(path, step, manifest.state, models_among(manifest.files))
 
@@ -237,8 +209,7 @@ class RunCheckpoints:
         To be called before the first save, when no other run writes to ``root``.
 
         Raises:
-            CheckpointError: ``latest`` cannot be written, or a draft cannot be renamed; one that then cannot be removed is
-                only warned of, and tried again by the next run.
+            CheckpointError: a draft cannot be renamed; one that then cannot be removed is only warned of.
         """
         if not self.root.is_dir():
             return
@@ -250,10 +221,7 @@ class RunCheckpoints:
                 _remove(entry)
         committed = self._committed()
         if committed:
-            try:
-                self._point_latest_to(committed[-1][1])
-            except OSError as error:
-                raise CheckpointError(f"cannot write {self.root / LATEST}: {error}", path=str(self.root)) from error
+            self._point_latest_to(committed[-1][1])
             self._remove_old()
 
     def _path(self, step: int) -> Path:
@@ -267,10 +235,14 @@ class RunCheckpoints:
 
     def _point_latest_to(self, path: Path) -> None:
         new = self.root / ".latest.new"
-        new.unlink(missing_ok=True)
-        new.symlink_to(path.name)
-        new.replace(self.root / LATEST)
-        sync(self.root)
+        try:
+            new.unlink(missing_ok=True)
+            new.symlink_to(path.name)
+            new.replace(self.root / LATEST)
+            sync(self.root)
+        except OSError as error:
+            # The checkpoint is committed, and resuming looks at the directories.
+            logger.warning("%s does not point to %s: %s", self.root / LATEST, path.name, error)
 
     def _remove_old(self) -> None:
         if self.keep_last is None:
@@ -283,17 +255,13 @@ class RunCheckpoints:
 
 
 def _saved_files(draft: Path) -> dict[str, FileFacts]:
-    """Of a draft in which every model's save is complete."""
     files = {}
     entries = sorted(draft.iterdir()) if draft.is_dir() else []
     for entry in entries:
-        if entry.name.startswith("."):
+        # A save that has not finished has a hidden name, whatever it holds by now.
+        if entry.name.startswith(".") or (entry.is_dir() and not (entry / MANIFEST_NAME).is_file()):
             raise CheckpointError(
-                f"{draft} has {entry.name}: a save has not finished; commit after wait_for_checkpoint", path=str(draft)
-            )
-        if entry.is_dir() and not (entry / MANIFEST_NAME).is_file():
-            raise CheckpointError(
-                f"{entry} has no {MANIFEST_NAME}; a run's checkpoint holds what save_checkpoint writes, without hf",
+                f"{entry} is not what save_checkpoint leaves when it is done, without hf; commit after wait_for_checkpoint",
                 path=str(draft),
             )
         file = entry / MANIFEST_NAME if entry.is_dir() else entry
@@ -306,20 +274,11 @@ def _saved_files(draft: Path) -> dict[str, FileFacts]:
     return files
 
 
-def _json_state(state: Mapping[str, Any], draft: Path) -> dict[str, Any]:
-    given = dict(state)
+def _is_json(name: object, value: Any) -> bool:
     try:
-        kept = json.loads(json.dumps(given))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the state for {draft} is not JSON: {error}", path=str(draft)) from None
-    changed = [name for name in given if kept.get(name) != given[name]]
-    if changed:
-        raise CheckpointError(
-            f"the state for {draft} would not be read back as it is: {changed[0]}={given[changed[0]]!r}; use lists, finite "
-            "numbers, and strings as keys",
-            path=str(draft),
-        )
-    return given
+        return isinstance(name, str) and bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _discard(draft: Path) -> None:
@@ -333,11 +292,8 @@ def _discard(draft: Path) -> None:
 
 
 def _take_away(directory: Path, name: str) -> None:
-    """Removes a directory that loses its own name at once.
-
-    Half removed, a checkpoint would be taken for a damaged one. What cannot be removed, such as files that are open on NFS
-    or that a process left over still writes, is then in nobody's way.
-    """
+    # Half removed under its own name, a checkpoint would be taken for a damaged one. What cannot be removed, such as files
+    # that are open on NFS or that a process left over still writes, is then in nobody's way.
     removed = directory.with_name(f"{name}.removed-{uuid.uuid4().hex[:8]}")
     directory.rename(removed)
     _remove(removed)
@@ -354,14 +310,7 @@ def _remove(entry: Path) -> None:
 
 
 def models_among(files: Iterable[str]) -> tuple[str, ...]:
-    """Names of the directories of models, of the paths in a checkpoint of a run."""
     return tuple(Path(name).parent.name for name in files if Path(name).name == MANIFEST_NAME)
-
-
-def _damaged(path: Path, name: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is damaged, {name}: {what}; remove the directory to continue from an earlier one", path=str(path), name=name
-    )
 
 
 DRAWN_SAMPLES = "drawn_samples.pt"
@@ -401,10 +350,8 @@ class Progress:
     """How far a run has come after a step.
 
     A run that continues compares :attr:`identity`, cuts the logs of its folder back to :attr:`logs`, and restores the rest.
-    What is drawn at random follows from seed, step and batch; the generators of training ranks are in the models.
 
     Attributes:
-        step: training steps taken.
         state: of JSON; ``run``, ``logs``, ``batches``, and what each part of the loop wants back by its name.
         path: directory of the checkpoint; None where a run begins.
     """
@@ -435,10 +382,8 @@ class Progress:
             logs: name -> size and digest, as of :class:`~rl_backend.checkpoint.manifest.FileFacts`.
             parts: what parts of the loop want back.
             position: of the stream of samples; None for a loop without one.
-
-        Raises:
-            CheckpointError: the file system refuses.
         """
+        # No random state: what is drawn follows from seed, step and batch, and the generators of ranks are in the models.
         state = {"run": identity, "logs": logs, **parts}
         if position is not None:
             state["batches"] = {"taken": position.taken}
@@ -446,11 +391,7 @@ class Progress:
         return cls(step, state, draft)
 
     def part(self, name: str) -> Mapping[str, Any]:
-        """What a part of the loop has saved; empty where a run begins.
-
-        Raises:
-            CheckpointError: the checkpoint has no such part.
-        """
+        """What a part of the loop has saved; empty where a run begins, refused where a checkpoint has none."""
         if self.path is None:
             return {}
         saved = self.state.get(name)
@@ -461,31 +402,19 @@ class Progress:
 
     @property
     def identity(self) -> Identity:
-        """Of the run that saved the checkpoint.
-
-        Raises:
-            CheckpointError: another program saved it, or it is damaged.
-        """
+        """Of the run that saved the checkpoint; raises :class:`CheckpointError` where another program did."""
         try:
             saved: Mapping[str, Any] = self.state["run"]
-            identity = Identity(saved["example"], saved["options"], saved["contents"], saved.get("dtype"))
-            if not (isinstance(identity.options, dict) and isinstance(identity.contents, dict)):
-                raise TypeError("its options and contents are not objects")
-        except KeyError as error:
-            problem = f"{self.path} is of another program: its state has no {error}; give it to that one"
-            raise CheckpointError(problem) from None
-        except (TypeError, AttributeError) as error:
-            problem = f"{self.path} is damaged, its state does not say which run it belongs to ({error})"
-            raise CheckpointError(f"{problem}; continue from another checkpoint", path=str(self.path)) from None
-        return identity
+            return Identity(saved["example"], dict(saved["options"]), dict(saved["contents"]), saved.get("dtype"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"{self.path} is of another program: its state does not say which run it belongs to"
+            raise CheckpointError(
+                f"{problem} ({type(error).__name__}: {error}); give it to that one", path=str(self.path)
+            ) from None
 
     @property
     def logs(self) -> dict[str, FileFacts]:
-        """What each log of the run's folder had.
-
-        Raises:
-            CheckpointError: it does not say.
-        """
+        """What each log of the run's folder had; refused where the checkpoint does not say."""
         try:
             return {name: FileFacts(**facts) for name, facts in self.state["logs"].items()}
         except (AttributeError, KeyError, TypeError, ConfigError) as error:
@@ -494,22 +423,13 @@ class Progress:
 
     @property
     def position(self) -> StreamPosition:
-        """Where a stream of samples continues.
-
-        Raises:
-            CheckpointError: it was saved by a loop without one, or samples that were drawn ahead cannot be read.
-        """
+        """Where a stream of samples continues; refused where samples that were drawn ahead cannot be read."""
         if self.path is None:
             return StreamPosition()
         return StreamPosition(self.part("batches")["taken"], load_drawn(self.path))
 
 
 def save_drawn(batches: Sequence[Sequence[Sample]], directory: Path) -> None:
-    """Writes samples to a file in ``directory``.
-
-    Raises:
-        CheckpointError: the file system refuses.
-    """
     path, written = directory / DRAWN_SAMPLES, io.BytesIO()
     torch.save([[_to_dict(sample) for sample in batch] for batch in batches], written)
     try:
@@ -519,11 +439,6 @@ def save_drawn(batches: Sequence[Sequence[Sample]], directory: Path) -> None:
 
 
 def load_drawn(directory: Path) -> list[list[Sample]]:
-    """What :func:`save_drawn` wrote.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
     path = directory / DRAWN_SAMPLES
     try:
         return [[_from_dict(sample) for sample in batch] for batch in torch.load(path, weights_only=True)]

@@ -26,16 +26,12 @@ from rl_backend.options.option_set import get, has, options_of, value_and_defaul
 
 _WHOLE = (".json", ".jinja", ".model", ".txt")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+# Option -> the split that it means where it names none of several.
 _DATA_SETS: Mapping[str, str | None] = {"dataset": "train", "eval_dataset": None}
-"""Option -> the split that it means where it names none of several."""
 
 
 def saved_facts(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint says of its run; only the same run may continue from it.
-
-    Raises:
-        ConfigError: the dataset is missing.
-    """
+    """What a checkpoint says of its run; only the same run may continue from it. Raises ConfigError without a dataset."""
     return {"example": type(config).__name__, "options": deciding_options(config), "contents": _contents(config)}
 
 
@@ -61,7 +57,7 @@ def require_same_run(config: RunConfig, progress: Progress) -> None:
     """Checks everything except ``dtype=auto``, see :func:`require_same_dtype`.
 
     Raises:
-        ConfigError: names the first option in which ``config`` is another run than that of a checkpoint.
+        ConfigError: names the options in which ``config`` is another run than that of a checkpoint.
         CheckpointError: another program saved it.
     """
     name, path, saved = type(config).__name__, progress.path, progress.identity
@@ -70,25 +66,26 @@ def require_same_run(config: RunConfig, progress: Progress) -> None:
     here, named = deciding_options(config), options_of(type(config))
     # Under a place, where it has got a short name since.
     options = {named.name_of(option): value for option, value in saved.options.items()}
-    for option in here | options:
-        if options.get(option) != here.get(option):
-            value, default = value_and_default(config, option)
-            there = options.get(option, default)
-            problem = f"the run of {path} has {there!r}, and would not go on as it was; use that, or a new run"
-            raise ConfigError.of(f"{name}.{option}", value, problem)
-    for option, found in _contents(config).items():
+    differ = {
+        option: f"the run of {path} has {options.get(option, value_and_default(config, option)[1])!r}, and would not go on "
+        "as it was"
+        for option in here | options
+        if options.get(option) != here.get(option)
+    }
+    for option, found in ({} if differ else _contents(config)).items():
         if saved.contents.get(option) != found:
-            raise ConfigError.of(
-                f"{name}.{option}",
-                value_and_default(config, option)[0],
-                f"is not, byte for byte, what the run of {path} has; use that, or a new run",
-            )
+            differ[option] = f"is not, byte for byte, what the run of {path} has"
+    if differ:
+        (option, problem), *others = differ.items()
+        also = f"; {', '.join(other for other, _ in others)} differ too" if others else ""
+        value, _ = value_and_default(config, option)
+        raise ConfigError.of(f"{name}.{option}", value, f"{problem}; use that, or a new run{also}")
     if config.dtype != "auto":
         require_same_dtype(config, progress)
 
 
 def require_same_dtype(config: RunConfig, progress: Progress) -> None:
-    """Raises :class:`ConfigError` unless ``config`` trains in the dtype of the run that it continues; auto needs Ray."""
+    """Refuses a ``config`` that trains in another dtype than the run that it continues; auto needs Ray."""
     saved, dtype = progress.identity.dtype, config.trained_dtype
     if saved != dtype:
         raise ConfigError.of(
@@ -147,11 +144,11 @@ def _source(location: str) -> Path | None:
 
 
 def _model_file(file: Path) -> Any:
-    """Of weights, which may be of many gigabytes, the size and pieces from the first byte to the last."""
     if file.suffix in _WHOLE:
         return file_facts(file).model_dump(mode="json")
     if file.suffix != ".safetensors":
         return None
+    # Weights may be of many gigabytes: the size, and pieces from the first byte to the last.
     return _pieces(file)
 
 

@@ -1,4 +1,4 @@
-"""The start of a run: at its first step, or after the last step of a checkpoint of the same run."""
+"""Resuming: where a run begins, in a new folder or after a checkpoint, and its logs cut back to that checkpoint."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ class LogFile:
             with path.open("rb") as stream:
                 while self._size < kept.num_bytes:
                     self._count(stream.read(min(kept.num_bytes - self._size, 1 << 22)))
+        # Unbuffered: what a process that is killed has logged is in the file.
         self._file = path.open("ab", buffering=0)
         self._file.truncate(self._size)
 
     def write(self, *lines: Mapping[str, Any]) -> None:
-        """Appends one line for each."""
         text = "".join(json_text(line, ensure_ascii=False) + "\n" for line in lines).encode()
         self._count(text)
+        # A single write may take less than all, on a full disk for one.
         while text:
             text = text[self._file.write(text) :]
 
@@ -56,7 +57,6 @@ class LogFile:
         return FileFacts(num_bytes=self._size, xxh3=self._digest.hexdigest())
 
     def close(self) -> None:
-        """Ends it."""
         self._file.close()
 
     def _count(self, data: bytes) -> None:
@@ -65,21 +65,18 @@ class LogFile:
 
 
 def require_unchanged(log: Path, facts: FileFacts) -> None:
-    """Checks that a log begins with the lines that it had when a checkpoint was saved.
-
-    Raises:
-        ConfigError: lines are lost or changed, or it cannot be read.
-    """
+    """Refuses a log that does not begin with the lines that it had when a checkpoint was saved."""
     try:
         found = file_facts(log, facts.num_bytes)
     except OSError as error:
-        raise ConfigError.of("resume", str(log), f"cannot be read: {error}") from None
-    if found.num_bytes < facts.num_bytes:
-        problem = f"has lost lines: it had {facts.num_bytes} bytes at the checkpoint and has {found.num_bytes}"
-    elif found != facts:
-        problem = f"is damaged: its first {facts.num_bytes} bytes are not those that it had at the checkpoint"
+        problem = f"cannot be read: {error}"
     else:
-        return
+        if found == facts:
+            return
+        if found.num_bytes < facts.num_bytes:
+            problem = f"has lost lines: it had {facts.num_bytes} bytes at the checkpoint and has {found.num_bytes}"
+        else:
+            problem = f"is damaged: its first {facts.num_bytes} bytes are not those that it had at the checkpoint"
     raise ConfigError.of("resume", str(log), f"{problem}; repair it, or continue from the checkpoint in a new run_dir")
 
 
@@ -91,7 +88,6 @@ class RunFinishedError(ConfigError):
 
     @classmethod
     def in_folder(cls, config: RunConfig) -> Self:
-        """Of a run whose folder says so."""
         return cls(f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue")
 
 
@@ -123,11 +119,9 @@ class RunStart:
 
     @property
     def progress(self) -> Progress:
-        """How far the run has come."""
         return Progress.of(self.checkpoint)
 
     def describe(self) -> list[str]:
-        """For the first line that a run prints."""
         return [] if self.checkpoint is None else [f"continuing after step {self.step}, from {self.checkpoint.path}"]
 
 
@@ -186,20 +180,18 @@ def find_start(config: RunConfig) -> RunStart:
 
 
 def _require_checkpoint(path: str) -> None:
-    """Raises :class:`ConfigError` for what is no checkpoint at first sight, such as the folder of a run."""
-    if not Path(path).is_dir():
-        raise ConfigError.of(
-            "resume", path, "is no folder; give auto, or a checkpoint, such as runs/grpo/checkpoints/latest"
-        )
-    if (Path(path) / LOGS[0]).is_file():
+    """Refuses what is no checkpoint at first sight. Both the folder of a run and a checkpoint have a ``run.json``."""
+    if Path(path).is_dir() and not (Path(path) / LOGS[0]).is_file():
+        return
+    problem = "is no folder; give auto, or a checkpoint, such as runs/grpo/checkpoints/latest"
+    if Path(path).is_dir():
         problem = "is the folder of a run; give auto and this run_dir"
         if RunCheckpoints(Path(path) / CHECKPOINTS).steps():
             problem += f", or {path.rstrip('/')}/{CHECKPOINTS}/latest"
-        raise ConfigError.of("resume", path, problem)
+    raise ConfigError.of("resume", path, problem)
 
 
 def _kept_logs(checkpoint: RunCheckpoint, config: RunConfig) -> dict[str, FileFacts]:
-    """Facts of the run folder's logs, after checking that they are as when ``checkpoint`` was saved."""
     kept = Progress.of(checkpoint).logs
     for name in LOGS:
         if name in kept:
@@ -208,7 +200,7 @@ def _kept_logs(checkpoint: RunCheckpoint, config: RunConfig) -> dict[str, FileFa
 
 
 def require_new_run(path: Path | str) -> None:
-    """Raises :class:`ConfigError` when ``path`` holds a run that has taken a step, or cannot be a folder."""
+    """Refuses a ``path`` that holds a run that has taken a step, or cannot be a folder."""
     with usable_run_dir(path):
         used = _has_steps(path) or RunCheckpoints(Path(path) / CHECKPOINTS).steps()
     if used:
@@ -218,16 +210,11 @@ def require_new_run(path: Path | str) -> None:
 
 
 def checkpoints_of(config: RunConfig) -> RunCheckpoints:
-    """The store in the run's folder."""
     return RunCheckpoints(Path(config.run_dir) / CHECKPOINTS, config.keep_checkpoints or None)
 
 
 def _may_be_replaced(config: RunConfig) -> bool:
-    """Whether the folder has steps of an interrupted run without a checkpoint, which may then be repeated.
-
-    Raises:
-        ConfigError: that run has finished, or was another one.
-    """
+    """Whether the folder has steps of an interrupted run without a checkpoint, which may then be repeated."""
     if not (Path(config.run_dir) / "config.json").exists():
         return False
     earlier = read_file_of_run(config.run_dir, "config.json")
@@ -243,7 +230,11 @@ def _may_be_replaced(config: RunConfig) -> bool:
         )
     if not has_steps:
         return False
-    if deciding_options(_earlier_config(config, earlier)) != deciding_options(config):
+    try:
+        same = deciding_options(type(config)(**earlier)) == deciding_options(config)
+    except ConfigError:
+        same = False
+    if not same:
         raise ConfigError.of(
             "run_dir", config.run_dir, "holds a run with other options, without a checkpoint; choose another, or remove it"
         )
@@ -256,25 +247,16 @@ def _may_be_replaced(config: RunConfig) -> bool:
     return True
 
 
-def _earlier_config[C: RunConfig](config: C, earlier: Mapping[str, Any]) -> C:
-    try:
-        return type(config)(**earlier)
-    except ConfigError as error:
-        raise ConfigError.of(
-            "run_dir", config.run_dir, f"config.json of the run in it cannot be used: {error}; choose a new run_dir"
-        ) from None
-
-
 def _origin(resume: str | None) -> Path | None:
     """The checkpoint of another run that a run begins with."""
     return None if resume in (None, "auto") else Path(str(resume)).resolve()
 
 
 def _has_steps(run_dir: Path | str) -> bool:
-    """Whether a step was taken; the line of step 0 has what was measured before."""
     metrics = Path(run_dir) / LOGS[0]
     if not metrics.exists():
         return False
+    # The line of step 0 has what was measured before training.
     with metrics.open("rb") as lines:
         return any(not line.startswith(b'{"step": 0,') for line in islice(lines, 2))
 
@@ -284,15 +266,11 @@ def _has_finished(run_dir: str) -> bool:
 
 
 def read_file_of_run(run_dir: Path | str, name: str) -> dict[str, Any]:
-    """The object in ``config.json`` or ``run.json`` of a run's folder.
-
-    Raises:
-        ConfigError: it is missing or damaged.
-    """
+    """The object in ``config.json`` or ``run.json`` of a run's folder; raises ConfigError if it is missing or damaged."""
     file = Path(run_dir) / name
     try:
         return read_object(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError.of(
             "run_dir",
             str(run_dir),

@@ -84,43 +84,7 @@ _MODULES = {
     "write_report": "rl_backend.lab.report.page",
 }
 
-__all__ = [
-    "Advantage",
-    "EpisodeBatch",
-    "EpisodeConfig",
-    "EvalConfig",
-    "EvalSet",
-    "Follows",
-    "GroupModel",
-    "HeldOutResult",
-    "MetricsWriter",
-    "OnStep",
-    "OptionSet",
-    "Phases",
-    "PolicyLoss",
-    "RLConfig",
-    "RunFinishedError",
-    "RunModel",
-    "RunResult",
-    "StopRequest",
-    "TrainingBatch",
-    "TrainingConfig",
-    "announce",
-    "evaluate",
-    "kl_metrics",
-    "overlaid",
-    "parse_config",
-    "positions_of",
-    "rewards_of_tokens",
-    "run_command",
-    "to_sequences",
-    "update_metrics",
-    "update_parts",
-    "with_advantages",
-    "with_episode_gae",
-    "with_outputs",
-    "write_report",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -19,13 +19,12 @@ RUN_AGAIN = "start the run again; --resume auto continues from its newest checkp
 def run_command(main: Callable[..., None], config_type: type[BaseConfig] | None = None, description: str = "") -> None:
     """Runs ``main`` and ends the process with its status.
 
-    Our errors become one message and status 2; a run that had finished says so with status 0; Ctrl-C is status 130,
-    SIGTERM status 143. A run that either ends between two steps has the same status as one that is cut short.
+    Our errors become one message and status 2; a run that had finished says so with status 0; Ctrl-C is status 130, SIGTERM
+    status 143, also of a run that either ends between two steps.
 
     Args:
         main: takes the options, if there is a type of them.
         config_type: of the options, which are read from the command line; errors then name flags in place of fields.
-        description: of the command, for ``--help``.
     """
     config: BaseConfig | None = None
     try:

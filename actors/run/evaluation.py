@@ -1,4 +1,4 @@
-"""An evaluation alone: held-out sets answered with the weights of a model directory."""
+"""Engines without training: an evaluation of held-out sets, and one episode shown."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
 from actors.collect.episodes import group_tasks, turn_sampling
 from actors.collect.held_out import HeldOutResult, load_held_out, warn_of_unknown
-from actors.collect.inputs import load_episode_inputs
+from actors.collect.inputs import load_episode_inputs, load_scorer
 from actors.collect.prompts import answer
-from actors.collect.reward_scores import load_scorer
 from actors.collect.stop_tokens import Ends
 from actors.collect.transcripts import transcript
 from actors.folder.lock import require_writable, usable_run_dir
@@ -110,7 +109,7 @@ class EvalConfig(BaseConfig):
 
     @property
     def model(self) -> str:
-        """Hugging Face directory with config, safetensors and tokenizer: ``rollout.model_path``."""
+        """Hugging Face directory with config, safetensors and tokenizer."""
         return self.rollout.model_path
 
     @property
@@ -127,7 +126,6 @@ class EvalConfig(BaseConfig):
 
     @property
     def eval_sampling(self) -> dict[str, SamplingConfig]:
-        """How each set is answered."""
         one, given = self.sampling, gives(self, "sampling.temperature")
         several = one if one.temperature or given else one.replace(temperature=1.0)
         sets = self.eval_sets.items()
@@ -155,7 +153,10 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
             cannot be used, before anything is started.
     """
     if config.out is not None:
-        _check_out(config.out)
+        with usable_run_dir(config.out, _OUT):
+            if (Path(config.out) / RESULTS).exists():
+                raise ConfigError.of(_OUT, config.out, f"has {RESULTS} already; choose a new folder")
+        require_writable(config.out, _OUT)
     model = local_model(config.model, field="EvalConfig.model")
     config = config.replace(rollout=config.rollout.replace(model_path=model)) if model != config.model else config
     _check_model(config)
@@ -194,13 +195,6 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
     return {result.held_out.name: result for result in results}
 
 
-def _check_out(out: str) -> None:
-    with usable_run_dir(out, _OUT):
-        if (Path(out) / RESULTS).exists():
-            raise ConfigError.of(_OUT, out, f"has {RESULTS} already; choose a new folder")
-    require_writable(out, _OUT)
-
-
 def _check_model(config: EvalConfig) -> None:
     model = config.model
     require_whole_model("EvalConfig.model", model)
@@ -224,10 +218,9 @@ def _write(folder: Path, config: EvalConfig, results: Sequence[HeldOutResult], t
 
 
 def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | None = None) -> str:
-    """Plays the environment of a row of the data set, and describes the episode for people.
+    """Plays the environment of a row of the data set, counted from 0, and describes the episode for people.
 
     Args:
-        row: number of the row, from 0.
         rollout: open engines, with the weights that they have; None starts one.
 
     Raises:

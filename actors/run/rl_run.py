@@ -1,4 +1,4 @@
-"""A run whose engines answer prompts, and whose reward functions score the answers."""
+"""Runs that sample: engines answer prompts (:class:`RLRun`), or play episodes of many turns (:class:`EpisodeRun`)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,17 @@ from actors.watch.console import warn
 class RLRun(Run[RLConfig]):
     """A run that samples: batches of prompts are answered by engines, scored, and trained on::
 
-        with RLRun(config) as run:
-            policy = run.build_model("policy")
-            run.begin("Mine", {"policy": policy})
-            for step in run.steps():
-                batch = run.collect()
-                ...  # updates of the policy
-                run.lap("train")
-                run.push()
-                run.end_step(batch.metrics | update_metrics(updates))
-            run.save_model(policy)
-            result = run.finish()
-
-    Args:
-        config, session, on_step, label, stop: see :class:`~actors.run.run.Run`.
-
-    Attributes:
-        inputs: tokenizer, reward functions and prompts.
+    with RLRun(config) as run:
+        policy = run.build_model("policy")
+        run.begin("Mine", {"policy": policy})
+        for step in run.steps():
+            batch = run.collect()
+            ...  # updates of the policy
+            run.lap("train")
+            run.push()
+            run.end_step(batch.metrics | update_metrics(updates))
+        run.save_model(policy)
+        result = run.finish()
     """
 
     def __init__(
@@ -94,26 +88,10 @@ class RLRun(Run[RLConfig]):
 
 
 class EpisodeRun(Run[EpisodeConfig]):
-    """A run that plays groups of episodes, and trains on them::
+    """A run that plays groups of episodes, and trains on them. The loop is that of :class:`RLRun`, with::
 
-        with EpisodeRun(config) as run:
-            policy = run.build_model("policy")
-            run.begin("Mine", {"policy": policy})
-            for step in run.steps():
-                batch = run.collect()
-                sequences = episode_sequences(batch.episodes, truncated=config.truncated)
-                ...  # updates of the policy, of episode_parts(sequences, batch.groups, ...)
-                run.lap("train")
-                run.push()
-                run.end_step(batch.metrics | update_metrics(updates))
-            run.save_model(policy)
-            result = run.finish()
-
-    Args:
-        config, session, on_step, label, stop: see :class:`~actors.run.run.Run`.
-
-    Attributes:
-        inputs: tokenizer, player and rows.
+    sequences = episode_sequences(batch.episodes, truncated=config.truncated)
+    ...  # updates of the policy, of episode_parts(sequences, batch.groups, ...)
     """
 
     def __init__(
@@ -130,7 +108,7 @@ class EpisodeRun(Run[EpisodeConfig]):
             self.inputs = load_episode_inputs(self.config)
 
     def begin(self, title: str, trained: Mapping[str, GroupModel], facts: Sequence[str] = ()) -> None:
-        """Restores a checkpoint, if any, pushes the weights of the first of ``trained`` and evaluates them."""
+        """As :meth:`RLRun.begin`."""
         config, inputs, start = self.config, self.inputs, self.start
 
         def open_source(rollout: RolloutGroup, adapter: str | None) -> EpisodeSource:
@@ -146,14 +124,14 @@ class EpisodeRun(Run[EpisodeConfig]):
         self._begin_sampling(title, trained, known, config, inputs, open_source)
 
     def collect(self) -> EpisodeBatch:
-        """What the step trains on, see :meth:`~actors.run.sampling.Sampling.collect`."""
+        """As :meth:`RLRun.collect`."""
         batch: EpisodeBatch = self._sampled.collect(self._step, self._clock)
         return batch
 
     def push(self) -> PushReport:
-        """Sends the policy's weights to the engines, between two batches: phases ``wait_for_samples`` and ``sync``."""
+        """As :meth:`RLRun.push`."""
         return self._sampled.push(self._step, self.lap)
 
     def finish(self) -> RunResult:
-        """After the last step; also writes ``summary.json``."""
+        """As :meth:`RLRun.finish`."""
         return self._sampled.finish()

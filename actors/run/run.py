@@ -35,8 +35,8 @@ from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import Head, OptimizerConfig
 from rl_backend.lab.text import as_number, finite
 
+# Of a checkpoint's state: metrics of its step and health, under names that checkpoints have.
 _METRICS, _HEALTH = "metrics", "vital_signs"
-"""Of a checkpoint's state: metrics of its step, as :func:`~rl_backend.lab.text.json_text` writes them, and health."""
 
 type OnStep = Callable[[int, dict[str, float]], None]
 """Called after each step with its number and metrics."""
@@ -60,14 +60,10 @@ class Run[C: RunConfig]:
     Args:
         config: read and checked when the object is made: nothing is started for a run that cannot begin.
         session: open training groups and engines, which stay open; None opens them for this run.
-        on_step: called after each step.
         label: begins every line that the run prints.
         stop: ends the run after the step that it is in; None lets SIGTERM and Ctrl-C do that, in the main thread.
 
     Attributes:
-        start: where the run begins.
-        session: inside the context, what it works with.
-        folder: inside the context, what it writes.
         last_metrics: those of the last step, as :meth:`end_step` was given them; at first those of the checkpoint's step.
 
     Raises:
@@ -197,10 +193,10 @@ class Run[C: RunConfig]:
         self._saver.finish()
 
     def lap(self, phase: str) -> None:
-        """Ends a phase of the step: the metrics ``seconds/<phase>`` and ``tokens_per_second/<phase>``.
-
-        The tokens are those of passes whose results have come since the last lap, of the trained model that had most.
+        """Ends a phase of the step: the metrics ``seconds/<phase>`` and ``tokens_per_second/<phase>``, of results that have
+        come.
         """
+        # Of the trained model that had most: models of different groups compute at the same time.
         self._clock.lap(phase, max((model.tokens.take() for model in self._trained), default=0))
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
@@ -212,6 +208,7 @@ class Run[C: RunConfig]:
         """
         step, clock, sampling = self._step, self._clock, self._sampling
         self.last_metrics = dict(metrics)
+        # Before all else, so that files are written while the step is evaluated.
         self._saver.save(step, clock)
         measured = {**metrics, **clock.rates, "peak_memory_gib": self._parts.peak_memory / 2**30}
         warnings = self._health.warnings(step, measured)
@@ -225,6 +222,7 @@ class Run[C: RunConfig]:
         self._lines.end(step, measured, clock.seconds)
         for warning in warnings:
             warn(warning, self.label)
+        # After the logs: a checkpoint says how long they are.
         self._saver.commit(step, self._state(), self._position)
         if self._on_step:
             self._on_step(step, measured)
@@ -256,7 +254,6 @@ class Run[C: RunConfig]:
         raise stopped
 
     def _state(self) -> dict[str, Any]:
-        """What a run that continues after this step takes over, by the part that wants it back."""
         sampling = {} if self._sampling is None else self._sampling.state
         return {**sampling, _HEALTH: self._health.state, _METRICS: finite(self.last_metrics, json.dumps)}
 
@@ -279,13 +276,7 @@ class Run[C: RunConfig]:
         inputs: SampledInputs,
         open_source: Callable[[RolloutGroup, str | None], Source[Any, B]],
     ) -> None:
-        """As :meth:`begin`; also pushes the weights of the first of ``trained``, and evaluates them.
-
-        Args:
-            config: of this run.
-            inputs: that it has read.
-            open_source: of engines, and of the adapter that samples; None for the weights alone.
-        """
+        """As :meth:`begin`; also pushes the weights of the first of ``trained``, and evaluates them."""
         self._restore(trained)
         policy = next(iter(trained.values()))
         self._parts.connect(policy, config.transport)

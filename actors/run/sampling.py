@@ -1,4 +1,4 @@
-"""The sampling half of a run: a batch for each step, a push after it, held-out sets where they are due."""
+"""The sampling half of a run: a batch for each step, a push after it, held-out sets where they are due, and the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rl_backend.lab.text import count, duration
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run has come to.
+    """What a run has come to; of a run that was resumed, all its parts together.
 
     Attributes:
         held_out_reward_before: mean reward of the responses to the first held-out set, which are greedy unless it says
@@ -31,7 +31,7 @@ class RunResult:
         held_out_reward_after: the same after the last step.
         max_log_prob_gap: largest mean in a step of the difference between trainer and engine, in nats; with stale samples
             also between new weights and old.
-        seconds: of the whole run, from the beginning of the command; of a run that was resumed, of all its parts.
+        seconds: of the whole run, from the beginning of the command.
         start_seconds: of them, until the first step began.
         step_seconds: of them, in training steps.
         held_out_before: estimates of all held-out sets, by their names as metrics.
@@ -54,10 +54,6 @@ class Totals:
     Args:
         earlier: the :attr:`state` of the run that this one continues; empty at the first step.
         began: when the command did, on the clock of ``time.monotonic``.
-
-    Attributes:
-        reward: mean reward of the first held-out set when it was last answered; None without one.
-        held_out: estimates of all held-out sets, likewise.
     """
 
     def __init__(self, earlier: Mapping[str, Any], began: float) -> None:
@@ -77,7 +73,6 @@ class Totals:
         self._reward_before, self._held_out_before = self.reward, self.held_out
 
     def begin_steps(self) -> None:
-        """The start is over."""
         now = time.monotonic()
         self._start_seconds += now - self._began
         self._steps_began = now - self._step_seconds
@@ -89,7 +84,6 @@ class Totals:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a run that continues after this step takes over."""
         return {
             "held_out_reward_before": self._reward_before,
             "held_out_reward": self.reward,
@@ -102,7 +96,6 @@ class Totals:
         }
 
     def result(self) -> RunResult:
-        """Of the whole run, now."""
         return RunResult(
             self._reward_before,
             self.reward,
@@ -120,8 +113,6 @@ class Totals:
 
 
 class SampledInputs(Protocol):
-    """What any run that samples has read."""
-
     @property
     def tokenizer(self) -> Any: ...
 
@@ -133,17 +124,11 @@ class Sampling[B: CollectedBatch]:
     """Collects what steps train on, keeps engines at the policy's weights, and answers held-out sets with them.
 
     Args:
-        config: sizes, staleness, evaluation.
-        inputs: tokenizer and held-out sets.
-        source: samples.
         publish: brings the policy's present weights to the engines.
-        folder: gets the lines of samples and of held-out answers.
         progress: where the run begins.
         began: when the command did, on the clock of ``time.monotonic``.
-        label: begins every line that is printed.
 
     Attributes:
-        collector: makes the batches.
         version: of the weights that engines have.
     """
 
@@ -167,10 +152,8 @@ class Sampling[B: CollectedBatch]:
         self.version = 0
 
     def begin(self, step: int, phases: Phases, *, first: bool) -> tuple[PushReport, list[HeldOutResult]]:
-        """Pushes the weights that ``step`` has left, and evaluates them where nothing was trained before.
-
-        Args:
-            first: the run continues no other.
+        """Pushes the weights that ``step`` has left, and evaluates them where the run is the ``first`` and continues no
+        other.
         """
         with phases.phase("push", "the first weights to the engines"):
             pushed = self._push(step)
@@ -189,10 +172,7 @@ class Sampling[B: CollectedBatch]:
         self._totals.begin_steps()
 
     def collect(self, step: int, clock: Clock) -> B:
-        """What the step trains on: the phase ``sample``, and ``reward`` where scores are waited for.
-
-        With the metric ``unknown_tokens`` where the tokenizer has no token for some of the sampled ids.
-        """
+        """What the step trains on: the phase ``sample``, and ``reward`` where scores are waited for."""
         self._batch = batch = self.collector.collect(step, clock)
         if unknown := unknown_tokens(self._source.sampled_ids(batch), self._inputs.tokenizer):
             batch.metrics["unknown_tokens"] = unknown
@@ -228,7 +208,6 @@ class Sampling[B: CollectedBatch]:
         return metrics
 
     def log_samples(self, step: int) -> None:
-        """Writes lines of the step's samples."""
         assert self._batch is not None, "a step collects before it ends"
         self._folder.log_samples(step, self._source.describe(self._batch))
 
@@ -242,12 +221,10 @@ class Sampling[B: CollectedBatch]:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a run that continues after this step takes over, by part."""
         return {"log": self._totals.state, "collector": self.collector.versions.state}
 
     @property
     def position(self) -> StreamPosition:
-        """Of the stream of samples."""
         return self._source.stream.position
 
     def _push(self, step: int) -> PushReport:
@@ -257,7 +234,6 @@ class Sampling[B: CollectedBatch]:
         return report
 
     def _evaluate(self, step: int) -> tuple[list[HeldOutResult], dict[str, float]]:
-        """Answers the held-out sets, if any; results, and what they come to as metrics."""
         if not self._inputs.held_out:
             return [], {}
         results = self._source.answer_held_out()

@@ -17,22 +17,16 @@ from actors.train.model import GroupModel
 from actors.watch.metrics import Clock
 from rl_backend.contracts import CheckpointError
 
+# A run that ends with an error, Ctrl-C too, waits so long for its last checkpoint; another Ctrl-C ends the wait.
 _WAIT_SECONDS = 300.0
 
 
 class RunSaver:
     """Loads the models of a run where it begins, and saves them every ``config.save_every`` steps and after the last.
 
-    In a step :meth:`save` comes after the update and :meth:`commit` after the step's lines are logged::
-
-        with RunSaver(config, folder, models, start) as saver:  # ends before the groups of its models
-            saver.save(step, clock)
-            log.step(...)
-            saver.commit(step, log.state)
-
-    With ``config.async_save`` files are written while later steps run, and the checkpoint is committed after the step in
-    which the last of them is written. A run that ends with an error, Ctrl-C too, waits up to five minutes for them and
-    commits; another Ctrl-C ends the wait.
+    In a step :meth:`save` comes after the update and :meth:`commit` after the step's lines are logged. With
+    ``config.async_save`` files are written while later steps run, and the checkpoint is committed after the step in which
+    the last of them is written. Use as a context manager, which ends before the groups of its models.
 
     Args:
         models: those that are trained, by the name of their directory.
@@ -64,13 +58,8 @@ class RunSaver:
             clock.lap("save")
 
     def end(self, step: int, parts: Mapping[str, Any], position: StreamPosition | None = None) -> Path | None:
-        """Commits a checkpoint of ``step``, after which a run ends early, if it was not due; waits until it is written.
-
-        Args:
-            parts, position: as of :meth:`commit`.
-
-        Returns:
-            The checkpoint; None for a run that saves none.
+        """Commits a checkpoint of ``step``, after which a run ends early, and waits until it is written; None without
+        ``save_every``.
         """
         if not self._config.save_every:
             return None
@@ -97,7 +86,7 @@ class RunSaver:
         """Adds the loop's state to the checkpoint of ``step``, if one was begun, and commits what is written by now.
 
         Args:
-            parts: of JSON, by the part of the loop that wants it back from :meth:`~actors.folder.checkpoints.Progress.part`.
+            parts: of JSON, by the part of the loop that wants it back from :meth:`Progress.part`.
             position: of the stream of samples; None for a loop without one.
         """
         if self._saving == step:

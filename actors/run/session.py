@@ -52,15 +52,10 @@ class _Shared:
 
 @dataclass(frozen=True)
 class Session:
-    """Training groups and engines that are open, for one run after the other.
+    """Training groups of equal ranks, and engines, that are open for one run after the other.
 
     Every run builds its own models, which stay on the ranks until the groups end, and begins with a push of its weights.
-    Runs of LoRA adapters share the frozen models below them. Those that push adapters may work at the same time, in
-    threads of one driver: engines have the weights of one such model then, and beside them an adapter of each run.
-
-    Attributes:
-        groups: of equal ranks. A run's first model is on the first.
-        rollout: engines; None for runs that sample nothing.
+    Runs that push LoRA adapters over one frozen model may work at the same time, in threads of one driver.
     """
 
     groups: Sequence[TrainGroup]
@@ -79,11 +74,7 @@ class Session:
 
     @contextmanager
     def serving(self, group: TrainGroup, base: HandleRef, transport: TransportName) -> Iterator[None]:
-        """Inside, engines have the weights of ``base``, which runs that came before may use already.
-
-        Raises:
-            ConfigError: those have adapters over another model.
-        """
+        """Inside, engines have the weights of ``base``; refused while other runs have adapters over another model."""
         shared, rollout = self._shared, self.rollout
         assert rollout is not None, "adapters are pushed to engines"
         with shared.lock:
@@ -106,11 +97,7 @@ class Session:
                 shared.runs -= 1
 
     def forget_weights(self) -> None:
-        """For a run that pushes all weights.
-
-        Raises:
-            ConfigError: other runs push adapters.
-        """
+        """For a run that pushes all weights; refused while other runs push adapters."""
         with self._shared.lock:
             if self._shared.runs:
                 raise ConfigError.of(
@@ -122,7 +109,7 @@ class Session:
                 self.rollout.forget_weights()
 
     def require(self, config: RunConfig) -> None:
-        """Raises :class:`ConfigError` unless a run of ``config`` would open such a session itself, apart from its cores."""
+        """Refuses a ``config`` that would open another session itself, apart from its cores."""
         wanted: dict[str, Any] = {"training groups": config.training_groups, "ranks": config.ranks}
         found: dict[str, Any] = {"training groups": len(self.groups), "ranks": self.groups[0].num_ranks}
         wanted |= _flat(config.runtime_config())
@@ -133,32 +120,17 @@ class Session:
             compared = [name for name in RolloutConfig.model_fields if name not in _OF_A_RUN | _OF_THE_CLUSTER]
             wanted |= {f"rollout.{name}": getattr(asked, name) for name in compared}
             found |= {f"rollout.{name}": getattr(engines, name, None) for name in compared}
-        for name in wanted | found:
-            if wanted.get(name) != found.get(name):
-                raise ConfigError.of(
-                    "session",
-                    f"{name}={found.get(name)!r}",
-                    f"the run asks for {wanted.get(name)!r}; open a session for it with open_session(config)",
-                )
-        if asked is not None and engines is not None and engines.max_model_len < asked.max_model_len:
-            raise ConfigError.of(
-                "session",
-                f"max_model_len={engines.max_model_len}",
-                f"the run's prompts and responses have up to {asked.max_model_len} tokens; open a session for them",
-            )
-        if asked is not None and engines is not None and asked.load_tokenizer and not engines.load_tokenizer:
-            raise ConfigError.of(
-                "session",
-                "load_tokenizer=False",
-                "the run has stop_strings, which engines need a tokenizer for; open another",
-            )
-        for name in ("max_adapters", "max_adapter_rank") if config.pushes_adapters else ():
-            if getattr(engines, name) < getattr(asked, name):
-                raise ConfigError.of(
-                    "session",
-                    f"{name}={getattr(engines, name)}",
-                    f"the run asks for {getattr(asked, name)}; open one with more",
-                )
+        lacks = [name for name in wanted | found if wanted.get(name) != found.get(name)]
+        if asked is not None and engines is not None:
+            # Engines may have more of these than the run needs.
+            adapters = ("max_adapters", "max_adapter_rank") if config.pushes_adapters else ()
+            for name in ("max_model_len", "load_tokenizer", *adapters):
+                wanted[name], found[name] = getattr(asked, name), getattr(engines, name)
+                if found[name] < wanted[name]:
+                    lacks.append(name)
+        if lacks:
+            has, asks = (", ".join(f"{name}={facts.get(name)!r}" for name in lacks) for facts in (found, wanted))
+            raise ConfigError.of("session", has, f"the run asks for {asks}; open one for it with open_session(config)")
 
 
 def _flat(config: RuntimeConfig) -> dict[str, Any]:
@@ -206,7 +178,6 @@ def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Se
 
 
 def ray_is() -> str:
-    """What a start does about Ray, for its phase."""
     if ray.is_initialized():
         return "running already"
     address = os.environ.get("RAY_ADDRESS")
@@ -215,10 +186,8 @@ def ray_is() -> str:
 
 @contextmanager
 def log_of_engines(folder: str | None) -> Iterator[None]:
-    """What vLLM says when it does not start is for a file in ``folder``; the error has the sentence.
-
-    Args:
-        folder: made if it is missing; None takes one of the system's temporary files.
+    """What vLLM says when it does not start is for a file in ``folder``, None for a temporary one; the error has the
+    sentence.
     """
     try:
         yield
@@ -235,10 +204,8 @@ def log_of_engines(folder: str | None) -> Iterator[None]:
 
 @contextmanager
 def borrowed_session(session: Session, config: RunConfig) -> Iterator[Session]:
-    """``session`` for a run of ``config``, without the weights of the run before.
-
-    Raises:
-        ConfigError: it was opened for another kind of run.
+    """``session`` for a run of ``config``, without the weights of the run before; refused if it is for another kind of
+    run.
     """
     with raised_on_sigterm():
         session.require(config)
@@ -250,15 +217,10 @@ def borrowed_session(session: Session, config: RunConfig) -> Iterator[Session]:
 def require_paths(trainer: TrainGroup, model: str, run_dir: Path) -> None:
     """Checks, before a model is loaded, that every rank's node has the model and sees this process's run folder.
 
-    Engines check the model themselves when they start.
-
-    Args:
-        model: Hugging Face directory, at the same path on every node.
-        run_dir: exists here; ranks write checkpoints to it.
-
     Raises:
         ConfigError: names the node and the path.
     """
+    # Engines check the model themselves when they start; ranks write checkpoints to the run folder.
     mark = run_dir.resolve() / f".visible-{uuid.uuid4().hex}"
     with usable_run_dir(run_dir):
         mark.touch()

@@ -1,4 +1,4 @@
-"""Training groups: ranks that are Ray actors around a runtime, with the atoms as calls on the group."""
+"""Training groups: ranks that are Ray actors around a runtime, with the atoms as operations of the group."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ class GroupFuture[R]:
         self._error: Exception | None = None
 
     def result(self, timeout: float | None = None) -> R:
-        """Waits for every rank.
-
-        While nobody waits, nobody notices a failure: read the results of what was submitted.
+        """Waits for every rank. While nobody waits, nobody notices a failure: read the results of what was submitted.
 
         Args:
             timeout: seconds; the operation continues when they have passed, and ``result`` may be called again.
@@ -81,11 +79,7 @@ class GroupFuture[R]:
 
 
 class BoundOperation[**P, R]:
-    """One operation of one group.
-
-    Attributes:
-        submit: starts the operation, which runs after those submitted before it.
-    """
+    """One operation of one group; ``submit`` starts it, after those submitted before."""
 
     def __init__(self, submit: Callable[P, GroupFuture[R]]) -> None:
         self.submit = submit
@@ -135,7 +129,7 @@ class TrainGroup:
     """Training ranks, each on its own cores or GPU.
 
     Every operation is a call that waits, and has ``.submit(...)``, which takes the same arguments and returns a
-    :class:`~actors.train.group.GroupFuture`::
+    :class:`GroupFuture`::
 
         with TrainGroup(RuntimeConfig(hf_path=...), num_ranks=2) as group:
             policy = group.build_model()
@@ -152,7 +146,6 @@ class TrainGroup:
 
     Args:
         config: every rank builds its runtime from it. Paths in it must exist on every node.
-        num_ranks: the world size.
         cores_per_rank: CPU cores reserved for a rank, and its number of threads.
         gpus_per_rank: 0, 1, or less than 1 for a single rank that shares its GPU, for example with an engine of
             ``RolloutConfig(gpus_per_worker=0.5)``.
@@ -199,7 +192,6 @@ class TrainGroup:
     def _over(
         self, config: RuntimeConfig, ranks: TrainRanks, finalizer: weakref.finalize[[], TrainGroup] | None = None
     ) -> Self:
-        """Operates ranks that run already; without a finalizer they go on when it is collected."""
         self.config = config
         self._ranks = ranks
         self._losses = LossSender()
@@ -218,18 +210,13 @@ class TrainGroup:
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
-        """Node, address and process of each rank."""
         return self._ranks.infos
 
     @property
     def journal(self) -> tuple[Operation, ...]:
         """The operations that built the group's models and LoRA tenants, in order, without those that were removed.
 
-        With the configuration they build a lost group again::
-
-            handles = group.replay(lost.journal)
-            policy = handles[policy.key]
-
+        ``handles = group.replay(lost.journal)`` builds a lost group again, and ``handles[policy.key]`` is its policy.
         Weights are not in it: load a checkpoint.
         """
         return tuple(self._ranks.journal)
@@ -250,9 +237,8 @@ class TrainGroup:
         return {f"rank {rank}": worker for rank, worker in enumerate(workers)}
 
     def take_over(self, timeout: float = 60.0) -> None:
-        """Makes this copy the one that operates the group; every other copy is refused from now on.
-
-        Waits until the operations of the driver before are finished on every rank.
+        """Makes this copy the one that operates the group, once the operations of the driver before are finished on every
+        rank.
 
         Raises:
             OperationOrderError: they were not within ``timeout`` seconds, or one was lost with its driver.
@@ -321,9 +307,8 @@ class TrainGroup:
 
         Args:
             sequences: a list, or a TensorDict with jagged fields (``sequences_from_tensordict``), on the CPU.
-            loss: a :class:`~actors.train.loss.Loss`, or any callable that can be pickled. It is pickled at each call, and
-                sent to the ranks when the pickle is not one of the last few. None if a forward-only pass wants only outputs.
-                For sequences of several LoRA tenants one of each, by the tenant's name.
+            loss: a :class:`~actors.train.loss.Loss`, or any callable that can be pickled. None if a forward-only pass wants
+                only outputs. For sequences of several LoRA tenants one of each, by the tenant's name.
             meta: as ``PackedBatch.meta``; see :func:`~rl_backend.data.packing.pack_plan` for what is added.
             max_tokens_per_micro_batch: at most the configuration's, which None takes.
             router_replay: as in :meth:`~rl_backend.runtime.Runtime.forward_backward`; what is recorded is the output
@@ -343,6 +328,7 @@ class TrainGroup:
         trains, has_loss = not forward_only, loss is not None
         shares = spread(handle, rows, budget, trains=trains, has_loss=has_loss, meta=meta)
         options = {"forward_only": forward_only, "router_replay": router_replay}
+        # Once for each data-parallel rank: those that share one get the same bytes.
         pickled = [
             cloudpickle.dumps(RankFunction(passes.forward_backward, (handle, data), options)) for data in shares.batches
         ]
@@ -418,10 +404,8 @@ class TrainGroup:
     def import_lora_adapter(
         self, handle: HandleRef, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Path | str
     ) -> GroupFuture[None]:
-        """As :meth:`~rl_backend.runtime.Runtime.import_lora_adapter`; all is checked before anything changes.
-
-        Args:
-            tensors: also a directory in peft's format that every rank can read.
+        """As :meth:`~rl_backend.runtime.Runtime.import_lora_adapter`; also a directory in peft's format that every rank can
+        read.
         """
         given = str(Path(tensors).absolute()) if isinstance(tensors, Path | str) else dict(tensors)
         return self.submit(Atoms.import_lora_adapter, handle, given)
@@ -433,9 +417,9 @@ class TrainGroup:
     ) -> list[R]:
         """Calls ``function(context, *args, **kwargs)`` in every rank's process as one operation; one result per rank.
 
-        ``context`` is the rank's :class:`~actors.train.context.RankContext`. The function must call
-        the runtime on every rank alike, because the runtime's calls are collectives. Of a large result that this process
-        only hands on, return an :class:`~actors.train.outcome.Apart`.
+        The function must call the runtime of ``context``, a :class:`~actors.train.context.RankContext`, on every rank alike,
+        because the runtime's calls are collectives. Of a large result that this process only hands on, return an
+        :class:`~actors.train.outcome.Apart`.
         """
         return self.submit_on_ranks(function, *args, **kwargs).result()
 
@@ -447,10 +431,7 @@ class TrainGroup:
         return self._on_ranks(f"run_on_ranks({name})", RankFunction(function, args, kwargs), list)
 
     def submit[R](self, method: Callable[..., R], /, *args: Any, **arguments: Any) -> GroupFuture[R]:
-        """Starts the atom that a method of :class:`~rl_backend.runtime.Runtime` declares, with its arguments.
-
-        The operations of this class do that with the types of their arguments; this is for the atoms of your own runtime.
-        """
+        """Starts the atom that a method of :class:`~rl_backend.runtime.Runtime` declares, also one of your own runtime."""
         signature = inspect.signature(method)
         given = dict(list(signature.bind(None, *args, **arguments).arguments.items())[1:])
         # What has its default is left to the ranks: a plugin's runtime need not take it.
@@ -494,7 +475,6 @@ class TrainGroup:
                 raise HandleError(f"model {each.name!r} belongs to another training group", name=each.name)
 
     def _on_ranks[R](self, title: str, call: Operation | RankFunction, finish: Callable[[list[Any]], R]) -> GroupFuture[R]:
-        """The same call on every rank."""
         return self._start(title, [cloudpickle.dumps(call)] * self.num_ranks, finish)
 
     def _start[R](

@@ -80,12 +80,7 @@ def spread(
     has_loss: bool,
     meta: Mapping[str, Any] | None = None,
 ) -> Shares:
-    """The micro-batches of every data-parallel rank.
-
-    Args:
-        max_tokens: of a micro-batch.
-        trains: whether there is a backward pass.
-        has_loss: whether a loss is sent beside them.
+    """The micro-batches of every data-parallel rank, of at most ``max_tokens`` each.
 
     Raises:
         BatchError, HandleError: see :meth:`~actors.train.group.TrainGroup.forward_backward`; before any rank has seen it.
@@ -138,13 +133,10 @@ def forward_backward(
 
 
 def merged(handle: HandleRef, shares: Shares, values: Sequence[RankForward]) -> ForwardResult:
-    """One ForwardResult from those of the source ranks.
-
-    Loss i is the mean over data-parallel ranks of each rank's i-th micro-batch, because gradients are averaged over them:
-    the sum of all is the number whose gradient the optimizer gets. Metrics add up over ranks; outputs are in the caller's
-    order.
-    """
+    """One ForwardResult from those of the source ranks, with outputs in the caller's order."""
     sources = [values[rank] for rank in handle.source_ranks]
+    # Loss i is the mean over data-parallel ranks of each rank's i-th micro-batch, because gradients are averaged over them:
+    # the sum of all is the number whose gradient the optimizer gets.
     losses = [sum(of_batch) / len(sources) for of_batch in zip(*(source.losses for source in sources), strict=True)]
     outputs = {}
     for name in sources[0].outputs:

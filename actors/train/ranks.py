@@ -1,4 +1,4 @@
-"""The actors of a training group as one driver sees them: numbered dispatch, and what happens when a rank fails."""
+"""The ranks of a training group: their start, numbered dispatch, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -60,9 +60,6 @@ class GroupMembers:
 class TrainRanks:
     """One driver's access to the members.
 
-    Args:
-        owned: whether this driver is the one that rank 0's ledger lets operate.
-
     Attributes:
         operator: who operates the group, to this driver's knowledge; for messages.
         journal: the operations that built the group's models, to this driver's knowledge.
@@ -84,7 +81,6 @@ class TrainRanks:
 
     @property
     def ended(self) -> bool:
-        """Whether the group failed or was shut down, to this driver's knowledge."""
         return self._ended is not None
 
     def dispatch(
@@ -134,6 +130,8 @@ class TrainRanks:
                 self.peak_memory = max(self.peak_memory, outcome.peak_memory)
             else:
                 if not failures:
+                    # Peers that do not fail as well are most likely in a collective, and would wait for it until it times
+                    # out.
                     deadline = time.monotonic() + self.members.failure_grace
                 failures[rank_of[ready[0]]] = outcome
         if failures:
@@ -150,7 +148,6 @@ class TrainRanks:
         self._control("keep", operation)
 
     def forget(self, key: int) -> None:
-        """Takes what built the model of this key out of the journal."""
         self.journal = [each for each in self.journal if each.number != key]
         self._control("forget", key)
 
@@ -185,7 +182,6 @@ class TrainRanks:
             raise self._not_owner()
 
     def end(self) -> None:
-        """Frees the actors and their resources."""
         with self._lock:
             if self._ended is None:
                 self._ended = HandleError(f"training group {self.members.name!r} was shut down")
@@ -403,10 +399,9 @@ def _warn_of_idle_gpus(config: RuntimeConfig, name: str, gpus_per_rank: float) -
 
 def _check_device(config: RuntimeConfig, gpus_per_rank: float) -> None:
     device = getattr(config.backend_cfg, "device", "auto")
-    if device == "cuda" and gpus_per_rank == 0:
-        raise ConfigError.of("gpus_per_rank", gpus_per_rank, "the configuration has device='cuda'; use gpus_per_rank=1")
-    if device == "cpu" and gpus_per_rank > 0:
-        raise ConfigError.of("gpus_per_rank", gpus_per_rank, "the configuration has device='cpu'; use gpus_per_rank=0")
+    if device != "auto" and (device == "cuda") != (gpus_per_rank > 0):
+        wanted = f"the configuration has device={device!r}; use gpus_per_rank={int(device == 'cuda')}"
+        raise ConfigError.of("gpus_per_rank", gpus_per_rank, wanted)
 
 
 def _process_environment(cores: int, gpus: float) -> dict[str, str]:

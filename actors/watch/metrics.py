@@ -1,8 +1,4 @@
-"""Writers of each step's metrics, such as TensorBoard's.
-
-A writer is named by :data:`WRITERS`, or by ``package.module:Class`` for one of your own: a :class:`MetricsWriter` that is
-made with a :class:`WriterFacts`.
-"""
+"""Metrics of each step: seconds of its phases, and the writers of them all, such as TensorBoard's."""
 
 from __future__ import annotations
 
@@ -20,11 +16,7 @@ from rl_backend.trace.recorder import recorder
 
 
 class Clock:
-    """Seconds of each phase of a step, as the metrics ``seconds/<phase>`` and, when a trace is recorded, as its events.
-
-    Attributes:
-        seconds: these metrics.
-    """
+    """Seconds of each phase of a step, as metrics ``seconds/<phase>`` and as events of the trace."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -56,11 +48,9 @@ class Clock:
 
 
 class WriterFacts(NamedTuple):
-    """What a writer is made with.
+    """What a writer is made with; ``options`` as JSON.
 
     Attributes:
-        folder: the run's.
-        options: the run's configuration, as JSON.
         identity: the same for a run that was resumed in its folder, and for no other run.
         drop_from: step from which on an earlier writer's points are replaced; None where there is none.
     """
@@ -72,7 +62,7 @@ class WriterFacts(NamedTuple):
 
 
 class MetricsWriter(Protocol):
-    """A receiver of each step's metrics, besides ``metrics.jsonl`` and Prometheus."""
+    """A receiver of each step's metrics. Your own is named by ``package.module:Class``, and made with a WriterFacts."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -102,15 +92,13 @@ class TensorBoardWriter:
 
 
 class _TrackingWriter:
-    """A run at a service that stores each step as soon as it is told.
-
-    The run is asked, not its package, whose current run may be that of another user's thread.
-    """
+    """A run at a service that stores each step as soon as it is told."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        # The run is asked, not its package, whose current run may be that of another user's thread.
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
     def flush(self) -> None:
@@ -121,7 +109,7 @@ class _TrackingWriter:
 
 
 class WandbWriter(_TrackingWriter):
-    """Weights & Biases, in project ``WANDB_PROJECT`` or rl-backend. A resumed run continues its curves."""
+    """Weights & Biases, in project ``WANDB_PROJECT`` or rl-backend."""
 
     def __init__(self, facts: WriterFacts) -> None:
         import wandb
@@ -130,6 +118,7 @@ class WandbWriter(_TrackingWriter):
             wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "rl-backend"),
                 name=facts.folder.name,
+                # With the same id a resumed run continues its curves.
                 id=facts.identity,
                 resume="allow",
                 dir=str(facts.folder),
@@ -140,7 +129,7 @@ class WandbWriter(_TrackingWriter):
 
 
 class TrackioWriter(_TrackingWriter):
-    """trackio, in project ``TRACKIO_PROJECT`` or rl-backend. A resumed run continues its curves."""
+    """trackio, in project ``TRACKIO_PROJECT`` or rl-backend."""
 
     def __init__(self, facts: WriterFacts) -> None:
         trackio = importlib.import_module("trackio")
@@ -150,15 +139,13 @@ class TrackioWriter(_TrackingWriter):
 
 
 class MlflowWriter:
-    """MLflow, in the experiment that ``MLFLOW_EXPERIMENT_NAME`` names. A resumed run continues its curves.
-
-    MLflow's active run is one of each thread, so that a writer is made and closed in the thread of its run.
-    """
+    """MLflow, in the experiment that ``MLFLOW_EXPERIMENT_NAME`` names."""
 
     def __init__(self, facts: WriterFacts) -> None:
         self._mlflow = mlflow = importlib.import_module("mlflow")
         file = facts.folder / "mlflow_run_id"
         known = file.read_text().strip() if facts.drop_from is not None and file.exists() else None
+        # MLflow's active run is one of each thread: a writer is made and closed in the thread of its run.
         run = mlflow.start_run(run_id=known, run_name=None if known else facts.folder.name)
         self._run_id = run.info.run_id
         if known is None:
@@ -188,12 +175,6 @@ WRITERS: Mapping[str, Any] = {
 
 class Curves:
     """Every writer of a run.
-
-    An error of TensorBoard's, which writes to the run's folder, is raised. Another writer that fails is dropped with a
-    warning: a run of days must not end because of a service elsewhere.
-
-    Args:
-        names: as :func:`~actors.options.metric_writers.writer_names` reads them.
 
     Raises:
         ConfigError: one that cannot be opened.
@@ -226,6 +207,7 @@ class Curves:
             try:
                 getattr(writer, method)(*arguments)
             except Exception as error:
+                # TensorBoard writes to the run's folder. A run of days must not end for a service elsewhere.
                 if name == "tensorboard":
                     raise
                 del self._writers[name]

@@ -29,8 +29,8 @@ FAULTS = [
     Fault(
         "changed-lines-not-noticed",
         "actors.folder.resume:require_unchanged",
-        "if found != facts:",
-        "if False:",
+        "if found == facts:",
+        "if True:",
         ("test_logs_that_are_damaged_or_shorter_are_refused",),
         "a resumed run would have steps that nobody has taken",
     ),
@@ -69,8 +69,8 @@ FAULTS = [
     Fault(
         "options-not-compared",
         "actors.folder.identity:require_same_run",
-        "if options.get(option) != here.get(option):",
-        "if False:",
+        "options.get(option) != here.get(option)",
+        "False",
         ("test_options_that_decide_what_is_learned_may_not_change",),
         "a run would go on as another",
     ),
