@@ -80,6 +80,7 @@ def load_scorer(config: RewardConfig) -> RewardScorer:
 
 
 def _raise_what_was_caught() -> None:
+    # A reward function that catches everything has caught these too; the run must end all the same.
     raise_if_terminated()
     if (loss := cluster_loss()) is not None:
         raise loss

@@ -64,14 +64,16 @@ def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
         ConfigError: that file is damaged.
     """
     path = Path(model) / "generation_config.json"
+    ids: list[Any] = []
+    problem: Exception | str = ""
     try:
         named = read_object(path).get("eos_token_id") if path.exists() else None
         ids = named if isinstance(named, list) else [] if named is None else [named]
-        if not all(type(token) is int for token in ids):
-            raise ValueError(f"eos_token_id={named!r}, expected a token id or a list of them")
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError.of(
-            "model", model, f"generation_config.json cannot be used: {error}; repair or remove it"
-        ) from None
+        problem = error
+    if not all(type(token) is int for token in ids):
+        problem = f"eos_token_id={ids!r}, expected token ids"
+    if problem:
+        raise ConfigError.of("model", model, f"generation_config.json cannot be used: {problem}; repair or remove it")
     # Chat models end a turn with a different token from a text: both are needed.
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))

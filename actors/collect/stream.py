@@ -66,6 +66,7 @@ class BatchStream[P, S](ABC):
         self._ahead = ahead
         self._on_sampled = on_sampled
         self._taken = self._begun = 0
+        # One at a time: what the next step waits for does not share the engines with batches after it.
         self._one_at_a_time = ThreadPoolExecutor(1, thread_name_prefix="sample-stream")
         self._waiting: deque[_Begun[P, S]] = deque()
         self._raised: _Begun[P, S] | None = None

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from pydantic import Field, field_validator
 
+from actors.folder.lock import written_to
 from actors.rollout.sample import Routes, Sample, VersionSpan
 from rl_backend.checkpoint.confined import require_inside, require_names
 from rl_backend.checkpoint.durable_commit import rename_synced, sync, with_notes, write_synced
@@ -155,12 +156,10 @@ class RunCheckpoints:
         return self.root / f".{path.name}.incomplete"
 
     def make_draft(self, step: int) -> Path:
-        """:meth:`draft`, as a directory that exists; raises also when it cannot be made."""
+        """:meth:`draft`, as a directory that exists; raises RunFolderError when it cannot be made."""
         draft = self.draft(step)
-        try:
+        with written_to(draft):
             draft.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot make {draft}: {error}", path=str(draft)) from error
         return draft
 
     def commit(self, step: int, state: Mapping[str, Any]) -> RunCheckpoint:
@@ -181,6 +180,7 @@ class RunCheckpoints:
             )
         try:
             manifest = RunManifest(step=step, state=dict(state), files=_saved_files(draft))
+            # The manifest last: with it the draft is whole, and one rename makes it a checkpoint.
             write_synced(draft / RUN_FILE, manifest.sealed_text())
             sync(draft)
             rename_synced(draft, path)
@@ -432,10 +432,9 @@ class Progress:
 def save_drawn(batches: Sequence[Sequence[Sample]], directory: Path) -> None:
     path, written = directory / DRAWN_SAMPLES, io.BytesIO()
     torch.save([[_to_dict(sample) for sample in batch] for batch in batches], written)
-    try:
-        path.write_bytes(written.getbuffer())
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}", path=str(path)) from error
+    with written_to(path):
+        # Not getbuffer(): Python crashes when it collects a BytesIO whose buffer an error still holds.
+        path.write_bytes(written.getvalue())
 
 
 def load_drawn(directory: Path) -> list[list[Sample]]:

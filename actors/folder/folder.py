@@ -189,6 +189,7 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # From here on this method says how the run ended.
         exit_hooks.remove(self._write_end)
         refused: dict[str, OSError] = {}
         logs = (self._metrics, self._samples, self._held_out, self._curves)

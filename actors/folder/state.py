@@ -83,7 +83,7 @@ class RunWatch:
         self._end = finish
         _started.add(self)
         try:
-            # It exits at once; the watcher, its child, stays.
+            # It exits at once; the watcher, its child, stays. -I -S: it imports nothing of the user's environment.
             subprocess.run(
                 [sys.executable, "-I", "-S", watcher.__file__, str(self._folder), self.process],
                 stdin=end,

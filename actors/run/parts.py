@@ -76,6 +76,7 @@ class Parts:
 
         Their references stay, and engines get weights from the new group. A checkpoint is to be loaded next.
         """
+        # References that loops hold stay: only what they point at changes.
         lost, self.groups[number] = self.groups[number], group
         for recipe, model in self._built:
             if model.group is lost:

@@ -87,6 +87,7 @@ class Run[C: RunConfig]:
         self._phases = Phases(label, self._began)
         self.config = config = with_local_model(config)
         self.label = label
+        # In the order of what it costs: nothing is started for a run that cannot begin.
         self.start = find_start(config)
         check_start(config, session_is_open=session is not None)
         self._borrowed = session
@@ -208,7 +209,7 @@ class Run[C: RunConfig]:
         """
         step, clock, sampling = self._step, self._clock, self._sampling
         self.last_metrics = dict(metrics)
-        # Before all else, so that files are written while the step is evaluated.
+        # First: with async_save files are written while the step is evaluated.
         self._saver.save(step, clock)
         measured = {**metrics, **clock.rates, "peak_memory_gib": self._parts.peak_memory / 2**30}
         warnings = self._health.warnings(step, measured)

@@ -84,16 +84,8 @@ class Totals:
 
     @property
     def state(self) -> dict[str, Any]:
-        return {
-            "held_out_reward_before": self._reward_before,
-            "held_out_reward": self.reward,
-            "held_out_before": self._held_out_before,
-            "held_out_after": self.held_out,
-            "max_log_prob_gap": self._max_gap,
-            "step_seconds": self._step_seconds,
-            "start_seconds": self._start_seconds,
-            "seconds": self._seconds,
-        }
+        facts = dict(vars(self.result()))
+        return {"held_out_reward": facts.pop("held_out_reward_after"), **facts}
 
     def result(self) -> RunResult:
         return RunResult(
@@ -181,6 +173,7 @@ class Sampling[B: CollectedBatch]:
 
     def push(self, step: int, lap: Callable[[str], None]) -> PushReport:
         """Sends the policy's weights to the engines, between two batches: phases ``wait_for_samples`` and ``sync``."""
+        # A push during a batch would give its samples weights of two versions.
         with self._source.stream.between_batches():
             if self._config.batches_ahead:
                 lap("wait_for_samples")

@@ -75,6 +75,7 @@ class RunSaver:
         self._state = {}
 
     def _begin(self, step: int) -> None:
+        # One checkpoint is written at a time; a slow disk makes the loop wait here.
         self.finish()
         # Made here: on NFS a driver that has looked for it, and finds it made elsewhere, would not see it for a while.
         draft = self._store.make_draft(step)
@@ -112,6 +113,7 @@ class RunSaver:
         for model in self._models.values():
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             model.group.wait_for_checkpoint.submit(model.handle).result(left)
+        # The commit would take the models that are there for all.
         draft = self._store.draft(self._saving)
         missing = [name for name in self._models if not (draft / name).is_dir()]
         if missing:

@@ -31,6 +31,8 @@ from rl_backend.lab.text import count
 
 ENGINES_LOG = "engines.log"
 
+# A run brings its model's weights, and engines may have more of the others than it asks for; the second set depends on
+# the cluster.
 _OF_A_RUN = {"model_path", "max_model_len", "load_tokenizer", "max_adapters", "max_adapter_rank"}
 _OF_THE_CLUSTER = {"cores_per_engine", "cores", "placement", "gpus_per_worker", "gpu_memory_utilization"}
 
@@ -78,6 +80,7 @@ class Session:
         shared, rollout = self._shared, self.rollout
         assert rollout is not None, "adapters are pushed to engines"
         with shared.lock:
+            # The first of the runs that push adapters brings the weights below them; the others find them there.
             if not shared.runs:
                 rollout.forget_weights()
                 with WeightSync(group, rollout, base, transport=transport) as sync:
@@ -186,9 +189,7 @@ def ray_is() -> str:
 
 @contextmanager
 def log_of_engines(folder: str | None) -> Iterator[None]:
-    """What vLLM says when it does not start is for a file in ``folder``, None for a temporary one; the error has the
-    sentence.
-    """
+    """What vLLM says when it does not start is for a file in ``folder``; the error has the sentence."""
     try:
         yield
     except RolloutError as error:
@@ -204,9 +205,7 @@ def log_of_engines(folder: str | None) -> Iterator[None]:
 
 @contextmanager
 def borrowed_session(session: Session, config: RunConfig) -> Iterator[Session]:
-    """``session`` for a run of ``config``, without the weights of the run before; refused if it is for another kind of
-    run.
-    """
+    """``session`` for a run of ``config``, without the weights of the run before, or refused if it does not fit."""
     with raised_on_sigterm():
         session.require(config)
         if not config.pushes_adapters:
@@ -230,17 +229,13 @@ def require_paths(trainer: TrainGroup, model: str, run_dir: Path) -> None:
         mark.unlink()
     for info, (has_model, sees_run_dir) in zip(trainer.ranks, seen, strict=True):
         where = f"on node {info.node_ip} (Ray node {info.node_id}), where training rank {info.rank} runs"
-        if not has_model:
-            raise ConfigError.of(
-                "model", model, f"is not a Hugging Face directory {where}; a model has the same path on every node"
+        if not (has_model and sees_run_dir):
+            option, value, problem = (
+                ("run_dir", str(run_dir.resolve()), f"is not seen {where}; give one on a file system that all nodes share")
+                if has_model
+                else ("model", model, f"is not a Hugging Face directory {where}; a model has one path on every node")
             )
-        if not sees_run_dir:
-            raise ConfigError.of(
-                "run_dir",
-                str(run_dir.resolve()),
-                f"is not seen {where}; give a folder on a file system that all nodes share, for the ranks write the trained "
-                "model to it",
-            )
+            raise ConfigError.of(option, value, problem)
 
 
 def _look_for_paths(context: RankContext, model: str, mark: str) -> tuple[bool, bool]:

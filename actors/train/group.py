@@ -37,6 +37,9 @@ from rl_backend.contracts.atoms import Operation
 from rl_backend.data import sequences_from_tensordict
 from rl_backend.runtime import RouterReplay, Runtime
 
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
 
 class GroupFuture[R]:
     """Result of a submitted operation."""
@@ -66,6 +69,7 @@ class GroupFuture[R]:
             if self._result is None:
                 try:
                     self._result = (self._wait(timeout),)
+                # It continues, and may be asked for again; any other error stays the result.
                 except TimeoutError:
                     raise
                 except Exception as error:
@@ -105,10 +109,6 @@ class operation[G, **P, R]:  # noqa: N801, a decorator
         if group is None:
             return self
         return BoundOperation(functools.wraps(self._method)(functools.partial(self._method, group)))
-
-
-if TYPE_CHECKING:
-    from tensordict import TensorDictBase
 
 
 Atoms = Runtime[HandleRef]
@@ -195,6 +195,7 @@ class TrainGroup:
         self.config = config
         self._ranks = ranks
         self._losses = LossSender()
+        # A group that nobody refers to any more must give its cores and GPUs back.
         self._finalizer = finalizer
         return self
 
@@ -228,7 +229,7 @@ class TrainGroup:
 
     @property
     def peak_memory(self) -> int:
-        """Bytes: the most that any rank has held so far, on its GPU or, without one, in host memory. 0 before a result."""
+        """Bytes that any rank has held at most so far, on its GPU or, without one, in host memory. 0 before a result."""
         return self._ranks.peak_memory
 
     def trace_actors(self) -> Mapping[str, Any]:
@@ -237,8 +238,7 @@ class TrainGroup:
         return {f"rank {rank}": worker for rank, worker in enumerate(workers)}
 
     def take_over(self, timeout: float = 60.0) -> None:
-        """Makes this copy the one that operates the group, once the operations of the driver before are finished on every
-        rank.
+        """Makes this copy operate the group, once the operations of the driver before are finished on every rank.
 
         Raises:
             OperationOrderError: they were not within ``timeout`` seconds, or one was lost with its driver.
@@ -323,6 +323,7 @@ class TrainGroup:
             HandleError: a backward pass of a forward-only model, or a model of another group.
         """
         self._require_mine([handle])
+        # Spread here, not on the ranks: wrong data is refused before an operation gets its number.
         rows = sequences if isinstance(sequences, Sequence) else sequences_from_tensordict(sequences)
         budget = token_budget(max_tokens_per_micro_batch, self.config.max_tokens_per_micro_batch)
         trains, has_loss = not forward_only, loss is not None
@@ -404,9 +405,7 @@ class TrainGroup:
     def import_lora_adapter(
         self, handle: HandleRef, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Path | str
     ) -> GroupFuture[None]:
-        """As :meth:`~rl_backend.runtime.Runtime.import_lora_adapter`; also a directory in peft's format that every rank can
-        read.
-        """
+        """As :meth:`~rl_backend.runtime.Runtime.import_lora_adapter`, also of a directory that every rank can read."""
         given = str(Path(tensors).absolute()) if isinstance(tensors, Path | str) else dict(tensors)
         return self.submit(Atoms.import_lora_adapter, handle, given)
 

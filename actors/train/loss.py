@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rl_backend.contracts import ConfigError, ConfigurableLoss, Losses, LossFn, MetricValue, ModelOutput, PackedBatch
 
+# A loop has a few losses; a closure with new state at every step would fill the object store.
 KEPT_LOSSES = 16
 
 
@@ -113,18 +114,12 @@ class LossSender:
         self._sent: OrderedDict[str, SentLoss] = OrderedDict()
 
     def send(self, loss: Losses) -> SentLoss:
-        """Raises :class:`~rl_backend.contracts.ConfigError` for a loss that cannot be called or pickled."""
+        """Raises :class:`~rl_backend.contracts.ConfigError` for a loss that cannot be called."""
         several = isinstance(loss, Mapping) and bool(loss) and all(map(callable, loss.values()))
         if not callable(loss) and not several:
             raise ConfigError(f"loss is a {type(loss).__name__}; expected a callable or Loss('package.module:function')")
-        try:
-            # At every call, because its state may have changed.
-            pickled = cloudpickle.dumps(loss)
-        except Exception as error:
-            raise ConfigError(
-                f"loss {loss!r} cannot be pickled ({type(error).__name__}: {error}); pass "
-                "Loss('package.module:function', ...)"
-            ) from error
+        # At every call, because its state may have changed.
+        pickled = cloudpickle.dumps(loss)
         digest = xxhash.xxh3_128_hexdigest(pickled)
         if digest not in self._sent:
             self._sent[digest] = SentLoss(digest, [ray.put(pickled)])

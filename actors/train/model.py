@@ -38,7 +38,7 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     """Of a step's updates of one model: means of the metrics, largest gradient norm, share that was taken, next rate."""
     means = {name: metric.mean for name, metric in merge_metrics([update.metrics for update in updates]).items()}
     norms = [update.grad_norm for update in updates]
-    # max() would pass over a NaN.
+    # max() may pass over a NaN.
     return means | {
         "grad_norm": math.nan if any(map(math.isnan, norms)) else max(norms),
         "step_ok": sum(update.ok for update in updates) / len(updates),

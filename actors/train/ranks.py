@@ -93,7 +93,7 @@ class TrainRanks:
                 number = self._control("begin", self.driver, name)
                 if isinstance(number, Driver):
                     self._owned, self.operator = False, number.description
-                    raise self._not_owner()
+                    self.check_usable()
                 header = OperationHeader(number, name, this_thread.number, self._acknowledged, self._taken_over)
                 refs = [
                     worker.execute.remote(header, call, loss)
@@ -156,6 +156,7 @@ class TrainRanks:
         with self._lock:
             self._check_alive()
             number, name, previous, self.journal = self._control("transfer", self.driver)
+            #             while
             deadline = time.monotonic() + timeout
             while True:
                 progress = self._all("progress")
@@ -179,7 +180,11 @@ class TrainRanks:
         """Raises when the group has ended, or another driver operates it."""
         self._check_alive()
         if not self._owned:
-            raise self._not_owner()
+            raise OperationOrderError(
+                f"training group {self.members.name!r} is operated by {self.operator}, and this is "
+                f"{self.driver.description}; call take_over() on this copy to operate it from here",
+                owner=self.operator,
+            )
 
     def end(self) -> None:
         with self._lock:
@@ -197,14 +202,8 @@ class TrainRanks:
 
     def _check_alive(self) -> None:
         if self._ended is not None:
+            # A new object each time: one that is raised twice would gather the tracebacks and notes of both.
             raise type(self._ended)(self._ended.message, **self._ended.details)
-
-    def _not_owner(self) -> OperationOrderError:
-        return OperationOrderError(
-            f"training group {self.members.name!r} is operated by {self.operator}, and this is "
-            f"{self.driver.description}; call take_over() on this copy to operate it from here",
-            owner=self.operator,
-        )
 
     def _control(self, method: str, *arguments: Any) -> Any:
         ref = getattr(self.members.workers[0], method).remote(*arguments)
@@ -240,6 +239,7 @@ class TrainRanks:
             return Failed(cause, str(error))
         except (ActorDiedError, ActorUnavailableError) as error:
             died: dict[int, Exception] = {rank: error}
+            # Ranks that died together are named together.
             more, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0) if pending else ([], [])
             for other in more:
                 try:
@@ -287,6 +287,7 @@ class TrainRanks:
             self._acknowledged |= {number, *(error.details["failed"] for error in refused if "failed" in error.details)}
         broken = [rank for rank in sorted(failures) if breaks_process_group(failures[rank].error)]
         typed = [rank for rank in sorted(failures) if isinstance(failures[rank].error, RLBackendError)]
+        # An error of ours says what is wrong; a broken collective only that some peer has failed.
         rank = (typed or sorted(set(failures) - set(broken)) or broken)[0]
         raised = failures[rank].error
         if isinstance(raised, RLBackendError) and raised.details.get("rank") in typed:

@@ -31,6 +31,7 @@ COLLECT_SECONDS = 0.25
 START_SECONDS, CLOSE_SECONDS = 30.0, 5.0
 """Longest time that the beginning and the end of a trace wait for actors, over all of them."""
 
+# Engines load a push soon after it: arrows between them need no older ones.
 KEPT_PUSHES = 64
 
 

@@ -36,7 +36,7 @@ def test_a_response_ends_with_the_tokenizers_and_the_generation_configs_tokens(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"eos_token_id": "x"}', r"eos_token_id='x', expected a token id or a list of them"),
+        ('{"eos_token_id": "x"}', r"eos_token_id=\['x'\], expected token ids"),
         ('{"eos_token_id": [1, true]}', r"eos_token_id=\[1, True\], expected"),
         ("[]", "is a list, not a JSON object"),
         ("{", "Expecting property name"),

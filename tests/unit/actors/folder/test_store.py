@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.folder.checkpoints import RunCheckpoints, models_among, read_run_checkpoint
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, RunFolderError
 from tests.unit.actors.folder.test_checkpoints import committed, latest, names, save
 
 
@@ -93,7 +93,7 @@ def test_a_commit_that_the_file_system_refuses_is_none(tmp_path: Path, monkeypat
     assert raised.value.details["path"] == f"{tmp_path}/step-00000004" and store.steps() == [2]
     assert store.commit(4, {}).step == 4
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"^cannot make \S+/file/deep/\.step-00000001\.incomplete: "):
+    with pytest.raises(RunFolderError, match=r"/file/deep/\.step-00000001\.incomplete cannot be written: "):
         RunCheckpoints(tmp_path / "file" / "deep").make_draft(1)
     draft = RunCheckpoints(tmp_path / "new" / "deep").make_draft(1)
     assert draft.is_dir() and RunCheckpoints(tmp_path / "new" / "deep").make_draft(1) == draft
