@@ -18,8 +18,6 @@ type Staleness = Callable[[Iterable[Iterable[int]]], dict[str, float]]
 
 
 class CollectedBatch(Protocol):
-    """What any step trains on; ``failures`` tell the user what went wrong while it was made."""
-
     @property
     def metrics(self) -> dict[str, float]: ...
 
@@ -28,8 +26,6 @@ class CollectedBatch(Protocol):
 
 
 class Draft[S, B: CollectedBatch](Protocol):
-    """The batch of one step while it is made."""
-
     def add(self, batch: DrawnBatch[Any, S], clock: Clock) -> bool:
         """Takes a batch of the stream; whether the step has all that it gets."""
 
@@ -51,8 +47,7 @@ class Source[S, B: CollectedBatch](ABC):
         """Tokens that engines have sampled for a batch."""
 
     @abstractmethod
-    def discard(self, batch: DrawnBatch[Any, S]) -> None:
-        """Nothing will be trained on the batch."""
+    def discard(self, batch: DrawnBatch[Any, S]) -> None: ...
 
     @abstractmethod
     def draft(self, step: int) -> Draft[S, B]: ...
@@ -81,12 +76,7 @@ class Source[S, B: CollectedBatch](ABC):
 
 
 class WeightVersions:
-    """Which training step made which weights, and how many steps samples are behind.
-
-    Args:
-        ahead: batches that are sampled while earlier ones are trained on.
-        earlier: the :attr:`state` of the run that this one continues; empty at the first step.
-    """
+    """Which training step made which weights, and how many steps samples are behind."""
 
     def __init__(self, ahead: int, earlier: Mapping[str, Any] | None = None) -> None:
         self._ahead = ahead
@@ -136,10 +126,6 @@ class Collector[B: CollectedBatch]:
 
         Adds to the source's metrics ``tokens_per_second/sample``; when sampling ahead ``staleness_mean``, ``staleness_max``
         (training steps by which weights of the samples are behind) and ``samples_dropped`` for being too old.
-
-        Raises:
-            WeightVersionError: weights older than sampling ahead explains.
-            RewardError, EpisodeFailedError: see the source.
         """
         config, source = self._config, self._source
         draft = source.draft(step)

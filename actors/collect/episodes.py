@@ -49,14 +49,7 @@ def group_tasks(rows: Sequence[Row], number: int, n: int, seed: int) -> list[Gro
 
 
 class EpisodeStream(BatchStream[Row, Group]):
-    """Groups of episodes, one for each row.
-
-    Args:
-        n: episodes of each row.
-        seed: with the number of the batch it fixes all seeds.
-        during_episodes: a push does not wait for the end of episodes.
-        batches, ahead, start: see :class:`~actors.collect.stream.BatchStream`.
-    """
+    """Groups of ``n`` episodes, one for each row; with ``during_episodes`` a push does not wait for their end."""
 
     def __init__(
         self,
@@ -121,8 +114,6 @@ class EpisodeBatch:
         episodes: with the rewards of other ones, where ``shuffle_rewards`` is set.
         groups: number of each episode's group.
         rewards: of each episode; 0 for one that was cut off, with ``truncated="zero"``.
-        dropped: episodes that were left out.
-        failures: what went wrong in those that failed.
     """
 
     rows: list[Row]
@@ -135,12 +126,7 @@ class EpisodeBatch:
 
 
 class EpisodeSource(Source[Group, EpisodeBatch]):
-    """Groups of episodes, one for each row.
-
-    Args:
-        engines: for turns that are sampled so.
-        on_warning: told of batches that nothing can be trained on, and of environments that block all others.
-    """
+    """Groups of episodes, one for each row."""
 
     def __init__(
         self,
@@ -220,11 +206,7 @@ class EpisodeDraft:
         self._batch: DrawnBatch[Row, Group] | None = None
 
     def add(self, batch: DrawnBatch[Row, Group], clock: Clock) -> bool:
-        """Takes a batch, unless all of its episodes were cut off and are masked.
-
-        Raises:
-            EpisodeFailedError: an episode failed and is to stop the run, or too many batches in a row were passed over.
-        """
+        """Takes a batch, unless all of its episodes were cut off and are masked, which is refused after some in a row."""
         if self._config.truncated == "mask" and _all_cut(batch):
             self._cut += 1
             problem = "every episode was cut off, and truncated='mask' trains on none of them"

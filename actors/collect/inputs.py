@@ -44,11 +44,7 @@ class Inputs:
 
 
 def load_inputs(config: RLConfig) -> Inputs:
-    """Reads everything that ``config`` names.
-
-    Raises:
-        ConfigError, BatchError: a file or folder that is missing or cannot be used.
-    """
+    """Reads everything that ``config`` names; raises ConfigError or BatchError for what is missing or cannot be used."""
     tokenizer = _load_tokenizer(config)
     reward = load_scorer(config.rewards)
     load = partial(
@@ -107,12 +103,7 @@ class EpisodeInputs:
 
 
 def load_episode_inputs(config: EpisodeConfig) -> EpisodeInputs:
-    """Reads everything that ``config`` names.
-
-    Raises:
-        ConfigError, BatchError: a file or folder that is missing or cannot be used, an environment that cannot be loaded,
-            or a chat template with which the run must say what it wants.
-    """
+    """Reads everything that ``config`` names; raises ConfigError or BatchError for what is missing or cannot be used."""
     tokenizer = _load_tokenizer(config)
     ends = (*stop_token_ids(config.model, tokenizer), *_template_end(tokenizer, config))
     rows = open_dataset(config.dataset)

@@ -163,11 +163,7 @@ class PromptDraft:
         self._taken = self._dropped = 0
 
     def add(self, batch: SampledBatch, clock: Clock) -> bool:
-        """Scores a batch, whose groups are chosen, kept for filling up, or dropped because a call failed.
-
-        Raises:
-            RewardError: a reward function failed and is to stop the run.
-        """
+        """Scores a batch, whose groups are chosen, kept for filling up, or dropped because a call failed."""
         self._taken += 1
         for group in self._scored_groups(batch):
             self._failures += [failure for score in group.scores for failure in score.failures]
@@ -184,11 +180,7 @@ class PromptDraft:
         return len(self._chosen) >= self._config.prompts_per_step or self._taken == (self._batches_with_signal or 1)
 
     def finish(self, rate: dict[str, float], staleness: Staleness) -> TrainingBatch:
-        """The groups with a signal, filled up with others.
-
-        Raises:
-            RewardError: a reward function failed for every prompt of the step.
-        """
+        """The groups with a signal, filled up with others; refused where a function failed for every prompt."""
         config, step, scored, failures = self._config, self._step, self._scored, self._failures
         if not scored:
             raise RewardError(f"step {step}: a reward function failed for every prompt of the step, such as: {failures[0]}")

@@ -26,11 +26,7 @@ class Ends:
     _of_turns: dict[Hashable, int | None] = field(default_factory=dict)
 
     def see(self, prompt: Prompt, where: str) -> None:
-        """Adds what ends an answer to the prompt of row ``where``, which SFT trains. Any prompt may be a text, or messages.
-
-        Raises:
-            BatchError: the chat template refuses an answer to the messages.
-        """
+        """Adds what ends an answer to the prompt of row ``where``, which SFT trains. A prompt may be a text, or messages."""
         messages = as_messages(prompt.example.prompt, self.data, where)
         if messages is None:
             return
@@ -58,11 +54,7 @@ class Ends:
 
 
 def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
-    """What ends a response: the tokenizer's end-of-text token and those that ``generation_config.json`` names.
-
-    Raises:
-        ConfigError: that file is damaged.
-    """
+    """What ends a response: the tokenizer's end-of-text token and those that ``generation_config.json`` names."""
     path = Path(model) / "generation_config.json"
     ids: list[Any] = []
     problem: Exception | str = ""

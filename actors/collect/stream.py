@@ -21,11 +21,7 @@ from rl_backend.data.prompts import Prompt
 
 @dataclass(frozen=True)
 class DrawnBatch[P, S]:
-    """Samples, prompt by prompt, ``n`` of each; ``prompts`` has one entry for each sample. The first ``number`` is 1.
-
-    Attributes:
-        seconds: that sampling took; 0 for samples of an earlier process.
-    """
+    """Samples, prompt by prompt; ``prompts`` has one entry for each sample. The first ``number`` is 1."""
 
     number: int
     prompts: list[P]
@@ -47,7 +43,6 @@ class BatchStream[P, S](ABC):
     """Samples one batch of prompts after the other. A kind of stream says how, in :meth:`_draw`.
 
     Args:
-        batches: prompts of each batch.
         ahead: batches begun before :meth:`next` asks for them. At 0 a batch is begun by :meth:`next`, with the weights of
             that moment.
         on_sampled: called with each batch as soon as it is sampled, in the thread that samples.
@@ -152,13 +147,7 @@ class BatchStream[P, S](ABC):
 
 
 class SampleStream(BatchStream[Prompt, Sample]):
-    """Responses of engines to prompts.
-
-    Args:
-        seed: with the number of the batch it fixes every sample, apart from the weights.
-        adapter: the LoRA tenant that samples; None for the weights alone.
-        batches, ahead, start, on_sampled: see :class:`BatchStream`.
-    """
+    """Responses of engines to prompts. Seed and number of a batch fix every sample, apart from the weights."""
 
     def __init__(
         self,

@@ -34,12 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunManifest(SealedConfig):
-    """``run.json``, which makes a directory a checkpoint of a run.
-
-    Attributes:
-        state: the loop's own.
-        files: path -> size and digest, of each model's manifest and of every file beside the models.
-    """
+    """``run.json``, which makes a directory a checkpoint of a run; ``files`` has each model's manifest, and other files."""
 
     format: Literal[1] = 1
     step: int = Field(ge=0)
@@ -55,13 +50,7 @@ class RunManifest(SealedConfig):
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A committed checkpoint of a run.
-
-    Attributes:
-        step: training steps that it holds.
-        state: what :meth:`RunCheckpoints.commit` was given.
-        models: names of the directories that ``load_checkpoint`` takes.
-    """
+    """A committed checkpoint: ``state`` as :meth:`RunCheckpoints.commit` was given it, and ``models``, names of directories."""
 
     path: Path
     step: int
@@ -77,8 +66,7 @@ def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
     """Reads ``run.json`` and verifies that the checkpoint is the one that was committed; a link is followed.
 
     Raises:
-        CheckpointError: not a checkpoint of a run, a file that is missing or has other bytes than were written, or a name
-            that leads out of the directory.
+        CheckpointError: not a checkpoint of a run, or a file that is missing, has other bytes, or lies outside.
     """
     path = Path(path).resolve()
     if not (path / RUN_FILE).is_file():
@@ -194,10 +182,7 @@ class RunCheckpoints:
     def discard(self, step: int) -> None:
         """Removes the draft of ``step``, if any, to save that step again after one of its saves has failed.
 
-        For one process, while no rank saves to the draft.
-
-        Raises:
-            CheckpointError: that step, or a later one, has been committed, or the draft cannot be renamed.
+        For one process, while no rank saves to the draft; raises as :meth:`draft`, and when it cannot be renamed.
         """
         draft = self.draft(step)
         if draft.exists():
@@ -206,10 +191,7 @@ class RunCheckpoints:
     def clean_up(self) -> None:
         """Removes what a run that was killed has left unfinished, and points ``latest`` to the newest checkpoint.
 
-        To be called before the first save, when no other run writes to ``root``.
-
-        Raises:
-            CheckpointError: a draft cannot be renamed; one that then cannot be removed is only warned of.
+        To be called before the first save, when no other run writes to ``root``; raises when a draft cannot be renamed.
         """
         if not self.root.is_dir():
             return
@@ -330,13 +312,8 @@ class StreamPosition:
 
 
 class Identity(NamedTuple):
-    """What a resumed run must share with the one before.
-
-    Attributes:
-        example: name of the configuration's class.
-        options: name -> value of those that decide, where they are not the default.
-        contents: facts of files and functions that options name.
-        dtype: of the trained parameters.
+    """What a resumed run must share with the one before: its configuration's class, options that are not the default, facts of
+    the files and functions that options name, dtype of the trained parameters.
     """
 
     example: str
@@ -347,13 +324,10 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come after a step.
+    """How far a run has come after a step; ``path`` is the checkpoint's directory, None where a run begins.
 
     A run that continues compares :attr:`identity`, cuts the logs of its folder back to :attr:`logs`, and restores the rest.
-
-    Attributes:
-        state: of JSON; ``run``, ``logs``, ``batches``, and what each part of the loop wants back by its name.
-        path: directory of the checkpoint; None where a run begins.
+    The JSON ``state`` has ``run``, ``logs``, ``batches``, and what each part of the loop wants back by its name.
     """
 
     step: int = 0
@@ -375,14 +349,7 @@ class Progress:
         parts: Mapping[str, Any],
         position: StreamPosition | None,
     ) -> Self:
-        """Progress to be committed with ``draft``, which gets the samples that were drawn ahead.
-
-        Args:
-            identity: as of :class:`Identity`.
-            logs: name -> size and digest, as of :class:`~rl_backend.checkpoint.manifest.FileFacts`.
-            parts: what parts of the loop want back.
-            position: of the stream of samples; None for a loop without one.
-        """
+        """Progress to be committed with ``draft``, which gets the samples that were drawn ahead."""
         # No random state: what is drawn follows from seed, step and batch, and the generators of ranks are in the models.
         state = {"run": identity, "logs": logs, **parts}
         if position is not None:

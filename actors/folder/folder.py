@@ -136,11 +136,7 @@ class RunFolder:
         self._trace = TraceCollector(set_aside(self.path / "trace.json"), trace)
 
     def log(self, step: int, metrics: Mapping[str, float | int], warnings: Sequence[str] = ()) -> None:
-        """One line of ``metrics.jsonl``, one point of every curve and Prometheus gauge, and a step of the trace.
-
-        Args:
-            warnings: sentences for the line, and the top of the report.
-        """
+        """One line of ``metrics.jsonl``, one point of every curve and Prometheus gauge, and a step of the trace."""
         with written_to(self.path):
             self._metrics.write({"step": step, **metrics, **({"warnings": list(warnings)} if warnings else {})})
             self._curves.write(step, metrics)

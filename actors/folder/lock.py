@@ -20,11 +20,7 @@ _TRY_SECONDS = 0.5
 
 
 class RunLock:
-    """A run's folder, made, found writable and held by the process of the run as long as it lives, however it ends.
-
-    Raises:
-        ConfigError: another process holds it, or the folder cannot be made or written to.
-    """
+    """A run's folder, made, found writable and held by the process of the run as long as it lives, however it ends."""
 
     def __init__(self, run_dir: Path | str) -> None:
         run_dir = Path(run_dir)
@@ -95,11 +91,7 @@ def usable_run_dir(run_dir: Path | str, option: str = "run_dir") -> Iterator[Non
 
 
 def require_writable(folder: Path | str, option: str) -> None:
-    """Makes the folder and writes to it, and leaves nothing behind.
-
-    Raises:
-        ConfigError: the file system refuses.
-    """
+    """Makes the folder and writes to it, leaves nothing behind, and refuses it where the file system does."""
     with usable_run_dir(folder, option), without_new_folders(Path(folder)):
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

@@ -24,14 +24,7 @@ from rl_backend.lab.text import json_text
 
 
 class LogFile:
-    """Lines that are appended to a file, each whole when it is written.
-
-    Args:
-        kept: of its bytes; later ones are cut off. None keeps nothing.
-
-    Raises:
-        ConfigError: it does not begin with what is kept.
-    """
+    """Lines that are appended to a file, each whole when it is written; bytes after those that are ``kept`` are cut off."""
 
     def __init__(self, path: Path, kept: FileFacts | None = None) -> None:
         self._digest, self._size = xxhash.xxh3_64(), 0
@@ -130,8 +123,7 @@ def find_start(config: RunConfig) -> RunStart:
 
     Raises:
         RunFinishedError: ``resume=auto``, and the run has taken all its steps.
-        ConfigError: the folder holds another run, or one that has finished, or ``config`` differs from that of the
-            checkpoint in something that decides how training continues.
+        ConfigError: the folder holds another run, or one that has finished, or ``config`` differs in an option that decides.
         CheckpointError: a checkpoint that is damaged, or none.
     """
     own = checkpoints_of(config)

@@ -139,10 +139,8 @@ class EvalConfig(BaseConfig):
 
 
 def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[str, HeldOutResult]:
-    """Answers and scores held-out sets with the weights of a model directory.
-
-    Args:
-        rollout: open engines, with the weights that they have; None starts those that ``config`` asks for.
+    """Answers and scores held-out sets with the weights of a model directory, on open engines or those that ``config``
+    wants.
 
     Returns:
         Results by the names of the sets; with ``config.out`` they are also in ``evaluation.json`` there, and every answer in
@@ -219,9 +217,6 @@ def _write(folder: Path, config: EvalConfig, results: Sequence[HeldOutResult], t
 
 def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | None = None) -> str:
     """Plays the environment of a row of the data set, counted from 0, and describes the episode for people.
-
-    Args:
-        rollout: open engines, with the weights that they have; None starts one.
 
     Raises:
         ConfigError, BatchError, UnsupportedError: as a run with these options, before anything is started.

@@ -21,7 +21,7 @@ from actors.watch.console import warn
 
 
 class RLRun(Run[RLConfig]):
-    """A run that samples: batches of prompts are answered by engines, scored, and trained on::
+    """Engines answer batches of prompts, which are scored and trained on::
 
     with RLRun(config) as run:
         policy = run.build_model("policy")
@@ -88,10 +88,8 @@ class RLRun(Run[RLConfig]):
 
 
 class EpisodeRun(Run[EpisodeConfig]):
-    """A run that plays groups of episodes, and trains on them. The loop is that of :class:`RLRun`, with::
-
-    sequences = episode_sequences(batch.episodes, truncated=config.truncated)
-    ...  # updates of the policy, of episode_parts(sequences, batch.groups, ...)
+    """Engines play groups of episodes, which are trained on. The loop is that of :class:`RLRun`, with
+    ``episode_sequences(batch.episodes, truncated=config.truncated)`` and ``episode_parts(sequences, batch.groups, ...)``.
     """
 
     def __init__(
@@ -108,7 +106,6 @@ class EpisodeRun(Run[EpisodeConfig]):
             self.inputs = load_episode_inputs(self.config)
 
     def begin(self, title: str, trained: Mapping[str, GroupModel], facts: Sequence[str] = ()) -> None:
-        """As :meth:`RLRun.begin`."""
         config, inputs, start = self.config, self.inputs, self.start
 
         def open_source(rollout: RolloutGroup, adapter: str | None) -> EpisodeSource:
@@ -124,14 +121,11 @@ class EpisodeRun(Run[EpisodeConfig]):
         self._begin_sampling(title, trained, known, config, inputs, open_source)
 
     def collect(self) -> EpisodeBatch:
-        """As :meth:`RLRun.collect`."""
         batch: EpisodeBatch = self._sampled.collect(self._step, self._clock)
         return batch
 
     def push(self) -> PushReport:
-        """As :meth:`RLRun.push`."""
         return self._sampled.push(self._step, self.lap)
 
     def finish(self) -> RunResult:
-        """As :meth:`RLRun.finish`."""
         return self._sampled.finish()

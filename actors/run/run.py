@@ -163,11 +163,10 @@ class Run[C: RunConfig]:
         return self._phases.phase(name, waits_for)
 
     def begin(self, title: str, trained: Mapping[str, GroupModel], facts: Sequence[str] = ()) -> None:
-        """Restores the models of the checkpoint that the run continues, if any, and prints what the run is.
+        """Restores the models of the checkpoint that the run continues, if any, and prints what the run is, with ``facts``.
 
         Args:
             trained: the models that checkpoints hold, by the names of their directories.
-            facts: further words for the line.
         """
         self._restore(trained)
         say_facts(f"{self.label}{title}", [*facts, *self.start.describe()])
@@ -203,9 +202,8 @@ class Run[C: RunConfig]:
     def end_step(self, metrics: Mapping[str, float]) -> None:
         """Saves a checkpoint if one is due, logs and prints the step, warns, and commits what is saved by now.
 
-        Args:
-            metrics: those of :data:`~actors.watch.console.SHOWN` are printed, as many as a line has room for. The run adds
-                ``tokens_per_second/<phase>`` and ``peak_memory_gib``, of the rank that has held most so far.
+        The run adds ``tokens_per_second/<phase>`` and ``peak_memory_gib``, of the rank that has held most so far, to
+        ``metrics``.
         """
         step, clock, sampling = self._step, self._clock, self._sampling
         self.last_metrics = dict(metrics)
@@ -277,7 +275,6 @@ class Run[C: RunConfig]:
         inputs: SampledInputs,
         open_source: Callable[[RolloutGroup, str | None], Source[Any, B]],
     ) -> None:
-        """As :meth:`begin`; also pushes the weights of the first of ``trained``, and evaluates them."""
         self._restore(trained)
         policy = next(iter(trained.values()))
         self._parts.connect(policy, config.transport)

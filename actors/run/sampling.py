@@ -26,16 +26,13 @@ class RunResult:
     """What a run has come to; of a run that was resumed, all its parts together.
 
     Attributes:
-        held_out_reward_before: mean reward of the responses to the first held-out set, which are greedy unless it says
-            otherwise; None without one.
-        held_out_reward_after: the same after the last step.
+        held_out_reward_before: mean reward of the responses to the first held-out set; None without one.
         max_log_prob_gap: largest mean in a step of the difference between trainer and engine, in nats; with stale samples
             also between new weights and old.
         seconds: of the whole run, from the beginning of the command.
         start_seconds: of them, until the first step began.
         step_seconds: of them, in training steps.
         held_out_before: estimates of all held-out sets, by their names as metrics.
-        held_out_after: the same after the last step.
     """
 
     held_out_reward_before: float | None
@@ -49,12 +46,7 @@ class RunResult:
 
 
 class Totals:
-    """What a run that samples has come to so far, over all of its parts where it was resumed.
-
-    Args:
-        earlier: the :attr:`state` of the run that this one continues; empty at the first step.
-        began: when the command did, on the clock of ``time.monotonic``.
-    """
+    """What a run that samples has come to so far; ``earlier`` is the :attr:`state` of the run that this one continues."""
 
     def __init__(self, earlier: Mapping[str, Any], began: float) -> None:
         self._began = began
@@ -117,11 +109,7 @@ class Sampling[B: CollectedBatch]:
 
     Args:
         publish: brings the policy's present weights to the engines.
-        progress: where the run begins.
         began: when the command did, on the clock of ``time.monotonic``.
-
-    Attributes:
-        version: of the weights that engines have.
     """
 
     def __init__(
@@ -182,11 +170,7 @@ class Sampling[B: CollectedBatch]:
         return report
 
     def end_step(self, step: int, log_prob_gap: float, clock: Clock) -> dict[str, float]:
-        """Evaluates, where that is due; the phase ``evaluate``, and metrics.
-
-        Raises:
-            RLBackendError: the log-prob gap is not a number: trainer or engines compute wrong numbers.
-        """
+        """Evaluates, where that is due; the phase ``evaluate``, and metrics. Refuses a log-prob gap that is not a number."""
         if not math.isfinite(log_prob_gap):
             raise RLBackendError(f"step {step}: the log-prob gap between trainer and vLLM is {log_prob_gap}")
         self._totals.end_step(log_prob_gap)

@@ -25,11 +25,8 @@ class RunSaver:
     """Loads the models of a run where it begins, and saves them every ``config.save_every`` steps and after the last.
 
     In a step :meth:`save` comes after the update and :meth:`commit` after the step's lines are logged. With
-    ``config.async_save`` files are written while later steps run, and the checkpoint is committed after the step in which
-    the last of them is written. Use as a context manager, which ends before the groups of its models.
-
-    Args:
-        models: those that are trained, by the name of their directory.
+    ``config.async_save`` files are written while later steps run, and committed after the step in which the last is written.
+    ``models`` are by the names of their directories. A context manager, which ends before the groups of its models.
 
     Raises:
         ConfigError: the checkpoint's run has another dtype than this cluster gives it.
@@ -88,7 +85,6 @@ class RunSaver:
 
         Args:
             parts: of JSON, by the part of the loop that wants it back from :meth:`Progress.part`.
-            position: of the stream of samples; None for a loop without one.
         """
         if self._saving == step:
             draft, logs = self._store.draft(step), self._folder.sync_logs()
@@ -98,10 +94,7 @@ class RunSaver:
             self.finish()
 
     def finish(self, timeout: float | None = None) -> None:
-        """Waits for a checkpoint that is being written and commits it.
-
-        Args:
-            timeout: seconds, for all models; None waits as long as it takes.
+        """Waits for a checkpoint that is being written, up to ``timeout`` seconds, and commits it.
 
         Raises:
             CheckpointError: a model was not written.

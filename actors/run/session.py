@@ -39,12 +39,7 @@ _OF_THE_CLUSTER = {"cores_per_engine", "cores", "placement", "gpus_per_worker", 
 
 @dataclass
 class _Shared:
-    """What runs of one session have in common.
-
-    Attributes:
-        bases: frozen models that adapters stand beside, by group and directory.
-        served: the one whose weights engines have while ``runs`` push adapters.
-    """
+    """What runs of one session have in common: frozen models by group and directory, and the one that engines serve."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     bases: dict[tuple[TrainGroup, str], HandleRef] = field(default_factory=dict)
@@ -148,9 +143,6 @@ def _flat(config: RuntimeConfig) -> dict[str, Any]:
 def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Session]:
     """Joins or starts Ray, and starts the training groups and engines that ``config`` asks for.
 
-    Args:
-        phases: of the start that this is a part of; None prints those of a start of its own.
-
     Raises:
         ConfigError, UnsupportedError: the cluster does not have what they need.
     """
@@ -214,11 +206,7 @@ def borrowed_session(session: Session, config: RunConfig) -> Iterator[Session]:
 
 
 def require_paths(trainer: TrainGroup, model: str, run_dir: Path) -> None:
-    """Checks, before a model is loaded, that every rank's node has the model and sees this process's run folder.
-
-    Raises:
-        ConfigError: names the node and the path.
-    """
+    """Checks, before a model is loaded, that every rank's node has the model and sees this process's run folder."""
     # Engines check the model themselves when they start; ranks write checkpoints to the run folder.
     mark = run_dir.resolve() / f".visible-{uuid.uuid4().hex}"
     with usable_run_dir(run_dir):

@@ -90,7 +90,6 @@ class BoundOperation[**P, R]:
         functools.update_wrapper(self, submit)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Waits for the result; raises as :meth:`GroupFuture.result`."""
         return self.submit(*args, **kwargs).result()
 
 
@@ -250,9 +249,6 @@ class TrainGroup:
 
         Waits up to ``timeout`` seconds for operations in flight, then stops the ranks all the same. Errors of closing are
         raised after everything is freed.
-
-        Raises:
-            OperationOrderError: another driver operates the group.
         """
         if self.ended:
             return
@@ -380,7 +376,6 @@ class TrainGroup:
 
     @operation
     def weight_version(self, handle: HandleRef) -> GroupFuture[int]:
-        """The model's weight version, the same on every rank."""
         self._require_mine([handle])
         return self._on_ranks("weight_version", RankFunction(weight_version, (handle,)), partial(_agreed, handle))
 
@@ -425,7 +420,6 @@ class TrainGroup:
     def submit_on_ranks[**P, R](
         self, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> GroupFuture[list[R]]:
-        """As :meth:`run_on_ranks`, for a future."""
         name = getattr(function, "__qualname__", type(function).__name__)
         return self._on_ranks(f"run_on_ranks({name})", RankFunction(function, args, kwargs), list)
 
@@ -438,10 +432,8 @@ class TrainGroup:
         return self._submit(Operation(method.__name__, chosen))
 
     def replay(self, journal: Sequence[Operation]) -> dict[int, HandleRef]:
-        """Builds the models and LoRA tenants of another group's journal again, without their weights and optimizers.
-
-        Returns:
-            ``key`` of each handle of that group -> the handle here.
+        """Builds what another group's journal has again, without weights and optimizers; ``key`` of each handle there ->
+        handle.
         """
         built: dict[int, HandleRef] = {}
         for each in journal:

@@ -32,10 +32,9 @@ class Driver:
 
 @dataclass(frozen=True)
 class OperationHeader:
-    """Travels with every operation.
+    """Travels with every operation, of which the group's first is number 1.
 
     Attributes:
-        number: 1 for the group's first.
         submitter: the driver's thread, by :data:`this_thread`.
         acknowledged: the driver has seen the failures of these operations.
         taken_over: the operations up to this one were another driver's.

@@ -13,7 +13,6 @@ from actors.train.context import HandleRef, RankContext
 from rl_backend.contracts import (
     BatchError,
     ForwardResult,
-    HandleError,
     LossFn,
     Metric,
     PackedBatch,
@@ -43,12 +42,7 @@ class TenantForward(NamedTuple):
 
 @dataclass(frozen=True)
 class RankForward:
-    """One rank's ForwardResult on its way to the driver.
-
-    Attributes:
-        outputs: name -> the rank's sequences end to end, (T, ...) on the CPU.
-        tenants: name of a LoRA tenant -> the losses and metrics of its part, and why it failed.
-    """
+    """One rank's ForwardResult on its way to the driver; ``outputs`` are its sequences end to end, (T, ...) on the CPU."""
 
     losses: tuple[float, ...]
     metrics: Mapping[str, Metric]
@@ -57,13 +51,7 @@ class RankForward:
 
 
 class Shares(NamedTuple):
-    """Sequences, divided over the data-parallel ranks.
-
-    Attributes:
-        batches: data-parallel rank -> its micro-batches.
-        plan, seq_lens: which sequences went where, and their lengths with those of fillers.
-        tenants: whose they are, by ``lora_id``; empty without LoRA tenants.
-    """
+    """Sequences, divided over the data-parallel ranks; ``seq_lens`` are with fillers, ``tenants`` says whose each is."""
 
     batches: Sequence[Sequence[PackedBatch]]
     plan: MicroBatchPlan
@@ -80,14 +68,9 @@ def spread(
     has_loss: bool,
     meta: Mapping[str, Any] | None = None,
 ) -> Shares:
-    """The micro-batches of every data-parallel rank, of at most ``max_tokens`` each.
-
-    Raises:
-        BatchError, HandleError: see :meth:`~actors.train.group.TrainGroup.forward_backward`; before any rank has seen it.
-    """
+    """The micro-batches of every data-parallel rank, of at most ``max_tokens`` each."""
     has_tenants = bool(rows) and LORA_FIELD in rows[0].sequence_fields
-    if handle.forward_only and trains and not has_tenants:
-        raise HandleError(f"model {handle.name!r} is forward-only; a backward pass needs gradients", name=handle.name)
+    # Here, not on the ranks: fillers are chosen by whether there is a loss.
     if trains and not has_loss:
         raise BatchError("loss=None: only a forward_only pass can do without a loss")
     check_same_fields(rows)

@@ -117,11 +117,7 @@ class TrainWorker:
 
 
 def run(context: RankContext, call: Operation | RankFunction, loss: LossFn | None) -> Any:
-    """Runs a call on this rank; returns what the rank answers.
-
-    Args:
-        loss: for a function that takes one as ``loss_fn``, and its arguments do not hold.
-    """
+    """Runs a call on this rank; ``loss`` is for a function whose arguments do not hold it."""
     if isinstance(call, RankFunction):
         return call.function(context, *call.args, **call.kwargs, **({} if loss is None else {"loss_fn": loss}))
     atom, arguments = call.atom, dict(call.arguments)

@@ -101,10 +101,8 @@ def say_facts(title: str, facts: Iterable[str]) -> None:
 
 
 class Phases:
-    """The phases of a start, each with what it waits for and its time.
-
-    Args:
-        began: the start, ``time.monotonic``; None is that of the command.
+    """The phases of a start, each with what it waits for and its time; a start that ``began`` at None began with the
+    command.
     """
 
     def __init__(self, label: str = "", began: float | None = None) -> None:
@@ -172,12 +170,7 @@ class _Phase:
 
 
 class StepLines:
-    """A line for each step: elapsed time, time left, the longest phase, metrics.
-
-    Args:
-        steps: the last step of the run.
-        began: the start of the run, ``time.monotonic``.
-    """
+    """A line for each step: elapsed time since the run ``began``, time left, the longest phase, metrics."""
 
     def __init__(self, steps: int, began: float, label: str = "") -> None:
         self._steps, self._began, self._label = steps, began, label

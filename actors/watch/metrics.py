@@ -24,10 +24,8 @@ class Clock:
         self._last = time.monotonic_ns()
 
     def lap(self, phase: str, tokens: int = 0) -> None:
-        """Ends ``phase``, which began with the lap before or with the clock. Times of a repeated phase add up.
-
-        Args:
-            tokens: that it has worked on.
+        """Ends ``phase``, which worked on ``tokens`` and began with the lap before or with the clock. Repeated phases add
+        up.
         """
         now = time.monotonic_ns()
         name = f"seconds/{phase}"
@@ -174,11 +172,7 @@ WRITERS: Mapping[str, Any] = {
 
 
 class Curves:
-    """Every writer of a run.
-
-    Raises:
-        ConfigError: one that cannot be opened.
-    """
+    """Every writer of a run; raises :class:`ConfigError` for one that cannot be opened."""
 
     def __init__(self, names: str | None, facts: WriterFacts) -> None:
         self._writers: dict[str, MetricsWriter] = {}

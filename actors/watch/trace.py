@@ -22,8 +22,7 @@ ROUND_TRIPS = 8
 """Of each actor when tracing begins, to find how far another host's clock is away."""
 
 PROMPT_SECONDS = 0.02
-"""How long :meth:`TraceCollector.collect` waits for actors of other hosts, whose answers then measure their clocks again. An
-actor is taken for one of them until it has answered."""
+"""How long :meth:`TraceCollector.collect` waits for actors of other hosts, whose answers then measure their clocks again."""
 
 COLLECT_SECONDS = 0.25
 """Shortest time between two collections that steps ask for, so that short steps on many ranks are not slowed by them."""
