@@ -50,7 +50,7 @@ class RunManifest(SealedConfig):
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A committed checkpoint: ``state`` as :meth:`RunCheckpoints.commit` was given it, and ``models``, names of directories."""
+    """A committed checkpoint: the loop's ``state``, and ``models``, names of the directories that ``load_checkpoint`` takes."""
 
     path: Path
     step: int
@@ -312,8 +312,8 @@ class StreamPosition:
 
 
 class Identity(NamedTuple):
-    """What a resumed run must share with the one before: its configuration's class, options that are not the default, facts of
-    the files and functions that options name, dtype of the trained parameters.
+    """What a resumed run must share with the one before: its configuration's class, options that are not the default, facts
+    of the files and functions that options name, dtype of the trained parameters.
     """
 
     example: str
