@@ -42,6 +42,7 @@ class HeldOutSet:
 
     @classmethod
     def of(cls, given: EvalSet, name: str, prompts: Sequence[Any], sampling: SamplingConfig, note: str = "") -> Self:
+        # In order, and once where n is 1.
         pass_at = tuple(dict.fromkeys((1, sampling.n))) if given.pass_at is None else given.pass_at
         threshold = 1.0 if given.pass_threshold is None else given.pass_threshold
         return cls(name, prompts, sampling, pass_at, threshold, note)

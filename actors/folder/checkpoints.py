@@ -50,7 +50,7 @@ class RunManifest(SealedConfig):
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A committed checkpoint: the loop's ``state``, and ``models``, names of the directories that ``load_checkpoint`` takes."""
+    """A committed checkpoint: the loop's ``state``, and ``models``, names of directories for ``load_checkpoint``."""
 
     path: Path
     step: int

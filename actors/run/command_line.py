@@ -44,6 +44,7 @@ def run_command(main: Callable[..., None], config_type: type[BaseConfig] | None 
         _leave(2, lost=isinstance(error, ClusterLostError))
     except RunTerminated:
         print("stopped by SIGTERM", file=sys.stderr)
+        # 128 + the signal's number, as shells and schedulers expect it.
         _leave(EXIT_TERMINATED, lost=cluster_loss() is not None)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -138,6 +138,7 @@ class Sampling[B: CollectedBatch]:
         with phases.phase("push", "the first weights to the engines"):
             pushed = self._push(step)
         results: list[HeldOutResult] = []
+        # A run that continues has measured this, and its checkpoint says what.
         if first and self._inputs.held_out:
             prompts = sum(len(held_out.prompts) for held_out in self._inputs.held_out)
             with phases.phase("held-out", f"answering {count(prompts, 'prompt')}"):

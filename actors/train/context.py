@@ -55,6 +55,7 @@ class HandleRef:
         """The model that all ranks have built, in the order of ranks."""
         first, size = built[0], built[0].data_parallel_size
         sources = {each.data_parallel_rank: rank for rank, each in enumerate(built) if each.is_source}
+        # Two sources of one rank's outputs, or none, would merge results of wrong sequences.
         if sorted(sources) != list(range(size)) or sum(each.is_source for each in built) != size:
             raise RLBackendError(
                 f"the runtime names ranks {sorted(sources.values())} as sources of the outputs of data-parallel ranks "
