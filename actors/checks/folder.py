@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from actors.folder.lock import RunLock, without_new_folders
-from actors.folder.start import find_start
+from actors.folder.resume import find_start
 from actors.options.sampled_config import RunConfig
 
 

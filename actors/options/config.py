@@ -105,7 +105,7 @@ class TrainingOptions(BaseModel):
     """Model, data, resources and checkpoints: the options that every run has, for a configuration to take in.
 
     Fields declare with :data:`~rl_backend.contracts.MAY_CHANGE` what a run that continues from a checkpoint may have
-    otherwise, see :mod:`actors.folder.resume`.
+    otherwise, see :mod:`actors.folder.identity`.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)

@@ -20,7 +20,7 @@ ChosenDtype = Literal["auto", "float32", "bfloat16"]
 
 Runtime = Annotated[RuntimeConfig, Field(description="the training runtime")]
 Ranks = Annotated[int, MAY_CHANGE, Field(ge=1, description="training ranks; data parallel as far as tp, pp and cp leave")]
-# A resumed run is checked for the dtype that comes of it, see actors.folder.resume.
+# A resumed run is checked for the dtype that comes of it, see actors.folder.identity.
 RunDtype = Annotated[ChosenDtype, MAY_CHANGE, Field(description="of training and sampling; auto: bfloat16 with GPUs")]
 
 

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: options that the example refuses.
     """
     from actors.checks.preflight import findings
-    from actors.folder.start import RunFinishedError
+    from actors.folder.resume import RunFinishedError
     from rl_backend.options.command_line import in_flags, parse_config
 
     import_from_here()  # as the run would

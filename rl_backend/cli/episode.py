@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: options that a run would be refused for.
     """
-    from actors.run.show_episode import show_episode
+    from actors.run.evaluation import show_episode
     from rl_backend.cli.check import config_type
     from rl_backend.cli.example import import_from_here
     from rl_backend.options.command_line import parse_config

@@ -139,8 +139,8 @@ FAULTS = [
     Fault(
         "files-of-a-commit-not-verified",
         "actors.folder.checkpoints:read_run_checkpoint",
-        "if file_facts(path / name) != facts:",
-        "if False:",
+        "if missing or file_facts(path / name) != facts:",
+        "if missing:",
         ("test_a_damaged_checkpoint_is_refused_and_no_earlier_one_is_taken_in_its_place",),
         "a run would go on from a damaged state",
     ),

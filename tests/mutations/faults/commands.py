@@ -132,8 +132,8 @@ FAULTS = [
     ),
     Fault(
         "evaluation-finds-out-last-that-it-cannot-write",
-        "actors.run.evaluation:_check_out",
-        "require_writable(out, _OUT)",
+        "actors.run.evaluation:evaluate",
+        "require_writable(config.out, _OUT)",
         "pass",
         (_EVALUATED,),
         "an hour of answers would be lost",

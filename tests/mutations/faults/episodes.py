@@ -79,7 +79,7 @@ FAULTS = [
     ),
     Fault(
         "episodes-of-every-batch-alike",
-        "actors.collect.episode_stream:group_tasks",
+        "actors.collect.episodes:group_tasks",
         "index, sample,",
         "index, 0,",
         ("test_a_batch_has_groups_of_episodes_in_the_order_of_their_rows",),
@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "environments-left-open",
-        "actors.collect.episode_stream:EpisodeStream.__exit__",
+        "actors.collect.episodes:EpisodeStream.__exit__",
         "loop.call_soon_threadsafe(task.cancel)",
         "pass",
         ("test_a_run_that_ends_closes_its_environments",),

@@ -219,7 +219,7 @@ FAULTS = [
     ),
     Fault(
         "environments-of-all-rows-draw-the-same",
-        "actors.collect.episode_stream:group_tasks",
+        "actors.collect.episodes:group_tasks",
         "sample_seed(seed, number, index, _ENVIRONMENT)",
         "sample_seed(seed, number, 0, _ENVIRONMENT)",
         (_SEEDS,),
@@ -227,7 +227,7 @@ FAULTS = [
     ),
     Fault(
         "environments-of-all-batches-draw-the-same",
-        "actors.collect.episode_stream:group_tasks",
+        "actors.collect.episodes:group_tasks",
         "sample_seed(seed, number, index, _ENVIRONMENT)",
         "sample_seed(seed, 0, index, _ENVIRONMENT)",
         (_SEEDS,),
@@ -235,7 +235,7 @@ FAULTS = [
     ),
     Fault(
         "turns-without-min-p",
-        "actors.run.episode_run:turn_sampling",
+        "actors.run.rl_run:turn_sampling",
         '("temperature", "top_p", "top_k", "min_p", "stop_strings")',
         '("temperature", "top_p", "top_k", "stop_strings")',
         (_TURNS,),
@@ -243,7 +243,7 @@ FAULTS = [
     ),
     Fault(
         "turns-without-stop-strings",
-        "actors.run.episode_run:turn_sampling",
+        "actors.run.rl_run:turn_sampling",
         '("temperature", "top_p", "top_k", "min_p", "stop_strings")',
         '("temperature", "top_p", "top_k", "min_p")',
         (_TURNS,),
@@ -291,7 +291,7 @@ FAULTS = [
     ),
     Fault(
         "chat-templates-may-change-at-a-resume",
-        "actors.folder.resume:",
+        "actors.folder.identity:",
         '_WHOLE = (".json", ".jinja", ".model", ".txt")',
         '_WHOLE = (".json", ".model", ".txt")',
         (_CONTENTS,),
@@ -299,7 +299,7 @@ FAULTS = [
     ),
     Fault(
         "named-chat-templates-may-change-at-a-resume",
-        "actors.folder.resume:_content",
+        "actors.folder.identity:_content",
         'sorted([*path.iterdir(), *path.glob(f"{TEMPLATES}/*.jinja")])',
         "sorted(path.iterdir())",
         (_CONTENTS,),

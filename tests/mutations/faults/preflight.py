@@ -104,9 +104,9 @@ FAULTS = [
     ),
     Fault(
         "too-few-prompts-for-a-batch",
-        "actors.collect.collect:load_inputs",
-        "if len(prompts) < config.prompts_per_step:",
-        "if not prompts:",
+        "actors.collect.inputs:_require_rows",
+        "if number < config.prompts_per_step:",
+        "if not number:",
         (f"{_OPTIONS}[prompts_per_step-]",),
         "the refusal would not say which option to lower",
     ),

@@ -18,7 +18,7 @@ from actors import RLRun, preflight
 from actors.checks.model import require_readable_weights
 from actors.checks.preflight import findings
 from actors.folder.folder import RunFolder
-from actors.folder.start import RunFinishedError, find_start
+from actors.folder.resume import RunFinishedError, find_start
 from examples.demo.task import write_task
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig

@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 
 from actors.collect.collector import Collector
-from actors.collect.episode_stream import EpisodeStream
-from actors.collect.episodes import EpisodeBatch, EpisodeSource, play_held_out
+from actors.collect.episodes import EpisodeBatch, EpisodeSource, EpisodeStream, play_held_out
 from actors.collect.held_out import HeldOutSet
 from actors.collect.inputs import EpisodeInputs
 from actors.collect.prompts import PromptSource
 from actors.collect.sample_metrics import episode_metrics
 from actors.collect.transcripts import describe_episodes, transcript
-from actors.folder.progress import StreamPosition
+from actors.folder.checkpoints import StreamPosition
 from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import SamplingConfig
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from rl_backend.contracts import ConfigError, EpisodeFailedError, WeightVersionError
 from rl_backend.environment import Limits, Result, Sampler, play_episode
 from rl_backend.environment.groups import PlayOptions

@@ -12,15 +12,15 @@ import pytest
 
 from actors.checks import folder
 from actors.checks import preflight as checks
-from actors.folder.start import RunStart, find_start
+from actors.folder.resume import RunStart, find_start
 from actors.options.config import TrainingConfig
 from actors.run import run as run_module
 from actors.run.command_line import run_command
 from actors.run.run import Run
 from examples import tenants
 from rl_backend.contracts import ConfigError, EngineDeadError, RLBackendError
-from tests.unit.actors.folder.test_start import config_of
-from tests.unit.actors.folder.test_start import run as take_steps
+from tests.unit.actors.folder.test_resume import config_of
+from tests.unit.actors.folder.test_resume import run as take_steps
 
 
 @pytest.mark.shows("runs: a start that fails leaves run.json and report.html, and the folder can be used again")

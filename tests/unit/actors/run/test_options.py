@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from actors.cluster.placement import ClusterShare
-from actors.folder.resume import deciding_options, saved_facts
+from actors.folder.identity import deciding_options, saved_facts
 from actors.options.policy_options import tenant_config
 from examples.demo.__main__ import RECIPES, DemoConfig, demo_settings
 from examples.grpo import GRPOConfig

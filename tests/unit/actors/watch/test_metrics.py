@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from actors.folder.folder import RunFolder
-from actors.folder.start import RunStart, find_start
+from actors.folder.resume import RunStart, find_start
 from actors.watch.metrics import WRITERS, WriterFacts
 from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig, ConfigError
-from tests.unit.actors.folder.test_start import config_of, run
+from tests.unit.actors.folder.test_resume import config_of, run
 
 written: list[tuple[Any, ...]] = []
 

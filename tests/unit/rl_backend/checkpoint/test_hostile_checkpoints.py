@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.folder.checkpoints import RUN_FILE, RunCheckpoints, RunManifest, read_run_checkpoint
-from actors.folder.progress import DRAWN_SAMPLES, load_drawn
+from actors.folder.checkpoints import DRAWN_SAMPLES, RUN_FILE, RunCheckpoints, RunManifest, load_drawn, read_run_checkpoint
 from rl_backend.checkpoint.hf_export import TrainingWeights
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest, read_manifest

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from actors.folder.checkpoints import Progress
 from actors.folder.folder import RunFolder, set_aside
-from actors.folder.progress import Progress
-from actors.folder.resume import require_same_run, saved_facts
-from actors.folder.start import RunFinishedError, RunStart, checkpoints_of, find_start
+from actors.folder.identity import require_same_run, saved_facts
+from actors.folder.resume import RunFinishedError, RunStart, checkpoints_of, find_start
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
@@ -299,7 +299,7 @@ def test_other_contents_of_a_folder_of_data_and_of_a_model_of_the_hub_are_refuse
     datasets.Dataset.from_list([{"prompt": "1+1=", "answer": "3"}]).save_to_disk(tmp_path / "folder")
     with pytest.raises(ConfigError, match=r"GRPOConfig\.dataset=.*folder': is not, byte for byte, what the run of .* has"):
         find_start(config)
-    monkeypatch.setattr("actors.folder.resume.local_model", lambda name: str(tmp_path / name.partition("/")[2]))
+    monkeypatch.setattr("actors.folder.identity.local_model", lambda name: str(tmp_path / name.partition("/")[2]))
     ppo = PPOConfig(**{name: getattr(config, name) for name in ("model", "dataset", "reward")})
     facts = [saved_facts(ppo.replace(critic_model=name))["contents"] for name in ("org/m", "org/other")]
     assert facts[0] != facts[1] and saved_facts(ppo.replace(critic_model=str(tmp_path / "m")))["contents"] == facts[0]
@@ -331,7 +331,7 @@ def test_checkpoints_of_other_programs_are_refused(tmp_path: Path) -> None:
     (store.draft(4) / "policy").mkdir(parents=True)
     (store.draft(4) / "policy" / "manifest.json").write_text("{}")
     store.commit(4, {"mine": 1})
-    with pytest.raises(CheckpointError, match="is of another program: its state has no 'run'"):
+    with pytest.raises(CheckpointError, match=r"is of another program: .*KeyError: 'run'"):
         find_start(config.replace(resume="auto"))
 
 
@@ -428,20 +428,16 @@ def test_a_damaged_file_of_the_run_is_named_when_it_is_resumed(tmp_path: Path, n
 def test_a_file_of_the_run_without_what_a_resume_needs_is_named(tmp_path: Path) -> None:
     config = config_of(tmp_path, resume="auto")
     run(config, last=2)
-    start = find_start(config)
-    (tmp_path / "run" / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"its run\.json does not say when the run started"):
-        RunFolder(config.run_dir, config, start=start)
     without = config_of(tmp_path, resume="auto", save_every=0, run_dir=str(tmp_path / "without"))
     run(without, last=2)
     (tmp_path / "without" / "config.json").write_text('{"steps": "many"}')
-    with pytest.raises(ConfigError, match=r"config\.json of the run in it cannot be used: .*; choose a new run_dir"):
+    with pytest.raises(ConfigError, match="holds a run with other options, without a checkpoint"):
         find_start(without)
 
 
 @pytest.mark.parametrize("part", ["logs", "run"])
 @pytest.mark.parametrize(
-    "value", [None, [], 7, {"metrics.jsonl": []}, {"example": "GRPOConfig", "options": [], "contents": []}]
+    "value", [None, [], 7, {"metrics.jsonl": []}, {"example": "GRPOConfig", "options": 7, "contents": {}}]
 )
 def test_a_state_that_another_program_saved_is_refused(tmp_path: Path, part: str, value: Any) -> None:
     config = config_of(tmp_path, resume="auto")
@@ -453,7 +449,7 @@ def test_a_state_that_another_program_saved_is_refused(tmp_path: Path, part: str
     (store.draft(4) / "policy").mkdir(parents=True)
     (store.draft(4) / "policy" / "manifest.json").write_text("{}")
     store.commit(4, state)
-    with pytest.raises(CheckpointError, match=r"step-00000004 (does not say|is of another program|is damaged)"):
+    with pytest.raises(CheckpointError, match=r"step-00000004 (does not say|is of another program)"):
         find_start(config)
     with pytest.raises(CheckpointError, match="has no usable 'batches' in its state; continue from another"):
         RunStart(saved).progress.part("batches")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from actors.folder import resume as resume_module
-from actors.folder.resume import saved_facts
-from actors.folder.start import LOGS, RunStart, require_new_run
+from actors.folder import identity as identity_module
+from actors.folder.identity import saved_facts
+from actors.folder.resume import LOGS, RunStart, require_new_run
 from rl_backend.contracts import CheckpointError, ConfigError
-from tests.unit.actors.folder.test_start import config_of
+from tests.unit.actors.folder.test_resume import config_of
 
 
 def contents(config: Any) -> Any:
@@ -89,7 +89,7 @@ def test_a_folder_of_data_is_asked_for_its_split_and_known_by_all_its_files(
         asked.append((source, field, default_split))
         return files
 
-    monkeypatch.setattr(resume_module, "data_files", data_files)
+    monkeypatch.setattr(identity_module, "data_files", data_files)
     config = config_of(tmp_path, dataset=str(tmp_path / "folder"), eval_dataset=str(tmp_path / "held"))
     found = contents(config)
     assert asked == [(f"{tmp_path}/folder", "dataset", "train"), (f"{tmp_path}/held", "eval_dataset", None)]
