@@ -13,7 +13,7 @@ import torch
 from actors.folder.checkpoints import RunCheckpoint
 from actors.rollout.sample import Routes, Sample, VersionSpan
 from rl_backend.checkpoint.manifest import FileFacts
-from rl_backend.checkpoint.stored_metadata import load_problem
+from rl_backend.checkpoint.metadata_reader import load_problem
 from rl_backend.contracts import CheckpointError, ConfigError
 
 DRAWN_SAMPLES = "drawn_samples.pt"

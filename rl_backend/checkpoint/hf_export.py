@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.checkpoint.hf_reader import other_files, read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES, critic_config, write_hf_directory
 from rl_backend.checkpoint.kept_weights import describe_kept, open_kept
 from rl_backend.checkpoint.manifest import read_manifest
-from rl_backend.checkpoint.model_files import other_files
-from rl_backend.checkpoint.mxfp4 import in_mxfp4, mxfp4_infos
-from rl_backend.checkpoint.stored_metadata import METADATA_FILE
+from rl_backend.checkpoint.metadata_reader import METADATA_FILE
+from rl_backend.checkpoint.quantisation import in_mxfp4, mxfp4_infos
 from rl_backend.checkpoint.training_state import TensorsReader, raise_interrupt, require_written
 from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name, export_dtype, text_config
 
@@ -166,7 +165,7 @@ def export_checkpoint(
         out: must not exist; its parent must.
         source: from :func:`source_of`.
         dtype: of trained weights, as in :meth:`TrainingWeights.infos`. Checkpoints have float32 masters.
-        mxfp4: write experts in MXFP4 (:mod:`rl_backend.checkpoint.mxfp4`), as gpt-oss is published.
+        mxfp4: write experts in MXFP4 (:mod:`rl_backend.checkpoint.quantisation`), as gpt-oss is published.
         max_shard_bytes: largest size of one file; a larger tensor gets its own file.
         progress: told the bytes of each tensor that is read.
 

@@ -10,10 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rl_backend.checkpoint.block_fp8 import BlockFactors, find_factors
 from rl_backend.checkpoint.confined import name_problem, require_inside_model
-from rl_backend.checkpoint.mxfp4 import MXFP4Weight, find_mxfp4
-from rl_backend.checkpoint.stored_names import ExpertPart, expert_parts, own_name
+from rl_backend.checkpoint.quantisation import BlockFactors, MXFP4Weight, find_factors, find_mxfp4
 from rl_backend.contracts import CheckpointError, UnsupportedError, quantisation_problem
 from rl_backend.contracts.errors import listed
 
@@ -73,9 +71,9 @@ class HFReader:
         config: ``config.json``.
         files: what is read.
         infos: Hugging Face name -> shape and dtype; of packed experts those of single ones
-            (:mod:`rl_backend.checkpoint.stored_names`), of a text model its own names
-            (:mod:`rl_backend.checkpoint.stored_names`). Weights that are stored in FP8 with factors of their blocks, or in
-            MXFP4 (:mod:`rl_backend.checkpoint.block_fp8`, ``mxfp4``), are float32, and their factors no tensors.
+            (:mod:`rl_backend.checkpoint.hf_reader`), of a text model its own names
+            (:mod:`rl_backend.checkpoint.hf_reader`). Weights that are stored in FP8 with factors of their blocks, or in
+            MXFP4 (:mod:`rl_backend.checkpoint.quantisation`, ``mxfp4``), are float32, and their factors no tensors.
         dequantised: names of those weights.
 
     Raises:
@@ -279,3 +277,111 @@ def _open(file: Path) -> Iterator[Any]:
         raise CheckpointError.at(
             file, f"is truncated or corrupt, or cannot be read ({error}); fetch or write it again"
         ) from error
+
+
+_SETTINGS = (
+    *("generation_config.json", "tokenizer_config.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+_NAMES = frozenset(
+    {
+        *_SETTINGS,
+        *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+        *("tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "bpe.codes"),
+        *("source.spm", "target.spm", "normalizer.json"),
+        *("chat_template.jinja", "chat_template.json"),
+        *("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md", "USE_POLICY.md"),
+    }
+)
+TEMPLATES = "additional_chat_templates"
+"""Folder of a model's named chat templates, beside the default one."""
+
+
+def other_files(source: Path) -> dict[str, Path]:
+    """Tokenizer, chat templates, generation and preprocessor settings, model card, licence: name below ``source`` -> file.
+
+    Python files are among them where a configuration has an ``auto_map``, which names classes in them. Every other name,
+    and everything but regular files, is left out: a file beside a model need not be part of it.
+
+    Raises:
+        CheckpointError: one of them, or ``config.json``, is a link out of ``source``. Links inside of the cache of
+            huggingface_hub are followed.
+    """
+    configs = [require_inside_model(source, name) for name in ("config.json", *_SETTINGS) if (source / name).is_file()]
+    has_code = any('"auto_map"' in config.read_text(encoding="utf-8", errors="replace") for config in configs)
+    names = [
+        entry.name
+        for entry in source.iterdir()
+        if entry.name in _NAMES or entry.suffix == ".tiktoken" or (has_code and entry.suffix == ".py")
+    ]
+    names += [f"{TEMPLATES}/{entry.name}" for entry in (source / TEMPLATES).glob("*.jinja")]
+    return {name: require_inside_model(source, name) for name in sorted(names) if (source / name).is_file()}
+
+
+_NESTED_TYPES = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+_NESTED, _OWN = "model.language_model.", "model."
+
+
+def own_name(model_type: object, name: str) -> str:
+    """The name that a stored tensor has in the text model; ``name`` itself where it is that, or of another model.
+
+    Args:
+        model_type: of ``config.json``.
+    """
+    if model_type in _NESTED_TYPES and name.startswith(_NESTED):
+        return _OWN + name.removeprefix(_NESTED)
+    return name
+
+
+_PACKED_TYPES = frozenset({"qwen3_5_moe", "qwen3_5_moe_text"})
+_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+class ExpertPart(NamedTuple):
+    """One tensor of one expert, inside of a packed tensor.
+
+    Attributes:
+        name: as it is called where experts are not packed.
+        packed: the name of the packed tensor.
+        expert: number of the expert, the first dimension.
+        rows: its place in the second.
+        columns: of the third.
+    """
+
+    name: str
+    packed: str
+    expert: int
+    rows: range
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), self.columns
+
+    def place(self, region: tuple[slice, ...]) -> tuple[slice, ...]:
+        """``region`` of this tensor, in the packed one; a dimension of one expert comes first."""
+        first, *others = region or (slice(None),)
+        rows = self.rows[first]
+        return slice(self.expert, self.expert + 1), slice(rows.start, rows.stop), *others
+
+
+def expert_parts(model_type: object, name: str, shape: tuple[int, ...]) -> Iterator[ExpertPart]:
+    """The tensors of single experts in the stored tensor called ``name``; none of one that packs no experts.
+
+    What begins with another name than the model's, as a layer for multi-token prediction, is left as it is.
+
+    Args:
+        model_type: of ``config.json``.
+        shape: (experts, rows of all projections, columns).
+    """
+    block, _, last = name.rpartition(".")
+    if model_type not in _PACKED_TYPES or last not in _PROJECTIONS or len(shape) != 3:
+        return
+    if not (name.startswith("model.") and block.endswith(".mlp.experts")):
+        return
+    projections = _PROJECTIONS[last]
+    size = shape[1] // len(projections)
+    for expert in range(shape[0]):
+        for number, projection in enumerate(projections):
+            rows = range(number * size, (number + 1) * size)
+            yield ExpertPart(f"{block}.{expert}.{projection}.weight", name, expert, rows, shape[2])

@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_backend.checkpoint.block_fp8 import without_quantisation
 from rl_backend.checkpoint.confined import require_inside_model
 from rl_backend.checkpoint.durable_commit import new_directory
-from rl_backend.checkpoint.hf_reader import SINGLE_FILE, TORCH_DTYPES, WEIGHTS_INDEX, read_hf_config
+from rl_backend.checkpoint.hf_reader import SINGLE_FILE, TORCH_DTYPES, WEIGHTS_INDEX, other_files, read_hf_config
 from rl_backend.checkpoint.kept_weights import open_kept
-from rl_backend.checkpoint.model_files import other_files
-from rl_backend.checkpoint.mxfp4 import mxfp4_config
+from rl_backend.checkpoint.quantisation import mxfp4_config, without_quantisation
 from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name, name_of_dtype, text_config
 
 _DTYPES = {name_of_dtype(dtype): name for name, dtype in TORCH_DTYPES.items()}
@@ -56,9 +54,9 @@ def write_hf_directory(
         tensors: Hugging Face name -> tensor on any device; each is written before the next is taken.
         source_dir: the Hugging Face directory that the model came from; its configuration, tokenizer, chat templates,
             generation settings, model card and code are copied, and nothing else: see
-            :func:`~rl_backend.checkpoint.model_files.other_files`.
+            :func:`~rl_backend.checkpoint.hf_reader.other_files`.
         config: written to ``config.json`` in place of that of ``source_dir``.
-        mxfp4: ``tensors`` have experts in MXFP4, from :func:`~rl_backend.checkpoint.mxfp4.in_mxfp4`.
+        mxfp4: ``tensors`` have experts in MXFP4, from :func:`~rl_backend.checkpoint.quantisation.in_mxfp4`.
         kept: name -> shape of tensors of ``source_dir`` that are copied byte for byte beside ``tensors``.
         max_shard_bytes: largest size of one file; a larger tensor gets its own file.
 

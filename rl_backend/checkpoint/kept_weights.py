@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rl_backend.checkpoint.block_fp8 import plain_dtype
 from rl_backend.checkpoint.hf_reader import TORCH_DTYPES, HFReader
+from rl_backend.checkpoint.quantisation import plain_dtype
 from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name
 from rl_backend.contracts.errors import listed
 

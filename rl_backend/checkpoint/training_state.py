@@ -1,11 +1,12 @@
 """Training state as ``torch.distributed.checkpoint`` directories for any number of ranks, in files digested as written."""
 
 import io
+import math
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from torch.futures import Future
 from rl_backend.checkpoint.confined import require_inside
 from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, damaged
-from rl_backend.checkpoint.stored_metadata import METADATA_FILE, load_problem, stored_metadata
+from rl_backend.checkpoint.metadata_reader import METADATA_FILE, load_problem, stored_metadata
 from rl_backend.contracts import CheckpointError, RLBackendError, name_of_dtype
 
 _CHUNK = 1 << 22
@@ -150,7 +151,7 @@ class TensorsReader(FileSystemReader):
         metadata: the pieces of each tensor, and their files.
 
     Raises:
-        CheckpointError: as :func:`~rl_backend.checkpoint.stored_metadata.stored_metadata`.
+        CheckpointError: as :func:`~rl_backend.checkpoint.metadata_reader.stored_metadata`.
     """
 
     def __init__(self, path: Path, files: Mapping[str, FileFacts]) -> None:
@@ -445,3 +446,37 @@ def raise_interrupt(error: CheckpointException, rank: int) -> None:
 
 def _causes(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items())
+
+
+class Box(NamedTuple):
+    """A rectangle of a tensor.
+
+    Attributes:
+        offsets, sizes: by dimension.
+        start: of its first element in the flattened tensor; its elements follow each other there.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+
+def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
+    """The elements ``start`` to ``end`` of a flattened tensor as rectangles, at most ``2 * len(shape) - 1``, in order."""
+    if start >= end:
+        return
+    if not shape:
+        yield Box((), (), start)
+        return
+    inner = shape[1:]
+    row = math.prod(inner)
+    index = start // row
+    if start % row or end - start < row:
+        stop = min(end, (index + 1) * row)
+        for box in boxes(inner, start - index * row, stop - index * row):
+            yield Box((index, *box.offsets), (1, *box.sizes), box.start + index * row)
+    else:
+        rows = (end - start) // row
+        stop = start + rows * row
+        yield Box((index, *[0] * len(inner)), (rows, *inner), start)
+    yield from boxes(shape, stop, end)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rl_backend.contracts import BatchError, ModelOptions, ModelOutput, NativeConfig
-from rl_backend.model.activation_checkpointing import checkpoint_layers
 from rl_backend.model.blocks import KeyChoice, Mixed, Mixer, Rotation, RouterInput
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.hf_config import HFConfig
@@ -374,3 +375,14 @@ def decoder_family(
         kept_weights=kept_weights,
         configured=DecoderSpec.configured,
     )
+
+
+def checkpoint_layers(layers: Sequence[nn.Module]) -> None:
+    """Makes every layer keep only its inputs and compute the rest again in the backward pass.
+
+    Wraps each layer's ``forward`` in place, so that parameter names stay as they are. Call it before
+    :func:`~rl_backend.parallel.fsdp.apply_fsdp`: the gathered parameters then outlive the recomputation. Layers must be
+    deterministic: the state of the random number generators is not kept for the recomputation.
+    """
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -13,7 +13,7 @@ from actors.rollout.placement import NodePlace, choose_cores
 from actors.rollout.vllm.expected import EngineParameters, expected_weights
 from actors.rollout.vllm.process import prepare_process, start_vllm
 from rl_backend.contracts import EngineDeadError, EngineDirtyError
-from rl_backend.weights.compare import ExpectedWeights
+from rl_backend.weights.staging import ExpectedWeights
 
 
 class VllmInProcess:

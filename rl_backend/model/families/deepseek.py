@@ -16,8 +16,7 @@ from rl_backend.model.families.reading import (
     with_draft_layer,
 )
 from rl_backend.model.hf_config import HFConfig
-from rl_backend.model.mixers.indexer import IndexerSpec
-from rl_backend.model.mixers.mla import ChosenKeysSpec, MLASpec
+from rl_backend.model.mixers.mla import ChosenKeysSpec, IndexerSpec, MLASpec
 from rl_backend.model.options import DecoderOptions
 from rl_backend.model.registry import register_model
 from rl_backend.primitive.norm import NormSpec

@@ -60,7 +60,7 @@ FAULTS = [
     ),
     Fault(
         "pieces-of-another-row",
-        "rl_backend.checkpoint.boxes:boxes",
+        "rl_backend.checkpoint.training_state:boxes",
         "yield Box((index, *box.offsets), (1, *box.sizes), box.start + index * row)",
         "yield Box((index, *box.offsets), (1, *box.sizes), box.start)",
         ("test_boxes_cover_every_span_of_a_tensor_once_and_in_order",),
@@ -178,7 +178,7 @@ FAULTS = [
     ),
     Fault(
         "functions-of-strangers-looked-up",
-        "rl_backend.checkpoint.stored_metadata:_Unpickler.find_class",
+        "rl_backend.checkpoint.metadata_reader:_Unpickler.find_class",
         """
         if (module, name) not in _NAMES:
             raise CheckpointError.at(
@@ -198,7 +198,7 @@ FAULTS = [
     ),
     Fault(
         "weights-read-from-any-file",
-        "rl_backend.checkpoint.stored_metadata:_place",
+        "rl_backend.checkpoint.metadata_reader:_place",
         "if file not in files or file == METADATA_FILE:",
         "if False:",
         ("test_a_checkpoint_that_would_run_a_command_is_refused_by_name[hostile_place]",),
@@ -206,7 +206,7 @@ FAULTS = [
     ),
     Fault(
         "cover-of-pieces-not-checked",
-        "rl_backend.checkpoint.stored_metadata:_tensor",
+        "rl_backend.checkpoint.metadata_reader:_tensor",
         "if not covered:",
         "if False:",
         ("test_a_checkpoint_that_has_other_tensors_than_it_says_is_refused_by_name[false_overlap]",),

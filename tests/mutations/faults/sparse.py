@@ -59,7 +59,7 @@ FAULTS = [
     ),
     Fault(
         "indexer-teaches-the-model",
-        "rl_backend.model.mixers.indexer:Indexer.forward",
+        "rl_backend.model.mixers.mla:Indexer.forward",
         "x, latent = x.detach(), latent.detach()",
         "pass",
         _ITSELF,
@@ -67,7 +67,7 @@ FAULTS = [
     ),
     Fault(
         "neighbours-rotated-as-halves",
-        "rl_backend.model.mixers.indexer:Indexer._rotate",
+        "rl_backend.model.mixers.mla:Indexer._rotate",
         "if self.spec.interleaved:",
         "if False:",
         _ITSELF,

@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_backend.checkpoint.hf_reader import HFReader
+from rl_backend.checkpoint.hf_reader import HFReader, expert_parts, other_files, own_name
 from rl_backend.checkpoint.kept_weights import describe_kept, find_kept, open_kept
-from rl_backend.checkpoint.model_files import other_files
-from rl_backend.checkpoint.stored_names import expert_parts, own_name
 from rl_backend.contracts import CheckpointError
 
 TENSORS = {

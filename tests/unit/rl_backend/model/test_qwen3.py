@@ -9,7 +9,7 @@ import torch
 
 from rl_backend.contracts import BatchError, NativeConfig
 from rl_backend.model import QWEN3
-from rl_backend.model.activation_checkpointing import checkpoint_layers
+from rl_backend.model.decoder import checkpoint_layers
 from tests.support.families import load_native, load_transformers, pack, random_sequences, run_native, run_transformers
 from tests.support.models import write_tiny_qwen3
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest
-from rl_backend.weights.compare import ExpectedWeights, as_announced, check_manifest, find_mismatches
+from rl_backend.weights.staging import ExpectedWeights, as_announced, check_manifest, find_mismatches
 
 
 def info(name: str, shape: tuple[int, ...] = (2, 2), dtype: torch.dtype = torch.float32) -> TensorInfo:

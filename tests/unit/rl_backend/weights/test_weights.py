@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import TensorInfo, UnsupportedError, WeightCheckError, WeightManifest, dtype_from_name
-from rl_backend.weights.compare import ExpectedWeights, check_manifest, find_mismatches
 from rl_backend.weights.inspection import (
     BLOCK_BYTES,
     block_threads,
@@ -19,7 +18,17 @@ from rl_backend.weights.inspection import (
     same_bytes,
     tensor_digest,
 )
-from rl_backend.weights.staging import ALIGNMENT, check_staged, find_intact, plan_layout, read_tensor, write_tensors
+from rl_backend.weights.staging import (
+    ALIGNMENT,
+    ExpectedWeights,
+    check_manifest,
+    check_staged,
+    find_intact,
+    find_mismatches,
+    plan_layout,
+    read_tensor,
+    write_tensors,
+)
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
