@@ -1,7 +1,11 @@
-"""FP8 weights with a factor for each block: found in a directory, and read.
+"""Quantised weights: FP8 with a factor for each block, and experts in MXFP4.
 
-DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) is published so: beside a weight of type float8_e4m3fn stands a tensor called
-like it with ``_scale_inv`` behind, which has a number for each block of 128 x 128 elements. The weight is the product.
+DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) is published in float8_e4m3fn. Beside a weight stands a tensor called like it
+with ``_scale_inv`` behind, which has a number for each block of 128 x 128 elements; the weight is the product.
+
+gpt-oss is published in MXFP4 (OCP Microscaling Formats 1.0, sections 5.3 and 6.3): blocks of 32 four-bit numbers with one
+power of two. Beside each other stand ``X_blocks``, (experts, outputs, inputs / 32, 16) bytes with two numbers each, the
+first in the low half, and ``X_scales``, (experts, outputs, inputs / 32) exponents. ``X`` is (experts, inputs, outputs).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,8 +31,7 @@ class BlockFactors(NamedTuple):
     Attributes:
         name: of the tensor that they are.
         rows, columns: of a block of the weight. The last block of a dimension may be smaller.
-        weight: its name.
-        shape: of the weight.
+        weight, shape: its name and shape.
     """
 
     name: str
@@ -43,11 +46,7 @@ class BlockFactors(NamedTuple):
         return (self.name,)
 
     def read(self, read: ReadSlice, region: tuple[slice, ...]) -> Tensor:
-        """The part of the weight in ``region``, a slice for each of its first dimensions, float32.
-
-        Args:
-            read: (name of a stored tensor, region) -> that part of it.
-        """
+        """The part of the weight in ``region``, a slice for each of its first dimensions, float32."""
         whole = zip((*region, slice(None), slice(None)), self.shape, strict=False)
         rows, columns = (slice(*each.indices(size)[:2]) for each, size in whole)
         part = rows, columns
@@ -62,12 +61,7 @@ class BlockFactors(NamedTuple):
         )
 
     def dequantised(self, stored: Tensor, factors: Tensor, part: tuple[slice, slice]) -> Tensor:
-        """A part of the weight, float32.
-
-        Args:
-            stored: the part as it is stored.
-            factors: those of :meth:`region`.
-        """
+        """A part of the weight, float32, from the part as it is stored and the factors of its :meth:`region`."""
         rows, columns = part
         weight = stored.to(torch.float32)
         block_of_row = torch.arange(rows.start, rows.stop) // self.rows - rows.start // self.rows
@@ -98,25 +92,22 @@ def find_factors(
             continue
         weight = name.removesuffix(_SUFFIX)
         held = stored.get(weight)
-        if held is None or held[1] not in _STORED_AS or len(held[0]) != 2:
+        expected = None
+        if held is not None and held[1] in _STORED_AS and len(held[0]) == 2:
+            expected = tuple(-(-size // block) for size, block in zip(held[0], blocks, strict=True))
+        if held is None or shape != expected or dtype not in _FACTORS_STORED_AS:
             has = "there is no such tensor" if held is None else f"it is {held[1]} of shape {held[0]}"
             raise CheckpointError.at(
-                directory, f"has {name}, the factors of {weight} in F8_E4M3, but {has}; fetch the model again", tensor=name
-            )
-        expected = tuple(-(-size // block) for size, block in zip(held[0], blocks, strict=True))
-        if shape != expected or dtype not in _FACTORS_STORED_AS:
-            raise CheckpointError.at(
                 directory,
-                f"has {name} as {dtype} of shape {shape}; expected float32 of shape {expected}, a number for each block of "
-                f"{blocks[0]} x {blocks[1]} of {weight}, which has shape {held[0]}",
-                tensor=name,
+                f"has {name} as {dtype} of shape {shape}; expected a float32 number for each block of {blocks[0]} x "
+                f"{blocks[1]} of {weight}, in F8_E4M3 ({has}); fetch the model again",
             )
         found[weight] = BlockFactors(name, *blocks, weight, held[0])
     return found
 
 
 def plain_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """What weights are written in that were read as FP8 and not trained: the dtype that ``config.json`` gives the model."""
+    """The dtype that ``config.json`` gives a model; weights that were read as FP8 and not trained are written in it."""
     text = text_config(config)
     return dtype_from_name(str(text.get("dtype") or text.get("torch_dtype") or "bfloat16"))
 
@@ -133,35 +124,26 @@ _BIAS = 127
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Of a magnitude: 6 is 1.5 * 2 ** 2.
 _LARGEST_EXPONENT = 2
-"""Of a magnitude: 6 is 1.5 * 2 ** 2."""
+# What lies in the middle between two magnitudes goes to the one whose last bit is 0.
 _TO_THE_LOWER = (0.25, 1.25, 2.5, 5.0)
 _TO_THE_HIGHER = (0.75, 1.75, 3.5)
-"""What lies in the middle between two magnitudes goes to the one whose last bit is 0."""
 
 
 class MXFP4Weight(NamedTuple):
-    """A weight that is stored in MXFP4.
-
-    Attributes:
-        name: of the weight.
-        shape: (experts, inputs, outputs).
-    """
+    """A weight that is stored in MXFP4, (experts, inputs, outputs)."""
 
     name: str
     shape: tuple[int, ...]
 
     @property
     def stored(self) -> tuple[str, str]:
-        """Names of the tensors that it is stored as."""
+        """Names of tensors that are none of the model's."""
         return self.name + _BLOCKS, self.name + _SCALES
 
     def read(self, read: ReadSlice, region: tuple[slice, ...]) -> Tensor:
-        """The part of the weight in ``region``, float32.
-
-        Args:
-            read: (name of a stored tensor, region) -> that part of it.
-        """
+        """The part of the weight in ``region``, float32."""
         whole = (*region, *(slice(None),) * (3 - len(region)))
         experts, inputs, outputs = (slice(*each.indices(size)[:2]) for each, size in zip(whole, self.shape, strict=True))
         touched = slice(inputs.start // _BLOCK, -(-inputs.stop // _BLOCK))
@@ -174,9 +156,6 @@ def find_mxfp4(
     directory: Path, config: Mapping[str, Any], stored: Mapping[str, tuple[tuple[int, ...], torch.dtype | str]]
 ) -> dict[str, MXFP4Weight]:
     """Name -> weight in MXFP4; empty where ``config.json`` does not say that there are any.
-
-    Args:
-        stored: name -> (shape, dtype) of all tensors of the directory.
 
     Raises:
         CheckpointError: blocks without exponents, exponents without blocks, or of shapes that do not fit each other.
@@ -194,7 +173,6 @@ def find_mxfp4(
                 directory,
                 f"has {has} as {name}{_BLOCKS} and {name}{_SCALES}; expected U8 of shape (experts, outputs, inputs / "
                 f"{_BLOCK}, {_BLOCK // 2}) and of the same without the last number; fetch the model again",
-                tensor=name,
             )
         experts, outputs, count, _ = blocks[0]
         found[name] = MXFP4Weight(name, (experts, count * _BLOCK, outputs))
@@ -210,11 +188,9 @@ def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks and exponents of an (experts, inputs, outputs) weight whose inputs are a multiple of 32.
-
-    The exponent of a block is that of its largest number, less 2; what exceeds 6 times that power of two becomes 6 times
-    it, and other numbers the nearest. What was read from MXFP4 has the same numbers again.
-    """
+    """Blocks and exponents of an (experts, inputs, outputs) weight whose inputs are a multiple of 32."""
+    # The exponent of a block is that of its largest number, less 2; what exceeds 6 times that power of two becomes 6 times
+    # it, and other numbers the nearest. What was read from MXFP4 has the same numbers again.
     grouped = weight.transpose(1, 2).to(torch.float32).unflatten(-1, (-1, _BLOCK))
     largest = grouped.abs().amax(-1)
     # frexp's mantissas are below 1.
@@ -244,8 +220,7 @@ def mxfp4_infos(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
         if inputs % _BLOCK:
             raise CheckpointError(
                 f"{info.name} has {inputs} inputs, which do not come in blocks of {_BLOCK}: it cannot be written in MXFP4; "
-                "write bfloat16",
-                tensor=info.name,
+                "write bfloat16"
             )
         shape = (experts, outputs, inputs // _BLOCK)
         made.append(TensorInfo.of(info.name + _BLOCKS, (*shape, _BLOCK // 2), torch.uint8))

@@ -33,12 +33,17 @@ from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingMan
 from rl_backend.checkpoint.metadata_reader import METADATA_FILE, load_problem, stored_metadata
 from rl_backend.contracts import CheckpointError, RLBackendError, name_of_dtype
 
+WEIGHTS = "model."
+"""Names of weights in a checkpoint begin with it, and end with the Hugging Face name."""
+MOMENTS = {kind: f"optimizer.{kind}." for kind in ("exp_avg", "exp_avg_sq")}
+"""AdamW's moment -> what the names of its tensors begin with; they end with the Hugging Face name of the weight."""
+RANDOM = "random."
+"""Names of random state begin with it and end with the rank; one that a checkpoint does not have stays as it is."""
+
 _CHUNK = 1 << 22
 
 
 class _DigestingFile(io.BufferedWriter):
-    """Writes to a file and into a digest; written bytes cannot be changed."""
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self._digest = xxhash.xxh3_64()
@@ -63,6 +68,7 @@ class _DigestingFile(io.BufferedWriter):
             self.error = error
             raise
 
+    # Bytes that are digested cannot be changed any more.
     def seek(self, *args: Any) -> NoReturn:
         raise io.UnsupportedOperation("seek")
 
@@ -100,9 +106,7 @@ class _DigestingFileSystem(FileSystem):
 
 
 class DigestingWriter(FileSystemWriter):
-    """A ``FileSystemWriter`` that keeps size and digest of this rank's files.
-
-    The digest is of the bytes handed to the file system: it finds what a disk changes later.
+    """A ``FileSystemWriter`` that keeps size and digest of the bytes that it hands to the file system.
 
     Attributes:
         written: file name -> facts, of the files of this rank.
@@ -127,21 +131,20 @@ def file_facts(file: Path, limit: int | None = None) -> FileFacts:
 
 def require_written(path: Path, name: str, facts: FileFacts | None) -> None:
     """Raises :class:`CheckpointError` unless ``name`` in the checkpoint ``path`` has the bytes that were written."""
+    problem = f"{name} has other bytes than were written"
     try:
         found = file_facts(path / name)
     except OSError as error:
-        raise CheckpointError(f"{path / name} cannot be read: {error}", path=str(path), name=name) from error
+        found, problem = None, f"{name} cannot be read ({error})"
     if found != facts:
-        raise damaged(path, name, f"{name} has other bytes than were written")
+        raise damaged(path, name, problem)
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class TensorsReader(FileSystemReader):
-    """Reads the tensors of a checkpoint. ``.metadata`` is read once, and nothing in a file is run.
-
-    Every element of every tensor is stored exactly once, and every piece read is checked against ``.metadata``.
+    """Reads the tensors of a checkpoint, each piece checked against ``.metadata``. Nothing in a file is run.
 
     Args:
         path: the checkpoint's directory.
@@ -168,13 +171,9 @@ class TensorsReader(FileSystemReader):
         return self.metadata
 
     def require_stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-        """Checks shape and dtype of a stored tensor before any of it is read.
+        """Raises :class:`CheckpointError` unless a tensor of this shape is stored, in ``dtype`` or one that converts to it.
 
-        Args:
-            dtype: of the tensor to fill. Floating ones convert, others must be equal; None is not compared.
-
-        Raises:
-            CheckpointError: there is no such tensor, or it has another shape or dtype.
+        Floating dtypes convert to each other; None is not compared.
         """
         stored = self.metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
@@ -189,7 +188,6 @@ class TensorsReader(FileSystemReader):
         raise damaged(Path(self.path), name, f"its {METADATA_FILE} {found}, {name} was expected {expected}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises :class:`CheckpointError` with the file's name where it holds other tensors than ``.metadata`` says."""
         stored: dict[MetadataIndex, _StorageInfo] = self.metadata.storage_data
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
@@ -242,7 +240,6 @@ class TensorPieces:
         self.writes = writes
 
     def piece(self, index: MetadataIndex) -> Tensor:
-        """The piece at ``index.offset``."""
         assert index.offset is not None, "every item of pieces has an offset"
         return self.pieces[tuple(index.offset)]
 
@@ -266,16 +263,12 @@ class TensorPieces:
 
 
 class PiecesSavePlanner(DefaultSavePlanner):
-    """Looks pieces up by their offsets."""
-
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
         return found.piece(index) if isinstance(found, TensorPieces) else super().lookup_object(index)
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):
-    """Looks pieces up by their offsets."""
-
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
@@ -292,11 +285,9 @@ type StateTensors = Mapping[str, Tensor | TensorPieces]
 
 
 class HostBuffers:
-    """Host memory for one model's state; pinned for tensors on a GPU, which copies at the speed of the bus.
+    """Host memory for one model's state; pinned for tensors on a GPU, which copies at the speed of the bus."""
 
-    It stays allocated from one copy to the next: writing to fresh memory takes several times as long.
-    """
-
+    # Kept from one copy to the next: writing to fresh memory takes several times as long.
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
@@ -334,12 +325,7 @@ def raise_on_every_rank(
     cause: BaseException | None = None,
     kind: type[RLBackendError] = CheckpointError,
 ) -> None:
-    """A collective over ``group`` (gloo): raises on every rank if any rank has a problem.
-
-    Args:
-        cause: what the error on this rank is raised from.
-        kind: of the error.
-    """
+    """A collective over ``group`` (gloo): raises ``kind`` on every rank if any rank has a problem, here from ``cause``."""
     problems: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     found = {rank: text for rank, text in enumerate(problems) if text is not None}
@@ -353,9 +339,7 @@ def raise_on_every_rank(
 def on_every_rank(group: dist.ProcessGroup, failed: str, kind: type[RLBackendError] = CheckpointError) -> Iterator[None]:
     """Ends its body with a collective over ``group`` (gloo): what fails on one rank is an error on every rank.
 
-    Args:
-        failed: begins the message, unless the body raises one of ``kind`` with its own.
-        kind: of the error.
+    The message begins with ``failed``, unless the body raises one of ``kind`` with its own.
     """
     problem: str | None = None
     cause: Exception | None = None
@@ -376,11 +360,7 @@ def require_free(path: Path) -> None:
 
 
 def reserve_draft(path: Path, group: dist.ProcessGroup) -> Path:
-    """Checks that ``path`` is free and makes a draft of it. A collective over ``group``.
-
-    Raises:
-        CheckpointError: ``path`` exists, or the directory cannot be made; on every rank.
-    """
+    """Checks that ``path`` is free and makes a draft of it. A collective over ``group``; errors are raised on every rank."""
     drafts = [draft_of(path)]
     with on_every_rank(group, f"cannot make a directory beside {path}"):
         if dist.get_rank(group) == 0:
@@ -405,11 +385,8 @@ def write_training_state(
     first = dist.get_rank(group) == 0
     writer = DigestingWriter(draft)
     try:
-        try:
+        with told_as_checkpoint_error(f"{path} could not be written", group):
             save(dict(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
-        except CheckpointException as error:
-            raise_interrupt(error, dist.get_rank(group))
-            raise CheckpointError.at(path, f"could not be written: {_causes(error)}") from error
         parts: list[dict[str, FileFacts]] = [{}] * dist.get_world_size(group)
         dist.gather_object(writer.written, parts if first else None, group=group, group_dst=0)
         with on_every_rank(group, f"cannot complete {path}"):
@@ -430,31 +407,26 @@ def read_training_state(reader: TensorsReader, tensors: StateTensors, group: dis
     Raises:
         CheckpointError: a rank could not read; on every rank, and ``tensors`` are partly filled.
     """
-    try:
+    with told_as_checkpoint_error(f"{reader.path} could not be read", group):
         load(dict(tensors), storage_reader=reader, planner=PiecesLoadPlanner(), process_group=group)
+
+
+@contextmanager
+def told_as_checkpoint_error(failed: str, group: dist.ProcessGroup | None = None) -> Generator[None]:
+    """Turns torch's error of a save or load into a :class:`CheckpointError` that begins with ``failed``."""
+    try:
+        yield
     except CheckpointException as error:
-        raise_interrupt(error, dist.get_rank(group))
-        raise CheckpointError.at(reader.path, f"could not be read: {_causes(error)}") from error
-
-
-def raise_interrupt(error: CheckpointException, rank: int) -> None:
-    """torch counts an interrupt of this process, in the middle of a read or a write, among the failures."""
-    own = error.failures.get(rank)
-    if own is not None and not isinstance(own[0], Exception):
-        raise own[0] from None
-
-
-def _causes(error: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items())
+        own = error.failures.get(dist.get_rank(group) if group is not None else 0)
+        # torch counts an interrupt of this process, in the middle of a read or a write, among the failures.
+        if own is not None and not isinstance(own[0], Exception):
+            raise own[0] from None
+        causes = (f"rank {rank}: {type(each).__name__}: {each}" for rank, (each, _) in error.failures.items())
+        raise CheckpointError(f"{failed}: {'; '.join(causes)}") from error
 
 
 class Box(NamedTuple):
-    """A rectangle of a tensor.
-
-    Attributes:
-        offsets, sizes: by dimension.
-        start: of its first element in the flattened tensor; its elements follow each other there.
-    """
+    """A rectangle of a tensor; its elements follow each other from ``start`` in the flattened tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

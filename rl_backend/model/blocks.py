@@ -28,7 +28,7 @@ class RouterInput(NamedTuple):
     Attributes:
         loss_weight: factor of the router's losses of these tokens.
         padding: (T,) bool, tokens that do not count in the router's losses.
-        experts: (T, top_k), experts chosen elsewhere; see :meth:`~rl_backend.primitive.router.Router.forward`.
+        experts: (T, top_k), experts chosen elsewhere.
         sequences: which sequence of the micro-batch each token is from; None where there is one.
     """
 
@@ -45,8 +45,7 @@ class KeyChoice(NamedTuple):
         longest: tokens of the longest sequence, the same on every rank.
         loss_weight: factor of the losses of what chooses.
         chosen: keys of the layer before (:func:`~rl_backend.primitive.sparse_attention.choose_keys`); None where it has all.
-        recorded: what this layer must attend to, of the same kind; rows of -1 alone for the tokens for which it chooses.
-            None where it chooses for all.
+        recorded: what this layer must attend to; rows of -1 alone for the tokens for which it chooses, None where for all.
     """
 
     longest: int
@@ -86,11 +85,7 @@ class Mixer(nn.Module, ABC):
         """Cuts the module over tensor- and context-parallel ranks, in place."""
 
     def choose_kernels(self, groups: ParallelGroups, config: NativeConfig) -> None:
-        """Takes what the family's options say of kernels.
-
-        Raises:
-            ConfigError: one that cannot run here.
-        """
+        """Takes the kernels of the family's options; raises :class:`ConfigError` for one that cannot run here."""
 
 
 class FeedForward(nn.Module, ABC):
@@ -102,11 +97,7 @@ class FeedForward(nn.Module, ABC):
 
     @abstractmethod
     def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
-        """Cuts the module over tensor- and expert-parallel ranks, in place.
-
-        Returns:
-            Parts whose copies lie on other ranks than those of the rest of the layer: those of ``groups.edp_mesh``.
-        """
+        """Cuts the module over tensor- and expert-parallel ranks, in place; returns the parts of ``groups.edp_mesh``."""
 
 
 class BlockSpec(ABC):
@@ -119,11 +110,7 @@ class BlockSpec(ABC):
 
     @abstractmethod
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:
-        """Parameter in the module -> its Hugging Face name or names, in the order of the module.
-
-        Args:
-            layer: Hugging Face name of the layer, such as ``model.layers.0``.
-        """
+        """Parameter in the module -> its Hugging Face name or names, in a layer called such as ``model.layers.0``."""
 
     @abstractmethod
     def check_layout(self, parallel: ParallelConfig) -> None:
@@ -159,11 +146,7 @@ class MixerSpec(BlockSpec):
         """``norm`` is the model's, for norms inside the block."""
 
     def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes | None:
-        """What an engine keeps of a sequence of ``num_tokens``; None for a kind of mixer that does not say.
-
-        Args:
-            itemsize: bytes of a number in the engine's dtype.
-        """
+        """What an engine keeps of ``num_tokens`` in numbers of ``itemsize`` bytes; None where the mixer does not say."""
         return None
 
 
@@ -180,12 +163,7 @@ class FeedForwardSpec(BlockSpec):
 
 
 class LayerNorms(NamedTuple):
-    """Names of a layer's norms, in the directory as in the module; None for one that there is not.
-
-    Attributes:
-        before_mixer, before_feed_forward: of what a block reads from the residual stream.
-        after_mixer, after_feed_forward: of what a block adds to it.
-    """
+    """Names of a layer's norms, before and after its blocks, in the directory as in the module; None without one."""
 
     before_mixer: str | None = "input_layernorm"
     after_mixer: str | None = None
@@ -217,7 +195,6 @@ def require_divided(dimension: str, ranks: int, name: str, size: int) -> None:
 
 
 def divisors(size: int) -> list[int]:
-    """Ascending."""
     return [candidate for candidate in range(1, size + 1) if size % candidate == 0]
 
 

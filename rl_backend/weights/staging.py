@@ -1,4 +1,4 @@
-"""Staging buffers: layout, writing, and the check that a buffer holds what its manifest says."""
+"""Weights on their way to engines: what is announced, staged, checked, and what an engine expects."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -16,9 +16,6 @@ from rl_backend.weights.inspection import Inspection, block_threads, copy_with_d
 def as_announced(infos: Sequence[TensorInfo], weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[TensorInfo, Tensor]]:
     """Each of ``infos`` with its tensor, before anything is done with the tensor.
 
-    The receiver places weights as announced. Two swapped tensors of one size would arrive with right digests under each
-    other's names.
-
     Args:
         infos: the tensors in the order announced.
         weights: (name, full tensor), a collective's generator in general. It is closed when it differs, or when this
@@ -29,22 +26,21 @@ def as_announced(infos: Sequence[TensorInfo], weights: Iterable[tuple[str, Tenso
     """
     iterator = iter(weights)
     try:
-        for place, info in enumerate(infos):
+        # The receiver places weights as announced: two swapped tensors of one size would arrive with right digests under
+        # each other's names. None stands for the end, behind which nothing may come.
+        for place, info in enumerate([*infos, None]):
             name, tensor = next(iterator, (None, None))
-            if name is None or tensor is None:
-                raise WeightCheckError(f"the export ended before {info.name}; {place} of {len(infos)} tensors came")
-            found = (name, tuple(tensor.shape), name_of_dtype(tensor.dtype))
-            if found != (info.name, info.shape, info.dtype):
+            found = None if tensor is None else (name, tuple(tensor.shape), name_of_dtype(tensor.dtype))
+            announced = None if info is None else (info.name, info.shape, info.dtype)
+            if found != announced:
                 raise WeightCheckError(
-                    f"the export yielded {found}, but announced {(info.name, info.shape, info.dtype)}; nothing of it was "
-                    "sent: the runtime's weight_infos and export_weights must agree in names and order",
+                    f"the export yielded {found or 'no more tensors'} after {place} of {len(infos)}, but announced "
+                    f"{announced or 'no more'}; nothing of it was sent: the runtime's weight_infos and export_weights must "
+                    "agree in names and order",
                     name=name,
-                    announced=info.name,
                 )
-            yield info, tensor
-        extra = next(iterator, None)
-        if extra is not None:
-            raise WeightCheckError(f"the export yielded {extra[0]} after the {len(infos)} tensors that it announced")
+            if info is not None and tensor is not None:
+                yield info, tensor
     finally:
         close = getattr(iterator, "close", None)
         if close is not None:
@@ -61,8 +57,7 @@ class ExpectedWeights:
     Attributes:
         required: name -> tensor that every push must hold.
         optional: name -> tensor that a push may hold (for example ``lm_head.weight`` of a model that ties it).
-        fused_groups: the names that are loaded into one parameter together; a part of a group leaves the rest of that
-            parameter undefined.
+        fused_groups: names that are loaded into one parameter, of which a part would leave the rest undefined.
         in_float32: names of tensors that the engine keeps in float32 whatever its dtype; a push may send them so.
     """
 
@@ -75,11 +70,7 @@ class ExpectedWeights:
 def find_mismatches(
     offered: Sequence[TensorInfo], expected: ExpectedWeights, kept: Collection[str] = frozenset()
 ) -> list[str]:
-    """One sentence for every kind of mismatch, each with the names concerned; empty when the weights can be loaded.
-
-    Args:
-        kept: names that need not be offered, whatever the engine waits for.
-    """
+    """One sentence for every kind of mismatch, each with the names concerned; names in ``kept`` need not be offered."""
     names = {tensor.name for tensor in offered}
     known = {**expected.required, **expected.optional}
     halves = [group for group in expected.fused_groups if 0 < len(names.intersection(group)) < len(group)]
@@ -121,16 +112,12 @@ def check_manifest(manifest: WeightManifest, expected: ExpectedWeights, *, engin
         )
 
 
+# Bytes: a multiple of every dtype's size and of a cache line, so that a view of the buffer is an ordinary tensor.
 ALIGNMENT = 64
-"""Bytes. A multiple of every dtype's size and of a cache line: a view of the buffer is an ordinary tensor."""
 
 
 def plan_layout(tensors: Iterable[TensorInfo]) -> tuple[tuple[TensorInfo, ...], int]:
-    """Gives every tensor an aligned offset, in order.
-
-    Returns:
-        The tensors with ``offset`` set, and the bytes that the buffer needs (at least one alignment unit).
-    """
+    """The tensors with aligned offsets, in order, and the bytes that the buffer needs (at least one alignment unit)."""
     placed: list[TensorInfo] = []
     end = 0
     for tensor in tensors:
@@ -157,11 +144,9 @@ def write_tensors(
     """Copies ``weights`` to their places in a (N,) uint8 CPU buffer and digests what was written.
 
     Args:
-        buffer: at least as long as the layout needs.
         layout: tensors with offsets, in the order in which ``weights`` yields them.
         weights: (name, full tensor) on any device; a tensor may be reused once the next one is taken.
-        version: weight version of the manifest.
-        threads: threads that copy and digest.
+        threads: that copy and digest.
         staged: told of each tensor, with its digest, once it is in its place for good.
 
     Raises:
@@ -188,7 +173,7 @@ def check_staged(
 
     Args:
         engine: who checks, for messages.
-        threads: threads that digest.
+        threads: that digest.
         intact: tensors that :func:`find_intact` has found in this buffer since it was written. Those that agree with the
             manifest in place and digest are not read again.
 
@@ -220,10 +205,8 @@ def check_staged(
 def find_intact(buffer: Tensor, tensors: Sequence[TensorInfo], *, threads: int = 1) -> dict[str, TensorInfo]:
     """Those of a push's tensors, by name, that a (N,) uint8 CPU buffer holds with the right digest and finite values.
 
-    Called while further tensors are still being staged; :func:`check_staged` says what is wrong with the rest.
-
-    Raises:
-        WeightCheckError: tensors that lie outside the buffer or overlap.
+    Called while further tensors are still being staged. Raises :class:`WeightCheckError` for tensors that lie outside the
+    buffer or overlap; :func:`check_staged` says what is wrong with the rest.
     """
     _check_places(buffer, tensors)
     inspections = _inspect(buffer, tensors, threads)
@@ -238,14 +221,11 @@ def _inspect(buffer: Tensor, tensors: Sequence[TensorInfo], threads: int) -> lis
 def _check_places(buffer: Tensor, tensors: Sequence[TensorInfo]) -> None:
     for info in tensors:
         size = info.num_elements * dtype_from_name(info.dtype).itemsize
-        if info.nbytes != size:
+        # Kernels read 16 bytes at a time.
+        if info.nbytes != size or info.offset % 16 or info.offset + info.nbytes > buffer.numel():
             raise WeightCheckError(
-                f"{info.name}: nbytes={info.nbytes}, but {info.shape} of {info.dtype} is {size}", name=info.name
-            )
-        if info.offset % 16 or info.offset + info.nbytes > buffer.numel():
-            raise WeightCheckError(
-                f"{info.name}: offset {info.offset} with {info.nbytes} bytes does not lie in a staging buffer of "
-                f"{buffer.numel()} bytes at a multiple of 16",
+                f"{info.name}: {info.nbytes} bytes at offset {info.offset} are not {info.shape} of {info.dtype}, or do not "
+                f"lie in a staging buffer of {buffer.numel()} bytes at a multiple of 16",
                 name=info.name,
             )
     ranges = sorted((info.offset, info.nbytes) for info in tensors if info.nbytes)

@@ -41,9 +41,6 @@ class GQASpec(MixerSpec):
     output_name: of the output projection, in Hugging Face directories.
     output_gate: whether each head's output is multiplied by the sigmoid of as many features, which ``q_proj`` has behind
         those of the head's query (Qiu et al., arXiv 2505.06708).
-
-    Raises:
-        ConfigError: ``joint_qk_norm`` without ``qk_norm``, or with ``output_gate``.
     """
 
     num_heads: int
@@ -61,10 +58,8 @@ class GQASpec(MixerSpec):
     sinks: bool = False
 
     def __post_init__(self) -> None:
-        if self.joint_qk_norm and not self.qk_norm:
-            raise ConfigError.of("GQASpec.joint_qk_norm", True, "there are no norms to join; set qk_norm=True")
-        if self.joint_qk_norm and self.output_gate:
-            raise ConfigError.of("GQASpec.joint_qk_norm", True, "gates would be normalised too; set output_gate=False")
+        if self.joint_qk_norm and (self.output_gate or not self.qk_norm):
+            raise ConfigError.of("GQASpec.joint_qk_norm", True, "needs qk_norm=True, norms to join, and output_gate=False")
 
     def build(self, hidden_size: int, norm: NormSpec) -> Mixer:
         return GroupedQueryAttention(self, hidden_size, norm)
@@ -142,7 +137,6 @@ class GroupedQueryAttention(Mixer):
         return torch.cat((apply_rotary(x[..., :rotated], *rotation), x[..., rotated:]), dim=-1)
 
     def split(self, groups: ParallelGroups) -> None:
-        """Tensor parallelism splits the heads; context parallelism gathers keys and values before every attention."""
         if groups.cp_group.size() > 1:
             self.attend = partial(attend_over_ranks, group=groups.cp_group)
         if groups.tp_group.size() == 1:

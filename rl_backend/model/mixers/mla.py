@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): one latent for keys and values of all heads.
 
-Sparse, it attends to chosen keys (DeepSeek-V3.2, arXiv 2512.02556, section 2.1; GLM-5, arXiv 2602.15763).
+Sparse, it attends to keys that an indexer scores (DeepSeek-V3.2, arXiv 2512.02556, section 2.1; GLM-5, arXiv 2602.15763).
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,6 @@ class IndexerSpec:
     interleaved: bool
 
     def weight_names(self, block: str) -> Mapping[str, WeightName]:
-        """Parameter -> Hugging Face name, in the indexer called ``block``."""
         names = linear_names(("wq_b", "wk"), block, bias=False) | linear_names(("k_norm",), block, bias=True)
         return names | linear_names(("weights_proj",), block, bias=False)
 
@@ -50,10 +49,11 @@ class IndexerSpec:
 class Indexer(nn.Module):
     """Makes index queries of the latents that the attention's queries are made of, and keys and weights of its inputs.
 
-    Weights of heads, and the scores that they are factors of, are float32 whatever the model's dtype. Released models also
-    multiply queries and keys by a Hadamard matrix before they round them to FP8, which leaves their products as they are.
+    Weights of heads, and the scores that they are factors of, are float32 whatever the model's dtype.
     """
 
+    # Released models also multiply queries and keys by a Hadamard matrix before they round them to FP8, which leaves their
+    # products as they are.
     def __init__(self, spec: IndexerSpec, hidden_size: int, latent_size: int) -> None:
         super().__init__()
         self.spec = spec
@@ -103,7 +103,6 @@ class ChosenKeysSpec:
 @dataclass(frozen=True, kw_only=True)
 class MLASpec(MixerSpec):
     """Attributes:
-    num_heads: any number.
     query_rank: features of the latent that queries are made of; None makes them of the hidden state.
     kv_rank: features of the latent that keys and values of all heads are made of.
     plain_dim: features of a head's query and key that are not rotated.
@@ -172,8 +171,7 @@ class MLASpec(MixerSpec):
         return names
 
     def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes:
-        """Latents and the rotated features of keys, of which engines make keys and values in the attention; and the key of
-        an indexer."""
+        # Engines keep latents and the rotated features of keys, and make keys and values in the attention.
         indexed = 0 if self.indexer is None else self.indexer.head_dim
         return CacheBytes(tokens=num_tokens * (self.kv_rank + self.rotary.head_dim + indexed) * itemsize)
 
@@ -193,14 +191,13 @@ class MLASpec(MixerSpec):
 class LatentAttention(Mixer):
     """The module of a :class:`MLASpec`; (T, hidden_size) -> (T, hidden_size).
 
-        c_q = norm(q_a(x))              c_kv, r = kv_a(x)
-        q, q_r = q_b(c_q)               k, v = kv_b(norm(c_kv))
-        out = o_proj(attention([q, rotate(q_r)], [k, rotate(r)], v))
-
-    Keys and values are made of the latents before the attention. The absorbed form, which attends to latents, multiplies
-    ``kv_rank`` features for every score where this one multiplies ``plain_dim``: it pays for one query against many keys.
+    c_q = norm(q_a(x))              c_kv, r = kv_a(x)
+    q, q_r = q_b(c_q)               k, v = kv_b(norm(c_kv))
+    out = o_proj(attention([q, rotate(q_r)], [k, rotate(r)], v))
     """
 
+    # Keys and values are made of the latents before the attention. The absorbed form, which attends to latents, multiplies
+    # ``kv_rank`` features for every score where this one multiplies ``plain_dim``: it pays for one query against many keys.
     def __init__(self, spec: MLASpec, hidden_size: int) -> None:
         super().__init__()
         self.spec = spec
@@ -226,7 +223,6 @@ class LatentAttention(Mixer):
         return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
 
     def _query_latent(self, x: Tensor) -> Tensor:
-        """What queries are made of, of all tokens."""
         return self._of_all_tokens(x if self.spec.query_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
 
     def _queries(self, latent: Tensor, rotation: Rotation) -> Tensor:
@@ -246,7 +242,6 @@ class LatentAttention(Mixer):
         return latent, self._rotate(rotated[:, None], rotation)[:, 0]
 
     def _gathered(self, latent: Tensor, rotated: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-        """The keys and values that this rank's queries see."""
         if self._cp_group is None:
             return self._keys_and_values(latent, rotated)
         if runs_at_work():
@@ -272,12 +267,10 @@ class LatentAttention(Mixer):
         return apply_rotary(x, *rotation)
 
     def _of_all_tokens(self, x: Tensor) -> Tensor:
-        """(N / tp, ...) -> (N, ...)."""
         return x if self._tp_group is None else all_gather(x, self._tp_group, sum_gradients=True)
 
     def split(self, groups: ParallelGroups) -> None:
-        """Tensor parallelism splits the heads, and each rank makes latents of its own tokens; context parallelism gathers
-        latents, which are smaller than keys and values, before every attention."""
+        # Context parallelism gathers latents, which are smaller than keys and values.
         if groups.cp_group.size() > 1:
             self._cp_group = groups.cp_group
         if groups.tp_group.size() == 1:
@@ -342,7 +335,7 @@ class SparseLatentAttention(LatentAttention):
         return self.o_proj(attended.flatten(1)), chosen
 
     def split(self, groups: ParallelGroups) -> None:
-        """As latent attention; every tensor-parallel rank chooses for all of its heads, and so the same."""
+        # Every tensor-parallel rank chooses for all of its heads, and so the same.
         super().split(groups)
         if groups.tp_group.size() > 1 and self.indexer is not None:
             tensor = TensorParallel(groups.tp_mesh)

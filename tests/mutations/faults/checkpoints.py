@@ -223,7 +223,7 @@ FAULTS = [
     Fault(
         "links-out-of-the-folder-followed",
         "rl_backend.checkpoint.confined:require_inside",
-        "if not found.is_relative_to(root):",
+        "if not found.is_relative_to(folder.resolve()):",
         "if False:",
         ("test_a_link_out_of_the_folder_is_refused_by_name",),
         "a checkpoint would have files outside of its folder read",
@@ -303,8 +303,8 @@ FAULTS = [
     Fault(
         "surplus-tensors-accepted",
         "rl_backend.checkpoint.hf_weights:check_tensors",
-        "if surplus:",
-        "if False:",
+        '"the model has no parameter for": surplus,',
+        '"the model has no parameter for": [],',
         (
             "test_a_missing_or_surplus_expert_is_named_before_anything_is_read",
             "test_stored_buffers_that_it_names_are_not_read_and_others_are_refused",
@@ -341,10 +341,10 @@ FAULTS = [
     Fault(
         "moments-saved-under-each-others-name",
         "rl_backend.runtime.native.checkpoints:_held_tensors",
-        'yield from ((f"optimizer.{kind}", name, state[f"{kind}.{name}"]) for name in trained for kind in _MOMENTS)',
+        'yield from ((prefix, name, state[f"{kind}.{name}"]) for name in trained for kind, prefix in MOMENTS.items())',
         """
-        pairs = tuple(zip(_MOMENTS, reversed(_MOMENTS), strict=True))
-        yield from ((f"optimizer.{kind}", name, state[f"{held}.{name}"]) for name in trained for kind, held in pairs)
+        pairs = tuple(zip(MOMENTS, reversed(MOMENTS.values()), strict=True))
+        yield from ((prefix, name, state[f"{kind}.{name}"]) for name in trained for kind, prefix in pairs)
         """,
         ("test_a_checkpoint_has_every_tensor_under_its_own_name",),
         "another runtime would go on with the squares as means",
@@ -376,8 +376,8 @@ FAULTS = [
     Fault(
         "lists-pass-as-objects",
         "rl_backend.checkpoint.hf_reader:_read_json_object",
-        "if not isinstance(content, dict):",
-        "if not content:",
+        "if isinstance(content, dict):",
+        "if content:",
         ("test_a_file_that_is_no_json_object_is_refused",),
         "a broken file would be an error without its name",
     ),

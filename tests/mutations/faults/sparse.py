@@ -140,8 +140,8 @@ FAULTS = [
     Fault(
         "warm-up-beside-a-detached-mtp-layer",
         "rl_backend.model.families.deepseek:_require_indexers_alone",
-        'if options.mtp != "keep":',
-        'if options.mtp == "joint":',
+        'options.mtp != "keep"',
+        'options.mtp == "joint"',
         ("test_sparse_families.py::test_what_cannot_be_is_refused_by_name",),
         "a layer for multi-token prediction would be asked for and not trained",
     ),
