@@ -31,9 +31,6 @@ class TrainingWeights:
 
     Opening checks that every file is there with its size and that all weights are stored. No file stays open between calls.
 
-    Attributes:
-        shapes: Hugging Face name -> shape.
-
     Raises:
         CheckpointError: not a training checkpoint of a whole model, an incomplete or damaged one, or one with weights that
             only the runtime which wrote it can name.
@@ -63,11 +60,7 @@ class TrainingWeights:
             self._reader.require_stored(WEIGHTS + name, shape, torch.float32)
 
     def verify(self, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Reads every file and compares it with its digest, and tells ``progress`` the size of each.
-
-        Raises:
-            CheckpointError: a file has other bytes than were written.
-        """
+        """Compares every file with its digest (:class:`CheckpointError`), and tells ``progress`` the size of each."""
         for name, facts in self.manifest.files.items():
             require_written(self.path, name, facts)
             progress(facts.num_bytes)
@@ -81,13 +74,9 @@ class TrainingWeights:
         ]
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor on the CPU in the dtype of :meth:`infos`), in the order of ``shapes``.
+        """(Hugging Face name, whole tensor on the CPU as :meth:`infos` says), each valid until the next is taken.
 
-        All are views of one buffer of the size of the largest, each valid until the next is taken. One stored piece
-        of a tensor, as one rank wrote it in float32, is in memory at the same time.
-
-        Raises:
-            CheckpointError: a file cannot be read.
+        In memory are one buffer of the size of the largest, and one stored piece, as one rank wrote it in float32.
         """
         infos = self.infos(dtype)
         buffer = torch.empty(max(info.nbytes for info in infos), dtype=torch.uint8)
@@ -141,7 +130,6 @@ def export_checkpoint(
     In memory are the largest tensor and a stored piece of it. Files are not verified: see :meth:`TrainingWeights.verify`.
 
     Args:
-        out: must not exist; its parent must.
         source: from :func:`source_of`.
         dtype: of trained weights, as in :meth:`TrainingWeights.infos`. Checkpoints have float32 masters.
         mxfp4: write experts in MXFP4, as gpt-oss is published.

@@ -38,7 +38,7 @@ TORCH_DTYPES = {
 
 
 class StoredTensor(NamedTuple):
-    """One tensor in a file's header. ``dtype`` is safetensors' own name unless it is a plain float."""
+    """One tensor in a header; ``dtype`` is safetensors' own name unless it is a plain float."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
@@ -169,12 +169,7 @@ class HFReader:
 
 
 def require_float_weights(path: Path | str) -> None:
-    """Refuses a model whose weights are quantised in a way that is not read, from ``config.json`` and its files' headers.
-
-    Raises:
-        UnsupportedError: names the field or the tensor.
-        CheckpointError: as :class:`HFReader`.
-    """
+    """Raises :class:`UnsupportedError` for weights that are quantised in a way that is not read, by field or tensor."""
     reader = HFReader(path)
     problems = {
         "quantization_config": quantisation_problem(reader.config),
@@ -266,11 +261,7 @@ TEMPLATES = "additional_chat_templates"
 
 
 def other_files(source: Path) -> dict[str, Path]:
-    """Tokenizer, chat templates, generation and preprocessor settings, model card, licence: name below ``source`` -> file.
-
-    Raises:
-        CheckpointError: one of them, or ``config.json``, is a link out of ``source``.
-    """
+    """Tokenizer, chat templates, settings, model card, licence: name below ``source`` -> file, no link out of it."""
     # Every other name is left out: a file beside a model need not be part of it. ``auto_map`` names classes in Python files.
     configs = [require_inside_model(source, name) for name in ("config.json", *_SETTINGS) if (source / name).is_file()]
     has_code = any('"auto_map"' in config.read_text(encoding="utf-8", errors="replace") for config in configs)
@@ -328,11 +319,7 @@ class ExpertPart(NamedTuple):
 
 
 def expert_parts(model_type: object, name: str, shape: tuple[int, ...]) -> Iterator[ExpertPart]:
-    """The tensors of single experts in the stored tensor called ``name``; none of one that packs no experts.
-
-    Args:
-        shape: (experts, rows of all projections, columns).
-    """
+    """The tensors of single experts in the stored tensor called ``name``; none of one that packs no experts."""
     block, _, last = name.rpartition(".")
     if model_type not in _PACKED_TYPES or last not in _PROJECTIONS or len(shape) != 3:
         return

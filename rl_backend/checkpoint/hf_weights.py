@@ -54,8 +54,7 @@ def load_weights(
         Name -> shape of the tensors that are kept.
 
     Raises:
-        CheckpointError: as :class:`HFReader` and :func:`check_tensors`, or a head that differs from the embeddings that it
-            should be tied to.
+        CheckpointError: as :class:`HFReader`, :func:`check_tensors` and :func:`require_same_head`.
     """
     reader = HFReader(path)
     absent = set(zero_if_absent) - set(reader.infos)
@@ -99,7 +98,6 @@ def with_stored_copies(path: Path | str, names: Mapping[str, WeightName]) -> dic
 
 
 def _read_tensors(name: WeightName) -> Iterator[tuple[tuple[int, ...], str]]:
-    """As :func:`stored_tensors`, without copies."""
     return stored_tensors(name.name if isinstance(name, CopiedWeight) else name)
 
 
@@ -147,14 +145,7 @@ def check_tensors(
     elsewhere: frozenset[str] = frozenset(),
     kept: tuple[str, ...] = (),
 ) -> dict[str, tuple[int, ...]]:
-    """Refuses a directory that :func:`load_weights` cannot fill parameters from, by names, shapes and dtypes.
-
-    Args:
-        shapes: name in the module -> whole shape of the parameter.
-        absent: Hugging Face names of tensors that are not needed.
-
-    Returns:
-        Name -> shape of the tensors that are kept.
+    """As :func:`load_weights`, without reading: whole ``shapes`` by names in the module; ``absent`` tensors are not needed.
 
     Raises:
         CheckpointError: missing, surplus or quantised tensors, or other shapes, all that there are; a kept one of a dtype

@@ -51,7 +51,7 @@ def write_hf_directory(
         tensors: Hugging Face name -> tensor on any device; each is written before the next is taken.
         source_dir: the Hugging Face directory that the model came from, of which
             :func:`~rl_backend.checkpoint.hf_reader.other_files` are copied.
-        config: written to ``config.json`` in place of that of ``source_dir``.
+        config: in place of that of ``source_dir``.
         mxfp4: ``tensors`` have experts in MXFP4, from :func:`~rl_backend.checkpoint.quantisation.in_mxfp4`.
         kept: name -> shape of tensors of ``source_dir`` that are copied byte for byte beside ``tensors``.
         max_shard_bytes: largest size of one file; a larger tensor gets its own file.
@@ -145,7 +145,7 @@ def lay_out_files(directory: Path, infos: Sequence[TensorInfo], max_shard_bytes:
 
 
 def write_tensors(places: Mapping[str, Place], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Writes each tensor to its place before the next is taken: one is in memory, or less where it can be viewed as bytes.
+    """Writes each tensor to its place before the next is taken.
 
     Raises:
         CheckpointError: one comes twice, is not as announced, or does not come.

@@ -16,11 +16,9 @@ STALE = "they are not trained, so they fit the rest less with every step: drafts
 
 
 class KeptWeights(NamedTuple):
-    """Weights to copy.
+    """Weights to copy, as their directory stores them, or in the model's dtype where it stores them in FP8.
 
-    Attributes:
-        infos: what they are, as their directory stores them; in the model's dtype where it stores them in FP8.
-        tensors: (name, tensor on the CPU) of each in the same order, read when it is taken: only one is in memory.
+    ``tensors`` are read when they are taken, one at a time, to the CPU.
     """
 
     infos: list[TensorInfo]
@@ -28,11 +26,7 @@ class KeptWeights(NamedTuple):
 
 
 def find_kept(reader: HFReader, prefixes: tuple[str, ...], trained: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors of a directory that are kept: their names begin with a prefix, and are not ``trained``.
-
-    Raises:
-        CheckpointError: one has a dtype that is not written.
-    """
+    """Name -> shape of the kept tensors of a directory: not ``trained``, with names that begin with a prefix."""
     kept = [name for name in reader.infos if name.startswith(prefixes) and name not in trained]
     return {info.name: info.shape for info in _infos(reader, kept)}
 

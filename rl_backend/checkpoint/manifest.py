@@ -52,11 +52,7 @@ _FORMAT = re.compile(r'"format"\s*:\s*(\d+)')
 
 
 class FileFacts(BaseConfig):
-    """Size and digest of a file when it was written.
-
-    Attributes:
-        xxh3: xxh3-64 of its bytes, as 16 hexadecimal digits.
-    """
+    """Size and xxh3-64, 16 hexadecimal digits, of a file when it was written."""
 
     num_bytes: int = Field(ge=0)
     xxh3: str
@@ -80,20 +76,15 @@ class TrainingManifest(SealedConfig):
     """Everything about a checkpoint that is not a tensor.
 
     Attributes:
-        format: version of the layout.
         parameters: Hugging Face name -> shape; the fingerprint of the model.
         private: those of ``parameters`` that the runtime saved under private names, which no other runtime reads.
         kept: Hugging Face name -> shape of weights that are not trained: an exported model takes them from the directory
             that the run began from.
         in_float32: Hugging Face names of weights that are computed with in float32, whatever the dtype of the rest.
-        schedule_steps: scheduler steps taken.
-        optimizer_steps: steps that the optimizer has taken.
         fewer_steps: Hugging Face name -> steps, of parameters that had no gradient in some of them.
-        world_size: ranks that saved it.
         runtime_config: ``RuntimeConfig`` of the run, for readers; only ``backend`` and the layout are used.
         lora: of a tenant's checkpoint, which has no weights of the base; None for a whole model.
         extra: from the caller of ``save_checkpoint``.
-        files: every other file in the directory.
     """
 
     format: Literal[2] = 2
@@ -168,11 +159,7 @@ def damaged(path: Path, name: str, what: str) -> CheckpointError:
 
 
 def read_manifest(path: Path) -> TrainingManifest:
-    """The manifest of a checkpoint directory.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it names files outside of the directory.
-    """
+    """The manifest of a directory; :class:`CheckpointError` for one that is absent, damaged or names files outside."""
     file = path / MANIFEST_NAME
     if not file.is_file():
         hint = (

@@ -59,14 +59,10 @@ class PeftAdapter(NamedTuple):
 
 
 def write_peft_directory(path: Path | str, tensors: Iterable[tuple[str, Tensor]], config: LoRAConfig, base: str) -> None:
-    """Writes what peft and vLLM load. ``path`` appears complete or not at all.
-
-    Args:
-        tensors: whole factors by peft's names, and a critic's head.
-        base: Hugging Face directory of the model, for readers.
+    """Writes what peft and vLLM load: whole factors by peft's names, and a critic's head. ``base`` is for readers.
 
     Raises:
-        CheckpointError: ``path`` exists, or the disk is full.
+        CheckpointError: ``path``, which appears complete or not at all, exists, or the disk is full.
     """
     target = Path(path)
     require_free(target)
@@ -210,11 +206,7 @@ def _of_module(config: Mapping[str, Any], field: str, module: str) -> float:
 
 
 def fitted_to(adapter: PeftAdapter, config: LoRAConfig, path: Path | str) -> dict[str, Tensor]:
-    """The tensors by peft's names, factors at the rank and scale of ``config``: padded with zeros, and B scaled.
-
-    Raises:
-        UnsupportedError: a module of a larger rank; DoRA, where the tenant has none, or the other way round.
-    """
+    """The tensors by peft's names, factors at the rank and scale of ``config``: padded with zeros, and B scaled."""
     found = {PEFT_PREFIX + name: tensor for name, tensor in adapter.head.items()}
     for module, parts in adapter.parts.items():
         rank, kind = parts["A"].shape[0], adapter.kinds[module]

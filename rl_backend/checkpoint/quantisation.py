@@ -75,10 +75,7 @@ class BlockFactors(NamedTuple):
 def find_factors(
     directory: Path, config: Mapping[str, Any], stored: Mapping[str, tuple[tuple[int, ...], torch.dtype | str]]
 ) -> dict[str, BlockFactors]:
-    """Name of each weight that is stored in FP8 -> its factors; empty where ``config.json`` does not say that there are any.
-
-    Args:
-        stored: name -> (shape, dtype) of all tensors of the directory.
+    """Name of each weight that is stored in FP8 -> its factors, where ``config.json`` says that there are any.
 
     Raises:
         CheckpointError: factors that belong to no such weight, or that are not one for each of its blocks.
@@ -139,7 +136,6 @@ class MXFP4Weight(NamedTuple):
 
     @property
     def stored(self) -> tuple[str, str]:
-        """Names of tensors that are none of the model's."""
         return self.name + _BLOCKS, self.name + _SCALES
 
     def read(self, read: ReadSlice, region: tuple[slice, ...]) -> Tensor:
@@ -155,7 +151,7 @@ class MXFP4Weight(NamedTuple):
 def find_mxfp4(
     directory: Path, config: Mapping[str, Any], stored: Mapping[str, tuple[tuple[int, ...], torch.dtype | str]]
 ) -> dict[str, MXFP4Weight]:
-    """Name -> weight in MXFP4; empty where ``config.json`` does not say that there are any.
+    """Name -> weight in MXFP4, where ``config.json`` says that there are any.
 
     Raises:
         CheckpointError: blocks without exponents, exponents without blocks, or of shapes that do not fit each other.
@@ -205,11 +201,7 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mxfp4_infos(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """What :func:`in_mxfp4` makes of tensors like these.
-
-    Raises:
-        CheckpointError: a model without experts in the layout of gpt-oss, or whose features do not come in blocks of 32.
-    """
+    """What :func:`in_mxfp4` makes of such tensors; :class:`CheckpointError` unless experts are laid out as gpt-oss's."""
     made, any_of_experts = list[TensorInfo](), False
     for info in infos:
         if not _is_quantised(info.name, info.shape):
@@ -231,7 +223,6 @@ def mxfp4_infos(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
 
 
 def in_mxfp4(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors, experts in MXFP4."""
     for name, tensor in tensors:
         if _is_quantised(name, tuple(tensor.shape)):
             blocks, scales = quantised(tensor)

@@ -144,17 +144,9 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class TensorsReader(FileSystemReader):
-    """Reads the tensors of a checkpoint, each piece checked against ``.metadata``. Nothing in a file is run.
+    """Reads the tensors of a checkpoint from ``files``, those of its manifest. Nothing in a file is run.
 
-    Args:
-        path: the checkpoint's directory.
-        files: of its manifest; data is read from no others.
-
-    Attributes:
-        metadata: the pieces of each tensor, and their files.
-
-    Raises:
-        CheckpointError: as :func:`~rl_backend.checkpoint.metadata_reader.stored_metadata`.
+    Every piece is checked against ``.metadata``; see :func:`~rl_backend.checkpoint.metadata_reader.stored_metadata`.
     """
 
     def __init__(self, path: Path, files: Mapping[str, FileFacts]) -> None:
@@ -171,16 +163,14 @@ class TensorsReader(FileSystemReader):
         return self.metadata
 
     def require_stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-        """Raises :class:`CheckpointError` unless a tensor of this shape is stored, in ``dtype`` or one that converts to it.
-
-        Floating dtypes convert to each other; None is not compared.
-        """
+        """Raises :class:`CheckpointError` unless a tensor of this shape is stored in ``dtype``, or converts to it."""
         stored = self.metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
             self._refuse(name, "does not have it", f"in shape {shape}")
         if tuple(stored.size) != shape:
             self._refuse(name, f"has it in shape {tuple(stored.size)}", f"in shape {shape}")
         found = stored.properties.dtype
+        # Floating dtypes convert to each other.
         if dtype is not None and found != dtype and not (found in _FLOATS and dtype in _FLOATS):
             self._refuse(name, f"has it as {name_of_dtype(found)}", f"as {name_of_dtype(dtype)}")
 
@@ -402,11 +392,7 @@ def write_training_state(
 
 
 def read_training_state(reader: TensorsReader, tensors: StateTensors, group: dist.ProcessGroup) -> None:
-    """Fills ``tensors`` in place from a checkpoint whose files are those that were written. A collective.
-
-    Raises:
-        CheckpointError: a rank could not read; on every rank, and ``tensors`` are partly filled.
-    """
+    """Fills ``tensors`` in place; a collective. They are partly filled where :class:`CheckpointError` is raised, on all."""
     with told_as_checkpoint_error(f"{reader.path} could not be read", group):
         load(dict(tensors), storage_reader=reader, planner=PiecesLoadPlanner(), process_group=group)
 

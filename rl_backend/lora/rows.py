@@ -31,8 +31,7 @@ class RowTensor(NamedTuple):
         first: where this rank's part of it begins, in each dimension.
         held: shape of this rank's part.
         padding: how many zeros follow in each dimension.
-        summed: whether this rank has a part of its gradient, to be added up over the ranks that cut the module, which all
-            have it.
+        summed: whether this rank has a part of its gradient, to be added up over the ranks that cut the module.
         start: its place in the row.
     """
 

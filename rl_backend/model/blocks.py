@@ -1,8 +1,7 @@
 """Contracts of the blocks of a decoder layer: module, sharding, Hugging Face names, divisibility.
 
-A layer is a mixer, which moves information between tokens, and a feed-forward block. Each kind of block is one file in
-``mixers/`` or ``feedforward/`` with two classes: a module that computes and cuts itself over ranks, and a specification, its
-sizes as a value, that builds the module, names its parameters and refuses layouts. Nothing else knows a kind of block.
+Each kind of block is one file in ``mixers/`` or ``feedforward/`` with two classes: a module that computes and cuts itself
+over ranks, and a specification that builds it, names its parameters and refuses layouts. Nothing else knows the kind.
 """
 
 from abc import ABC, abstractmethod
@@ -151,9 +150,7 @@ class MixerSpec(BlockSpec):
 
 
 class FeedForwardSpec(BlockSpec):
-    """Attributes:
-    router: that of a mixture of experts; None for a block without experts.
-    """
+    """``router`` is that of a mixture of experts; None for a block without experts."""
 
     router: RouterSettings | None
 

@@ -172,8 +172,6 @@ def check_staged(
     """Proves that a (N,) uint8 CPU buffer holds the manifest's tensors, unchanged and finite.
 
     Args:
-        engine: who checks, for messages.
-        threads: that digest.
         intact: tensors that :func:`find_intact` has found in this buffer since it was written. Those that agree with the
             manifest in place and digest are not read again.
 
