@@ -58,12 +58,7 @@ type Mixed = Tensor | tuple[Tensor, Tensor | None]
 
 
 class CacheBytes(NamedTuple):
-    """What an engine keeps of one sequence while it generates.
-
-    Attributes:
-        tokens: of keys and values, for the tokens that later ones see.
-        state: of recurrent states and what convolutions look back on; the same for a sequence of any length.
-    """
+    """What an engine keeps of one sequence while it generates: keys and values, and states of any length's size."""
 
     tokens: int = 0
     state: int = 0
@@ -74,10 +69,7 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Mixed:
-        """``rotation`` is that of the specification's ``rotary``, None where it has none.
-
-        A mixer whose specification ``chooses`` takes a :class:`KeyChoice` too.
-        """
+        """``rotation`` is that of the specification's ``rotary``; one that ``chooses`` takes a :class:`KeyChoice` too."""
 
     @abstractmethod
     def split(self, groups: ParallelGroups) -> None:
@@ -117,17 +109,14 @@ class BlockSpec(ABC):
 
 
 class MixerSpec(BlockSpec):
-    """Attributes:
-    rotary: what determines the angles of queries and keys; None without a rotary embedding.
-    module: what a layer calls the mixer.
-    """
+    """``rotary`` determines the angles of queries and keys, None without any; ``module`` is a layer's name for the mixer."""
 
     rotary: Rotary | None
     module: ClassVar[str] = "self_attn"
 
     @property
     def chooses(self) -> bool:
-        """Whether it attends to chosen keys: it is told a :class:`KeyChoice`."""
+        """Whether it attends to chosen keys."""
         return False
 
     @property
@@ -156,7 +145,7 @@ class FeedForwardSpec(BlockSpec):
 
     @abstractmethod
     def build(self, hidden_size: int, options: ModelOptions) -> FeedForward:
-        """``options`` are the family's, ``NativeConfig.model_cfg``."""
+        """``options`` are the family's."""
 
 
 class LayerNorms(NamedTuple):

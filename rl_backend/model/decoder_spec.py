@@ -60,14 +60,11 @@ class MTPSpec:
 
     def own_weight_names(self, norm: NormSpec) -> dict[str, WeightName]:
         """Of all but the decoder layer, by their names in :class:`MultiTokenPrediction`."""
-        modules = {
-            "embedding_norm": self.names.embedding_norm,
-            "hidden_norm": self.names.hidden_norm,
-            "norm": self.names.norm,
-        }
-        names: dict[str, WeightName] = {"projection.weight": f"{self.names.module}.{self.names.projection}.weight"}
-        for module, stored in modules.items():
-            names |= {f"{module}.{name}": f"{self.names.module}.{stored}.{name}" for name in norm.parameters}
+        stored = self.names
+        norms = {"embedding_norm": stored.embedding_norm, "hidden_norm": stored.hidden_norm, "norm": stored.norm}
+        names: dict[str, WeightName] = {"projection.weight": f"{stored.module}.{stored.projection}.weight"}
+        for module, called in norms.items():
+            names |= {f"{module}.{name}": f"{stored.module}.{called}.{name}" for name in norm.parameters}
         return names
 
     def copies(self, *, tied: bool) -> Mapping[str, tuple[str, ...]]:

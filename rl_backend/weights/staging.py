@@ -16,10 +16,7 @@ from rl_backend.weights.inspection import Inspection, block_threads, copy_with_d
 def as_announced(infos: Sequence[TensorInfo], weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[TensorInfo, Tensor]]:
     """Each of ``infos`` with its tensor, before anything is done with the tensor.
 
-    Args:
-        infos: the tensors in the order announced.
-        weights: (name, full tensor), a collective's generator in general. It is closed when it differs, or when this
-            generator is closed, which tells the other ranks.
+    ``weights``, in general a collective's generator, are closed with this one or when they differ, which tells other ranks.
 
     Raises:
         WeightCheckError: ``weights`` differ from ``infos`` in a name, shape, dtype or number.

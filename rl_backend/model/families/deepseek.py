@@ -30,12 +30,8 @@ _LATENT_EPS = 1e-6
 class LatentDefaults(NamedTuple):
     """What fields are that ``config.json`` leaves out: those of the family's class in transformers, which engines read.
 
-    Attributes:
-        groups: ``n_group`` and ``topk_group``.
-        dense: ``first_k_dense_replace``.
-        scale: ``routed_scaling_factor``.
-        eps: ``rms_norm_eps``.
-        query_rank: ``q_lora_rank``, where null is a projection without a latent.
+    They are ``n_group`` and ``topk_group``, ``first_k_dense_replace``, ``routed_scaling_factor``, ``rms_norm_eps`` and
+    ``q_lora_rank``, where null is a projection without a latent.
     """
 
     groups: tuple[int, int]

@@ -181,9 +181,6 @@ _SIGMOID_HONOURED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-_SIGMOID_NAMES = ExpertNames(shared="shared_experts")
-
-
 def read_sigmoid_mixture(
     config: HFConfig, *, default_groups: tuple[int, int] = (1, 1), default_scale: float = 1.0
 ) -> MoESpec:
@@ -198,7 +195,7 @@ def read_sigmoid_mixture(
     return MoESpec(
         read_sigmoid_router(config, default_groups, default_scale),
         width,
-        _SIGMOID_NAMES,
+        ExpertNames(shared="shared_experts"),
         shared_intermediate_size=config.positive_int("n_shared_experts", 1) * width,
     )
 

@@ -107,13 +107,10 @@ class MoE(FeedForward):
     """Each token goes through ``top_k`` of E experts and, where there are any, through the shared ones.
 
     Args:
-        intermediate_size: of one expert.
         shared_intermediate_size: of the experts that see every token, taken together (DeepSeekMoE, arXiv 2401.06066,
             section 3.2); 0 for none.
         shared_gate: multiply their output by ``sigmoid(x @ shared_expert_gate)``, as Qwen2-MoE does.
-        coefficients: of the router's losses.
         experts: those to choose between; None for SwiGLU.
-        freeze_router: leave the router's weights as they are.
 
     Attributes:
         sum_over_ranks: adds a tensor up, in place, over the ranks that share the tokens of a micro-batch, for the router's

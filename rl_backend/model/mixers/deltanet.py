@@ -29,7 +29,6 @@ class DeltaNetSpec(MixerSpec):
     num_key_heads: of queries and keys.
     num_value_heads: of values, states and outputs; a multiple of ``num_key_heads``, of which the first is that of the first
         values, and so on.
-    key_dim, value_dim: features of a head.
     conv_width: tokens that the convolution before the recurrence sees.
     by_key_head: whether the input projections are two that are interleaved by key head, as Qwen3-Next stores them: queries,
         keys, its values and their gates; its write strengths and decays. Otherwise they are four, each of all heads.

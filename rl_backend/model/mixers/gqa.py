@@ -31,14 +31,12 @@ from rl_backend.primitive.rope import Rotary, apply_rotary
 class GQASpec(MixerSpec):
     """Attributes:
     num_heads, num_kv_heads: of queries, and of keys and values; one divides the other.
-    head_dim: need not be ``hidden_size / num_heads``.
     rotary: angles of queries and keys; with a ``head_dim`` below that of the heads, of their first features alone.
     window: how many tokens a token sees, itself included; None for all before it.
     qkv_bias, output_bias: whether the projections of queries, keys and values, and of the output, have biases.
     qk_norm: whether each head's queries and keys are RMS-normalised before the rotation.
     joint_qk_norm: whether the queries of all heads are normalised together, and all keys; needs ``qk_norm``.
     scale: factor of the scores; None for ``head_dim ** -0.5``.
-    output_name: of the output projection, in Hugging Face directories.
     output_gate: whether each head's output is multiplied by the sigmoid of as many features, which ``q_proj`` has behind
         those of the head's query (Qiu et al., arXiv 2505.06708).
     """

@@ -88,10 +88,9 @@ class _Float32Linear(nn.Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenKeysSpec:
-    """Attributes:
-    indexer: None for a layer that attends to the keys of the one before.
-    top_k: keys that a query attends to.
-    training, loss_weight: ``indexer`` and ``indexer_loss_weight`` of :class:`~rl_backend.model.options.DecoderOptions`.
+    """The ``top_k`` keys that a query attends to; without an indexer those of the layer before.
+
+    Options are those of :class:`~rl_backend.model.options.DecoderOptions`.
     """
 
     indexer: IndexerSpec | None
@@ -292,8 +291,7 @@ class LatentAttention(Mixer):
 class SparseLatentAttention(LatentAttention):
     """The module of a :class:`MLASpec` with ``keys``; (T, hidden_size) -> (T, hidden_size), and what was attended to.
 
-    Sequences that ``top_k`` covers have latent attention, whatever is beside them. Where it covers the longest of a
-    micro-batch nothing is chosen, unless there are recorded choices.
+    Sequences that ``top_k`` covers have latent attention, whatever is beside them.
     """
 
     def __init__(self, spec: MLASpec, keys: ChosenKeysSpec, hidden_size: int) -> None:
@@ -313,6 +311,7 @@ class SparseLatentAttention(LatentAttention):
         key, value = self._gathered(*self._latents(x, rotation), segments)
         recorded, chosen = None if self.indexer is None else choice.recorded, choice.chosen
         # What follows a layer with recorded keys attends to these too.
+        # Where ``top_k`` covers the longest sequence nothing has to be chosen.
         covered = choice.longest <= keys.top_k and recorded is None and chosen is None
         dense = keys.training == "warm_up" or covered
         trains = keys.training != "frozen" and torch.is_grad_enabled()
