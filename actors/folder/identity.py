@@ -15,7 +15,7 @@ import xxhash
 
 from actors.folder.checkpoints import Progress
 from actors.options.sampled_config import RunConfig
-from rl_backend.checkpoint.model_files import TEMPLATES
+from rl_backend.checkpoint.hf_reader import TEMPLATES
 from rl_backend.checkpoint.training_state import file_facts
 from rl_backend.contracts import SAME_CONTENTS, BaseConfig, ConfigError, OnResume
 from rl_backend.data.gym import is_gym

@@ -16,7 +16,7 @@ from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
 from rl_backend.checkpoint.kept_weights import STALE, describe_kept
 from rl_backend.checkpoint.manifest import MANIFEST_NAME
-from rl_backend.checkpoint.mxfp4 import mxfp4_infos
+from rl_backend.checkpoint.quantisation import mxfp4_infos
 from rl_backend.cli.command import exit_on_sigterm
 from rl_backend.contracts import CheckpointError, stores_mxfp4, weight_blocks
 from rl_backend.lab.text import count

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_backend.algorithm import sft_loss
-from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.checkpoint.stored_names import own_name
+from rl_backend.checkpoint.hf_reader import own_name, read_hf_config
 from rl_backend.contracts import ConfigError, ModelOutput, OptimizerConfig, PackedBatch, UnsupportedError
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAKind
 from rl_backend.data import pack_plan

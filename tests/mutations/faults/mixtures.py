@@ -55,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "high-half-of-a-byte-first",
-        "rl_backend.checkpoint.mxfp4:dequantised",
+        "rl_backend.checkpoint.quantisation:dequantised",
         "numbers = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2)",
         "numbers = torch.stack((blocks >> 4, blocks & 0xF), dim=-1).flatten(-2)",
         ("test_mxfp4_is_read_as_transformers_reads_it",),
@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         "ties-to-the-larger",
-        "rl_backend.checkpoint.mxfp4:",
+        "rl_backend.checkpoint.quantisation:",
         """
         _TO_THE_LOWER = (0.25, 1.25, 2.5, 5.0)
         _TO_THE_HIGHER = (0.75, 1.75, 3.5)

@@ -176,9 +176,9 @@ FAULTS = [
     ),
     Fault(
         "moments-not-loaded",
-        "rl_backend.runtime.native.checkpoints:",
-        '_STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")',
-        '_STEP, _MOMENTS = "step", ("exp_avg",)',
+        "rl_backend.checkpoint.training_state:",
+        'MOMENTS = {kind: f"optimizer.{kind}." for kind in ("exp_avg", "exp_avg_sq")}',
+        'MOMENTS = {kind: f"optimizer.{kind}." for kind in ("exp_avg",)}',
         ("test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),
         "a resumed run would begin its second moments anew",
     ),

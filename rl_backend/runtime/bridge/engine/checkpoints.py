@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel import random as streams
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
-from rl_backend.checkpoint.training_state import StateTensors, TensorPieces
+from rl_backend.checkpoint.training_state import MOMENTS, RANDOM, WEIGHTS, StateTensors, TensorPieces
 from rl_backend.contracts import CheckpointError
 from rl_backend.runtime import checkpoints
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle
@@ -16,8 +16,7 @@ from rl_backend.runtime.bridge.engine.optimizer import ParameterState, num_steps
 from rl_backend.runtime.bridge.engine.sharding import Block, StoredNames, model_blocks, pieces_of
 from rl_backend.runtime.checkpoints import Differs
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_TRACKED = f"{checkpoints.RANDOM}megatron."
+_TRACKED = f"{RANDOM}megatron."
 
 
 def all_tensors(handle: BridgeHandle) -> StateTensors:
@@ -29,8 +28,8 @@ def all_tensors(handle: BridgeHandle) -> StateTensors:
     handle.finish_parameter_gathers()
     states = list(parameter_states(handle.optimizer.megatron))
     moments: dict[str, TensorPieces] = {}
-    for name in _MOMENTS:
-        moments |= {f"optimizer.{name}.{key}": pieces for key, pieces in pieces_of(blocks, _held(name, states)).items()}
+    for name, prefix in MOMENTS.items():
+        moments |= {prefix + key: pieces for key, pieces in pieces_of(blocks, _held(name, states)).items()}
     return {**_model_tensors(blocks, states), **moments, **_random_state(handle)}
 
 
@@ -82,7 +81,7 @@ def _model_tensors(blocks: Sequence[Block], states: Sequence[ParameterState]) ->
     """Masters of what is trained; the rest as it is in the model."""
     whole = [each.tensor for each in blocks if not (states and each.tensor.requires_grad)]
     flat = {id(tensor): (0, tensor.numel(), tensor.detach().view(-1)) for tensor in whole}
-    return {f"model.{key}": pieces for key, pieces in pieces_of(blocks, {**flat, **_held("param", states)}).items()}
+    return {WEIGHTS + key: pieces for key, pieces in pieces_of(blocks, {**flat, **_held("param", states)}).items()}
 
 
 def _held(name: str, states: Sequence[ParameterState]) -> dict[int, tuple[int, int, Tensor]]:

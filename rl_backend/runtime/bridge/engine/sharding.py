@@ -22,8 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
-from rl_backend.checkpoint.boxes import Box, boxes
-from rl_backend.checkpoint.training_state import TensorPieces
+from rl_backend.checkpoint.training_state import Box, TensorPieces, boxes
 from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.model.conversion import Conversion
 from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM
 
 from actors.folder.checkpoints import RunCheckpoints
-from rl_backend.checkpoint.hf_export import PREFIX, TrainingWeights, export_checkpoint
+from rl_backend.checkpoint.hf_export import TrainingWeights, export_checkpoint
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest
-from rl_backend.checkpoint.training_state import DigestingWriter
+from rl_backend.checkpoint.training_state import WEIGHTS, DigestingWriter
 from rl_backend.cli.main import main
 from tests.support.critic import squared_error, transformers_values
 from tests.support.memory import peak_memory, reset_peak_memory
@@ -240,7 +240,7 @@ DAMAGE: Mapping[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: change_manifest(path, parameters={"model.embed_tokens.weight": (1, 2)}),
         r"has it in shape \(\d+, \d+\), model\.model\.embed_tokens\.weight was expected in shape \(1, 2\)",
     ),
-    "no weights": (lambda path: change_manifest(path, parameters={}), r"policy is damaged: its manifest lists no weights"),
+    "no weights": (lambda path: change_manifest(path, parameters={}), r"the model in .*policy has no such weight"),
     "an unknown dtype": (
         lambda path: with_settings(path, {"param_dtype": "int8"}),
         r"manifest\.json has param_dtype='int8' in its runtime_config, which is not among float32, bfloat16",
@@ -289,7 +289,7 @@ def large(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "large"
     tensors = {f"layers.{index}.weight": torch.full((1024, 1024), float(index)) for index in range(24)}
     writer = DigestingWriter(path)
-    save({PREFIX + name: tensor for name, tensor in tensors.items()}, storage_writer=writer, no_dist=True)
+    save({WEIGHTS + name: tensor for name, tensor in tensors.items()}, storage_writer=writer, no_dist=True)
     manifest = TrainingManifest(
         model_type="qwen3",
         parameters={name: tuple(tensor.shape) for name, tensor in tensors.items()},

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from rl_backend.checkpoint.stored_metadata import load_problem, may_run, stored_metadata
+from rl_backend.checkpoint.metadata_reader import load_problem, may_run, stored_metadata
 from rl_backend.checkpoint.training_state import TensorPieces, file_facts
 from rl_backend.contracts import CheckpointError
 from tests.support.written_checkpoints import write_tensors
@@ -113,10 +113,10 @@ def of_matrix(**fields: Any) -> Callable[[Any], object]:
         (with_place(length="a" * 90), "it has str 'a{39} in the place of a count"),
         (with_place(transform_descriptors=["zip"]), rf"it wants a list to be applied to {DATA}"),
         (with_index(index="first"), "it has str 'first' in the place of a count"),
-        (with_index(offset=(0, 0)), "it has a tuple in the place of a size"),
+        (with_index(offset=(0, 0)), "it has a tuple in the place of a Size"),
         (with_index(fqn=None), "it has a NoneType in the place of a str"),
-        (of_matrix(properties=None), "matrix has no properties"),
-        (of_matrix(size=[4, 6]), "it has a list in the place of a size"),
+        (of_matrix(properties=None), "it has a NoneType in the place of a TensorProperties"),
+        (of_matrix(size=[4, 6]), "it has a list in the place of a Size"),
         (of_matrix(chunks=()), "it has a tuple in the place of a list"),
         (lambda metadata: setattr(metadata, "state_dict_metadata", []), "it has a list in the place of a dict"),
         (lambda metadata: setattr(metadata, "storage_data", None), "it has a NoneType in the place of a dict"),
@@ -151,16 +151,16 @@ def test_an_index_without_place_or_number_and_a_piece_at_the_very_end_are_taken(
 
 def test_a_metadata_that_is_missing_unlisted_or_no_pickle_is_named(saved: Path) -> None:
     facts = {file.name: file_facts(file) for file in saved.iterdir()}
-    with pytest.raises(CheckpointError, match=r"is damaged: its manifest does not list \.metadata"):
+    with pytest.raises(CheckpointError, match=r"\.metadata is refused, the manifest does not list \.metadata"):
         stored_metadata(saved, {DATA: facts[DATA]})
     (saved / ".metadata").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"its \.metadata cannot be read: EOFError"):
+    with pytest.raises(CheckpointError, match=r"its \.metadata is refused, EOFError"):
         stored_metadata(saved, facts)
     (saved / ".metadata").write_bytes(pickle.dumps([1]))
     with pytest.raises(CheckpointError, match=r"is refused, it has a list in the place of a Metadata"):
         stored_metadata(saved, facts)
     (saved / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match=rf"{saved}/\.metadata cannot be read: .*No such file"):
+    with pytest.raises(CheckpointError, match=r"its \.metadata is refused, FileNotFoundError: .*No such file"):
         stored_metadata(saved, facts)
 
 

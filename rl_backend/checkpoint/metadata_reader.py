@@ -1,9 +1,4 @@
-"""The ``.metadata`` file of a checkpoint, read without running code that it names.
-
-``torch.distributed.checkpoint`` writes the file as a pickle, and a pickle names functions to call. Here each name that such
-a file may have stands for a record that only keeps its arguments; every other name is refused. The contents of the records
-are then checked and put into torch's own classes.
-"""
+"""The ``.metadata`` file of a checkpoint, read without running code that it names."""
 
 import io
 import itertools
@@ -49,33 +44,25 @@ _DTYPES = {name_of_dtype(value): value for value in vars(torch).values() if isin
 
 
 def stored_metadata(path: Path, files: Mapping[str, FileFacts]) -> Metadata:
-    """Tensors and the files of their pieces. Every element of a tensor is in exactly one piece, which has its place.
-
-    Args:
-        path: the checkpoint's directory.
-        files: of its manifest; the only ones in which pieces may be.
+    """Tensors of the checkpoint ``path`` and the files of their pieces, which are among ``files``, those of its manifest.
 
     Raises:
-        CheckpointError: ``.metadata`` is damaged, asks for anything to be run, names other files, or has pieces that overlap
-            or leave out a part of a tensor.
+        CheckpointError: ``.metadata`` is damaged, asks for anything to be run, names other files, or has pieces of a tensor
+            that overlap or leave out a part.
     """
-    if METADATA_FILE not in files:
-        raise damaged(path, METADATA_FILE, f"its manifest does not list {METADATA_FILE}")
     try:
-        data = require_inside(path, METADATA_FILE).read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {error}", path=str(path)) from None
-    try:
-        return _metadata(_Unpickler(path, data).load(), files)
+        if METADATA_FILE not in files:
+            raise _RefusedError(f"the manifest does not list {METADATA_FILE}")
+        return _metadata(_Unpickler(path, require_inside(path, METADATA_FILE).read_bytes()).load(), files)
     except CheckpointError:
         raise
-    except _RefusedError as error:
-        raise damaged(path, METADATA_FILE, f"its {METADATA_FILE} is refused, {error}") from None
     except Exception as error:  # pickle raises errors of any type for damaged data
-        problem = f"its {METADATA_FILE} cannot be read: {type(error).__name__}: {error}"
-        raise damaged(path, METADATA_FILE, problem) from error
+        problem = str(error) if isinstance(error, _RefusedError) else f"{type(error).__name__}: {error}"
+        raise damaged(path, METADATA_FILE, f"its {METADATA_FILE} is refused, {problem}") from error
 
 
+# torch.distributed.checkpoint writes a pickle, and a pickle names functions to call. Each name that such a file may have
+# stands for a record that only keeps its arguments; their contents are checked and put into torch's own classes.
 class _Record:
     """Stands for any object of a pickle: its arguments and its state."""
 
@@ -131,16 +118,12 @@ def _tensor(name: str, record: Any) -> TensorStorageMetadata:
     fields = _fields(record, "TensorStorageMetadata")
     size = _size(fields.get("size"))
     chunks = [_chunk(name, each, size) for each in _of(list, fields.get("chunks"))]
-    properties: Any = fields.get("properties")
-    if _kind(properties) != "TensorProperties" or not _of(tuple, properties.state):
-        raise _RefusedError(f"{name} has no properties")
-    try:
-        covered = covers_once(size, [(chunk.offsets, chunk.sizes) for chunk in chunks])
-    except ValueError as error:
-        raise _RefusedError(f"{name} has pieces that are not checked: {error}") from None
+    dtype = _of(tuple, _record(fields.get("properties"), "TensorProperties").state)[0]
+    # Memory of a tensor is filled from its pieces: what none of them covers would be trained on as it happens to be.
+    covered = covers_once(size, [(chunk.offsets, chunk.sizes) for chunk in chunks])
     if not covered:
         raise _RefusedError(f"the pieces of {name} overlap, or leave out a part of {tuple(size)}")
-    return TensorStorageMetadata(TensorProperties(_of(torch.dtype, properties.state[0])), size, chunks)
+    return TensorStorageMetadata(TensorProperties(_of(torch.dtype, dtype)), size, chunks)
 
 
 def _chunk(name: str, record: Any, whole: torch.Size) -> ChunkStorageMetadata:
@@ -165,26 +148,32 @@ def _index(record: Any) -> MetadataIndex:
 
 def _place(record: Any, files: Mapping[str, FileFacts]) -> _StorageInfo:
     fields = _fields(record, "_StorageInfo")
-    file, start, length = _of(str, fields.get("relative_path")), fields.get("offset"), fields.get("length")
+    file, start, length = _of(str, fields.get("relative_path")), _count(fields.get("offset")), _count(fields.get("length"))
+    problem = None
     if file not in files or file == METADATA_FILE:
-        raise _RefusedError(f"it places tensors in {file!r}, which is no file of this checkpoint")
-    if fields.get("transform_descriptors"):
-        raise _RefusedError(f"it wants a {_kind(fields['transform_descriptors'])} to be applied to {file}")
-    if _count(start) + _count(length) > files[file].num_bytes:
-        raise _RefusedError(f"it places a tensor behind the end of {file}")
-    return _StorageInfo(file, _count(start), _count(length))
+        problem = f"it places tensors in {file!r}, which is no file of this checkpoint"
+    elif fields.get("transform_descriptors"):
+        problem = f"it wants a {_kind(fields['transform_descriptors'])} to be applied to {file}"
+    elif start + length > files[file].num_bytes:
+        problem = f"it places a tensor behind the end of {file}"
+    if problem:
+        raise _RefusedError(problem)
+    return _StorageInfo(file, start, length)
 
 
 def _size(record: Any) -> torch.Size:
-    if _kind(record) != "Size" or len(record.arguments) != 1:
-        raise _RefusedError(f"it has a {_kind(record)} in the place of a size")
-    return torch.Size([_count(each) for each in _of(tuple, record.arguments[0])])
+    (sizes,) = _record(record, "Size").arguments
+    return torch.Size([_count(each) for each in _of(tuple, sizes)])
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:
-    if _kind(record) != kind:
-        raise _RefusedError(f"it has a {_kind(record)} in the place of a {kind}")
-    return _of(dict, record.state)
+    return _of(dict, _record(record, kind).state)
+
+
+def _record(value: Any, kind: str) -> _Record:
+    if not isinstance(value, _Record) or _kind(value) != kind:
+        raise _RefusedError(f"it has a {_kind(value)} in the place of a {kind}")
+    return value
 
 
 def _count(value: Any) -> int:
@@ -220,15 +209,7 @@ def may_run(name: str) -> str:
 
 
 def covers_once(whole: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether every element of ``whole`` is in exactly one of ``boxes``.
-
-    Takes time in proportion to the number of boxes: how often each element is covered is a function whose differences along
-    all dimensions are zero but at the corners of boxes, where they are 1 or -1. These add up to the corners of ``whole``
-    alone if, and only if, the function is 1 everywhere in ``whole`` and 0 outside.
-
-    Args:
-        whole: sizes by dimension.
-        boxes: (offsets, sizes) of each by dimension; those without an element count for nothing.
+    """Whether every element of a tensor of the sizes ``whole`` is in exactly one of ``boxes``, each (offsets, sizes).
 
     Raises:
         ValueError: the boxes split more than ``MOST_SPLIT_DIMENSIONS`` dimensions.
@@ -243,6 +224,9 @@ def covers_once(whole: Sequence[int], boxes: Sequence[tuple[Sequence[int], Seque
     ]
     if len(split) > MOST_SPLIT_DIMENSIONS:
         raise ValueError(f"it is split along {len(split)} dimensions; {MOST_SPLIT_DIMENSIONS} at most are read")
+    # Takes time in proportion to the number of boxes: how often each element is covered is a function whose differences
+    # along all dimensions are zero but at the corners of boxes, where they are 1 or -1. These add up to the corners of
+    # ``whole`` alone if, and only if, the function is 1 everywhere in ``whole`` and 0 outside.
     corners: Counter[tuple[int, ...]] = Counter()
     for (offsets, sizes), sign in [*((box, 1) for box in filled), (([0] * len(whole), whole), -1)]:
         for upper in itertools.product((0, 1), repeat=len(split)):
