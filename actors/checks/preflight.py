@@ -2,19 +2,63 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from actors.checks.data import find_data
-from actors.checks.folder import find_run_folder
 from actors.checks.machine import find_devices, find_packages
 from actors.checks.memory import find_memory
 from actors.checks.model import find_layout, find_lengths, find_model, find_tokenizer, find_weights
+from actors.collect.held_out import HeldOutSet
+from actors.collect.inputs import load_episode_inputs, load_inputs
+from actors.folder.lock import RunLock, without_new_folders
+from actors.folder.start import find_start
 from actors.options.config import with_local_model
-from actors.options.sampled_config import RunConfig
+from actors.options.sampled_config import EpisodeConfig, RLConfig, RunConfig
 from rl_backend.contracts import RLBackendError
+
+
+def find_data(config: RunConfig) -> str:
+    """Reads all data that the run reads, as it reads them.
+
+    Raises:
+        ConfigError, BatchError: data or reward functions that cannot be used.
+    """
+    if isinstance(config, EpisodeConfig):
+        episodes = load_episode_inputs(config)
+        return f"{len(episodes.rows)} rows{_held_out(episodes.held_out)}, {config.task}"
+    if not isinstance(config, RLConfig):
+        return config.read_data()
+    inputs = load_inputs(config)
+    return f"{len(inputs.prompts)} prompts{_held_out(inputs.held_out)}, reward {config.reward}"
+
+
+def _held_out(sets: Sequence[HeldOutSet]) -> str:
+    return "".join(f", {len(each.prompts)} held out in {each.name}" for each in sets)
+
+
+def find_run_folder(config: RunConfig) -> str:
+    """Makes the folder and takes its lock, and leaves nothing behind.
+
+    Raises:
+        ConfigError: it cannot be made or written to, is in use, or holds another run.
+        CheckpointError: it holds a checkpoint that cannot be continued.
+    """
+    start = find_start(config.with_known_steps() if config.resume else config)
+    folder = Path(config.run_dir)
+    has_lock = (folder / ".lock").exists()
+    with without_new_folders(folder):
+        try:
+            with RunLock(folder):
+                free = shutil.disk_usage(folder).free
+        finally:
+            if folder.is_dir() and not has_lock:
+                (folder / ".lock").unlink(missing_ok=True)
+    what = ", ".join(start.describe()) or "is free"
+    return f"{folder} {what}, {free / 2**30:.1f} GiB of disk left"
 
 
 class Check(NamedTuple):

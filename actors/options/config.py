@@ -1,19 +1,22 @@
-"""Options of every run: runtime and layout, data, resources, checkpoints."""
+"""Options of every run: runtime and layout, data, resources, checkpoints, metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import importlib.util
+import re
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
+import ray
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 
 from actors.cluster.placement import ClusterShare
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
-from actors.options.metric_writers import writer_names
 from actors.options.policy_options import LoRAOptions
-from actors.options.rank_options import BACKEND, RANKS, Ranks, RunDtype, Runtime, check_ranks, resolve_dtype
 from actors.rollout.config import RolloutConfig
 from rl_backend.contracts import (
+    BACKEND_CONFIGS,
     MAY_CHANGE,
     SAME_CONTENTS,
     BaseConfig,
@@ -25,10 +28,113 @@ from rl_backend.contracts import (
     RuntimeConfig,
 )
 from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.contracts.runtime_config import import_plugins
 from rl_backend.data.config import DataConfig
 from rl_backend.data.examples import read_examples
 from rl_backend.data.hub import local_model
 from rl_backend.options.option_set import Follows, OptionSet, filled, get, gives, has, read_options, write_options
+
+BACKEND = "train.backend_cfg"
+"""Where the options of the runtime are."""
+
+ChosenDtype = Literal["auto", "float32", "bfloat16"]
+
+Runtime = Annotated[RuntimeConfig, Field(description="the training runtime")]
+Ranks = Annotated[int, MAY_CHANGE, Field(ge=1, description="training ranks; data parallel as far as tp, pp and cp leave")]
+# A resumed run is checked for the dtype that comes of it, see actors.folder.resume.
+RunDtype = Annotated[ChosenDtype, MAY_CHANGE, Field(description="of training and sampling; auto: bfloat16 with GPUs")]
+
+
+def resolve_dtype(dtype: ChosenDtype) -> Literal["float32", "bfloat16"]:
+    """``auto`` is bfloat16 on a cluster with GPUs, else float32."""
+    if dtype == "auto":
+        return "bfloat16" if ray.cluster_resources().get("GPU", 0) > 0 else "float32"
+    return dtype
+
+
+def _section_types(values: Mapping[str, Any]) -> dict[str, type[BaseConfig]]:
+    train = values.get("train", {})
+    plugins = train.get("plugins", ())
+    import_plugins(re.findall(r"[\w.]+", plugins) if isinstance(plugins, str) else plugins)
+    return {BACKEND: BACKEND_CONFIGS.get(train.get("backend", "native"))}
+
+
+RANKS = OptionSet(
+    short={
+        "backend": "train.backend",
+        "plugins": "train.plugins",
+        **{name: f"{BACKEND}.parallel.{name}" for name in ParallelConfig.model_fields},
+        "seed": "train.seed",
+    },
+    follows={
+        f"{BACKEND}.param_dtype": Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
+    },
+    section_types=_section_types,
+    groups={
+        "training": ("seed",),
+        "layout": ("ranks", "backend", "plugins", *ParallelConfig.model_fields),
+    },
+    metavars={"plugins": "MODULE,..."},
+)
+
+
+def check_ranks(owner: str, train: RuntimeConfig, ranks: int, dtype: ChosenDtype) -> None:
+    """Raises :class:`ConfigError` where the layout does not divide the ranks, or the runtime has no dtype to choose.
+
+    Args:
+        owner: name of the configuration that has these options.
+    """
+    try:
+        train.backend_cfg.parallel.data_parallel_size(ranks)
+    except ConfigError as error:
+        raise ConfigError.of(f"{owner}.ranks", ranks, str(error)) from None
+    if dtype != "auto" and not hasattr(train.backend_cfg, "param_dtype"):
+        raise ConfigError.of("dtype", dtype, f"runtime {train.backend!r} has no param_dtype; use auto")
+
+
+BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
+"""Names, which are also those of the packages that the writers need."""
+
+
+def writer_names(names: str | None) -> list[str]:
+    """The writers that ``names``, with commas between them, asks for; ``none`` asks for none.
+
+    Raises:
+        ConfigError: an unknown name, a package that is not installed, or a class that cannot be imported.
+    """
+    wanted = list(dict.fromkeys(name for part in (names or "").split(",") if (name := part.strip())))
+    if wanted == ["none"]:
+        return []
+    for name in wanted:
+        if name not in BUILT_IN:
+            import_writer(name)
+        elif importlib.util.find_spec(name) is None:
+            problem = f"{name} is not installed: pip install {name}, or {instead_of(wanted)}"
+            raise ConfigError.of("metrics_to", name, problem)
+    return wanted
+
+
+def import_writer(name: str) -> Any:
+    """The class that ``package.module:Class`` names.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    known = ", ".join(BUILT_IN)
+    module, separator, attribute = name.partition(":")
+    if not separator:
+        raise ConfigError.of("metrics_to", name, f"is none of {known}; a writer of your own is package.module:Class")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        problem = f"cannot be imported ({error}); give package.module:Class, or one of {known}"
+        raise ConfigError.of("metrics_to", name, problem) from None
+
+
+def instead_of(names: Collection[str]) -> str:
+    """What to do without one of ``names``."""
+    return "leave it out" if len(names) > 1 else "give none"
+
 
 _OPTIMIZER = f"{BACKEND}.optimizer"
 _SAVES = HasEffect(lambda config: config.save_every, "save_every=0 saves no checkpoints; set it too")

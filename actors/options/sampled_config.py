@@ -9,10 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from actors.cluster.placement import ClusterShare
-from actors.options.config import TRAINING, HeldOutSets, TrainingConfig, TrainingOptions
+from actors.options.config import TRAINING, HeldOutSets, TrainingConfig, TrainingOptions, resolve_dtype
 from actors.options.eval_sets import sets_by_name
 from actors.options.policy_options import PolicyLoRA
-from actors.options.rank_options import resolve_dtype
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.lengths import fitting_lengths, positions_of
 from actors.rollout.placement import with_share

@@ -19,8 +19,8 @@ from actors.collect.prompts import answer
 from actors.collect.reward_scores import load_scorer
 from actors.collect.stop_tokens import Ends
 from actors.folder.lock import require_writable, usable_run_dir
+from actors.options.config import ChosenDtype, resolve_dtype
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
-from actors.options.rank_options import ChosenDtype, resolve_dtype
 from actors.options.sampled_config import REWARDS, fitted_lengths
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group.group import RolloutGroup

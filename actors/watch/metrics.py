@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from actors.options.metric_writers import import_writer, instead_of, writer_names
+from actors.options.config import import_writer, instead_of, writer_names
 from rl_backend.contracts import ConfigError
 
 
@@ -145,7 +145,7 @@ WRITERS: Mapping[str, Any] = {
     "mlflow": MlflowWriter,
     "trackio": TrackioWriter,
 }
-"""Those of :data:`~actors.options.metric_writers.BUILT_IN`."""
+"""Those of :data:`~actors.options.config.BUILT_IN`."""
 
 
 class Curves:
@@ -155,7 +155,7 @@ class Curves:
     warning: a run of days must not end because of a service elsewhere.
 
     Args:
-        names: as :func:`~actors.options.metric_writers.writer_names` reads them.
+        names: as :func:`~actors.options.config.writer_names` reads them.
 
     Raises:
         ConfigError: one that cannot be opened.

@@ -14,8 +14,7 @@ from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import import_plugins
 from rl_backend.lab.parity.compare import Tolerances
 from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, DType, ParityConfig, ParitySide, SideName
-from rl_backend.lab.parity.run import run_parity
-from rl_backend.lab.parity.text import as_json, as_text
+from rl_backend.lab.parity.run import as_json, as_text, run_parity
 from rl_backend.options.parser import CommandError
 from rl_backend.runtime import check_config
 

@@ -19,8 +19,8 @@ from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, ModelHandle, RLBackendError, UnsupportedError
 from rl_backend.data import pack_plan
+from rl_backend.lab.parity.compare import NamedTensors, RankRecord, package_versions
 from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, make_sequences, plan_batch, start_of
-from rl_backend.lab.parity.record import NamedTensors, RankRecord, package_versions
 from rl_backend.runtime import Runtime, create_runtime
 
 

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from rl_backend.contracts import NativeConfig, PackedWeight, RuntimeConfig, TensorInfo, UnsupportedError
-from rl_backend.lab.plan.activations import StageMemory, most_in_flight
 from rl_backend.lab.plan.memory import ParameterSize, RankMemory, Workload
-from rl_backend.lab.plan.native import rank_actions, rank_stages, weights_to_sync
+from rl_backend.lab.plan.native import StageMemory, most_in_flight, rank_actions, rank_stages, weights_to_sync
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec

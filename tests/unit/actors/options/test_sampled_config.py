@@ -10,9 +10,8 @@ import pytest
 import ray
 
 from actors.cluster.placement import ClusterShare
-from actors.options.config import RunModel, TrainingConfig, with_local_model
+from actors.options.config import RunModel, TrainingConfig, resolve_dtype, with_local_model
 from actors.options.policy_options import LoRAOptions
-from actors.options.rank_options import resolve_dtype
 from actors.options.sampled_config import EpisodeConfig, RLConfig
 from actors.rollout.config import SamplingConfig
 from examples.ppo import PPOConfig

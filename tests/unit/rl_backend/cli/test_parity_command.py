@@ -19,11 +19,9 @@ from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.cli import parity
 from rl_backend.cli.main import main
 from rl_backend.contracts import ConfigError, RLBackendError
-from rl_backend.lab.parity.compare import Tolerances, compare
+from rl_backend.lab.parity.compare import SideRecord, Tolerances, compare
 from rl_backend.lab.parity.config import ParityConfig, ParitySide
-from rl_backend.lab.parity.record import SideRecord
-from rl_backend.lab.parity.run import ParityResult, required_modules
-from rl_backend.lab.parity.text import as_json, as_text
+from rl_backend.lab.parity.run import ParityResult, as_json, as_text, required_modules
 
 
 @pytest.fixture

@@ -12,8 +12,14 @@ from torch import Tensor
 
 from rl_backend.contracts import RLBackendError
 from rl_backend.data import MicroBatchPlan
-from rl_backend.lab.parity.compare import Tolerances, activation_difference, number_difference, tensor_difference
-from rl_backend.lab.parity.record import RankRecord, merge_ranks
+from rl_backend.lab.parity.compare import (
+    RankRecord,
+    Tolerances,
+    activation_difference,
+    merge_ranks,
+    number_difference,
+    tensor_difference,
+)
 from tests.support.parity_records import SAME, compared, record, times, values
 
 

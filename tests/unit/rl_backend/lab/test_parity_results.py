@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from rl_backend.contracts import ConfigError, LoRAConfig, ParallelConfig
-from rl_backend.lab.parity import text as text_module
+from rl_backend.lab.parity import run as module
+from rl_backend.lab.parity.compare import SideRecord
 from rl_backend.lab.parity.config import ParityConfig, ParitySide, make_sequences, plan_batch, start_of
-from rl_backend.lab.parity.record import SideRecord
-from rl_backend.lab.parity.run import ParityResult, required_modules
-from rl_backend.lab.parity.text import as_json, as_text
+from rl_backend.lab.parity.run import ParityResult, as_json, as_text, required_modules
 from tests.support.parity_records import SAME, compared, record, times, values
 
 
@@ -114,7 +113,7 @@ def test_a_stage_names_what_is_farthest_over_its_tolerance_beside_that_differenc
 def test_a_loss_that_hardly_falls_says_little() -> None:
     slow = record(losses=[2.0, 2.0, 1.91])
     found = ParityResult(config(), 1, compared(slow, slow), {"reference": {}, "candidate": {}})
-    assert f"that is less than {text_module.LEAST_LOSS_FALL:.0%}, so the later steps say little" in as_text(found)
+    assert f"that is less than {module.LEAST_LOSS_FALL:.0%}, so the later steps say little" in as_text(found)
 
 
 def test_json_has_every_step_of_both_sides_and_null_for_what_is_infinite() -> None:

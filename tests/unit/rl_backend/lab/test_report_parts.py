@@ -14,9 +14,8 @@ import pytest
 
 from rl_backend.lab.report import page as page_module
 from rl_backend.lab.report.charts import Chart, charts_for, draw_chart, draw_phases, points, running_mean
-from rl_backend.lab.report.page import write_report
+from rl_backend.lab.report.page import draw_samples, write_report
 from rl_backend.lab.report.run_data import RunData, Series, read_run
-from rl_backend.lab.report.samples import draw_samples
 from tests.support.page import Element, read_page
 from tests.support.runs import write_run
 
