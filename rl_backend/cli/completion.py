@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from rl_backend.cli.check import config_type
 from rl_backend.cli.example import EXAMPLES
-from rl_backend.options.command_line import option_parser
+from rl_backend.options.help import option_parser
 from rl_backend.options.option_set import options_of, sections_of
 from rl_backend.options.parser import CommandParser
 
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _parser(name: str, module: str) -> CommandParser:
     if name in EXAMPLES:
         kind = config_type(name)
-        return option_parser(kind, "", dict(sections_of(kind, options_of(kind).section_types({}))))
+        return option_parser("", kind, "", dict(sections_of(kind, options_of(kind).section_types({}))))
     parser = CommandParser()
     importlib.import_module(module).add_arguments(parser)
     parser.add_argument("--debug", action="store_true")

@@ -7,11 +7,12 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import NoReturn
 
 from rl_backend import __version__
 from rl_backend.cli.example import EXAMPLES, run_example
-from rl_backend.options.parser import CommandError, CommandParser, nearest_of
+from rl_backend.options.parser import CommandError, CommandParser
 
 # Sub-command -> (module with add_arguments(parser) and run(arguments) -> exit status, what it does).
 COMMANDS = {
@@ -107,7 +108,8 @@ def _parser(argv: Sequence[str]) -> CommandParser:
 
 
 def _refuse_command(name: str) -> NoReturn:
-    advice = nearest_of(name, [*EXAMPLES, *COMMANDS]) or "see rl-backend --help"
+    near = get_close_matches(name, [*EXAMPLES, *COMMANDS], n=1)
+    advice = f"did you mean {near[0]}?" if near else "see rl-backend --help"
     raise CommandError(f"{name}: there is no such command; {advice}")
 
 

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import SUPPRESS, BooleanOptionalAction
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, TypeAliasType, Union, get_args, get_origin
+from typing import Any, get_origin
 
 import yaml
 
 from rl_backend.contracts import BaseConfig, ConfigError, RegistryError, RLBackendError
-from rl_backend.options.help import metavar_of, nearest, shown, write_help
+from rl_backend.options.help import Sections, alternatives, nearest, option_parser, shown
 from rl_backend.options.option_set import OptionSet, followed, has, merged, options_of, sections_of
-from rl_backend.options.parser import CommandError, CommandParser
-
-type Sections = Mapping[str, type[BaseConfig]]
-"""Prefix -> type, of a configuration and all that are nested in it."""
+from rl_backend.options.parser import CommandError
 
 
 def parse_config[C: BaseConfig](config_type: type[C], description: str, arguments: Sequence[str] | None = None) -> C:
@@ -30,22 +24,28 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
     all values are printed as YAML, for ``--config``, and the process ends.
 
     Raises:
-        ConfigError: a flag that is not there, a value that the configuration refuses, or a ``--config`` file that cannot
-            be read.
+        ConfigError: an unknown flag, a value that the configuration refuses, or a ``--config`` file that cannot be read.
     """
     words = [_spelled(word) for word in (sys.argv[1:] if arguments is None else arguments)]
-    options = options_of(config_type)
+    asks_help = not {"--help", "-h"}.isdisjoint(words)
+    options, prog = options_of(config_type), _program()
     sections = dict(sections_of(config_type, {}))
     file, given = ConfigFile(), {}
+
+    def meant(flag: str) -> str | None:
+        near = nearest(flag, config_type, sections)
+        return near and f"--{shown(near)}"
+
     try:
         # Values decide which options there are: first all are read that do not depend on it.
-        found, _ = option_parser(config_type, description, sections, asks_help=False).parse_known_args(words)
+        parser = option_parser(prog, config_type, description, sections)
+        found, _ = parser.parse_known_args([word for word in words if word not in ("--help", "-h")])
         file = _read_file(found.config)
         types = options.section_types(merged(options.nest(file.values), options.nest(_values(found, sections))))
         sections = dict(sections_of(config_type, types))
-        parser = option_parser(config_type, description, sections)
-        if not {"--help", "-h"} & set(words):
-            parser.refuse_unknown(words, partial(_meant, config_type=config_type, sections=sections))
+        parser = option_parser(prog, config_type, description, sections)
+        if not asks_help:
+            parser.refuse_unknown(words, meant)
         found = parser.parse_args(words)
         _refuse_unknown(file, config_type, sections)
         given = options.nest(_values(found, sections))
@@ -68,42 +68,12 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
 
 
 def in_flags(error: RLBackendError, config: BaseConfig | None) -> str:
-    """What an error says, with flags in place of the fields of a configuration that it blames."""
+    """The message, with flags in place of the fields of a configuration that it blames."""
     if config is None or not isinstance(error, ConfigError):
         return str(error)
-    options, sections = options_of(type(config)), dict(_sections_in(config))
+    options = options_of(type(config))
+    sections = dict(sections_of(type(config), options.section_types(config.model_dump())))
     return error.told(lambda field: f"--{shown(options.name_of(place))}" if (place := _place(field, sections)) else field)
-
-
-def option_parser(config_type: type[BaseConfig], text: str, sections: Sections, *, asks_help: bool = True) -> CommandParser:
-    """Flags of a configuration, by place and short name, whose values are text."""
-    prog = _program()
-    parser = CommandParser(
-        lambda: write_help(prog, config_type, text, sections), prog=prog, add_help=False, argument_default=SUPPRESS
-    )
-    parser.add_argument("--config", action="append", default=[])
-    parser.add_argument("--print-config", action="store_true", default=False)
-    if asks_help:
-        parser.add_argument("--help", "-h", action="help")
-    options = options_of(config_type)
-    for prefix, kind in sections.items():
-        for name, info in kind.model_fields.items():
-            place = prefix + name
-            flags = [f"--{each}" for each in dict.fromkeys((shown(options.name_of(place)), shown(place)))]
-            rule = options.follows.get(place)
-            hidden = f"{place}." in sections or (rule is not None and rule.because)
-            metavar, help = metavar_of(info.annotation), SUPPRESS if hidden else None
-            if metavar:
-                parser.add_argument(*flags, dest=place, action="append", metavar=metavar, help=help)
-            else:
-                parser.add_argument(*flags, dest=place, action=BooleanOptionalAction, help=help)
-    return parser
-
-
-def _meant(flag: str, config_type: type[BaseConfig], sections: Sections) -> str | None:
-    """The flag that was probably meant."""
-    near = nearest(flag, config_type, sections)
-    return near and f"--{shown(near)}"
 
 
 def _values(found: Any, sections: Sections) -> dict[str, Any]:
@@ -119,12 +89,13 @@ def _values(found: Any, sections: Sections) -> dict[str, Any]:
 
 def _value(place: str, annotation: Any, texts: Sequence[str]) -> Any:
     """What the texts of one flag say; of lists and objects, all of them together."""
-    kinds = [kind for kind in _alternatives(annotation) if isinstance(kind, type)]
+    types = [get_origin(kind) or kind for kind in alternatives(annotation)]
+    kinds = [kind for kind in types if isinstance(kind, type)]
     is_object = any(issubclass(kind, Mapping | BaseConfig) for kind in kinds)
     is_list = any(issubclass(kind, list | tuple) for kind in kinds)
     if not is_object and not is_list:
         return None if texts[-1] == "none" else texts[-1]
-    pieces = [_piece(place, text, is_object=is_object, is_list=is_list, is_text=str in kinds) for text in texts]
+    pieces = [_piece(place, text, is_object=is_object, is_list=is_list) for text in texts]
     if len(pieces) == 1:
         return pieces[0]
     if all(isinstance(piece, dict) for piece in pieces):
@@ -132,7 +103,7 @@ def _value(place: str, annotation: Any, texts: Sequence[str]) -> Any:
     return [each for piece in pieces for each in (piece if isinstance(piece, list) else [piece])]
 
 
-def _piece(place: str, text: str, *, is_object: bool, is_list: bool, is_text: bool) -> Any:
+def _piece(place: str, text: str, *, is_object: bool, is_list: bool) -> Any:
     if text == "none":
         return None
     if text.lstrip()[:1] in ("{", "["):
@@ -143,25 +114,9 @@ def _piece(place: str, text: str, *, is_object: bool, is_list: bool, is_text: bo
     if is_object and "=" in text:
         pairs = (pair.partition("=") for pair in text.split(","))
         return {name.strip(): value for name, _, value in pairs}
-    if is_list or not text:
-        return [each.strip() for each in text.split(",") if each.strip()] if is_list else {}
-    if is_text:
-        return text
-    raise CommandError(f"--{shown(place)} {text}: neither JSON nor NAME=VALUE; give one of them, such as '{{\"name\": 1}}'")
-
-
-def _alternatives(annotation: Any) -> Iterator[Any]:
-    """Types that a value may have, without what is in them."""
-    origin = get_origin(annotation)
-    if isinstance(annotation, TypeAliasType):
-        yield from _alternatives(annotation.__value__)
-    elif origin is Annotated:
-        yield from _alternatives(get_args(annotation)[0])
-    elif origin in (Union, UnionType):
-        for each in get_args(annotation):
-            yield from _alternatives(each)
-    else:
-        yield origin or annotation
+    if is_list:
+        return [each.strip() for each in text.split(",") if each.strip()]
+    return text or {}
 
 
 def _read_file(paths: Sequence[str]) -> ConfigFile:
@@ -188,13 +143,6 @@ def _place(field: str, sections: Sections) -> str | None:
     exact = [prefix for prefix, kind in sections.items() if kind.__name__ == owner]
     prefixes = exact or [prefix for prefix, kind in sections.items() if owner in [base.__name__ for base in kind.__mro__]]
     return prefixes[0] + name if len(prefixes) == 1 else None
-
-
-def _sections_in(config: BaseConfig, prefix: str = "") -> Iterator[tuple[str, type[BaseConfig]]]:
-    yield prefix, type(config)
-    for name in type(config).model_fields:
-        if isinstance(value := getattr(config, name), BaseConfig):
-            yield from _sections_in(value, f"{prefix}{name}.")
 
 
 def _spelled(word: str) -> str:
@@ -239,12 +187,10 @@ class ConfigFile:
             values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
             if not isinstance(values, dict):
                 raise ValueError(f"it holds a {type(values).__name__}, not an object of options")
-        except RecursionError:
-            raise ConfigError(f"--config {path}: nested too deeply") from None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             raise ConfigError(f"--config {path}, line {mark.line + 1 if mark else '?'}: {error.problem}") from None
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(f"--config {path}: {error}") from None
         return cls(str(path), values, _lines(text, path))
 
