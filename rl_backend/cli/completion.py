@@ -1,7 +1,4 @@
-"""``rl-backend completion``: a script with which a shell completes commands, options and their values.
-
-The script has all of them written out, because reading them from the commands takes seconds.
-"""
+"""``rl-backend completion``: a script with which a shell completes commands, options and their values."""
 
 import argparse
 import importlib
@@ -49,9 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the script."""
-    # Here, because that module lists this one.
+    # Here, because main lists this module.
     from rl_backend.cli.main import COMMANDS
 
+    # All are written out, because reading them from the commands takes seconds.
     values = [f'        " "*) words={_lines([*EXAMPLES, *COMMANDS])} ;;']
     options = []
     for name in (*EXAMPLES, *COMMANDS):

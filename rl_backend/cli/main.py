@@ -40,10 +40,7 @@ EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one sub-command.
-
-    Args:
-        arguments: without the program's name; None takes those of the process.
+    """Runs one sub-command; None takes the arguments of the process.
 
     Returns:
         The sub-command's exit status, 2 after an error that was printed as one message, or 141 where the reader of the
@@ -82,11 +79,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _parser(argv: Sequence[str]) -> CommandParser:
-    """Knows the options of the command in ``argv`` alone; others, which are slow to import, are but listed.
-
-    Raises:
-        CommandError: a flag that the command does not have.
-    """
+    """Has the options of the command in ``argv``; the others are only listed."""
     parser = CommandParser(
         prog="rl-backend",
         description="A training backend for RL on language models.",
@@ -101,6 +94,7 @@ def _parser(argv: Sequence[str]) -> CommandParser:
     for name, (module, purpose) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        # Modules of commands are slow to import.
         if name == chosen:
             importlib.import_module(module).add_arguments(subparser)
             subparser.refuse_unknown(argv[argv.index(name) + 1 :])
@@ -114,7 +108,6 @@ def _refuse_command(name: str) -> NoReturn:
 
 
 def _reported(command: Callable[[], int], *, debug: bool) -> int:
-    """The exit status of a command; an expected error is one message."""
     try:
         return command()
     except Exception as error:
@@ -135,7 +128,6 @@ def _say(error: Exception) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Whether standard output is a pipe that nobody reads."""
     poll = select.poll()
     poll.register(sys.stdout, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

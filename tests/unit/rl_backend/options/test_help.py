@@ -43,7 +43,7 @@ def test_help_is_usage_groups_and_an_example() -> None:
     assert general.splitlines()[0] == "general:" and "--print-config" in general and "--help, -h" in general
     assert groups == [
         "data:\n  --size, --part.size INT  (default: 3)",
-        "training:\n  --late INT            (default: 1)",
+        "training:\n  --late INT               (default: 1)",
         "logging:\n  --[no-]loud              say more (default: false)",
         "mine:\n"
         "  --needed TEXT            a word of this text is never divided, and a line that is full goes on in\n"
