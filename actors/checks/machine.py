@@ -25,11 +25,7 @@ OF_A_CLUSTER = "are those of the cluster's machines"
 
 
 def find_packages(config: RunConfig) -> str:
-    """Looks for what the run imports, without importing it.
-
-    Raises:
-        UnsupportedError: a package is missing or of another version.
-    """
+    """Looks for packages that the run imports, without importing them."""
     if is_on_cluster():
         return f"packages {OF_A_CLUSTER}"
     found = ["torch", "ray"]
@@ -43,12 +39,7 @@ def find_packages(config: RunConfig) -> str:
 
 
 def find_devices(config: RunConfig) -> str:
-    """Divides this machine's GPUs and cores over ranks and engines.
-
-    Raises:
-        ConfigError: there are too few, or options are of devices that are not here.
-        UnsupportedError: engines on this machine cannot serve the model.
-    """
+    """Divides this machine's GPUs and cores over ranks and engines."""
     if is_on_cluster():
         return f"cores and GPUs {OF_A_CLUSTER}"
     gpus, ranks, engines = torch.cuda.device_count(), config.ranks * config.training_groups, config.num_engines
@@ -79,12 +70,7 @@ def is_on_cluster() -> bool:
 
 
 def require_engines(engines: RolloutConfig) -> None:
-    """Checks that this machine can start engines, without any training rank; a cluster's machines are left to Ray.
-
-    Raises:
-        ConfigError: options of devices that are not here, or that do not divide the model.
-        UnsupportedError: vLLM is missing, or cannot serve the model here.
-    """
+    """Checks that this machine can start engines, without any training rank."""
     if is_on_cluster():
         return
     _require_vllm()
@@ -101,7 +87,7 @@ def _require_vllm() -> None:
 
 
 def _check_engines(engines: RolloutConfig, gpus: int, *, beside: int = 0) -> bool:
-    """Whether they are on GPUs; ``beside`` processes have cores of their own at the same time."""
+    """Whether they are on GPUs; ``beside`` processes take cores at the same time."""
     if engines.device == "cuda" and not gpus:
         raise ConfigError.of("RolloutConfig.device", "cuda", "this machine has no GPU that PyTorch sees; use auto or cpu")
     on_gpus = engines.device == "cuda" or (engines.device == "auto" and gpus and engines.cores is None)
@@ -131,7 +117,7 @@ def _check_arguments(engines: RolloutConfig) -> None:
 
 @cache
 def _vllm_arguments() -> frozenset[str]:
-    """Fields of ``vllm.EngineArgs`` by its source, which takes long to import; empty where they are not found there."""
+    # By the source, because vLLM takes long to import; empty where they are not found there.
     spec = importlib.util.find_spec("vllm")
     files = [Path(folder, "engine", "arg_utils.py") for folder in (spec and spec.submodule_search_locations) or ()]
     statements = (each for file in files if file.is_file() for each in ast.parse(file.read_bytes()).body)

@@ -20,11 +20,7 @@ from rl_backend.runtime.native.layout import micro_batch_multiple
 
 
 def find_memory(config: RunConfig) -> str:
-    """Estimates what ranks and engines take; see ``rl-backend plan``.
-
-    Raises:
-        ConfigError: what they hold at all times is more than this machine has.
-    """
+    """Estimates what ranks and engines take; refuses what is held at all times and more than this machine has."""
     if is_on_cluster():
         return f"memory and devices {OF_A_CLUSTER}"
     if dist.is_initialized():
@@ -75,11 +71,7 @@ def _plan(config: RunConfig, model: RunModel, gpus: int) -> Plan:
 
 
 def _bytes(config: RunConfig, plans: dict[RunModel, Plan], gpus: int, *, held: bool) -> int:
-    """Of the GPU that has most, or of all processes of this machine.
-
-    Args:
-        held: only what does not depend on the work of a step.
-    """
+    """Of the GPU that has most, or of all processes; ``held`` without what the work of a step takes."""
     groups = [0] * config.training_groups
     passes = [0] * config.training_groups
     for model, plan in plans.items():

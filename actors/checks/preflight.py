@@ -22,11 +22,7 @@ from rl_backend.contracts import RLBackendError
 
 
 def find_data(config: RunConfig) -> str:
-    """Reads all data that the run reads, as it reads them.
-
-    Raises:
-        ConfigError, BatchError: data or reward functions that cannot be used.
-    """
+    """Reads data and reward functions, as the run does."""
     if isinstance(config, EpisodeConfig):
         episodes = load_episode_inputs(config)
         return f"{len(episodes.rows)} rows{_held_out(episodes.held_out)}, {config.task}"
@@ -41,12 +37,7 @@ def _held_out(sets: Sequence[HeldOutSet]) -> str:
 
 
 def find_run_folder(config: RunConfig) -> str:
-    """Makes the folder and takes its lock, and leaves nothing behind.
-
-    Raises:
-        ConfigError: it cannot be made or written to, is in use, or holds another run.
-        CheckpointError: it holds a checkpoint that cannot be continued.
-    """
+    """Makes the folder and takes its lock, and leaves nothing behind."""
     start = find_start(config.with_known_steps() if config.resume else config)
     folder = Path(config.run_dir)
     has_lock = (folder / ".lock").exists()
@@ -91,14 +82,7 @@ CHECKS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
-
-    Attributes:
-        name: of the check.
-        text: what there is, or why the run is refused.
-        seconds: that it took.
-        error: what refuses the run; None where nothing does.
-    """
+    """What one check found, how long it took, and the error that refuses the run, if one does."""
 
     name: str
     text: str
@@ -107,26 +91,26 @@ class Finding:
 
 
 def findings(config: RunConfig) -> Iterator[Finding]:
-    """Makes every check, even after one that refuses the run; where the model is nowhere, that is all there is to say."""
+    """Makes every check, even after one that refuses the run."""
+    # Without a model there is nothing else to say.
     try:
         config = with_local_model(config)
     except RLBackendError as error:
         yield Finding("model", str(error), 0.0, error)
         return
     for check in CHECKS:
-        yield _made(check, config)
+        started = time.perf_counter()
+        try:
+            text, error = check.find(config), None
+        except RLBackendError as refusal:
+            text, error = str(refusal), refusal
+        yield Finding(check.name, text, time.perf_counter() - started, error)
 
 
 def preflight(config: RunConfig) -> list[Finding]:
-    """Checks all that can be known of a run before Ray, ranks or engines are started.
+    """Checks all that can be known of a run before Ray, ranks or engines are started, see :data:`CHECKS`.
 
-    That is: the run folder can be made and is free, or can be resumed; the model's ``config.json``, weights and tokenizer
-    are there and fit each other; lengths fit the model's positions; the layout fits the model; this machine has the devices
-    and the memory; data and reward function can be read, and there are enough of them for a batch. Where ``RAY_ADDRESS``
-    names a cluster, devices and memory are left to it.
-
-    Returns:
-        What was found, for people.
+    Where ``RAY_ADDRESS`` names a cluster, devices and memory are left to it.
 
     Raises:
         ConfigError, UnsupportedError, CheckpointError, BatchError: the first that refuses the run, in one sentence that
@@ -145,12 +129,3 @@ def check_start(config: RunConfig, *, session_is_open: bool) -> None:
     for check in CHECKS:
         if not check.read_by_run and not (check.of_machine and session_is_open):
             check.find(config)
-
-
-def _made(check: Check, config: RunConfig) -> Finding:
-    started = time.perf_counter()
-    try:
-        text, error = check.find(config), None
-    except RLBackendError as refusal:
-        text, error = str(refusal), refusal
-    return Finding(check.name, text, time.perf_counter() - started, error)

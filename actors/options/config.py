@@ -34,8 +34,8 @@ from rl_backend.data.examples import read_examples
 from rl_backend.data.hub import local_model
 from rl_backend.options.option_set import Follows, OptionSet, filled, get, gives, has, read_options, write_options
 
+# Where the options of the runtime are.
 BACKEND = "train.backend_cfg"
-"""Where the options of the runtime are."""
 
 ChosenDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -79,11 +79,7 @@ RANKS = OptionSet(
 
 
 def check_ranks(owner: str, train: RuntimeConfig, ranks: int, dtype: ChosenDtype) -> None:
-    """Raises :class:`ConfigError` where the layout does not divide the ranks, or the runtime has no dtype to choose.
-
-    Args:
-        owner: name of the configuration that has these options.
-    """
+    """Refuses a layout that does not divide the ranks, and a dtype where the runtime has none to choose."""
     try:
         train.backend_cfg.parallel.data_parallel_size(ranks)
     except ConfigError as error:
@@ -92,16 +88,12 @@ def check_ranks(owner: str, train: RuntimeConfig, ranks: int, dtype: ChosenDtype
         raise ConfigError.of("dtype", dtype, f"runtime {train.backend!r} has no param_dtype; use auto")
 
 
+# Names of metric writers, which are also those of the packages that they need.
 BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
-"""Names, which are also those of the packages that the writers need."""
 
 
 def writer_names(names: str | None) -> list[str]:
-    """The writers that ``names``, with commas between them, asks for; ``none`` asks for none.
-
-    Raises:
-        ConfigError: an unknown name, a package that is not installed, or a class that cannot be imported.
-    """
+    """The metric writers of ``metrics_to``; refuses those that are not installed or cannot be imported."""
     wanted = list(dict.fromkeys(name for part in (names or "").split(",") if (name := part.strip())))
     if wanted == ["none"]:
         return []
@@ -115,19 +107,12 @@ def writer_names(names: str | None) -> list[str]:
 
 
 def import_writer(name: str) -> Any:
-    """The class that ``package.module:Class`` names.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
-    known = ", ".join(BUILT_IN)
-    module, separator, attribute = name.partition(":")
-    if not separator:
-        raise ConfigError.of("metrics_to", name, f"is none of {known}; a writer of your own is package.module:Class")
+    """The class that ``package.module:Class`` names; refuses what cannot be imported."""
+    module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        problem = f"cannot be imported ({error}); give package.module:Class, or one of {known}"
+        problem = f"cannot be imported ({error}); give package.module:Class, or one of {', '.join(BUILT_IN)}"
         raise ConfigError.of("metrics_to", name, problem) from None
 
 
@@ -141,15 +126,7 @@ _SAVES = HasEffect(lambda config: config.save_every, "save_every=0 saves no chec
 
 
 class RunModel(NamedTuple):
-    """A model of a run.
-
-    Attributes:
-        option: that names its directory.
-        path: Hugging Face directory.
-        head: what it ends in.
-        forward_only: whether it is never trained.
-        group: number of its training group.
-    """
+    """A model of a run: the option that names its directory, the directory, and its training group."""
 
     option: str
     path: str
@@ -210,8 +187,7 @@ HeldOutSets = Annotated[
 class TrainingOptions(BaseModel):
     """Model, data, resources and checkpoints: the options that every run has, for a configuration to take in.
 
-    Fields declare with :data:`~rl_backend.contracts.MAY_CHANGE` what a run that continues from a checkpoint may have
-    otherwise, see :mod:`actors.folder.resume`.
+    ``MAY_CHANGE`` marks the fields that a run that continues from a checkpoint may have otherwise.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -284,12 +260,12 @@ class TrainingOptions(BaseModel):
 
     @property
     def model(self) -> str:
-        """Hugging Face directory with config, safetensors and tokenizer, or a name on the Hub: ``train.hf_path``."""
+        """Hugging Face directory, or a name on the Hub."""
         return self.train.hf_path
 
     @property
     def seed(self) -> int:
-        """Fixes data order, samples and training: ``train.seed``."""
+        """Fixes data order, samples and training."""
         return self.train.seed
 
     @property
@@ -312,7 +288,7 @@ class TrainingOptions(BaseModel):
         return f"{self.ranks} training rank(s) of {self.train.backend}{layout}"
 
     def runtime_config(self) -> RuntimeConfig:
-        """Of the trained model, with what follows from other options; needs Ray, which knows the GPUs."""
+        """Of the trained model, with values that follow from other options; needs Ray, which knows the GPUs."""
         config: RuntimeConfig = filled(self, "train")
         return config
 
@@ -330,16 +306,11 @@ class TrainingOptions(BaseModel):
         return None
 
     def read_data(self) -> str:
-        """Reads all data that the run reads, as it reads them; says what there is. Of a run that samples, others read it.
-
-        Raises:
-            ConfigError, BatchError: data that cannot be used.
-        """
+        """Reads all data, as the run does, and says what there is. Data of runs that sample are read elsewhere."""
         return f"{len(read_examples(self.dataset, self.data, require_answer=False))} rows"
 
     @property
     def eval_sets(self) -> dict[str, EvalSet]:
-        """Held-out sets by name."""
         return sets_by_name(self.eval_dataset)
 
     @property
@@ -349,15 +320,11 @@ class TrainingOptions(BaseModel):
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the trained model in the whole run; its schedule ends with the last."""
+        """Optimizer steps of the trained model in the whole run."""
         return self.steps
 
     def other_optimizer(self, lr_option: str, **changes: Any) -> OptimizerConfig:
-        """The optimizer of a second model, whose peak learning rate is the option of that name.
-
-        Raises:
-            ConfigError: the trained model's schedule does not fit that rate; names the option.
-        """
+        """The optimizer of a second model, with the peak learning rate of the option ``lr_option``."""
         lr = getattr(self, lr_option)
         try:
             return self.train.backend_cfg.optimizer.replace(lr=lr, **changes)
@@ -371,7 +338,7 @@ class TrainingOptions(BaseModel):
         return True
 
     def with_known_steps(self) -> Self:
-        """With the length of the run as ``steps``; reads data where they decide it, and then raises as :meth:`read_data`."""
+        """With the length of the run as ``steps``; reads data where they decide it."""
         return self
 
     @property
@@ -395,11 +362,7 @@ class TrainingOptions(BaseModel):
 
 
 def with_local_model[C: TrainingOptions](config: C) -> C:
-    """With the folder of the model in place of a name on the Hub, see :func:`~rl_backend.data.hub.local_model`.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
+    """With the folder of the model in place of a name on the Hub."""
     folder = local_model(config.model, field=f"{type(config).__name__}.model")
     if folder == config.model:
         return config

@@ -33,8 +33,8 @@ from rl_backend.lab.text import count, finite, table
 from rl_backend.model import model_kept_prefixes
 from rl_backend.parallel.groups import host_store, prefer_loopback, store_environment
 
+# How long the other ranks of a side may take to report their own error after the first has failed.
 GRACE_SECONDS = 5.0
-"""How long the other ranks of a side may take to report their own error after the first has failed."""
 
 _POLL_SECONDS = 0.05
 _LOG_LINES = 20
@@ -42,7 +42,7 @@ _JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *store_environment(0))
 
 
 class RankProcess(Protocol):
-    """What a started rank must have of ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that is used."""
 
     def poll(self) -> int | None: ...
 
@@ -94,12 +94,12 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
         tell: is called with what is being done.
 
     Raises:
-        RLBackendError: a model directory, layout or option that the configurations refuse, before a process starts; or a
-            side that does not run to its end, for example because its runtime refuses the model or layout.
+        RLBackendError: a model directory, layout or option that is refused, or a side that does not run to its end.
     """
     config = config.replace(device=_device(config))
     checkpoint = HFReader(config.model)
     sequences = make_sequences(config, checkpoint.config)
+    # Before a process starts.
     for name in SIDES:
         if (side := config.side(name)).runtime != TRANSFORMERS:
             config.runtime_config(side)
@@ -177,12 +177,12 @@ def _environment(config: ParityConfig, rank: int, world_size: int, port: int) ->
 
 
 def _wait(ranks: Sequence[_Rank], side: str, timeout: float) -> None:
-    """Returns when all ranks have succeeded; after a first failure the others have :data:`GRACE_SECONDS` to tell theirs."""
     deadline = time.monotonic() + timeout
     failed: list[_Rank] = []
     while True:
         running = [rank for rank in ranks if rank.process.poll() is None]
         new = [rank for rank in ranks if rank.process.poll() and rank not in failed]
+        # The first to fail may only be the victim of another, which has some time to tell.
         if new and not failed:
             deadline = time.monotonic() + GRACE_SECONDS
         failed += new
@@ -199,7 +199,7 @@ def _wait(ranks: Sequence[_Rank], side: str, timeout: float) -> None:
 
 
 def _failure(failed: Sequence[_Rank], side: str) -> ParityError:
-    """The error that says most: one of ours, else of a rank that could say nothing, else the earliest."""
+    # The error that says most: one of ours, else of a rank that could say nothing, else the earliest.
     told = sorted((rank for rank in failed if rank.error.is_file()), key=lambda rank: rank.error.stat().st_mtime_ns)
     errors = [(rank.index, json.loads(rank.error.read_text())) for rank in told]
     for index, error in errors:
@@ -214,7 +214,7 @@ def _failure(failed: Sequence[_Rank], side: str) -> ParityError:
 
 
 def compare_sides(config: ParityConfig, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> Comparison:
-    """Compares two sides that trained on the model and batch of ``config``, whatever their layouts."""
+    """Compares two sides that trained on the model and batch of ``config``."""
     checkpoint = HFReader(config.model)
     kept = model_kept_prefixes(checkpoint.config)
     trained = [name for name in checkpoint.infos if not name.startswith(kept)]
@@ -224,30 +224,25 @@ def compare_sides(config: ParityConfig, reference: SideRecord, candidate: SideRe
 def required_modules(hf_config: Mapping[str, Any], stored_names: Collection[str]) -> tuple[str, ...]:
     """Paths of the layers and of the modules beside their list that have weights: the embedding and the last norm.
 
-    The list is where the stored names are numbered, ``model.layers`` in ``model.layers.0.mlp.up_proj.weight``.
-
     Args:
-        hf_config: ``config.json``, whose ``num_hidden_layers`` counts the layers.
         stored_names: of the tensors in the checkpoint, without those that are not trained.
 
     Raises:
-        ConfigError: ``num_hidden_layers`` is no positive whole number, or the checkpoint has not as many layers.
+        ConfigError: the checkpoint has not as many layers as ``num_hidden_layers``.
     """
-    count = text_config(hf_config).get("num_hidden_layers")
-    if not isinstance(count, int) or count < 1:
-        raise ConfigError.of("config.json num_hidden_layers", count, "expected a whole number of at least 1")
+    layers = text_config(hf_config)["num_hidden_layers"]
+    # The list is where stored names are numbered: model.layers in model.layers.0.mlp.up_proj.weight.
     numbered = [match for name in stored_names if (match := re.match(r"(.+?)\.(\d+)\.", name))]
-    lists = dict.fromkeys(match[1] for match in numbered if int(match[2]) == count - 1)
+    lists = dict.fromkeys(match[1] for match in numbered if int(match[2]) == layers - 1)
     if not lists:
-        raise ConfigError.of("config.json num_hidden_layers", count, f"the checkpoint has no layer {count - 1}")
+        raise ConfigError.of("config.json num_hidden_layers", layers, f"the checkpoint has no layer {layers - 1}")
     parents = {path.rpartition(".")[0] for path in lists}
     modules = dict.fromkeys(name.rpartition(".")[0] for name in stored_names)
     beside = [module for module in modules if module.rpartition(".")[0] in parents]
-    return (*beside, *(f"{path}.{index}" for path in lists for index in range(count)))
+    return (*beside, *(f"{path}.{index}" for path in lists for index in range(layers)))
 
 
 def _device(config: ParityConfig) -> str:
-    """Raises :class:`ConfigError` when there is not a CUDA device for every rank."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cpu" or (config.device == "auto" and not found):
         return "cpu"
@@ -259,11 +254,10 @@ def _device(config: ParityConfig) -> str:
     return "cuda"
 
 
+# Below it, the weights' tolerance hides what weight decay changes in a step.
 LEAST_LR = 1e-5
-"""Below it, the weights' tolerance hides what weight decay changes in a step."""
-
+# Part of itself by which the loss must fall for the later steps to say much.
 LEAST_LOSS_FALL = 0.05
-"""Part of itself by which the loss must fall for the later steps to say much."""
 
 
 def as_text(result: ParityResult) -> str:

@@ -74,9 +74,6 @@ def measure_stage(
 ) -> StageMemory:
     """Runs ``batch``, which is on the CPU, forward and backward on this rank of ``groups``.
 
-    A weight's gradient is dropped as soon as it is complete, as FSDP does that reduces it. Where experts choose tokens, all
-    choose as many.
-
     Args:
         module: on the meta device, in the dtype that it computes in, not sharded by FSDP; keeps no gradients from here on.
         hidden_size: of what the stage before puts out; None for the first stage.
@@ -95,6 +92,7 @@ def measure_stage(
     )
     parameters = list(module.parameters())
     trained = [each for each in parameters if each.requires_grad]
+    # A weight's gradient is dropped as soon as it is complete, as FSDP does that reduces it.
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(_drop_gradient)
     of_tenant = [] if tenant is None else [tenant.weights, tenant.gradients]
@@ -121,7 +119,7 @@ def measure_stage(
 def _forward(
     module: nn.Module, hidden_size: int | None, rank_batch: RankBatch, groups: ParallelGroups
 ) -> tuple[ModelInput, list[Tensor]]:
-    """What the stage takes, and what a backward pass starts from."""
+    """Input of the stage, and what a backward pass starts from."""
     inputs = rank_batch.inputs
     if hidden_size is not None:
         rows = inputs.input_ids.shape[0] // groups.tp_group.size()
@@ -138,7 +136,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def most_in_flight(actions: Iterable[Action], stages: Mapping[int, StageMemory]) -> PassMemory:
-    """Follows the actions of one rank to the moment when the most is needed, and to the end for what is computed."""
+    """The moment of one rank's actions when the most is needed."""
     kept = flops = 0
     # What is kept for backward passes, and what the pass that runs then takes beyond what it keeps.
     most = (0, 0)
@@ -173,17 +171,13 @@ _FLOPS: Mapping[Any, Callable[..., int]] = {**flop_registry, torch.ops.aten.lina
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, storages that operations make are counted from then until nothing refers to them any more.
-
-    Args:
-        known: tensors whose storages are not counted.
+    """Counts the storages that operations make inside of it, until nothing refers to them any more; not those of ``known``.
 
     Attributes:
         live: bytes that exist now.
         peak: the most that existed at one time, since the start or since this was set to ``live``.
-        flops: floating-point operations so far, two for a multiplication and an addition, of what
-            ``torch.utils.flop_counter`` knows (products of matrices, convolutions, attention kernels) and of triangular
-            systems.
+        flops: floating-point operations, two for a multiplication and an addition, of what ``torch.utils.flop_counter``
+            knows (products of matrices, convolutions, attention kernels) and of triangular systems.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -225,8 +219,8 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
+# Of a parameter that is trained, its gradient, and each of Adam's two moments.
 MASTER_BYTES = torch.float32.itemsize
-"""Of a parameter that is trained, its gradient, and each of Adam's two moments."""
 
 
 @dataclass(frozen=True)
@@ -246,12 +240,7 @@ class RankStages:
 def native_memory(
     config: RuntimeConfig, num_ranks: int, workload: Workload
 ) -> tuple[list[RankMemory], Sequence[TensorInfo]]:
-    """Memory of each pipeline rank, and the tensors of a weight sync. ``check_config`` has passed.
-
-    Raises:
-        BatchError: a number of micro-batches that the pipeline schedule does not take.
-        ConfigError: a ``byte_budget`` smaller than the largest tensor, or LoRA targets that the model does not have.
-    """
+    """Memory of each pipeline rank, and the tensors of a weight sync; raises as ``make_plan``."""
     native = config.options(NativeConfig)
     model = describe_model(config.hf_path, native, workload.head)
     actions = rank_actions(native, workload.num_micro_batches)
@@ -306,7 +295,7 @@ def rank_actions(native: NativeConfig, num_micro_batches: int) -> list[list[Acti
 def rank_stages(
     model: ModelDescription, native: NativeConfig, pipeline_rank: int, num_ranks: int, workload: Workload
 ) -> RankStages:
-    """Lays out the stages of the first rank of ``pipeline_rank``, whose shards are as large as any, and runs each."""
+    """Lays out the stages of a pipeline rank, and runs each."""
     parallel = native.parallel
     schedule = algorithm(native)
     splits_backward = schedule is not None and schedule.splits_backward
@@ -315,6 +304,7 @@ def rank_stages(
     adaptable: dict[str, AdaptedModule] = {}
     names = model.weight_names if workload.tenants else None
     batch = workload.micro_batch()
+    # The first of its ranks: its shards are as large as any.
     with fake_rank(parallel, pipeline_rank * (num_ranks // parallel.pp), num_ranks) as groups:
         stages = model_stages(model.family, model.architecture, native, pipeline_rank)
         parts: Mapping[int, ModelStage | None] = stages or {0: None}
@@ -361,7 +351,6 @@ def _build(
 
 
 def _tenant(lora: LoRAConfig, modules: Iterable[AdaptedModule]) -> TenantRows:
-    """The rows of a LoRA tenant on one rank, without storage."""
     placed, sections = lay_out_row([each for module in modules for each in factors_of(module, lora)])
     row, moment = (torch.empty(placed[-1].stop if placed else 0, device=META) for _ in range(2))
     gradients, num_steps = torch.empty_like(row), torch.empty((), device=META)
@@ -369,12 +358,9 @@ def _tenant(lora: LoRAConfig, modules: Iterable[AdaptedModule]) -> TenantRows:
 
 
 def engine_slot_bytes(weights: Sequence[TensorInfo], config: RuntimeConfig, workload: Workload) -> int:
-    """What a vLLM engine takes for adapters: :func:`~rl_backend.contracts.lora.engine_slots` of the smallest rank it has.
-
-    A slot has both factors of every linear layer, and of embedding and head, whatever the tenants adapt (vLLM 0.30,
-    ``lora/layers``). On a CPU there are none for experts, routers and, of hybrid mixtures, embedding and head, which are
-    counted all the same.
-    """
+    """What a vLLM engine takes for adapters (vLLM 0.30, ``lora/layers``)."""
+    # A slot has both factors of every linear layer, and of embedding and head, whatever the tenants adapt. On a CPU there
+    # are none for experts, routers and, of hybrid mixtures, embedding and head, which are counted all the same.
     text: Mapping[str, Any] = text_config(read_hf_config(config.hf_path))
     ends = ("embed_tokens.weight", "lm_head.weight")
     sizes: int = sum(sum(weight.shape) for weight in weights if len(weight.shape) == 2 and not weight.name.endswith(ends))
@@ -400,17 +386,12 @@ def weights_to_sync(model: ModelDescription, ranks: Sequence[RankStages], worklo
 
 
 def sync_bucket_bytes(weights: Sequence[TensorInfo], byte_budget: int | None, world_size: int) -> int:
-    """What ``export_weights`` of the native runtime takes on a rank at one time.
-
-    Beside the full tensors of a bucket: padding of at most an eighth, what the rank sends, and the tensor that is put
-    together. A single rank only changes the dtype.
-
-    Raises:
-        ConfigError: a budget smaller than the largest tensor.
-    """
+    """What ``export_weights`` of the native runtime takes on a rank; refuses a budget below the largest tensor."""
     buckets = plan_buckets(weights, byte_budget)
     largest = max(weight.nbytes for weight in weights)
+    # A single rank only changes the dtype.
     if world_size == 1:
         return largest
+    # Beside the full tensors of a bucket: padding of at most an eighth, what the rank sends, and the tensor put together.
     bucket = max(sum(weight.nbytes for weight in each) for each in buckets)
     return bucket + bucket // 8 + bucket // world_size + largest

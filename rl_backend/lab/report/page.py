@@ -19,10 +19,8 @@ from rl_backend.lab.text import as_number, duration, short
 
 FILE_NAME = "report.html"
 MOST_CHARTS = 120
-"""Charts of metrics that are not known by name, beyond those that are."""
-
+# Points of all curves, which bounds the size of the file, and limits of one curve.
 ALL_POINTS, MOST_POINTS, FEWEST_POINTS = 12_000, 300, 40
-"""Points of all curves, which bounds the size of the file, and limits of one curve."""
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -82,7 +80,6 @@ def page(data: RunData) -> str:
 
 
 def _facts(data: RunData) -> list[tuple[str, str]]:
-    """(name, value) of the headline."""
     planned, seconds = data.config.get("steps"), data.summary.get("seconds")
     facts = [("steps", f"{data.steps}" + (f" of {planned}" if isinstance(planned, int) else "")), *_results(data)]
     elapsed = seconds if isinstance(seconds, int | float) and math.isfinite(seconds) else _elapsed(data.run)
@@ -90,7 +87,6 @@ def _facts(data: RunData) -> list[tuple[str, str]]:
 
 
 def _results(data: RunData) -> list[tuple[str, str]]:
-    """What a reader wants to know first, of what there is."""
     found = []
     # Summaries of the version before call it an accuracy.
     for measured in ("held_out_reward", "accuracy"):
@@ -144,11 +140,7 @@ TEXTS = ("prompt", "response", "reward", "step", "turns", "segments")
 
 
 def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> Markup:
-    """Two columns; prompts that both steps have come first, side by side, those with the largest change of reward on top.
-
-    Args:
-        kind: the title, for example "Samples".
-    """
+    """Two columns; prompts that both steps have come first, those with the largest change of reward on top."""
     before, after = _by_prompt(first), _by_prompt(last)
     shared = [prompt for prompt in before if prompt in after]
     shared.sort(key=lambda prompt: -abs(_mean_reward(after[prompt]) - _mean_reward(before[prompt])))
@@ -231,7 +223,7 @@ def _response(sample: Sample, middle: float | None) -> dict[str, Any]:
 
 
 def _segments(sample: Sample) -> list[list[tuple[str, bool]]]:
-    """Of an episode: text and whether it was trained, piece by piece; the whole history, as a sequence has it."""
+    """Of an episode's sequences: text and whether it was trained, piece by piece."""
     segments = sample.get("segments")
     return [
         [(str(piece[0]), bool(piece[1])) for piece in segment if isinstance(piece, list) and len(piece) == 2]
@@ -241,7 +233,7 @@ def _segments(sample: Sample) -> list[list[tuple[str, bool]]]:
 
 
 def _turns(sample: Sample) -> list[str]:
-    """Of an episode: what its tools were asked and answered, and what turns were rewarded with."""
+    """Calls of an episode's tools with their answers, and rewards of turns."""
     turns = sample.get("turns")
     found = []
     for number, turn in enumerate((each for each in turns if isinstance(each, dict)) if isinstance(turns, list) else (), 1):
@@ -257,7 +249,7 @@ def _turns(sample: Sample) -> list[str]:
 
 
 def _reward_info(sample: Sample) -> Iterator[tuple[str, Any]]:
-    """What reward functions returned beside their scores; of several functions with names."""
+    """Values that reward functions returned beside their scores."""
     info = sample.get("reward_info")
     for name, value in info.items() if isinstance(info, dict) else ():
         if isinstance(value, dict):

@@ -48,8 +48,8 @@ def config_of(**changes: Any) -> RLConfig:
             "1024$",
         ),
         ({"rollout.max_model_len": 1023}, r"RLConfig\.rollout\.max_model_len=1023: must hold one sequence: .* = 1024$"),
-        ({"sample_ahead": 1}, r"RLConfig\.sample_ahead=1: max_staleness=0 is strictly on-policy.*; raise max_staleness$"),
-        ({"max_staleness": 2, "sample_ahead": 0}, r"RLConfig\.sample_ahead=0: .* take turns; use max_staleness=0"),
+        ({"sample_ahead": 1}, r"RLConfig\.sample_ahead=1: max_staleness=0: set both to 0, .*, or neither$"),
+        ({"max_staleness": 2, "sample_ahead": 0}, r"RLConfig\.sample_ahead=0: max_staleness=2: set both to 0"),
         ({"stale_samples": "correct"}, r"RLConfig\.stale_samples='correct': max_staleness=0 makes no stale samples"),
         (
             {"max_staleness": 1, "stale_samples": "correct", "importance": "off"},

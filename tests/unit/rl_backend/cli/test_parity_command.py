@@ -55,7 +55,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--model {model} --dp 0", "--candidate native --dp 0: "),
         (
             "--model {model} --reference-dp 2",
-            "--reference transformers --reference-dp 2: dp=2: transformers runs on one rank",
+            "--reference transformers --reference-dp 2: transformers runs on one rank, and takes ",
         ),
         (
             "--model {model} --dp 8",

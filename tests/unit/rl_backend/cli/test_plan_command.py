@@ -143,10 +143,13 @@ def test_sequences_are_not_longer_than_the_model_has_positions(tmp_path: Path, c
         (("--ranks", "0"), "--ranks 0: must be at least 1"),
         (("--ranks", "1", "--device-gib", "0"), "--device-gib 0.0: must be above 0"),
         (("--ranks", "1", "--sequence-length", "9000"), "--sequence-length 9000: does not fit into micro_batch_tokens=8192"),
-        (("--ranks", "1", "--head", "values", "--entropy"), "--entropy True: head='values' gives no probabilities"),
+        (("--ranks", "1", "--head", "values", "--entropy"), "--entropy True: head='values' has no entropy"),
         (("--ranks", "1", "--lora.rank", "8"), "is of tenants=0 LoRA tenants; set tenants too"),
         (("--ranks", "1", "--tenants", "2", "--lora.targets", "q"), "LoRAConfig.targets='q': no module of this name"),
-        (("--ranks", "1", "--tenants", "2", "--backend", "bridge"), "tenants=2: a plan knows what LoRA tenants take"),
+        (
+            ("--ranks", "1", "--tenants", "2", "--backend", "bridge"),
+            "with tenants=2: a plan knows native and bridge, and",
+        ),
         (
             ("--ranks", "1", "--offload", "weights"),
             "Workload.offload.0=\"weights\": input should be 'model', 'optimizer' or 'grad'",
@@ -170,7 +173,7 @@ def test_sequences_are_not_longer_than_the_model_has_positions(tmp_path: Path, c
         ),
         (
             ("--ranks", "1", "--backend", "bridge", "--options", '{"override_ddp_config": {"overlap_grad_reduce": true}}'),
-            "BridgeConfig.override_ddp_config={'overlap_grad_reduce': True}: a plan does not know what it takes",
+            "BridgeConfig.override_ddp_config={'overlap_grad_reduce': True}: a plan does not know what overrides take",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

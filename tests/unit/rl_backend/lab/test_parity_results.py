@@ -35,8 +35,6 @@ def test_a_batch_has_every_length_and_no_padding_and_is_the_seeds() -> None:
     assert any(len(row) != len(one) for row, one in zip(rows, other, strict=True))
     for odd, message in (
         ({"vocab_size": 5, "max_position_embeddings": 9}, r"ParityConfig.max_length=10: the model has 9 positions"),
-        ({"vocab_size": 1}, r"config.json vocab_size=1: expected a whole number of at least 2"),
-        ({}, r"config.json vocab_size=None"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_sequences(given, odd)
@@ -70,13 +68,8 @@ def test_required_are_the_layers_and_what_stands_beside_them(
     names: list[str], layers: int, expected: tuple[str, ...]
 ) -> None:
     assert required_modules({"num_hidden_layers": layers}, names) == expected
-    for count, message in (
-        (layers + 5, "the checkpoint has no layer"),
-        (0, "a whole number of at least 1"),
-        (None, "at least 1"),
-    ):
-        with pytest.raises(ConfigError, match=f"config.json num_hidden_layers={count}: .*{message}"):
-            required_modules({"num_hidden_layers": count}, names)
+    with pytest.raises(ConfigError, match=f"config.json num_hidden_layers={layers + 5}: the checkpoint has no layer"):
+        required_modules({"num_hidden_layers": layers + 5}, names)
 
 
 def result(candidate: SideRecord, **changes: Any) -> ParityResult:
