@@ -48,13 +48,10 @@ def find_devices(config: RunConfig) -> str:
     except ConfigError as error:
         raise ConfigError.of(f"{type(config).__name__}.ranks", config.ranks, str(error)) from None
     device = getattr(config.train.backend_cfg, "device", "auto")
-    owner = f"{type(config.train.backend_cfg).__name__}.device"
-    if device == "cuda" and not gpus:
-        raise ConfigError.of(owner, device, "this machine has no GPU that PyTorch sees; use auto or cpu")
-    if device == "cpu" and gpus:
-        raise ConfigError.of(
-            owner, device, "every rank gets a GPU of this machine; use auto, or hide them with CUDA_VISIBLE_DEVICES="
-        )
+    if (device == "cuda" and not gpus) or (device == "cpu" and gpus):
+        ranks_get = "use auto, or hide the GPUs with CUDA_VISIBLE_DEVICES=" if gpus else "use auto or cpu"
+        problem = f"PyTorch sees {gpus} GPUs on this machine, and ranks take one each if there are some; {ranks_get}"
+        raise ConfigError.of(f"{type(config.train.backend_cfg).__name__}.device", device, problem)
     if isinstance(config, SampledConfig):
         served = config.rollout.replace(model_path=config.model)
         on_gpus = _check_engines(served, gpus, beside=ranks if config.batches_ahead else 0)

@@ -42,13 +42,15 @@ def require_whole_model(option: str, path: str) -> None:
     """Refuses folders that are mistaken for a model's."""
     folder = Path(path)
     if (folder / "config.json").is_file():
-        if (folder / "run.json").is_file():
-            raise ConfigError.of(option, path, f"is a run's folder; give {folder / 'model'}")
+        # A run's folder also has a config.json, with the options of the run.
+        if not (folder / "run.json").is_file():
+            return
+        problem = f"is a run's folder; give {folder / 'model'}"
     elif (folder / "adapter_config.json").is_file():
-        raise ConfigError.of(option, path, "has adapters alone; give the whole model, which lora.save_merged writes")
+        problem = "has adapters alone; give the whole model, which lora.save_merged writes"
     else:
         problem = "has no config.json; give the folder of a Hugging Face model, with *.safetensors and tokenizer.json"
-        raise ConfigError.of(option, path, problem)
+    raise ConfigError.of(option, path, problem)
 
 
 def require_readable_weights(option: str, path: str) -> None:

@@ -386,17 +386,17 @@ class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
         if (self.environment is None) == (self.player is None):
             problem = "give either an environment, which is stepped, or a player, which samples by itself"
             raise ConfigError.of(f"{name}.environment", self.environment, problem)
-        for option in ("step_seconds", "tool_calls") if self.player is not None else ():
-            if getattr(self.limits, option) is not None:
-                problem = "a player has neither steps nor tools that the run knows of; leave it out"
-                raise ConfigError.of(f"{name}.limits.{option}", getattr(self.limits, option), problem)
+        unused = {}
         if self.is_set("max_prompt_tokens"):
-            problem = "environments make their prompts; set max_episode_tokens"
-            raise ConfigError.of(f"{name}.max_prompt_tokens", self.max_prompt_tokens, problem)
+            unused["max_prompt_tokens"] = "environments make their prompts; set max_episode_tokens"
+        for option in ("step_seconds", "tool_calls"):
+            if self.player is not None and getattr(self.limits, option) is not None:
+                unused[f"limits.{option}"] = "a player has neither steps nor tools that the run knows of; leave it out"
         for option in DataConfig.model_fields:
             if option != "chat_template_kwargs" and self.data.is_set(option):
-                problem = "an environment is given the row as it stands; leave it out"
-                raise ConfigError.of(f"{name}.{option}", getattr(self.data, option), problem)
+                unused[f"data.{option}"] = "an environment is given the row as it stands; leave it out"
+        for option, problem in unused.items():
+            raise ConfigError.of(f"{name}.{option}", get(self, option), problem)
         if self.sampling.max_new_tokens >= self.limits.episode_tokens:
             problem = f"max_episode_tokens={self.limits.episode_tokens} must hold a prompt and a turn; use less"
             raise ConfigError.of(f"{name}.max_response_tokens", self.sampling.max_new_tokens, problem)
@@ -447,16 +447,13 @@ def _require_room(config: SampledConfig, longest_is: str) -> None:
             f"an update has {config.sequences_per_update} responses; each of {config.data_parallel_size} data-parallel "
             "ranks needs one; use fewer ranks, or more prompts_per_step",
         )
-    for field, tokens in (
-        ("max_tokens_per_micro_batch", config.train.max_tokens_per_micro_batch),
-        ("rollout.max_model_len", config.rollout.max_model_len),
+    trained = f"must hold one sequence: {longest_is} = {config.longest_sequence}"
+    held_out = f"a held-out set needs {config.longest_sampled}: max_prompt_tokens and its max_new_tokens"
+    micro_batch, engine = config.train.max_tokens_per_micro_batch, config.rollout.max_model_len
+    for field, tokens, needed, problem in (
+        ("max_tokens_per_micro_batch", micro_batch, config.longest_sequence, trained),
+        ("rollout.max_model_len", engine, config.longest_sequence, trained),
+        ("rollout.max_model_len", engine, config.longest_sampled, held_out),
     ):
-        if config.longest_sequence > tokens:
-            problem = f"must hold one sequence: {longest_is} = {config.longest_sequence}"
+        if needed > tokens:
             raise ConfigError.of(f"{name}.{field}", tokens, problem)
-    if config.longest_sampled > config.rollout.max_model_len:
-        raise ConfigError.of(
-            f"{name}.rollout.max_model_len",
-            config.rollout.max_model_len,
-            f"a held-out set needs {config.longest_sampled}: max_prompt_tokens and its max_new_tokens",
-        )

@@ -137,12 +137,12 @@ def _refuse_unknown(file: ConfigFile, config_type: type[BaseConfig], sections: S
 
 def _place(field: str, sections: Sections) -> str | None:
     """Where a field is that an error names by its class, or a base of it; None: in no section, or in several."""
-    owner, dot, name = field.partition(".")
-    if not dot:
-        return owner if owner in sections[""].model_fields else None
+    owner, _, name = field.partition(".")
+    if field in sections[""].model_fields:
+        return field
     exact = [prefix for prefix, kind in sections.items() if kind.__name__ == owner]
     prefixes = exact or [prefix for prefix, kind in sections.items() if owner in [base.__name__ for base in kind.__mro__]]
-    return prefixes[0] + name if len(prefixes) == 1 else None
+    return (prefixes[0] + name).removesuffix(".") or None if len(prefixes) == 1 else None
 
 
 def _spelled(word: str) -> str:

@@ -189,7 +189,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         is_switch = isinstance(action, BooleanOptionalAction)
         flags = [flag for flag in action.option_strings if not (is_switch and flag.startswith("--no-"))]
         text = ", ".join(flag.replace("--", "--[no-]") if is_switch else flag for flag in flags)
-        return f"{text} {action.metavar or ''}".rstrip()
+        return "\n  ".join(textwrap.wrap(f"{text} {action.metavar or ''}", WIDTH - 2, break_on_hyphens=False))
 
 
 def _plain(value: Any) -> str:

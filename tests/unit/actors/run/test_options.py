@@ -138,7 +138,7 @@ def test_a_flag_of_a_dictionary_replaces_that_of_a_file_and_several_flags_add_up
         (("--lr",), "argument --lr/--train.backend_cfg.optimizer.lr: expected one argument; see "),
         (("--trace=1",), "argument --trace/--no-trace: ignored explicit argument '1'; see "),
         (("--rollout.cores", "1,2"), '--rollout.cores.0="1": input should be a valid tuple'),
-        (("--rollout.engine_args", "x"), "--rollout.engine_args x: neither JSON nor NAME=VALUE; give one of them"),
+        (("--rollout.engine_args", "x"), '--rollout.engine_args="x": input should be a valid dictionary'),
         (("--backend", "jax"), "--backend: unknown runtime 'jax'; known: bridge,"),
         (("--plugins", "nothing_there"), "--plugins='nothing_there': cannot be imported"),
         (("--no-async-save",), "--async-save=False: save_every=0 saves no checkpoints; set it too"),

@@ -127,7 +127,7 @@ def test_an_exported_critic_is_one_of_transformers(saved: Saved, tmp_path: Path)
 REFUSALS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "several models": (("{step}",), "holds critic, policy; choose one with --name"),
     "no such model": (("{step}", "--name", "actor"), "holds no 'actor', only critic, policy"),
-    "a name for one model": (("{step}/policy", "--name", "policy"), "--name policy: is for a checkpoint of a run"),
+    "a name for one model": (("{step}/policy", "--name", "policy"), "--name policy is for a checkpoint of a run"),
     "all steps": (("{step}/..",), "holds the steps 2 of a run; give one, or "),
     "no checkpoint": (("{source}",), "is a Hugging Face directory"),
     "nothing there": (("{step}/absent",), "absent: is not a directory; give a checkpoint, such as runs/"),

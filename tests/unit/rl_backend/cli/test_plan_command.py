@@ -173,7 +173,7 @@ def test_sequences_are_not_longer_than_the_model_has_positions(tmp_path: Path, c
         ),
         (
             ("--ranks", "1", "--backend", "bridge", "--options", '{"override_ddp_config": {"overlap_grad_reduce": true}}'),
-            "BridgeConfig.override_ddp_config={'overlap_grad_reduce': True}: a plan does not know what overrides take",
+            "BridgeConfig has override_ddp_config={'overlap_grad_reduce': True}: a plan does not know what overrides take",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -135,7 +135,7 @@ def test_a_png_is_drawn_where_pillow_is_and_refused_where_not(
         (("--costs", "1,0,1"), "Costs.backward_input=0.0: must be above 0"),
         (("--costs", "a,b,c"), "argument --costs: invalid three_costs value: 'a,b,c'"),
         (("--comm", "-1"), "Costs.communication=-1.0: must be 0 or more"),
-        (("--draw", "picture.gif"), "--draw picture.gif: expected a file name that ends in .png, .svg, .html"),
+        (("--draw", "picture.gif"), "--draw picture.gif: draws one schedule, into a file that ends in .png, .svg, .html"),
         (("--draw", "missing/picture.svg"), "--draw missing/picture.svg: cannot be written: "),
         (("--vpp", "1"), "--vpp 1: zbv needs 2 stages per rank"),
         (("--pp", "0"), "--pp 0: must be at least 1"),
