@@ -26,6 +26,7 @@ OF_A_CLUSTER = "are those of the cluster's machines"
 
 def find_packages(config: RunConfig) -> str:
     """Looks for packages that the run imports, without importing them."""
+    # A job's machines have packages of their own.
     if is_on_cluster():
         return f"packages {OF_A_CLUSTER}"
     found = ["torch", "ray"]
@@ -105,6 +106,7 @@ def _check_engines(engines: RolloutConfig, gpus: int, *, beside: int = 0) -> boo
 
 
 def _check_arguments(engines: RolloutConfig) -> None:
+    # vLLM itself would say so when engines have started.
     known = _vllm_arguments() if engines.engine_args else frozenset()
     if known and (unknown := sorted(set(engines.engine_args) - known)):
         near = get_close_matches(unknown[0], known, 1)

@@ -26,6 +26,7 @@ def find_memory(config: RunConfig) -> str:
     if dist.is_initialized():
         return "is not estimated in a process that has a process group"
     gpus = torch.cuda.device_count()
+    # The check of the layout says what is wrong with it.
     try:
         find_layout(config)
     except RLBackendError:
@@ -72,6 +73,7 @@ def _plan(config: RunConfig, model: RunModel, gpus: int) -> Plan:
 
 def _bytes(config: RunConfig, plans: dict[RunModel, Plan], gpus: int, *, held: bool) -> int:
     """Of the GPU that has most, or of all processes; ``held`` without what the work of a step takes."""
+    # Models of a group hold memory together, but run one after the other.
     groups = [0] * config.training_groups
     passes = [0] * config.training_groups
     for model, plan in plans.items():

@@ -46,6 +46,7 @@ def find_run_folder(config: RunConfig) -> str:
             with RunLock(folder):
                 free = shutil.disk_usage(folder).free
         finally:
+            # A folder that was there is left as it was.
             if folder.is_dir() and not has_lock:
                 (folder / ".lock").unlink(missing_ok=True)
     what = ", ".join(start.describe()) or "is free"
@@ -66,6 +67,7 @@ class Check(NamedTuple):
     read_by_run: bool = False
 
 
+# A check comes after those that say what is wrong with the files and sizes that it reads.
 CHECKS = (
     Check("packages", find_packages),
     Check("run folder", find_run_folder, read_by_run=True),

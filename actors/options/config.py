@@ -55,6 +55,7 @@ def resolve_dtype(dtype: ChosenDtype) -> Literal["float32", "bfloat16"]:
 def _section_types(values: Mapping[str, Any]) -> dict[str, type[BaseConfig]]:
     train = values.get("train", {})
     plugins = train.get("plugins", ())
+    # One of them may register the runtime whose options these are.
     import_plugins(re.findall(r"[\w.]+", plugins) if isinstance(plugins, str) else plugins)
     return {BACKEND: BACKEND_CONFIGS.get(train.get("backend", "native"))}
 
@@ -147,6 +148,7 @@ TRAINING = RANKS | OptionSet(
         f"{_OPTIMIZER}.total_training_steps": Follows(
             lambda config: config.optimizer_steps,
             "follows from steps; set lr_decay_steps for a decay of another length",
+            # Longer than any warm-up, which is compared with it.
             until=1 << 31,
         ),
         "lora.seed": Follows(lambda config: config.seed),
@@ -199,6 +201,7 @@ class TrainingOptions(BaseModel):
     train: Runtime
     ranks: Ranks = 1
     dtype: RunDtype = "auto"
+    # Configurations that take this in narrow the type: only runs that sample push adapters.
     lora: LoRAConfig = Field(default=LoRAOptions(), description="adapters over a frozen model, see docs/lora.md")
     dataset: Annotated[str, SAME_CONTENTS] = Field(
         min_length=1,
@@ -249,6 +252,7 @@ class TrainingOptions(BaseModel):
             raise ConfigError.of(f"{name}.seed", self.seed, "must be at least 0")
         if not optimizer.lr:
             raise ConfigError.of(f"{name}.lr", optimizer.lr, "must be above 0, or nothing is learned")
+        # Unless the data decide the steps, which nobody has read yet.
         if self.chooses_steps and 0 < self.optimizer_steps <= optimizer.warmup_steps:
             raise ConfigError.of(
                 f"{name}.lr_warmup_steps",

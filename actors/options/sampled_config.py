@@ -65,6 +65,7 @@ SAMPLED = OptionSet(
     },
     preset={"sampling.n": 8, "sampling.max_new_tokens": 512},
     follows={
+        # Stand-ins are the least that RolloutConfig takes.
         "rollout.model_path": Follows(lambda config: config.model, "engines sample from the trained model", until="-"),
         "rollout.dtype": Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
         "rollout.placement": Follows(lambda config: config.placement),
@@ -153,13 +154,13 @@ class SampledOptions(BaseModel):
         if self.sample_ahead is not None and bool(self.sample_ahead) != bool(self.max_staleness):
             problem = f"max_staleness={self.max_staleness}: set both to 0, strictly on-policy, or neither"
             raise ConfigError.of(f"{name}.sample_ahead", self.sample_ahead, problem)
+        # Weights are the trainer's probability over the engine's, which a cut makes 0 for tokens that are never sampled.
         for cut in self.sampling.cuts if self.importance_options() else ():
             raise ConfigError.of(
                 f"{name}.{cut}",
                 getattr(self.sampling, cut),
-                f"importance={self.importance!r} with max_staleness={self.max_staleness} weighs tokens by the trainer's "
-                "probability over the engine's, and cannot make up for tokens that are never sampled; leave it out, or set "
-                "importance to off",
+                f"importance={self.importance!r} with max_staleness={self.max_staleness} cannot make up for tokens that are "
+                "never sampled; leave it out, or set importance to off",
             )
         if self.importance == "off" and self.stale_samples == "correct":
             raise ConfigError.of(
