@@ -103,10 +103,10 @@ def findings(config: RunConfig) -> Iterator[Finding]:
     for check in CHECKS:
         started = time.perf_counter()
         try:
-            text, error = check.find(config), None
-        except RLBackendError as refusal:
-            text, error = str(refusal), refusal
-        yield Finding(check.name, text, time.perf_counter() - started, error)
+            text, refusal = check.find(config), None
+        except RLBackendError as raised:
+            text, refusal = str(raised), raised
+        yield Finding(check.name, text, time.perf_counter() - started, refusal)
 
 
 def preflight(config: RunConfig) -> list[Finding]:

@@ -28,10 +28,10 @@ FAULTS = [
     Fault(
         "checks-end-at-the-first-refusal",
         "actors.checks.preflight:findings",
-        "yield Finding(check.name, text, time.perf_counter() - started, error)",
+        "yield Finding(check.name, text, time.perf_counter() - started, refusal)",
         """
-        yield Finding(check.name, text, time.perf_counter() - started, error)
-        if error is not None:
+        yield Finding(check.name, text, time.perf_counter() - started, refusal)
+        if refusal is not None:
             return
         """,
         ("test_every_check_is_made_even_after_one_that_refuses",),

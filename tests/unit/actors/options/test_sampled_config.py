@@ -55,8 +55,8 @@ def config_of(**changes: Any) -> RLConfig:
             {"max_staleness": 1, "stale_samples": "correct", "importance": "off"},
             r"RLConfig\.importance='off': stale_samples='correct' needs importance weights; use truncate or mask",
         ),
-        ({"importance": "truncate", "top_k": 9}, r"RLConfig\.top_k=9: importance='truncate' with max_staleness=0 weighs"),
-        ({"max_staleness": 3, "min_p": 0.1}, r"RLConfig\.min_p=0\.1: importance='auto' with max_staleness=3 weighs"),
+        ({"importance": "truncate", "top_k": 9}, r"RLConfig\.top_k=9: importance='truncate' with max_staleness=0 cannot"),
+        ({"max_staleness": 3, "min_p": 0.1}, r"RLConfig\.min_p=0\.1: importance='auto' with max_staleness=3 cannot"),
         ({"importance": "mask", "top_p": 0.9, "top_k": 4}, r"RLConfig\.top_p=0\.9: importance='mask'"),
         ({"importance_cap": 3.0}, r"RLConfig\.importance_cap=3\.0: importance='auto' and max_staleness=0 has no weights"),
         (
