@@ -92,7 +92,12 @@ def _check_engines(engines: RolloutConfig, gpus: int, *, beside: int = 0) -> boo
     device = "cuda" if on_gpus else "cpu"
     check_engine_device(engines, device)
     check_served(engines, device)
-    _check_arguments(engines)
+    known = _vllm_arguments() if engines.engine_args else frozenset()
+    # vLLM itself would say so when engines have started.
+    if known and (unknown := sorted(set(engines.engine_args) - known)):
+        near = get_close_matches(unknown[0], known, 1)
+        advice = f"did you mean {near[0]}?" if near else "leave it out"
+        raise ConfigError.of("RolloutConfig.engine_args", unknown, f"vllm.EngineArgs has no such argument; {advice}")
     heads, parts = text_config(read_hf_config(engines.model_path)).get("num_attention_heads"), engines.tensor_parallel
     if isinstance(heads, int) and heads % parts:
         raise ConfigError.of(
@@ -103,15 +108,6 @@ def _check_engines(engines: RolloutConfig, gpus: int, *, beside: int = 0) -> boo
     if not on_gpus:
         _check_cores(engines, beside)
     return bool(on_gpus)
-
-
-def _check_arguments(engines: RolloutConfig) -> None:
-    # vLLM itself would say so when engines have started.
-    known = _vllm_arguments() if engines.engine_args else frozenset()
-    if known and (unknown := sorted(set(engines.engine_args) - known)):
-        near = get_close_matches(unknown[0], known, 1)
-        advice = f"did you mean {near[0]}?" if near else "leave it out"
-        raise ConfigError.of("RolloutConfig.engine_args", unknown, f"vllm.EngineArgs has no such argument; {advice}")
 
 
 @cache

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import NoReturn
 
 from rl_backend import __version__
 from rl_backend.cli.example import EXAMPLES, run_example
@@ -64,9 +63,11 @@ def _run(argv: Sequence[str]) -> int:
     if argv and argv[0] in EXAMPLES:
         # Its options are its own, and so are its messages.
         return _reported(lambda: run_example(argv[0], argv[1:]), debug=False)
-    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        return _reported(lambda: _refuse_command(argv[0]), debug=False)
     try:
+        if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+            near = get_close_matches(argv[0], [*EXAMPLES, *COMMANDS], n=1)
+            advice = f"did you mean {near[0]}?" if near else "see rl-backend --help"
+            raise CommandError(f"{argv[0]}: there is no such command; {advice}")
         parser = _parser(argv)
         parser.refuse_unknown(argv[:1])
         parsed = parser.parse_args(argv)
@@ -99,12 +100,6 @@ def _parser(argv: Sequence[str]) -> CommandParser:
             importlib.import_module(module).add_arguments(subparser)
             subparser.refuse_unknown(argv[argv.index(name) + 1 :])
     return parser
-
-
-def _refuse_command(name: str) -> NoReturn:
-    near = get_close_matches(name, [*EXAMPLES, *COMMANDS], n=1)
-    advice = f"did you mean {near[0]}?" if near else "see rl-backend --help"
-    raise CommandError(f"{name}: there is no such command; {advice}")
 
 
 def _reported(command: Callable[[], int], *, debug: bool) -> int:

@@ -40,7 +40,11 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
         # Values decide which options there are: first all are read that do not depend on it.
         parser = option_parser(prog, config_type, description, sections)
         found, _ = parser.parse_known_args([word for word in words if word not in ("--help", "-h")])
-        file = _read_file(found.config)
+        if len(found.config) > 1:
+            raise CommandError(
+                f"--config: is given {len(found.config)} times, and only the last would be read; use one file"
+            )
+        file = ConfigFile.read(found.config[0]) if found.config else file
         types = options.section_types(merged(options.nest(file.values), options.nest(_values(found, sections))))
         sections = dict(sections_of(config_type, types))
         parser = option_parser(prog, config_type, description, sections)
@@ -117,12 +121,6 @@ def _piece(place: str, text: str, *, is_object: bool, is_list: bool) -> Any:
     if is_list:
         return [each.strip() for each in text.split(",") if each.strip()]
     return text or {}
-
-
-def _read_file(paths: Sequence[str]) -> ConfigFile:
-    if len(paths) > 1:
-        raise ConfigError(f"--config: is given {len(paths)} times, and only the last would be read; put all into one file")
-    return ConfigFile.read(paths[0]) if paths else ConfigFile()
 
 
 def _refuse_unknown(file: ConfigFile, config_type: type[BaseConfig], sections: Sections) -> None:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -105,7 +104,13 @@ class LocalLayers:
                 "with dense blocks or mixtures of experts; plan with backend='native'"
             )
         (mixer,) = attentions
-        special = {name for each in (architecture, architecture.norm, *blocks) for name in _special(each)} - _COUNTED
+        # Fields with another value than their default.
+        special = {
+            each.name
+            for part in (architecture, architecture.norm, *blocks)
+            for each in fields(part)
+            if each.default is not MISSING and getattr(part, each.name) != each.default
+        } - _COUNTED
         if mixer.rotary.head_dim != mixer.head_dim:
             special.add("rotary")
         if special:
@@ -180,11 +185,6 @@ class LocalLayers:
         inside = 6 * chosen * block.intermediate_size * self._itemsize
         tokens = chosen * parallel.etp * (self.architecture.hidden_size * self._itemsize + _FLOAT + 2 * _INT)
         return inside + tokens + chosen * (_INT + _FLOAT)
-
-
-def _special(specification: Any) -> set[str]:
-    known = {each.name: each.default for each in fields(specification) if each.default is not MISSING}
-    return {name for name, default in known.items() if getattr(specification, name) != default}
 
 
 def _buffers(

@@ -187,7 +187,9 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
         "or gloo it keeps as much of /dev/shm until it is closed"
     )
     if plan.sequence_cache is not None:
-        lines.append(_cache_text(plan.sequence_cache, work))
+        whole, tokens, state = (f"{size / 2**20:.2f}" for size in (sum(plan.sequence_cache), *plan.sequence_cache))
+        parts = f": {tokens} of keys and values, {state} of states, which do not grow" if plan.sequence_cache.state else ""
+        lines.append(f"a vLLM engine keeps {whole} MiB of a sequence of {work.sequence_length} tokens{parts}")
     if plan.engine_slots:
         lines.append(
             f"each vLLM engine keeps {amount(plan.engine_slots)} {unit} for the adapters of {count(work.tenants, 'tenant')}"
@@ -238,12 +240,6 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
         facts |= {"device_bytes": device_bytes, "fits": not over, "phases_over": over}
         facts["suggestion"] = None if fitting is None else as_json(fitting, device_bytes, None)
     return facts
-
-
-def _cache_text(cache: CacheBytes, work: Workload) -> str:
-    whole, tokens, state = (f"{size / 2**20:.2f}" for size in (sum(cache), *cache))
-    parts = f": {tokens} of keys and values, {state} of states, which do not grow" if cache.state else ""
-    return f"a vLLM engine keeps {whole} MiB of a sequence of {work.sequence_length} tokens{parts}"
 
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:

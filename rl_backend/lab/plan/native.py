@@ -162,12 +162,11 @@ def most_in_flight(actions: Iterable[Action], stages: Mapping[int, StageMemory])
     )
 
 
-def _triangular_flops(matrix: Tensor, right: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Of (..., N, N) and (..., N, M): a multiplication and an addition for each element below or on the diagonal."""
-    return out_val.numel() * matrix.shape[-1]
-
-
-_FLOPS: Mapping[Any, Callable[..., int]] = {**flop_registry, torch.ops.aten.linalg_solve_triangular: _triangular_flops}
+_FLOPS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    # Of (..., N, N) and (..., N, M): a multiplication and an addition for each element below or on the diagonal.
+    torch.ops.aten.linalg_solve_triangular: lambda matrix, *_, out_val, **__: out_val.numel() * matrix.shape[-1],
+}
 
 
 class LiveBytes(TorchDispatchMode):

@@ -88,12 +88,9 @@ def _facts(data: RunData) -> list[tuple[str, str]]:
 
 def _results(data: RunData) -> list[tuple[str, str]]:
     found = []
-    # Summaries of the version before call it an accuracy.
-    for measured in ("held_out_reward", "accuracy"):
-        before, after = data.summary.get(f"{measured}_before"), data.summary.get(f"{measured}_after")
-        if isinstance(before, int | float) and isinstance(after, int | float):
-            found.append(("held-out reward", f"{before:.3f} → {after:.3f}"))
-            break
+    before, after = data.summary.get("held_out_reward_before"), data.summary.get("held_out_reward_after")
+    if isinstance(before, int | float) and isinstance(after, int | float):
+        found.append(("held-out reward", f"{before:.3f} → {after:.3f}"))
     for name in ("answer_probability", "nll", "reward"):
         series = data.metrics.get(name)
         if series is not None and len(found) < 2:
@@ -159,7 +156,11 @@ def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> 
         note = "The two steps had no prompt in common."
     if any(len(responses) > 1 for responses in before.values()):
         note += f" Of each prompt: its best, its middle and its worst of up to {RESPONSES} responses."
-    heads = [(_step(samples), f"{len(samples)} samples{_mean_text(samples)}") for samples in (first, last) if samples]
+    heads = []
+    for samples in filter(None, (first, last)):
+        rewards = _rewards(samples)
+        mean = f", mean reward {short(sum(rewards) / len(rewards))}" if rewards else ""
+        heads.append((_step(samples), f"{len(samples)} samples{mean}"))
     return render("samples.html", kind=kind, both=bool(last), note=note, heads=heads, rows=rows, most=CHARACTERS)
 
 
@@ -178,11 +179,6 @@ def _rewards(samples: Sequence[Sample], *, finite: bool = False) -> list[float]:
 def _mean_reward(samples: Sequence[Sample]) -> float:
     rewards = _rewards(samples, finite=True)
     return sum(rewards) / len(rewards) if rewards else 0.0
-
-
-def _mean_text(samples: Sequence[Sample]) -> str:
-    rewards = _rewards(samples)
-    return f", mean reward {short(sum(rewards) / len(rewards))}" if rewards else ""
 
 
 def _step(samples: Sequence[Sample]) -> str:

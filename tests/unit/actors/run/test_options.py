@@ -128,7 +128,7 @@ def test_a_flag_of_a_dictionary_replaces_that_of_a_file_and_several_flags_add_up
         (("--lr", "fast"), '--lr="fast": input should be a valid number, unable to parse string as a number'),
         (("--lr", "-1e-4"), '--lr="-1e-4": input should be greater than or equal to 0'),
         (("--run-dir", ""), '--run-dir="": string should have at least 1 character'),
-        (("--config", "a.yaml", "--config=b.yaml"), "--config: is given 2 times, and only the last would be read"),
+        (("--config", "a.yaml", "--config=b.yaml"), "--config: is given 2 times; put all into one file"),
         (
             ("--metrics-to", "wanb"),
             "--metrics-to='wanb': cannot be imported (No module named 'wanb'); give package.module:Class, or one of ",

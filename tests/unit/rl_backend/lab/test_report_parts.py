@@ -230,7 +230,12 @@ def test_the_time_of_a_run_goes_on_until_it_ends() -> None:
 
 def test_the_headline_has_no_more_than_two_results_and_the_planned_steps_if_known() -> None:
     metrics = {"answer_probability": series(0.1, 0.1), "nll": series(2.0, 1.0), "reward": series(0.0, 1.0)}
-    data = RunData(Path("run"), metrics=metrics, steps=2, summary={"seconds": 61, "accuracy_before": 0, "accuracy_after": 1})
+    data = RunData(
+        Path("run"),
+        metrics=metrics,
+        steps=2,
+        summary={"seconds": 61, "held_out_reward_before": 0, "held_out_reward_after": 1},
+    )
     assert page_module._facts(data) == [
         ("steps", "2"),
         ("held-out reward", "0.000 → 1.000"),
