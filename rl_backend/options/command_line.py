@@ -41,9 +41,7 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
         parser = option_parser(prog, config_type, description, sections)
         found, _ = parser.parse_known_args([word for word in words if word not in ("--help", "-h")])
         if len(found.config) > 1:
-            raise CommandError(
-                f"--config: is given {len(found.config)} times, and only the last would be read; use one file"
-            )
+            raise CommandError(f"--config: is given {len(found.config)} times; put all into one file")
         file = ConfigFile.read(found.config[0]) if found.config else file
         types = options.section_types(merged(options.nest(file.values), options.nest(_values(found, sections))))
         sections = dict(sections_of(config_type, types))
