@@ -88,6 +88,7 @@ def run_tests(tests: Path, arguments: list[str]) -> tuple[int, list[dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = _command(tests, f"--junitxml={report}", "-o", "junit_family=xunit1", "-v", *arguments)
+        # Machines with GPUs often have no way out, and a hub that is asked answers late.
         environment = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", **os.environ}
         status = subprocess.run(command, cwd=tests.parent.parent, env=environment, check=False).returncode
         if not report.is_file():

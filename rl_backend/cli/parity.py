@@ -95,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     diverged = False
     report: dict[str, Any] = {}
     try:
+        # Both are checked before the first trains for minutes.
         configs = [_config(arguments, dtype) for dtype in dtypes]
         with command.exit_on_sigterm():
             for config in configs:

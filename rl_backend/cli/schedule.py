@@ -108,6 +108,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _simulated(name: str, arguments: argparse.Namespace) -> tuple[Schedule, Timeline]:
     stages = arguments.vpp or SCHEDULES[name].stages_per_rank or 2
+    # A rank's stages share the time of a micro-batch, so that schedules with more of them can be compared.
     forward, inputs, weights = (cost / stages for cost in arguments.costs)
     try:
         shared = Costs(forward, inputs, weights, arguments.comm)

@@ -46,6 +46,7 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
         types = options.section_types(merged(options.nest(file.values), options.nest(_values(found, sections))))
         sections = dict(sections_of(config_type, types))
         parser = option_parser(prog, config_type, description, sections)
+        # Help is shown beside a wrong flag too.
         if not asks_help:
             parser.refuse_unknown(words, meant)
         found = parser.parse_args(words)

@@ -120,6 +120,7 @@ def option_rows(config_type: type[BaseConfig], sections: Sections) -> list[Optio
         for name, field in kind.model_fields.items():
             place = prefix + name
             rule, short = options.follows.get(place), options.name_of(place)
+            # Help has no flags that are refused, but they are read, to be refused with the reason.
             hidden = f"{place}." in sections or (rule is not None and rule.because)
             grouped = place if place in groups else prefix
             default = _plain(options.preset.get(place, field.get_default(call_default_factory=True)))

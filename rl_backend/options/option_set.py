@@ -75,6 +75,7 @@ class OptionSet:
     def nest(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """``values`` in their places; a short name wins over a place."""
         nested: dict[str, Any] = {}
+        # Short names come last, and so win over places.
         for name in sorted(values, key=lambda name: name in self.short or "." in name):
             nested = merged(nested, at(self.place_of(name), values[name]))
         return nested
@@ -121,6 +122,7 @@ def read_options[C: BaseModel](cls: type[C], values: Any, handler: ModelWrapVali
 def write_options(self: BaseModel, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
     """Wrap serializer of a configuration with an ``option_set``: values that follow from others are left out."""
     values: dict[str, Any] = handler(self)
+    # A run that continues with other options must compute them anew.
     for path in options_of(type(self)).follows:
         section, _, name = path.rpartition(".")
         if has(values, path) and not gives(self, path):
@@ -229,6 +231,7 @@ def _with_value[C: BaseConfig](config: C, path: str, value: Any, *, given: bool 
     """A copy with one value changed, which counts as given or not; the others count as before."""
     name, _, rest = path.partition(".")
     new = config.replace(**{name: _with_value(getattr(config, name), rest, value, given=given) if rest else value})
+    # A validated copy counts every field as given.
     was = set(config.model_fields_set) | {name}
     object.__setattr__(new, "__pydantic_fields_set__", was if rest or given else was - {name})
     return new

@@ -104,10 +104,10 @@ class LocalLayers:
                 "with dense blocks or mixtures of experts; plan with backend='native'"
             )
         (mixer,) = attentions
-        # Fields with another value than their default.
+        parts: list[Any] = [architecture, architecture.norm, *blocks]
         special = {
             each.name
-            for part in (architecture, architecture.norm, *blocks)
+            for part in parts
             for each in fields(part)
             if each.default is not MISSING and getattr(part, each.name) != each.default
         } - _COUNTED
