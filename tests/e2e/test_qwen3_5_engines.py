@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from actors import HandleRef, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
-from actors.rollout.sample import Sample
+from actors.rollout.messages import Sample
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.deltanet_engines import DeltaNetEngines, mean_rounding

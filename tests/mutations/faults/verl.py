@@ -200,7 +200,7 @@ FAULTS = [
     Fault(
         "plain-expressions-are-names",
         "adapters.verl.options.lora:_expression",
-        'return "expression", (value,)',
+        'return "expression", (re.compile(value).pattern,)',
         'return ("expression" if set(value) & set("*+?[(|") else "peft"), (value,)',
         ("test_a_text_is_an_expression_of_whole_names_however_plain_and_a_list_has_names",),
         "other layers would be adapted than by peft",
