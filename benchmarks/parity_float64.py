@@ -16,8 +16,8 @@ from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.hf_reader import own_name, read_hf_config
 from rl_backend.contracts import ModelOutput
 from rl_backend.data import pack_plan
+from rl_backend.lab.parity.compare import SideRecord
 from rl_backend.lab.parity.config import ParityConfig, make_sequences, plan_batch
-from rl_backend.lab.parity.record import SideRecord
 
 
 class Steps(NamedTuple):

@@ -21,9 +21,8 @@ from actors.collect.prompts import answer
 from actors.collect.stop_tokens import Ends
 from actors.collect.transcripts import transcript
 from actors.folder.lock import require_writable, usable_run_dir
-from actors.options.config import with_local_model
+from actors.options.config import ChosenDtype, resolve_dtype, with_local_model
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
-from actors.options.rank_options import ChosenDtype, resolve_dtype
 from actors.options.sampled_config import REWARDS, EpisodeConfig, fitted_lengths
 from actors.rollout.config import RolloutConfig, SamplingConfig, more_than, positions_of
 from actors.rollout.group.group import RolloutGroup

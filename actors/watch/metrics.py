@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from actors.options.metric_writers import import_writer, instead_of, writer_names
+from actors.options.config import import_writer, instead_of, writer_names
 from rl_backend.contracts import ConfigError
 from rl_backend.trace.recorder import recorder
 
@@ -168,7 +168,7 @@ WRITERS: Mapping[str, Any] = {
     "mlflow": MlflowWriter,
     "trackio": TrackioWriter,
 }
-"""Those of :data:`~actors.options.metric_writers.BUILT_IN`."""
+"""Those of :data:`~actors.options.config.BUILT_IN`."""
 
 
 class Curves:

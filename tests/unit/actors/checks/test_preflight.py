@@ -95,7 +95,7 @@ def refusal(config: GRPOConfig) -> str:
         ({"dataset": "missing.jsonl"}, r"dataset='missing.jsonl': no such file"),
         ({"prompts_per_step": 6000}, r"GRPOConfig\.prompts_per_step=6000: \S+ has 64 prompts; use at most that$"),
         ({"reward": "nowhere.py:score"}, r"RewardConfig\.functions='nowhere.py:score': no such file"),
-        ({"train.backend_cfg.device": "cuda"}, r"NativeConfig\.device='cuda': this machine has no GPU .*; use auto or cpu$"),
+        ({"train.backend_cfg.device": "cuda"}, r"NativeConfig\.device='cuda': PyTorch sees 0 GPUs .*; use auto or cpu$"),
         ({"rollout.device": "cuda"}, r"RolloutConfig\.device='cuda': this machine has no GPU .*; use auto or cpu$"),
         (
             {"rollout.gpu_memory_utilization": 0.5},

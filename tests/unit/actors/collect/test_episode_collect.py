@@ -277,7 +277,7 @@ def test_metrics_of_an_environment_replace_none_of_every_episodes() -> None:
             {"environment": None, "player": "m:player", "limits": {"tool_calls": 3}},
             r"limits\.tool_calls=3: a player has neither steps nor tools",
         ),
-        ({"tool_format": "qwen3_coder"}, "expected hermes, json, pythonic; for another parser, also of vLLM, give a player"),
+        ({"tool_format": "qwen3_coder"}, "input should be 'hermes', 'json' or 'pythonic'"),
         ({"max_prompt_tokens": 8}, "environments make their prompts; set max_episode_tokens"),
         ({"answer_column": "x"}, "an environment is given the row as it stands"),
         ({"max_response_tokens": 64, "max_episode_tokens": 64}, "max_episode_tokens=64 must hold a prompt and a turn"),

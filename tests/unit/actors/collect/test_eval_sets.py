@@ -57,9 +57,7 @@ def test_a_set_is_answered_as_it_says_else_as_the_run(options: Any, n: int, gree
 def test_more_passes_than_responses_are_refused_when_their_number_is_known() -> None:
     several = EvalSet(path="p", pass_at=(1, 4))
     assert several.sampling(RUN, 4).n == 4
-    with pytest.raises(
-        ConfigError, match=r"^EvalSet\.pass_at=4: pass@4 is estimated from at least 4 responses, and n=3; raise"
-    ):
+    with pytest.raises(ConfigError, match=r"^EvalSet\.pass_at=4: pass@4 needs at least 4 responses, and n=3; raise"):
         several.sampling(RUN, 3)
     assert EvalSet(path="p", n=4, pass_at=(4,)).pass_at == (4,)
     with pytest.raises(ConfigError, match=r"pass_at=5"):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from actors.checks import folder
 from actors.checks import preflight as checks
 from actors.folder.resume import RunStart, find_start
 from actors.options.config import TrainingConfig
@@ -79,7 +78,7 @@ def test_users_who_have_finished_start_nothing(
 
     monkeypatch.setattr(tenants, "open_session", opens)
     monkeypatch.setattr(checks, "CHECKS", [check for check in checks.CHECKS if check.name == "run folder"])
-    monkeypatch.setattr(folder, "find_start", finds)
+    monkeypatch.setattr(checks, "find_start", finds)
     shared = config_of(tmp_path, resume="auto").model_dump(include={"steps", "save_every", "resume"})
     files = {"model": f"{tmp_path}/m", "dataset": f"{tmp_path}/train.jsonl", "reward": f"{tmp_path}/reward.py:score"}
     users: dict[str, dict[str, Any]] = {"ann": {}, "bob": {"lr": 1e-3}}

@@ -127,11 +127,10 @@ def test_an_exported_critic_is_one_of_transformers(saved: Saved, tmp_path: Path)
 REFUSALS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "several models": (("{step}",), "holds critic, policy; choose one with --name"),
     "no such model": (("{step}", "--name", "actor"), "holds no 'actor', only critic, policy"),
-    "a name for one model": (("{step}/policy", "--name", "policy"), "--name policy: is for a checkpoint of a run"),
+    "a name for one model": (("{step}/policy", "--name", "policy"), "--name policy is for a checkpoint of a run"),
     "all steps": (("{step}/..",), "holds the steps 2 of a run; give one, or "),
     "no checkpoint": (("{source}",), "is a Hugging Face directory"),
     "nothing there": (("{step}/absent",), "absent: is not a directory; give a checkpoint, such as runs/"),
-    "no shards": (("{step}/policy", "--shard-size", "0"), "--shard-size 0: must be at least 1"),
     "no source": (("{step}/policy", "--source", "absent"), "absent, given as source, is not a directory"),
     "another model's source": (("{step}/policy", "--source", "{dense}"), "has model_type='qwen3', the model in"),
     "a larger model's source": (("{step}/policy", "--source", "{larger}"), "has num_hidden_layers=4, the model in"),
@@ -158,7 +157,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(saved.step / "policy", tmp_path) == 2
-    assert "exists already; choose a new directory" in capsys.readouterr().err
+    assert "exists already, or is inside of the checkpoint" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert export(saved.step / "policy", tmp_path / "file" / "out") == 2
     assert re.search(r"--out .*/file/out: .*/file cannot be made: ", capsys.readouterr().err)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.lab.plan.activations import LiveBytes
+from rl_backend.lab.plan.native import LiveBytes
 from rl_backend.model.mixers.mla import Indexer, IndexerSpec
 from rl_backend.primitive import sparse_attention as module
 from rl_backend.primitive.attention import Segments, packed_attention
