@@ -18,14 +18,14 @@ from actors.rollout.lengths import fitting_lengths, positions_of
 from actors.rollout.placement import with_share
 from actors.sync.transport.staged import TransportName
 from actors.train.model import RouterReplayMode
-from rl_backend.algorithm.episodes import Truncated
+from rl_backend.algorithm.sequences import Truncated
 from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, BaseConfig, ConfigError, HasEffect
-from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.rewards import OnFailure, RewardConfig, WeightedReward
 from rl_backend.environment import Limits
 from rl_backend.environment.conversation import OtherEnd
-from rl_backend.environment.parsers import PARSERS
 from rl_backend.environment.rendering import History
+from rl_backend.environment.tool_call_parsers import PARSERS
 from rl_backend.model.blocks import divisors, nearest
 from rl_backend.options.option_set import Follows, OptionSet, filled, get, has, options_of
 

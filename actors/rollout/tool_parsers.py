@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_backend.contracts import ConfigError
-from rl_backend.environment.parsers import Attempt, CallParser, ParsedTurn
+from rl_backend.environment.tool_call_parsers import Attempt, CallParser, ParsedTurn
 
 _MARKS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")
 """Where parsers have the text that begins a call."""

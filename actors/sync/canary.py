@@ -16,7 +16,7 @@ from actors.sync.source import SourceRanks
 from actors.sync.transport.staged import raise_failures
 from actors.train.context import HandleRef, RankContext
 from rl_backend.contracts import EngineDeadError, TokenSequence, WeightCheckError
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 
 _TOLERANCES = {"float32": 1e-5, "bfloat16": 0.2, "float16": 0.05}
 _SAMPLING = SamplingConfig(max_new_tokens=8)

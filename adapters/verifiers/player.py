@@ -13,7 +13,7 @@ from adapters.verifiers.endpoint import Session, TokenEndpoint
 from adapters.verifiers.process import VerifiersProcess
 from adapters.verifiers.settings import VerifiersSettings
 from rl_backend.contracts import BatchError, ConfigError, EpisodeFailedError
-from rl_backend.data.rewards.pool import EventLoop
+from rl_backend.data.rewards.worker_pool import EventLoop
 from rl_backend.environment.protocol import Result, Sampler, Stop
 
 STOPS: Mapping[str, Stop] = {

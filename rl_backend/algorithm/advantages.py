@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rl_backend.algorithm.critic import gae_advantages, masked_whiten
 from rl_backend.algorithm.loss_aggregation import broadcast_to_tokens, check_packed
-from rl_backend.algorithm.value import gae_advantages, masked_whiten
 from rl_backend.contracts import BatchError, ConfigError
 
 type Rewards = Tensor | Sequence[float]
@@ -176,7 +176,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
     {"grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages, "rloo": rloo_advantages}
 )
 """By name, the estimators that give one number per response. Those that give one per token take other arguments:
-:mod:`rl_backend.algorithm.value` and :mod:`rl_backend.algorithm.advantages`."""
+:mod:`rl_backend.algorithm.critic` and :mod:`rl_backend.algorithm.advantages`."""
 
 
 def reinforce_plus_plus_advantages(token_rewards: Tensor, loss_mask: Tensor, seq_lens: Tensor, gamma: float = 1.0) -> Tensor:
@@ -184,12 +184,12 @@ def reinforce_plus_plus_advantages(token_rewards: Tensor, loss_mask: Tensor, seq
 
     With a KL penalty in ``token_rewards`` (:func:`~rl_backend.algorithm.rewards.kl_in_reward`, estimator ``k1``) this is
     the paper's; its advantages differ from token to token. The batch must be whole, see
-    :func:`~rl_backend.algorithm.value.masked_whiten`.
+    :func:`~rl_backend.algorithm.critic.masked_whiten`.
 
     Sources: REINFORCE++, https://arxiv.org/abs/2501.03262; verl's ``compute_reinforce_plus_plus_outcome_advantage``.
 
     Args, Returns, Raises:
-        as :func:`~rl_backend.algorithm.value.gae_advantages`; BatchError with fewer than two selected tokens.
+        as :func:`~rl_backend.algorithm.critic.gae_advantages`; BatchError with fewer than two selected tokens.
     """
     # Without a critic and with lambda 1, an advantage is the return.
     returns, _ = gae_advantages(token_rewards, torch.zeros_like(token_rewards), loss_mask, seq_lens, gamma, 1.0)

@@ -10,7 +10,7 @@ class RLBackendError(Exception):
     """Base of every error that this project raises on purpose.
 
     Args:
-        message: what was wrong, with the field or tensor, its value, what was expected and what to do.
+        message: the field or tensor, its value, what was expected and what to do.
         details: the same facts for a program; each value must be picklable. Kept in ``details``.
     """
 
@@ -40,11 +40,7 @@ class ConfigError(RLBackendError):
         return cls(f"{field}={value!r}: {expected}", field=field, value=repr(value))
 
     def told(self, name_of: Callable[[str], str], equals: str = "=") -> str:
-        """The message with ``name_of(field)`` in place of each field that is blamed.
-
-        Args:
-            equals: between another name and its value.
-        """
+        """The message with ``name_of(field)`` for each blamed field; ``equals`` stands between a new name and its value."""
         field = self.details.get("field")
         blamed = self.details.get("blamed") or ([(field, self.message.removeprefix(field))] if field else [])
         told = []
@@ -88,7 +84,6 @@ class CheckpointError(RLBackendError):
 
     @classmethod
     def at(cls, path: str | PathLike[str], problem: str, **details: Any) -> Self:
-        """The usual message: ``path problem``."""
         return cls(f"{path} {problem}", path=str(path), **details)
 
 

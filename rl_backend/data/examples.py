@@ -3,23 +3,57 @@
 import json
 import logging
 import re
+import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Annotated, Any, Literal, NamedTuple, overload
 
-from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
-from rl_backend.data.chat import TEXT_ALONE, ChatMessage, require_text, require_utf8
-from rl_backend.data.config import DataConfig, TooLong
+from pydantic import Field
+
+from rl_backend.contracts import SAME_CONTENTS, BaseConfig, BatchError, ConfigError, UnsupportedError
+from rl_backend.data.chat_template import TEXT_ALONE, ChatMessage, require_text, require_utf8
+from rl_backend.data.datasets import open_rows
 from rl_backend.data.rows import Rows
-from rl_backend.data.sources import open_rows
-from rl_backend.data.tools import json_objects, read_tools_file, short_repr, shown_objects
 
 logger = logging.getLogger(__name__)
 
 _MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
+
+
+type TooLong = Literal["refuse", "filter", "cut"]
+
+
+class DataConfig(BaseConfig):
+    """How the rows of ``dataset`` and of held-out rows are read.
+
+    Attributes:
+        prompt_column: text or chat messages; a.b is field b of column a; none: prompt, else messages.
+        answer_column: what the reward compares with, and what SFT imitates; none: reward_model.ground_truth, ground_truth
+            or answer, else the assistant's message at the end of messages.
+        tools_column: JSON schemas of the functions that the model may call, for the chat template; none: rows have no such
+            column.
+        tools_file: a JSON list of schemas for rows that have none of their own.
+        documents_column: documents for the chat template; none: rows have no such column.
+        text_prompts: prompts that are text are continued as they stand, or are a user's message for the chat template.
+        system_prompt: begins conversations that have no system message.
+        chat_template_kwargs: variables of the chat template, such as {"enable_thinking": false}; strftime_now is the day
+            that a template writes as today's.
+        too_long: what is done with prompts of more than max_prompt_tokens: refuse the run, filter them out, or cut off their
+            beginnings. SFT cuts off the ends of answers that do not fit into max_tokens_per_micro_batch.
+    """
+
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    tools_column: str | None = "tools"
+    tools_file: Annotated[str | None, SAME_CONTENTS] = None
+    documents_column: str | None = "documents"
+    text_prompts: Literal["continue", "message"] = "continue"
+    system_prompt: str | None = Field(default=None, min_length=1)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    too_long: TooLong = "refuse"
 
 
 @dataclass(frozen=True)
@@ -64,7 +98,7 @@ def read_examples(path: Path | str, data: DataConfig | None = None, *, require_a
             for the reward function.
 
     Args:
-        path: as of :func:`~rl_backend.data.sources.open_rows`.
+        path: as of :func:`~rl_backend.data.datasets.open_rows`.
         data: other columns.
         require_answer: whether rows need a ground truth.
 
@@ -240,6 +274,104 @@ class _Reader:
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+def short_repr(value: Any) -> str:
+    """A value of a row for an error: at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def json_objects(value: Any, place: str, what: str) -> tuple[dict[str, Any], ...]:
+    """The objects of a list, or of its JSON text; none of null.
+
+    Args:
+        value: of a row.
+        place: of it, for the error.
+        what: the list has, for the error.
+
+    Raises:
+        BatchError: it is something else.
+    """
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            found = value
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise BatchError(f"{place}: is {short_repr(value)}; expected a list of {what}, each an object, or its JSON text")
+    require_utf8(found, place)
+    return tuple(found)
+
+
+def shown_objects(
+    value: Any, place: str, option: Literal["tools_column", "documents_column"], prompt: Any, data: DataConfig
+) -> tuple[dict[str, Any], ...]:
+    """The tools or documents of a row, for the chat template.
+
+    Args:
+        value: of the column.
+        place: of it, for the error.
+        option: that names the column.
+        prompt: of the row: a text, or messages.
+
+    Raises:
+        BatchError: it is no list of objects, or the prompt is a text that no chat template renders.
+    """
+    found = json_objects(value, place, "JSON schemas" if option == "tools_column" else "documents")
+    if found and isinstance(prompt, str) and data.text_prompts == "continue":
+        raise BatchError(
+            f"{place}: the prompt is text, which is continued as it stands, so the model is not shown them; set "
+            f"text_prompts to message, or {option} to none"
+        )
+    return found
+
+
+def read_tools_file(data: DataConfig) -> tuple[dict[str, Any], ...]:
+    """The tools of ``data.tools_file``; none without one.
+
+    Raises:
+        ConfigError: the file cannot be read, or has something else.
+    """
+    if data.tools_file is None:
+        return ()
+    try:
+        found = json_objects(Path(data.tools_file).read_text(encoding="utf-8"), "the file", "JSON schemas")
+    except (OSError, UnicodeDecodeError, BatchError) as error:
+        raise ConfigError.of("tools_file", data.tools_file, f"cannot be used: {error}") from None
+    if not found:
+        raise ConfigError.of("tools_file", data.tools_file, "has no tools; leave it out")
+    return found
+
+
+@dataclass
+class UntoldCalls:
+    """Rows of a data file whose messages call tools, although the model is told of none.
+
+    Attributes:
+        rows: how many.
+        first: where the first is.
+    """
+
+    rows: int = 0
+    first: str = ""
+
+    def add(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], where: str) -> None:
+        """Looks at a row."""
+        if not tools and any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
+            self.rows, self.first = self.rows + 1, self.first or where
+
+    def warn(self, source: str, of: int, data: DataConfig) -> None:
+        """Warns once, when all ``of`` rows have been looked at."""
+        if self.rows:
+            warnings.warn(
+                f"{source}: {self.rows} of {of} rows call tools that the model is not told of, the first is {self.first}; "
+                f"put their JSON schemas into the column {data.tools_column or 'tools'}, or for all rows into tools_file",
+                stacklevel=3,
+            )
 
 
 class Length(NamedTuple):

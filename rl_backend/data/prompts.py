@@ -7,15 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.chat import ChatMessage as ChatMessage
-from rl_backend.data.chat import encode_messages as encode_messages
-from rl_backend.data.chat import encode_text as encode_text
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import Examples, Length, as_messages, cut_prompt, open_dataset, read_example, warn_of_padding
+from rl_backend.data.chat_template import ChatMessage as ChatMessage
+from rl_backend.data.chat_template import encode_messages as encode_messages
+from rl_backend.data.chat_template import encode_text as encode_text
+from rl_backend.data.examples import (
+    DataConfig,
+    Examples,
+    Length,
+    UntoldCalls,
+    as_messages,
+    cut_prompt,
+    open_dataset,
+    read_example,
+    read_tools_file,
+    warn_of_padding,
+)
 from rl_backend.data.examples import PromptExample as PromptExample
 from rl_backend.data.examples import read_examples as read_examples
 from rl_backend.data.hub import local_model
-from rl_backend.data.tools import UntoldCalls, read_tools_file
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _ADD = "add tokenizer.json and tokenizer_config.json, from the model that this one was made of"
@@ -72,7 +81,7 @@ def load_prompts(
     """The prompts of a data set. Chat messages go through the tokenizer's chat template.
 
     Args:
-        path: as of :func:`~rl_backend.data.sources.open_rows`.
+        path: as of :func:`~rl_backend.data.datasets.open_rows`.
         max_prompt_tokens: most tokens of a prompt; ``data.too_long`` says what is done with longer ones.
         data: columns, texts and templates.
         require_answer: whether rows need a ground truth.
@@ -119,7 +128,7 @@ def encode_prompt(
 
     Raises:
         ConfigError: options of chat templates, and a text that does not go through one; or see
-            :func:`~rl_backend.data.chat.encode_messages`.
+            :func:`~rl_backend.data.chat_template.encode_messages`.
         BatchError: no tokens, or messages that the template refuses.
     """
     messages = as_messages(prompt, data, where)

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 
 from rl_backend.contracts import BatchError, ConfigError, TokenSequence
-from rl_backend.data.chat import (
+from rl_backend.data.chat_template import (
     ChatMessage,
     chat_template,
     decode,
@@ -26,9 +26,18 @@ from rl_backend.data.chat import (
     special_token_ids,
     template_inputs,
 )
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import Examples, Length, PromptExample, as_messages, cut_prompt, open_dataset, read_example
-from rl_backend.data.tools import UntoldCalls, read_tools_file
+from rl_backend.data.examples import (
+    DataConfig,
+    Examples,
+    Length,
+    PromptExample,
+    UntoldCalls,
+    as_messages,
+    cut_prompt,
+    open_dataset,
+    read_example,
+    read_tools_file,
+)
 
 type TrainOn = Literal["all", "last"]
 
@@ -77,7 +86,7 @@ def load_sft_examples(
     """The examples of a data set, each with the sequences that it makes.
 
     Args:
-        path: as of :func:`~rl_backend.data.sources.open_rows`.
+        path: as of :func:`~rl_backend.data.datasets.open_rows`.
         max_prompt_tokens: most tokens before the first that is trained.
         max_tokens: most tokens of a sequence; ``data.too_long`` says what is done with longer ones.
         data: columns, texts and templates.

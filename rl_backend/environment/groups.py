@@ -10,10 +10,9 @@ from typing import Any
 
 from rl_backend.contracts import EpisodeFailedError
 from rl_backend.data.rewards import OnFailure, score_value
-from rl_backend.environment.calling import Caller, logger, watched_loop
-from rl_backend.environment.limits import Limits
 from rl_backend.environment.playing import play_episode, with_reward, without_reward
-from rl_backend.environment.protocol import Episode, Player, Score, TokenSource
+from rl_backend.environment.protocol import Episode, Limits, Player, Score, TokenSource
+from rl_backend.environment.user_code import Caller, logger, watched_loop
 
 FAILED = frozenset({"error", "timeout", "cancelled"})
 """Reasons that ``on_failure`` is about. A limit of turns or tokens is no failure: the episode is cut."""

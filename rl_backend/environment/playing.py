@@ -16,12 +16,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 from rl_backend.contracts import ConfigError, EpisodeEndError, EpisodeFailedError, RewardError, RolloutError
-from rl_backend.data.rewards.pool import TimeLimitError
 from rl_backend.data.rewards.worker import what_it_raised
-from rl_backend.environment.calling import logger, outcome, task_name
-from rl_backend.environment.limits import Limits
-from rl_backend.environment.protocol import Episode, Player, Result, Stop, TokenSource
+from rl_backend.data.rewards.worker_pool import TimeLimitError
+from rl_backend.environment.protocol import Episode, Limits, Player, Result, Stop, TokenSource
 from rl_backend.environment.sampler import RecordingSampler
+from rl_backend.environment.user_code import logger, outcome, task_name
 
 CLOSING_SECONDS = 10.0
 """What a player has for its last words when it is ended from outside."""

@@ -7,12 +7,17 @@ record of ids, from which the segments that are trained on are made, so nobody e
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+
+from rl_backend.contracts import BaseConfig, ConfigError
+from rl_backend.data.rewards.function import load_callable
 
 type Message = Mapping[str, Any]
 """A chat message: ``role``, ``content``, and what else the chat template reads."""
@@ -33,6 +38,30 @@ type CallStatus = Literal[
     "ok", "unknown_tool", "invalid_json", "invalid_arguments", "unclosed", "raised", "timeout", "over_limit"
 ]  # fmt: skip
 """What came of an attempt to call a tool. Every status but ``ok`` is answered to the model with what was wrong."""
+
+
+class Limits(BaseConfig):
+    """What an episode may come to; None is endless, as far as the engine's context reaches.
+
+    Attributes:
+        turns: of an episode.
+        turn_tokens: sampled in one turn.
+        sampled_tokens: sampled in an episode.
+        episode_tokens: of an episode's longest prompt and turn together.
+        tool_calls: of an episode.
+        step_seconds: of one step of the environment, and of one call of a tool.
+        episode_seconds: of an episode, from its beginning.
+        concurrent: episodes at once.
+    """
+
+    turns: int | None = Field(default=None, ge=1)
+    turn_tokens: int | None = Field(default=None, ge=1)
+    sampled_tokens: int | None = Field(default=None, ge=1)
+    episode_tokens: int | None = Field(default=None, ge=2)
+    tool_calls: int | None = Field(default=None, ge=1)
+    step_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    episode_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    concurrent: int | None = Field(default=None, ge=1)
 
 
 @dataclass(frozen=True)
@@ -332,3 +361,35 @@ class Score(Protocol):
     """Rewards that need all episodes of a group; plain or asynchronous. They are added to those of the episodes."""
 
     def __call__(self, episodes: Sequence[Episode]) -> Sequence[float] | Awaitable[Sequence[float]]: ...
+
+
+def load_environment(spec: str, *, field: str = "environment") -> MakeEnvironment:
+    """A class, or a function, that makes the environment of an episode from a row and a seed.
+
+    Args:
+        spec: ``package.module:name`` or ``path/file.py:name``.
+        field: the option that names it, for messages.
+
+    Raises:
+        ConfigError: there is none, or it cannot be called with ``(row, seed)``.
+    """
+    return cast(MakeEnvironment, _load(spec, field, "row, seed", {}, 0))
+
+
+def load_player(spec: str, *, field: str = "player") -> Player:
+    """A function, or an object, that plays an episode by a loop of its own; arguments and errors as above."""
+    return cast(Player, _load(spec, field, "row, sampler", {}, None))
+
+
+def load_score(spec: str, *, field: str = "score") -> Score:
+    """A function that scores the episodes of a group; arguments and errors as above."""
+    return cast(Score, _load(spec, field, "episodes", ()))
+
+
+def _load(spec: str, field: str, takes: str, *arguments: Any) -> Any:
+    found = load_callable(spec, field=field)
+    try:
+        inspect.signature(found).bind(*arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError.of(field, spec, f"must take ({takes}): {error}") from None
+    return found

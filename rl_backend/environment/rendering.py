@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.chat import ChatMessage, decode, render_messages, special_token_ids
+from rl_backend.data.chat_template import ChatMessage, decode, render_messages, special_token_ids
 from rl_backend.environment.protocol import Message
 
 WORD = "Zq7sentinel"

@@ -10,9 +10,8 @@ from dataclasses import replace
 import xxhash
 
 from rl_backend.contracts import BatchError, EpisodeEndError, RolloutError
-from rl_backend.environment.limits import Limits
-from rl_backend.environment.protocol import Generation, Message, Segment, Stop, TokenSource, ToolCall, Turn
-from rl_backend.environment.record import EpisodeRecord
+from rl_backend.environment.protocol import Generation, Limits, Message, Segment, Stop, TokenSource, ToolCall, Turn
+from rl_backend.environment.training_segments import EpisodeRecord
 
 
 class RecordingSampler:

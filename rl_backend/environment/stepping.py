@@ -9,17 +9,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rl_backend.contracts import BatchError, ConfigError, EpisodeEndError
-from rl_backend.data.rewards.pool import TimeLimitError
+from rl_backend.data.chat_template import tool_name
+from rl_backend.data.examples import json_objects
 from rl_backend.data.rewards.worker import what_it_raised
-from rl_backend.data.tools import require_given
-from rl_backend.environment.calling import Caller, close_late
+from rl_backend.data.rewards.worker_pool import TimeLimitError
 from rl_backend.environment.conversation import ChatFormat, Conversation, OtherEnd, chat_format, id_format
-from rl_backend.environment.limits import Limits
-from rl_backend.environment.parsers import CallParser, call_parser, no_calls
 from rl_backend.environment.playing import ended_by
-from rl_backend.environment.protocol import Environment, MakeEnvironment, Message, Prompt, Result, Sampler, Step, Tool, Turn
+from rl_backend.environment.protocol import (
+    Environment,
+    Limits,
+    MakeEnvironment,
+    Message,
+    Prompt,
+    Result,
+    Sampler,
+    Step,
+    Tool,
+    Turn,
+)
 from rl_backend.environment.rendering import ChatRenderer, History
+from rl_backend.environment.tool_call_parsers import CallParser, call_parser, no_calls
 from rl_backend.environment.tools import answer_messages, call_ids, calling_message, run_calls, tool_schema
+from rl_backend.environment.user_code import Caller, close_late
 
 CLOSING_SECONDS = 5.0
 """For ``close``, where ``limits.step_seconds`` is not set."""
@@ -231,3 +242,16 @@ def _tools(environment: Environment, row: Mapping[str, Any]) -> Sequence[Tool]:
     if tools:
         require_given(row.get("tools"), names)
     return tools
+
+
+def require_given(tools: Any, given: Sequence[str]) -> None:
+    """Raises :class:`BatchError` for a row's ``tools`` with schemas of functions other than the environment's, ``given``."""
+    try:
+        names = [tool_name(tool) for tool in json_objects(tools, "", "")]
+    except BatchError:  # a column without schemas is the environment's own business
+        return
+    if missing := [name for name in names if name not in given]:
+        raise BatchError(
+            f"field tools: the row has {', '.join(missing)}, and the environment gives {', '.join(given) or 'no tools'}; "
+            "the model is told of the environment's tools alone: give them there, or rename the column"
+        )

@@ -16,12 +16,12 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from rl_backend.contracts import ConfigError, EpisodeFailedError, RewardError, RolloutError
-from rl_backend.data.rewards.loading import load_callable
-from rl_backend.data.rewards.pool import EventLoop, Raised, TimeLimitError, WorkerPool
+from rl_backend.data.rewards.function import load_callable
 from rl_backend.data.rewards.worker import location_of
-from rl_backend.environment.calling import Caller
-from rl_backend.environment.parsers import Attempt
+from rl_backend.data.rewards.worker_pool import EventLoop, Raised, TimeLimitError, WorkerPool
 from rl_backend.environment.protocol import CallStatus, Message, Tool, ToolCall
+from rl_backend.environment.tool_call_parsers import Attempt
+from rl_backend.environment.user_code import Caller
 
 type Where = Literal["processes", "threads"]
 """Where plain functions run: in processes of their own, which a limit of time ends and which share no memory, or in threads

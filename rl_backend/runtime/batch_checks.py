@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import BatchError, PackedBatch, check_keys, check_routes
-from rl_backend.contracts.indexed_keys import KEYS
-from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK
+from rl_backend.contracts.replay import KEYS, ROUTES, ROUTES_MASK
 from rl_backend.runtime.engine import GuardedHandle
 from rl_backend.runtime.passes import PassRequest
 

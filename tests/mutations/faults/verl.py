@@ -133,7 +133,7 @@ FAULTS = [
     ),
     Fault(
         "verl-infinite-scores-accepted",
-        "rl_backend.data.rewards.result:score_value",
+        "rl_backend.data.rewards.function:score_value",
         "if not math.isfinite(number):",
         "if math.isnan(number):",
         ("test_a_result_without_a_finite_score_is_refused",),

@@ -18,9 +18,9 @@ from rl_backend.algorithm import (
     token_rewards,
     truncated_importance_weights,
 )
+from rl_backend.algorithm.critic import gae_advantages, masked_whiten, value_loss
 from rl_backend.algorithm.policy import KL_TYPES, kl_penalty
 from rl_backend.algorithm.surrogates import check_clip_options, check_importance_options
-from rl_backend.algorithm.value import gae_advantages, masked_whiten, value_loss
 from rl_backend.contracts import BatchError, ConfigError, ModelOutput, PackedBatch
 
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.data.datasets import data_files, open_rows
 from rl_backend.data.examples import read_examples
 from rl_backend.data.gym import compute_score
 from rl_backend.data.rewards import RewardConfig
-from rl_backend.data.sources import data_files, open_rows
 from tests.support.libraries import gym
 
 TASKS = ("chain_sum", "leg_counting", "spell_backward")

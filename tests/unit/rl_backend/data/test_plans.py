@@ -12,7 +12,7 @@ import torch
 from rl_backend.contracts import EPISODE_SHARE, BatchError, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.data.balance import ATTENTION_CROSSOVER_TOKENS, MicroBatchPlan, plan_micro_batches, plan_tenants
-from rl_backend.data.packing import check_same_fields, pack, pack_plan, restore_order
+from rl_backend.data.micro_batches import check_same_fields, pack, pack_plan, restore_order
 
 
 def work(lengths: Sequence[int], members: Sequence[int]) -> float:

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
-from rl_backend.data.chat import encode_messages, require_utf8, turn_end
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import as_messages
+from rl_backend.data.chat_template import encode_messages, require_utf8, turn_end
+from rl_backend.data.datasets import data_files, open_rows
+from rl_backend.data.examples import DataConfig, as_messages
 from rl_backend.data.hub import HubName, hub_name, local_model
 from rl_backend.data.prompts import PromptExample, endless_batches, load_prompts, load_tokenizer, read_examples
 from rl_backend.data.sft import load_sft_examples
-from rl_backend.data.sources import data_files, open_rows
 from tests.support.chat_templates import CHATML, MARKED, MISTRAL, TEMPLATES, THINKING, chat_tokenizer
 from tests.support.claims import ROOT
 

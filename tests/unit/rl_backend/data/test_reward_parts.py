@@ -14,9 +14,9 @@ import pytest
 
 from rl_backend.contracts import ConfigError
 from rl_backend.data.rewards import LoadedReward, RewardConfig
-from rl_backend.data.rewards.loading import load_callable, load_reward_function
-from rl_backend.data.rewards.pool import EventLoop, Raised, TimeLimitError, WorkerPool
+from rl_backend.data.rewards.function import load_callable, load_reward_function
 from rl_backend.data.rewards.worker import location_of, module_at, what_it_raised
+from rl_backend.data.rewards.worker_pool import EventLoop, Raised, TimeLimitError, WorkerPool
 from tests.support.rewards import calls
 
 

@@ -15,7 +15,7 @@ import torch
 
 from rl_backend.contracts import BatchError, ConfigError, RewardError
 from rl_backend.data.rewards import LoadedReward, RewardCall, RewardScorer, Score, reward_metrics, score_value
-from rl_backend.data.rewards.result import beside_the_score, for_json
+from rl_backend.data.rewards.function import beside_the_score, for_json
 from tests.support.rewards import calls, of
 
 CALL = RewardCall("s", "4", "5", {"a": [1]}, "2+2=")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import encode_prompt
 from rl_backend.data.rewards import LoadedReward, RewardScorer
 from rl_backend.environment import Limits, Step, StepOptions, SteppedPlayer, Turn
-from rl_backend.environment.answering import answering
-from rl_backend.environment.parsers import Attempt, ParsedTurn
+from rl_backend.environment.reward_environment import answering
+from rl_backend.environment.tool_call_parsers import Attempt, ParsedTurn
 from tests.support.chat_templates import chat_tokenizer
 from tests.unit.rl_backend.environment.test_stepping import CALL, END, TOKENIZER, TOOLS, Calculator, Guess, play, written
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import ConfigError, EpisodeFailedError
-from rl_backend.data.rewards.loading import load_callable
+from rl_backend.data.rewards.function import load_callable
 from rl_backend.environment import ToolCall, load_environment
-from rl_backend.environment.calling import Caller
-from rl_backend.environment.parsers import Attempt
+from rl_backend.environment.tool_call_parsers import Attempt
 from rl_backend.environment.tools import ToolPool, run_calls, tool_function, tool_schema
+from rl_backend.environment.user_code import Caller
 
 FILE = """
 import os, time

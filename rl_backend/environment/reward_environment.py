@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rl_backend.contracts import BatchError
-from rl_backend.data.chat import decode
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import as_messages
+from rl_backend.data.chat_template import decode
+from rl_backend.data.examples import DataConfig, as_messages, shown_objects
 from rl_backend.data.prompts import encode_prompt
 from rl_backend.data.rewards import RewardCall, RewardScorer
-from rl_backend.data.tools import shown_objects
 from rl_backend.environment.protocol import MakeEnvironment, Prompt, Step, Tool, Turn
 
 

@@ -77,7 +77,7 @@ def gae_advantages(
     0, and V_next too where ``final_values`` says nothing else. The arithmetic is done in float64.
 
     Sources: GAE, https://arxiv.org/abs/1506.02438, equation 16; verl's ``compute_gae_advantage_return``, which whitens the
-    advantages too: :func:`~rl_backend.algorithm.value.masked_whiten` does that here.
+    advantages too: :func:`~rl_backend.algorithm.critic.masked_whiten` does that here.
 
     Args:
         token_rewards: (T,) floating, see :func:`~rl_backend.algorithm.rewards.token_rewards`.

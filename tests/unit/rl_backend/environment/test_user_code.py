@@ -10,8 +10,8 @@ import pytest
 
 from rl_backend.contracts import EpisodeFailedError
 from rl_backend.environment import Limits, play_episode
-from rl_backend.environment.calling import Caller, close_late
 from rl_backend.environment.stepping import SteppedPlayer
+from rl_backend.environment.user_code import Caller, close_late
 from tests.unit.rl_backend.environment.test_stepping import TOKENIZER, Guess, play, written
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError
-from rl_backend.data.config import DataConfig
+from rl_backend.data.datasets import data_files, open_rows
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import load_prompts, read_examples
 from rl_backend.data.rows import Row
 from rl_backend.data.sft import load_sft_examples
-from rl_backend.data.sources import data_files, open_rows
 from tests.support.chat_templates import chat_tokenizer
 
 TEMPLATE = (

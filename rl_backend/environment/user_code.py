@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_backend.contracts import EpisodeFailedError
-from rl_backend.data.rewards.pool import MOST_LEFT_BEHIND, TimeLimitError
 from rl_backend.data.rewards.worker import what_it_raised
+from rl_backend.data.rewards.worker_pool import MOST_LEFT_BEHIND, TimeLimitError
 
 FIRST_SECONDS = 2.0
 """After which it is told, and again after twice as many, and so on."""

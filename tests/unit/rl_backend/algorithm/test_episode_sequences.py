@@ -18,9 +18,16 @@ from rl_backend.algorithm import (
     reinforce_plus_plus_advantages,
     value_loss,
 )
-from rl_backend.algorithm.episodes import Truncated, episode_parts, final_values, truncated_share
 from rl_backend.algorithm.loss_aggregation import LOSS_AGG_MODES
-from rl_backend.algorithm.sequences import with_advantages, with_episode_gae, with_outputs
+from rl_backend.algorithm.sequences import (
+    Truncated,
+    episode_parts,
+    final_values,
+    truncated_share,
+    with_advantages,
+    with_episode_gae,
+    with_outputs,
+)
 from rl_backend.contracts import EPISODE_SHARE, BatchError, ConfigError, ModelOutput, TokenSequence
 from rl_backend.data import pack, prepare_micro_batches
 from rl_backend.environment import Turn
