@@ -1,9 +1,7 @@
-"""Critics: advantages per token from their values, whitening, and their loss.
+"""Critics: advantages per token from their values (GAE), whitening, and their loss.
 
-Everything is aligned as :mod:`rl_backend.contracts.batch` defines. At position t the state is the sequence up to and with
-token t, the action is the choice of token t+1, and ``values[t]``, which belongs to token t, is the value of that state. So
-entry t of ``values``, ``token_rewards``, ``loss_mask``, advantages, returns and ``log_probs`` is about one and the same
-action: a critic's ``values`` are used as they come, without a shift.
+At position t the state is the sequence up to and with token t, the action is the choice of token t+1, and ``values[t]`` is
+the value of that state. So entry t of all tensors is about one and the same action, and nothing is shifted.
 """
 
 import math
@@ -19,7 +17,7 @@ from rl_backend.algorithm.loss_aggregation import (
     check_finite,
     check_loss_agg_mode,
     check_packed,
-    required_values,
+    required_output,
     token_mean_metric,
     token_vector,
     zero_masked,
@@ -30,8 +28,8 @@ from rl_backend.contracts import EPISODE_SHARE, BatchError, ConfigError, MetricV
 def masked_whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """``(values - mean) / sqrt(variance + 1e-8)`` over the selected tokens, with the unbiased variance.
 
-    The batch must be whole: all sequences of all ranks in this step. Equal values become 0, and so does a single one. The
-    arithmetic is done in float64. Source: verl's ``masked_whiten``.
+    The batch must be whole: all sequences of all ranks in this step. Equal values become 0, and so does a single one.
+    Source: verl's ``masked_whiten``.
 
     Args:
         values: (T,) floating, without a gradient.
@@ -42,16 +40,12 @@ def masked_whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True)
         (T,) in the dtype of ``values``, 0 where ``loss_mask`` is 0.
 
     Raises:
-        BatchError: no selected token, or a selected value that is not finite.
+        BatchError: a selected value that is not finite.
     """
-    if values.dim() != 1 or values.shape != loss_mask.shape:
-        raise BatchError(
-            f"values has shape {tuple(values.shape)} and loss_mask {tuple(loss_mask.shape)}; expected (T,) and the same"
-        )
     check_finite(loss_mask, values=values)
+    # In float64: whitening takes differences of numbers that may be large.
     chosen = values.detach()[loss_mask != 0].to(torch.float64)
-    if not chosen.numel():
-        raise BatchError("loss_mask selects no token; whitening needs at least one")
+    # The variance of a single value is 0 here, where the unbiased one would be NaN.
     variance, mean = torch.var_mean(chosen, correction=min(1, chosen.numel() - 1))
     whitened = (chosen - mean) * torch.rsqrt(variance + 1e-8)
     if not shift_mean:
@@ -73,11 +67,11 @@ def gae_advantages(
     """Generalised advantage estimation: ``A_t = delta_t + gamma lam A_next``, ``delta_t = r_t + gamma V_next - V_t``.
 
     ``next`` is the next *selected* token of the same sequence: tokens that the policy did not choose, such as a tool's
-    answer inside a response, are stepped over without discount. After the last selected token the episode is over: A_next is
-    0, and V_next too where ``final_values`` says nothing else. The arithmetic is done in float64.
+    answer, are stepped over without discount. After the last selected token A_next is 0, and V_next too without
+    ``final_values``.
 
     Sources: GAE, https://arxiv.org/abs/1506.02438, equation 16; verl's ``compute_gae_advantage_return``, which whitens the
-    advantages too: :func:`~rl_backend.algorithm.critic.masked_whiten` does that here.
+    advantages too.
 
     Args:
         token_rewards: (T,) floating, see :func:`~rl_backend.algorithm.rewards.token_rewards`.
@@ -135,9 +129,6 @@ def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> fl
     """``1 - Var(returns - values) / Var(returns)`` over the selected tokens: 1 for a perfect critic, 0 for a constant one.
 
     NaN when the returns are all equal: there is no variance to explain.
-
-    Args:
-        values, returns, loss_mask: (T,).
     """
     selected = loss_mask != 0
     chosen = returns[selected].to(torch.float64)
@@ -164,12 +155,10 @@ def value_loss(
 ) -> tuple[Tensor, Mapping[str, MetricValue]]:
     """``max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2`` per token; a :class:`~rl_backend.contracts.LossFn`.
 
-    Sources: PPO's code, https://arxiv.org/abs/2005.12729, section 3; verl's ``compute_value_loss``. ``dp_group`` is not
-    needed, since the denominators are counted over all ranks.
+    Sources: PPO's code, https://arxiv.org/abs/2005.12729, section 3; verl's ``compute_value_loss``.
 
     Reads ``model_output.values`` and the token fields ``loss_mask``, ``returns`` and, with ``cliprange_value``,
-    ``old_values``, each (T,). Entry t of all of them is about the choice of token t+1.
-    Reads the denominators of :func:`~rl_backend.algorithm.loss_aggregation.aggregate_loss` from ``data.meta``.
+    ``old_values``, each (T,).
 
     Args:
         cliprange_value: how far a value may move from ``old_values`` before its gradient is 0; None: no clip.
@@ -188,7 +177,7 @@ def value_loss(
     check_loss_agg_mode(loss_agg_mode, loss_scale_factor)
 
     loss_mask = token_vector(data, "loss_mask")
-    values = zero_masked(required_values(model_output), loss_mask)
+    values = zero_masked(required_output(model_output, "values"), loss_mask)
     returns = zero_masked(token_vector(data, "returns"), loss_mask)
     squares = (values - returns).square()
     metrics: dict[str, MetricValue] = {

@@ -1,4 +1,8 @@
-"""Training sequences from samples, advantages onto them and onto episodes, and what each update of a step trains on."""
+"""Training sequences from samples and episodes, their advantages, and what each update of a step trains on.
+
+An episode is one sequence where each prompt begins with all that came before, and several where its history began anew.
+Sequences of an episode stand next to each other, in the order of time.
+"""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -77,12 +81,11 @@ class PlayedEpisode(Protocol):
 
 
 def is_cut(episode: PlayedEpisode) -> bool:
-    """Whether it was cut off before its end."""
     return episode.stop in CUTS
 
 
 def episode_rewards(episodes: Sequence[PlayedEpisode], truncated: Truncated = "keep") -> list[float]:
-    """One reward for each episode: its own, or 0 for one that was cut off, with ``zero``."""
+    """Rewards of episodes; 0 for one that was cut off, with ``zero``."""
     return [0.0 if truncated == "zero" and is_cut(episode) else episode.reward for episode in episodes]
 
 
@@ -96,7 +99,6 @@ def episode_sequences(
     of the episode's sampled tokens that the sequence has, with which ``seq-mean-*`` losses count an episode once.
 
     Args:
-        truncated: what becomes of episodes that were cut off.
         routes: with the experts that the engine chose, for router replay.
 
     Raises:
@@ -138,14 +140,14 @@ def episode_lengths(sequences: Sequence[TokenSequence], episodes: int | None = N
     from the last sampled token of a sequence to the first of the next one of the same episode.
 
     Args:
-        sequences: of :func:`episode_sequences`; those of an episode next to each other.
+        sequences: of :func:`episode_sequences`.
         episodes: their number, with those that have no sequences, which have length 0; None counts those that have.
 
     Raises:
-        BatchError: sequences without the field ``episode``, or in another order; or an episode that came back to a history
-            that it had left, whose tokens are not in the order of time.
+        BatchError: sequences in another order; or an episode that came back to a history that it had left, whose tokens are
+            not in the order of time.
     """
-    order = [_episode_of(sequence, index) for index, sequence in enumerate(sequences)]
+    order = [int(sequence.sequence_fields[EPISODE]) for sequence in sequences]
     runs = [number for number, _ in groupby(order)]
     if runs != sorted(set(order)):
         raise BatchError(
@@ -163,20 +165,13 @@ def episode_lengths(sequences: Sequence[TokenSequence], episodes: int | None = N
             )
     lengths = dict.fromkeys(runs if episodes is None else range(episodes), 0)
     for number, sequence in zip(order, sequences, strict=True):
-        if number not in lengths:
-            raise BatchError(f"a sequence is of episode {number}; there are {episodes} episodes", name=EPISODE)
         lengths[number] += len(sequence)
     return torch.tensor(list(lengths.values()), dtype=torch.int64)
 
 
 def final_values(sequences: Sequence[TokenSequence], values: Sequence[Tensor]) -> Tensor:
-    """(N,): the critic's value of the state that each episode was cut off in, 0 where it ended.
-
-    Args:
-        sequences: of N episodes.
-        values: of each sequence, (L,).
-    """
-    last = {_episode_of(sequence, index): index for index, sequence in enumerate(sequences)}
+    """(N,): of ``values``, (L,) of each sequence, that of the state that each episode was cut off in; 0 where it ended."""
+    last = {int(sequence.sequence_fields[EPISODE]): index for index, sequence in enumerate(sequences)}
     return torch.stack(
         [values[index][-1] * sequences[index].sequence_fields[CUT].to(values[index]) for index in last.values()]
     )
@@ -187,8 +182,6 @@ def episode_parts(
 ) -> list[list[TokenSequence]]:
     """What each update of a step trains on: at most ``parts``, each of whole groups of episodes.
 
-    Sequences that are masked as a whole are left out, so that no part is without a trained token.
-
     Args:
         groups: of each episode, masked ones too, the number of its group; episodes of a group stand next to each other.
         least: sequences of each of several parts: the data-parallel ranks.
@@ -196,6 +189,7 @@ def episode_parts(
     Raises:
         BatchError: no sequence with a trained token.
     """
+    # Sequences that are masked as a whole are left out, so that no part is without a trained token.
     left = [sequence for sequence in sequences if bool(sequence.token_fields["loss_mask"].any())]
     if not left:
         raise BatchError(f"none of the {len(sequences)} sequences that are left of a step has a token to train on")
@@ -211,14 +205,7 @@ def episode_parts(
 
 
 def truncated_share(episodes: Collection[PlayedEpisode]) -> float:
-    """The share of episodes that were cut off."""
     return sum(map(is_cut, episodes)) / len(episodes)
-
-
-def _episode_of(sequence: TokenSequence, index: int) -> int:
-    if EPISODE not in sequence.sequence_fields:
-        raise BatchError(f"sequence {index} has no sequence field {EPISODE!r}; make it with episode_sequences", name=EPISODE)
-    return int(sequence.sequence_fields[EPISODE])
 
 
 def _in_order(segments: Sequence[SampledSegment], turns: Sequence[SampledTurn]) -> bool:
@@ -230,8 +217,8 @@ def _in_order(segments: Sequence[SampledSegment], turns: Sequence[SampledTurn]) 
 
 
 def _at_sampled_tokens(segments: Sequence[SampledSegment]) -> list[list[float]]:
-    """Rewards of each segment's tokens; that of a turn which is not trained goes to the last trained token before it, or to
-    the first of the episode, so that no estimator loses it."""
+    # The reward of a turn that is not trained goes to the last trained token before it, or to the first of the episode, so
+    # that no estimator loses it.
     places = [
         (row, place) for row, segment in enumerate(segments) for place, sampled in enumerate(segment.sampled) if sampled
     ]
@@ -249,11 +236,6 @@ def _at_sampled_tokens(segments: Sequence[SampledSegment]) -> list[list[float]]:
 
 def _token_fields(segment: SampledSegment, rewards: Sequence[float], where: str) -> dict[str, Tensor]:
     """Values of tokens, each at the position that predicts its token."""
-    length = len(segment.token_ids)
-    given = {"sampled": segment.sampled, "log_probs": segment.log_probs, "rewards": segment.rewards}
-    for name, values in given.items():
-        if len(values) != length:
-            raise BatchError(f"{where}: a segment of {length} tokens has {len(values)} {name}", name=name)
     if segment.sampled[0]:
         raise BatchError(f"{where}: the first token of a segment is sampled; a turn needs at least one token before it")
     placed = {"loss_mask": segment.sampled, "rollout_log_probs": segment.log_probs}
@@ -262,7 +244,7 @@ def _token_fields(segment: SampledSegment, rewards: Sequence[float], where: str)
 
 
 def _route_fields(segment: SampledSegment, where: str) -> dict[str, Tensor]:
-    """Each row comes from the pass that sampled the next token, so its weights are those of that token."""
+    # Each row comes from the pass that sampled the next token, so its weights are those of that token.
     if segment.routes is None:
         raise BatchError(f"{where}: a segment has no routes; ask for them with RolloutConfig(return_routed_experts=True)")
     # The array may lie in Ray's object store, which nobody may write to and torch knows no read-only tensors.
@@ -319,14 +301,11 @@ def with_advantages(
 ) -> list[TokenSequence]:
     """Adds ``advantages``, float32: a sequence field where all tokens of a response have the same, else a token field.
 
-    They are computed of the rewards in float64.
-
     Episodes are compared with each other, whatever number of sequences they have; all sequences of one get its advantage.
 
     Args:
-        sequences: those of one prompt next to each other; or those of :func:`~rl_backend.algorithm.episode_sequences`.
+        sequences: those of one prompt next to each other; or those of :func:`episode_sequences`.
         rewards: one of each sequence, or of each episode, with those that have no sequences.
-        advantage: the estimator.
         group_size: sequences, or episodes, of each prompt.
         group_ids: in its place, of each sequence or episode the number of its group.
         kl_coef: weight of the KL that is taken off the rewards of tokens; only for ``reinforce_plus_plus``.
@@ -362,13 +341,12 @@ def with_episode_gae(
 ) -> list[TokenSequence]:
     """Adds ``advantages``, whitened, and ``returns`` of episodes, float32: PPO over turns.
 
-    A step's reward is at the last sampled token of its turn. The estimate goes on from one sequence of an episode to the
-    next, and from an episode that was cut off to the value of the state that it was cut off in.
+    The estimate continues from one sequence of an episode to the next, and from an episode that was cut off to the value of
+    the state that it was cut off in.
 
     Args:
-        sequences: all of a step, of :func:`~rl_backend.algorithm.episode_sequences`, with ``old_values``.
-        rewards: of each episode, with those that have no sequences. What ``token_rewards`` does not add up to is at the
-            episode's last token.
+        sequences: all of a step, of :func:`episode_sequences`, with ``old_values``.
+        rewards: of each episode, with those that have no sequences.
         gamma, lam: see :func:`~rl_backend.algorithm.gae_advantages`.
         kl_coef: weight of the KL that is taken off the rewards of tokens.
     """
@@ -388,7 +366,7 @@ def rewards_of_tokens(fields: Mapping[str, Tensor], seq_lens: Tensor, rewards: S
     Args:
         fields: packed; ``loss_mask`` and, with ``kl_coef``, ``old_log_probs`` and ``ref_log_probs``. Of episodes also
             ``token_rewards``, which stay where they are; the last token gets what is left of the episode's reward.
-        seq_lens: of sequences, or of episodes (:func:`~rl_backend.algorithm.episode_lengths`).
+        seq_lens: of sequences, or of episodes (:func:`episode_lengths`).
     """
     mask = fields["loss_mask"]
     given = torch.tensor(rewards, dtype=torch.float64)
@@ -404,11 +382,7 @@ def rewards_of_tokens(fields: Mapping[str, Tensor], seq_lens: Tensor, rewards: S
 
 
 def kl_metrics(sequences: Sequence[TokenSequence]) -> dict[str, float]:
-    """``kl``, of the old policy to the reference, in nats per response token: for runs whose loss has no KL that says it.
-
-    Args:
-        sequences: with ``old_log_probs`` and ``ref_log_probs``.
-    """
+    """``kl``, of the old policy to the reference, in nats per response token: for runs whose loss has no KL that says it."""
     fields = pack(sequences).token_fields
     mask = fields["loss_mask"]
     old, reference = (zero_masked(fields[name], mask) for name in ("old_log_probs", "ref_log_probs"))

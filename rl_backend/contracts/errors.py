@@ -39,6 +39,12 @@ class ConfigError(RLBackendError):
         """The usual message: ``field=value: expected``."""
         return cls(f"{field}={value!r}: {expected}", field=field, value=repr(value))
 
+    @classmethod
+    def of_all(cls, wrong: Sequence[tuple[str, Any, str]]) -> Self:
+        """One error for several fields, each with its value and what was expected."""
+        blamed = [(field, f"={value!r}: {expected}") for field, value, expected in wrong]
+        return cls("; ".join(field + problem for field, problem in blamed), blamed=blamed, field=wrong[0][0])
+
     def told(self, name_of: Callable[[str], str], equals: str = "=") -> str:
         """The message with ``name_of(field)`` for each blamed field; ``equals`` stands between a new name and its value."""
         field = self.details.get("field")

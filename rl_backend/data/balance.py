@@ -32,7 +32,6 @@ class MicroBatchPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one rank."""
         return len(self.micro_batches[0])
 
     @property
@@ -56,8 +55,7 @@ def plan_micro_batches(
 
     A sequence of L tokens counts as work ``L + L**2 / ATTENTION_CROSSOVER_TOKENS``. Longest first, each goes to the
     micro-batch with the least work that has room (longest-processing-time rule, Graham 1969); when that does not fit,
-    to the fullest that has room (best fit decreasing). Micro-batches of similar work then run at the same time on all
-    ranks. The result depends on the arguments alone.
+    to the fullest that has room (best fit decreasing). The result depends on the arguments alone.
 
     Args:
         seq_lens: N lengths, each >= 1.
@@ -171,11 +169,7 @@ def plan_tenants(
 
 
 def _check(seq_lens: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int, *, fewest: int) -> None:
-    if dp_size < 1 or max_tokens < 1 or multiple_of < 1:
-        raise BatchError(f"dp_size={dp_size}, max_tokens={max_tokens} and multiple_of={multiple_of} must be at least 1")
     for index, length in enumerate(seq_lens):
-        if length < 1:
-            raise BatchError(f"sequence {index} has length {length}; every sequence needs at least one token", index=index)
         if length > max_tokens:
             raise BatchError(
                 f"sequence {index} has {length} tokens, more than the budget of {max_tokens} for one micro-batch; raise "
@@ -237,11 +231,10 @@ def _best_fit(order: Sequence[int], seq_lens: Sequence[int], bins: int, max_toke
 
 
 def _spread(filled: Sequence[Sequence[int]], work: Sequence[float], dp_size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Neighbours in order of work run at the same time; the rank with the least work so far takes the largest of them."""
-
     def load(members: Sequence[int]) -> float:
         return sum(work[index] for index in members)
 
+    # Neighbours in order of work run at the same time.
     by_work = sorted((tuple(sorted(members)) for members in filled), key=lambda members: (-load(members), members))
     ranks: list[list[tuple[int, ...]]] = [[] for _ in range(dp_size)]
     totals = [0.0] * dp_size

@@ -66,8 +66,6 @@ class PromptExample:
         data_source: name of the data set, for the reward function.
         extra_info: further facts for the reward function.
         answer: the assistant's message that followed the prompt, of a row of ``messages`` that ends with one.
-        tools: JSON schemas for the chat template.
-        documents: objects for the chat template.
     """
 
     prompt: str | list[ChatMessage]
@@ -80,7 +78,6 @@ class PromptExample:
 
     @property
     def messages(self) -> list[ChatMessage]:
-        """Prompt and answer, without those that are text."""
         return [*([] if isinstance(self.prompt, str) else self.prompt), *([] if self.answer is None else [self.answer])]
 
 
@@ -106,7 +103,7 @@ def read_examples(path: Path | str, data: DataConfig | None = None, *, require_a
         ConfigError: there is no such data set.
         BatchError: the file cannot be read or has no rows, or a row has a missing or wrong field; names file, line or row,
             counted from 1, and field.
-        UnsupportedError: images, videos or audio; or a library that reading needs is missing.
+        UnsupportedError: images, videos or audio.
     """
     rows, data = open_rows(path), data or DataConfig()
     warn_of_padding(rows, data)
@@ -115,7 +112,6 @@ def read_examples(path: Path | str, data: DataConfig | None = None, *, require_a
 
 
 def warn_of_padding(rows: Rows, data: DataConfig) -> None:
-    """Names the fields that reward functions may be given as null where a row does not have them."""
     rendered = {data.prompt_column or "prompt", "messages", data.tools_column, data.documents_column}
     padded = rows.padded_fields({column for column in rendered if column})
     if padded:
@@ -129,17 +125,11 @@ def warn_of_padding(rows: Rows, data: DataConfig) -> None:
 def read_example(
     rows: Rows, index: int, data: DataConfig, tools: Sequence[Mapping[str, Any]] = (), *, require_answer: bool = True
 ) -> PromptExample:
-    """Takes the known columns out of one row; the rest is ``extra_info``. Errors as of :func:`read_examples`.
-
-    Args:
-        tools: of rows that have none of their own.
-    """
+    """One row, with ``tools`` where it has none of its own. Errors as of :func:`read_examples`."""
     return _Reader(rows, index, data).example(rows.name, tools, require_answer)
 
 
 class _Reader:
-    """One row, from which columns are taken."""
-
     def __init__(self, rows: Rows, index: int, data: DataConfig) -> None:
         columns = rows[index]
         self.where, self.columns, self.data = rows.where(index), sorted(columns), data
@@ -203,12 +193,12 @@ class _Reader:
     def shown(
         self, option: Literal["tools_column", "documents_column"], prompt: str | list[ChatMessage]
     ) -> tuple[dict[str, Any], ...]:
-        """Tools or documents. A reward function is given their column too."""
         name: str | None = getattr(self.data, option)
         if name is None:
             return ()
         value = self.field(name)
         value = value if value is None else self.without_padding(name, value)
+        # It stays in the row: a reward function is given the column too.
         if name in self.row:
             self.row[name] = value
         return shown_objects(value, f"{self.where}, field {name}", option, prompt, self.data)
@@ -228,31 +218,26 @@ class _Reader:
         return whole | {"tool_calls": list(calls)} if calls else whole
 
     def ground_truth(self, answer: ChatMessage | None, required: bool) -> Any:
-        if self.data.answer_column is not None:
-            value = self.take(self.data.answer_column)
-            if value is None and required:
-                raise self.missing(self.data.answer_column, "answer_column")
-            return value
-        reward_model = self.row.pop("reward_model", None)
-        if reward_model is not None:
-            expected = "an object with ground_truth"
-            self.require("reward_model", reward_model, isinstance(reward_model, dict), expected)
-            if reward_model.get("ground_truth") is None and required:
-                raise self.missing("reward_model.ground_truth", "answer_column")
-            return reward_model.get("ground_truth")
-        column = next((name for name in ("ground_truth", "answer") if name in self.row), None)
-        if column is not None:
-            return self.row.pop(column)
-        if (answer is None or answer["content"] is None) and required:
-            raise self.missing("reward_model.ground_truth, ground_truth or answer", "answer_column")
-        return None if answer is None else answer["content"]
+        name, reward_model = self.data.answer_column, None
+        if name is not None:
+            value = self.take(name)
+        elif (reward_model := self.row.pop("reward_model", None)) is not None:
+            name = "reward_model.ground_truth"
+            self.require("reward_model", reward_model, isinstance(reward_model, dict), "an object with ground_truth")
+            value = reward_model.get("ground_truth")
+        else:
+            name = "reward_model.ground_truth, ground_truth or answer"
+            column = next((each for each in ("ground_truth", "answer") if each in self.row), None)
+            value = self.row.pop(column) if column else answer["content"] if answer else None
+        if value is None and required:
+            raise self.missing(name, "answer_column")
+        return value
 
     def take(self, path: str) -> Any:
-        """The value of a column, which is then no longer in the row, or of a field in one."""
         return self.row.pop(path) if path in self.row else self.field(path)
 
     def field(self, path: str) -> Any:
-        """The value of a column, or of a field in one, which stays in the row; None where there is none."""
+        """The value of a column, or of a field in one; None where there is none."""
         if path in self.row:
             return self.row[path]
         name, *fields = path.split(".")
@@ -277,7 +262,6 @@ def _is_text(part: Any) -> bool:
 
 
 def short_repr(value: Any) -> str:
-    """A value of a row for an error: at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -286,8 +270,7 @@ def json_objects(value: Any, place: str, what: str) -> tuple[dict[str, Any], ...
     """The objects of a list, or of its JSON text; none of null.
 
     Args:
-        value: of a row.
-        place: of it, for the error.
+        place: of the value, for the error.
         what: the list has, for the error.
 
     Raises:
@@ -313,8 +296,7 @@ def shown_objects(
     """The tools or documents of a row, for the chat template.
 
     Args:
-        value: of the column.
-        place: of it, for the error.
+        place: of the value, for the error.
         option: that names the column.
         prompt: of the row: a text, or messages.
 
@@ -331,36 +313,27 @@ def shown_objects(
 
 
 def read_tools_file(data: DataConfig) -> tuple[dict[str, Any], ...]:
-    """The tools of ``data.tools_file``; none without one.
-
-    Raises:
-        ConfigError: the file cannot be read, or has something else.
-    """
+    """The tools of ``data.tools_file``; none without one. Raises :class:`ConfigError` for a file without any."""
     if data.tools_file is None:
         return ()
+    found, problem = (), "has no tools; leave it out"
     try:
         found = json_objects(Path(data.tools_file).read_text(encoding="utf-8"), "the file", "JSON schemas")
     except (OSError, UnicodeDecodeError, BatchError) as error:
-        raise ConfigError.of("tools_file", data.tools_file, f"cannot be used: {error}") from None
+        problem = f"cannot be used: {error}"
     if not found:
-        raise ConfigError.of("tools_file", data.tools_file, "has no tools; leave it out")
+        raise ConfigError.of("tools_file", data.tools_file, problem)
     return found
 
 
 @dataclass
 class UntoldCalls:
-    """Rows of a data file whose messages call tools, although the model is told of none.
-
-    Attributes:
-        rows: how many.
-        first: where the first is.
-    """
+    """Rows of a data file whose messages call tools, although the model is told of none: their number, and the first."""
 
     rows: int = 0
     first: str = ""
 
     def add(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], where: str) -> None:
-        """Looks at a row."""
         if not tools and any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
             self.rows, self.first = self.rows + 1, self.first or where
 
@@ -375,10 +348,9 @@ class UntoldCalls:
 
 
 class Length(NamedTuple):
-    """Tokens of a part of an example, and what limits them.
+    """Tokens of a part of an example, and the option or other thing that limits them.
 
     Attributes:
-        option: that limits them, or what else does.
         remedy: what to do about more.
     """
 
@@ -392,7 +364,6 @@ class Examples[T](Sequence[T]):
     """The examples of a data set, each made of its row when it is asked for: texts and tokens are not kept in memory.
 
     Args:
-        rows: the data set.
         make: the example of a row, and its lengths before any cut.
         too_long: what is done with examples that exceed a limit. ``make`` cuts where that is asked for.
         kind: what an example is, for messages.
@@ -450,7 +421,6 @@ class Examples[T](Sequence[T]):
 
 
 def open_dataset(path: Path | str, *, held_out: bool = False) -> Rows:
-    """The rows that ``dataset``, or of held-out rows ``eval_dataset``, names."""
     return open_rows(path, field="eval_dataset", default_split=None) if held_out else open_rows(path)
 
 

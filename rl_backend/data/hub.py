@@ -4,9 +4,9 @@ import os
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.contracts import ConfigError
 
 FILES = ".jsonl, .json, .csv or .parquet"
 """Files of rows, for messages."""
@@ -72,24 +72,7 @@ def _downloaded(name: HubName, field: str) -> str:
     return folder
 
 
-def require_datasets(field: str, source: str) -> Any:
-    """The ``datasets`` library.
-
-    Raises:
-        UnsupportedError: it is not installed.
-    """
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"{field}={source!r}: folders and names on the Hub are read by the datasets library ({error}); run "
-            f"pip install '.[examples]' in the folder of rl-backend, or give a {FILES} file"
-        ) from None
-    return datasets
-
-
 def why_not(error: BaseException, kind: str) -> str:
-    """One sentence on why a ``kind`` could not be loaded from the Hub."""
     from huggingface_hub import errors
 
     causes = _causes(error)

@@ -44,19 +44,13 @@ type TrainOn = Literal["all", "last"]
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """A sequence, and which of its tokens are imitated.
-
-    Attributes:
-        token_ids: L tokens.
-        trained: of each token, whether it is imitated; never of the first.
-    """
+    """A sequence, and which of its tokens are imitated; never the first."""
 
     token_ids: list[int]
     trained: list[bool]
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens before the first that is trained."""
         return self.trained.index(True)
 
     def cut(self, max_prompt_tokens: int, max_tokens: int, tokenizer: Any) -> Self:
@@ -89,7 +83,6 @@ def load_sft_examples(
         path: as of :func:`~rl_backend.data.datasets.open_rows`.
         max_prompt_tokens: most tokens before the first that is trained.
         max_tokens: most tokens of a sequence; ``data.too_long`` says what is done with longer ones.
-        data: columns, texts and templates.
         positions: of the model, which bound a sequence too; None where nothing limits it.
         train_on: of rows of ``messages``, all turns of the assistant or the last. Of other rows it is the answer.
         held_out: it is named by ``eval_dataset``, and of several splits one must be chosen.
@@ -171,8 +164,6 @@ def conversation_tokens(
     Args:
         messages: what follows the last turn of the assistant is left out.
         train_on: all turns or the last.
-        tools: JSON schemas of functions, for the chat template.
-        documents: for the chat template.
 
     Returns:
         One sequence for as many turns as the template leaves as they were when the next is made.
@@ -197,8 +188,6 @@ def conversation_tokens(
 
 @dataclass(frozen=True)
 class _Renderer:
-    """A tokenizer's chat template, with what it is given beside messages."""
-
     tokenizer: Any
     variables: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
@@ -283,7 +272,6 @@ def _turn(messages: Sequence[ChatMessage], render: _Renderer) -> tuple[list[int]
 
 
 def _spaces(text: str | Sequence[str]) -> int:
-    """How many spaces a text begins with, or the pieces of one."""
     joined = "".join(text)
     return len(joined) - len(joined.lstrip(" \u2581\u0120"))
 

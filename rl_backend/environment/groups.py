@@ -23,7 +23,6 @@ class GroupTask:
     """Episodes to be played.
 
     Attributes:
-        row: of the data set.
         seed: for whatever the environments draw: all of the group draw the same.
         sampling_seeds: one for each episode.
     """

@@ -19,14 +19,8 @@ def answering(
 ) -> MakeEnvironment:
     """Makes environments of rows whose answer a reward function scores.
 
-    Without tools an episode has one turn, and its prompt has the ids that rollouts of one turn have: the row's columns
-    ``tools`` and ``documents`` are shown. With tools it goes on until a turn calls none.
-
-    Args:
-        scorer: of the reward functions.
-        tokenizer: of the model.
-        data: how prompts become messages.
-        tools: what the model may call; rows must then be messages, or text that ``data`` makes one of.
+    Without tools an episode has one turn, and its prompt has the ids that rollouts of one turn have. With ``tools``, which
+    need prompts of messages, it continues until a turn calls none.
     """
     scoring = threading.Lock()
 

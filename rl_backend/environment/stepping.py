@@ -41,14 +41,12 @@ class StepOptions:
     """How environments are played.
 
     Attributes:
-        chat_template_kwargs: variables of the chat template.
         history: what is done where the template would change the past; needed for such templates.
         other_end: what is done with a stop token that is not the template's.
         stop_token_ids: beside those of tokenizer and template.
         tool_format: of the calls that the model writes: a name, or a parser of your own.
         on_cut: of a turn that is cut by its limit of tokens: ``continue`` steps as after any turn, ``end`` ends the episode
             after the environment has been asked for its reward.
-        limits: of each episode.
     """
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -61,13 +59,7 @@ class StepOptions:
 
 
 class SteppedPlayer:
-    """A :class:`~rl_backend.environment.protocol.Player` of environments.
-
-    Args:
-        make: makes the environment of an episode.
-        tokenizer: of the model.
-        options: see :class:`StepOptions`.
-    """
+    """A :class:`~rl_backend.environment.protocol.Player` of environments."""
 
     def __init__(self, make: MakeEnvironment, tokenizer: Any, options: StepOptions | None = None) -> None:
         self.options = options or StepOptions()
@@ -115,6 +107,7 @@ class SteppedPlayer:
 
     async def _made(self, row: Mapping[str, Any], seed: int) -> Any:
         """An environment; one that is made when its episode has been ended meanwhile is closed."""
+        # Where its episode has been ended meanwhile, nobody else would close it.
         return await self._caller(self._make, row, seed, seconds=self.options.limits.step_seconds, on_late=close_late)
 
     async def _play(self, environment: Environment, row: Mapping[str, Any], sampler: Sampler) -> Result:
@@ -153,7 +146,6 @@ class SteppedPlayer:
         return self.options.limits.tool_calls
 
     async def _completed(self, turn: Turn, episode: _Played) -> Turn:
-        """With its message, and its calls run and answered."""
         text = episode.conversation.add_turn(turn.token_ids, turn.finish)
         parsed = (self._parser if episode.tools else no_calls)(text)
         left = None if self._most_calls is None else max(0, self._most_calls - episode.calls)
@@ -184,8 +176,6 @@ class SteppedPlayer:
 
 
 class _Played:
-    """What is known of an episode while it is played."""
-
     def __init__(self, conversation: Conversation, tools: Mapping[str, Tool], chat: Callable[[], ChatFormat]) -> None:
         self.conversation = conversation
         self.tools = tools
@@ -215,10 +205,11 @@ class _Played:
             self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
 
     def go_on(self, step: Step, turn: Turn) -> list[int]:
-        """The next prompt."""
         given = [name for name in ("messages", "token_ids", "restart") if getattr(step, name)]
-        if len(given) > 1:
-            raise BatchError(f"step returned {' and '.join(given)}; give one of them")
+        answers = answer_messages(turn.calls, self._ids)
+        if len(given) > 1 or not (given or answers):
+            problem = f"step returned {' and '.join(given) or 'nothing to go on with'}"
+            raise BatchError(f"{problem}; give one of messages, token_ids and restart, or done=True")
         if step.token_ids is not None:
             self._given = ()
             return self.conversation.start_with_ids(step.token_ids)
@@ -226,10 +217,7 @@ class _Played:
             self._given = step.restart
             self.conversation.format = self._chat()
             return self.conversation.start(step.restart)
-        answers = answer_messages(turn.calls, self._ids)
         self._given = [*answers, *step.messages]
-        if not self._given:
-            raise BatchError("step returned nothing to go on with; give messages, token_ids, restart or done=True")
         self.conversation.format = self._chat()
         return self.conversation.go_on(self._given, turn.message if answers else None)
 

@@ -1,7 +1,4 @@
-"""Records spans of time of this process in a ring buffer, until they are taken.
-
-Recording is off until :meth:`TraceRecorder.start`: a span then takes neither the clock nor the lock, and is forgotten.
-"""
+"""Records spans of time of this process in a ring buffer, until they are taken."""
 
 from __future__ import annotations
 
@@ -70,7 +67,6 @@ class TraceRecorder:
         self._dropped = 0
 
     def start(self, capacity: int = CAPACITY) -> None:
-        """Begins to record; does nothing when it records already."""
         with self._lock:
             if not self.recording:
                 self.recording, self._events, self._dropped = True, deque(maxlen=capacity), 0
@@ -116,7 +112,6 @@ class TraceRecorder:
 
     @property
     def thread(self) -> int:
-        """Number of the calling thread, as in :class:`Event`."""
         with self._lock:
             return self._threads.setdefault(threading.get_ident(), len(self._threads))
 

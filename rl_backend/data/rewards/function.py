@@ -1,4 +1,4 @@
-"""Reward functions, loaded by name."""
+"""Reward functions: verl's signature, loading by name, and the scores, metrics and records of what they return."""
 
 from __future__ import annotations
 
@@ -24,15 +24,7 @@ type OnFailure = Literal["stop", "zero", "drop"]
 
 @dataclass(frozen=True)
 class RewardCall:
-    """A response to be scored: the arguments of a reward function, and the prompt.
-
-    Attributes:
-        data_source: name of the data set.
-        solution_str: the response's text.
-        ground_truth: what it is compared with.
-        extra_info: further facts.
-        prompt: text or chat messages, for functions that ask for it and for messages.
-    """
+    """A response to be scored: the arguments of a reward function, and the prompt, for functions that ask for it."""
 
     data_source: str
     solution_str: str
@@ -42,7 +34,6 @@ class RewardCall:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keywords of every function."""
         return {
             "data_source": self.data_source,
             "solution_str": self.solution_str,
@@ -87,20 +78,12 @@ def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 def score_value(result: Any) -> float:
     """The number in what a reward function returned; raises :class:`BatchError` for none, or one not real and finite."""
-    score = result.get("score") if isinstance(result, Mapping) else result
-    if not _is_real(score):
-        raise BatchError(f"the reward function returned {_shown(result)}; expected a real number or a mapping with 'score'")
-    try:
-        number = float(score)
-    except OverflowError:
-        number = math.inf
-    except Exception as error:  # arrays and tensors of several numbers, and classes of the user's, raise any type
-        kind = type(score).__name__
+    number = _finite_number(result.get("score") if isinstance(result, Mapping) else result)
+    if number is None:
         raise BatchError(
-            f"the reward function returned {_shown(result)}, a {kind}, which is not one number: {error}"
-        ) from error
-    if not math.isfinite(number):
-        raise BatchError(f"the reward function returned {_shown(result)}; a score must be finite and fit in a float")
+            f"the reward function returned {_shown(result)}; expected one real, finite number that fits in a float, or a "
+            "mapping with one under 'score'"
+        )
     return number
 
 
@@ -120,7 +103,8 @@ def beside_the_score(result: Any) -> tuple[dict[str, float], dict[str, Any]]:
 def _finite_number(value: Any) -> float | None:
     try:
         number = float(value) if _is_real(value) else math.nan
-    except Exception:  # noqa: BLE001, as in score_value; what is not one number goes to the record
+    # Arrays and tensors of several numbers, and classes of the user's, raise any type.
+    except Exception:  # noqa: BLE001
         return None
     return number if math.isfinite(number) else None
 
@@ -175,7 +159,6 @@ class LoadedReward:
     """A function of a run's reward.
 
     Attributes:
-        function: what is called.
         spec: as :func:`load_reward_function` takes it; another process finds the function by it.
         name: begins the names of its metrics; empty for the only function of a run.
         weight: of its score in the reward.
@@ -194,17 +177,16 @@ class LoadedReward:
 
     @property
     def needs_ground_truth(self) -> bool:
-        """Whether rows need an answer: the function's ``ground_truth`` has no default. Else it gets None of rows without."""
+        """Whether rows need an answer: the function's ``ground_truth`` has no default."""
         parameter = inspect.signature(self.function).parameters.get("ground_truth")
         return parameter is not None and parameter.default is parameter.empty
 
     @cached_property
     def takes_prompt(self) -> bool:
-        """Whether the function has a parameter ``prompt``."""
         return "prompt" in inspect.signature(self.function).parameters
 
     def keywords(self, call: RewardCall) -> dict[str, Any]:
-        """What the function is called with: copies, because it may change them, and others are called with the same."""
+        # Copies, because the function may change them, and others are called with the same.
         return deepcopy(call.arguments | ({"prompt": call.prompt} if self.takes_prompt else {}))
 
     def __str__(self) -> str:
@@ -212,14 +194,7 @@ class LoadedReward:
 
 
 def load_reward_function(spec: str, *, field: str = "reward function") -> RewardFunction:
-    """Imports a reward function and checks that it can be called as verl calls it.
-
-    Args:
-        spec, field: see :func:`load_callable`.
-
-    Raises:
-        ConfigError: it cannot be loaded, or does not take the four arguments.
-    """
+    """Imports a reward function; raises :class:`ConfigError` for one that cannot be loaded or called as verl calls it."""
     function = load_callable(spec, field=field)
     given = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": None}
     try:
@@ -247,8 +222,6 @@ def load_callable(spec: str, *, field: str) -> Callable[..., Any]:
     if not (separator and location and name):
         raise ConfigError.of(field, spec, "expected package.module:function or path/to/file.py:function")
     is_file = location.endswith(".py")
-    if is_file and not Path(location).is_file():
-        raise ConfigError.of(field, spec, f"no such file: {Path(location).absolute()}; give path/to/file.py:function")
     try:
         module = module_at(location)
     except (Exception, SystemExit) as error:
@@ -263,7 +236,6 @@ def load_callable(spec: str, *, field: str) -> Callable[..., Any]:
 
 
 def _others(module: ModuleType) -> str:
-    """The functions that a module has of its own, for messages."""
     functions = [
         name for name, each in vars(module).items() if inspect.isfunction(each) and each.__module__ == module.__name__
     ]

@@ -1,4 +1,4 @@
-"""The reward of many responses: every function called for each of them, in order or at once, within a limit of time."""
+"""Rewards of many responses: options, and every function called for each response, in order or at once, in limited time."""
 
 from __future__ import annotations
 
@@ -62,18 +62,10 @@ class RewardScorer:
 
     Asynchronous functions run in one event loop, ``concurrency`` calls at once. Plain functions are called one after the
     other by whoever waits for the scores; with ``workers`` above 1 or a limit of time in threads, and with ``processes`` in
-    processes. Scores are in the order of the calls, whichever ends first.
-
-    A thread cannot be ended: a plain function that takes too long counts as failed, and goes on in its thread until it
-    returns, or the process ends. A process is ended.
+    processes, which a limit ends. A thread cannot be ended: a call that takes too long counts as failed, and continues.
 
     Args:
         rewards: with different names, if there are several.
-        timeout_seconds: of each call, from its beginning; None is endless.
-        workers: calls of plain functions at once.
-        processes: call plain functions in processes, each in its main thread, whose memory they do not share.
-        concurrency: calls of asynchronous functions at once.
-        on_failure: of a call that raises, takes too long or returns no score.
         check: called after each plain function that ran in the caller's thread; raises what that may have caught.
 
     Raises:
@@ -117,11 +109,9 @@ class RewardScorer:
 
     @property
     def needs_ground_truth(self) -> bool:
-        """Whether rows need an answer for any of the functions."""
         return any(reward.needs_ground_truth for reward in self.rewards)
 
     def begin(self, calls: Sequence[RewardCall]) -> Scoring:
-        """Begins with all that does not need the caller's thread."""
         if not self._there:
             return Scoring(self, calls, None)
         with self._opening:
@@ -131,15 +121,15 @@ class RewardScorer:
         return Scoring(self, calls, opened.loop.run(self._call_there(calls, opened)))
 
     def score(self, calls: Sequence[RewardCall]) -> list[Score]:
-        """The score of each call.
+        """The score of each call, in order.
 
         Raises:
-            RewardError: with ``on_failure="stop"``, a call failed; or calls go on that nothing can end.
+            RewardError: with ``on_failure="stop"``, a call failed; or calls continue that nothing can end.
         """
         return self.begin(calls).result()
 
     def close(self) -> None:
-        """Ends what still goes on, except plain functions in threads."""
+        """Ends what is still running, except plain functions in threads."""
         with self._opening:
             opened, self._opened = self._opened, None
         if opened is not None:
@@ -170,7 +160,6 @@ class RewardScorer:
         return [{index: task.result() for index, task in zip(self._there, row, strict=True)} for row in tasks]
 
     async def _outcome(self, call: RewardCall, index: int, opened: _Opened) -> Any:
-        """What the function returned, or a failure."""
         reward = self.rewards[index]
         try:
             if not reward.is_async:
@@ -275,7 +264,6 @@ class Scoring:
         ]
 
     def cancel(self) -> None:
-        """For scores that nobody needs."""
         if self._there is not None:
             self._there.cancel()
 
@@ -309,7 +297,6 @@ class WeightedReward(BaseConfig):
     weight: float = 1.0
 
 
-_WEIGHTED = (str, dict, WeightedReward)
 _FUNCTIONS = "RewardConfig.functions"
 
 
@@ -353,12 +340,8 @@ class RewardConfig(BaseConfig):
             given = dict(named)
         if isinstance(given, list | tuple) and len(given) == 1:
             given = given[0]
-        if isinstance(given, str):
+        if not isinstance(given, dict):  # a function by itself; anything else is refused by its type
             return given
-        if not (isinstance(given, dict) and given and all(isinstance(each, _WEIGHTED) for each in given.values())):
-            raise ConfigError.of(
-                _FUNCTIONS, given, "expected a function, several, or name -> function or {function, weight}"
-            )
         for name in given:
             if not re.fullmatch(r"\w[\w.-]*", str(name)):
                 raise ConfigError.of(
@@ -374,14 +357,7 @@ class RewardConfig(BaseConfig):
         return self
 
     def load(self, check: Callable[[], None] = lambda: None) -> RewardScorer:
-        """Imports the functions.
-
-        Args:
-            check: see :class:`RewardScorer`.
-
-        Raises:
-            ConfigError: a function that cannot be loaded, or an option without effect on these functions.
-        """
+        """Imports the functions; raises :class:`ConfigError` for one that cannot be loaded, or an option without effect."""
         if isinstance(self.functions, str):
             rewards = [LoadedReward(load_reward_function(self.functions, field=_FUNCTIONS), self.functions)]
         else:

@@ -32,8 +32,8 @@ FAULTS = [
     Fault(
         "responses-dealt-to-groups-in-turn",
         "rl_backend.algorithm.advantages:_group_indices",
-        "return torch.arange(responses, device=scores.device) // group_size",
-        "return torch.arange(responses, device=scores.device) % (responses // group_size)",
+        "labels = [index // group_size for index in range(responses)]",
+        "labels = [index % (responses // group_size) for index in range(responses)]",
         ("test_a_group_is_centred_and_divided_by_its_unbiased_deviation",),
         "responses to different prompts would be compared with each other",
     ),
