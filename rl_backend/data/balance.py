@@ -169,7 +169,11 @@ def plan_tenants(
 
 
 def _check(seq_lens: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int, *, fewest: int) -> None:
+    if dp_size < 1 or max_tokens < 1 or multiple_of < 1:
+        raise BatchError(f"dp_size={dp_size}, max_tokens={max_tokens} and multiple_of={multiple_of} must be at least 1")
     for index, length in enumerate(seq_lens):
+        if length < 1:
+            raise BatchError(f"sequence {index} has length {length}; every sequence needs at least one token", index=index)
         if length > max_tokens:
             raise BatchError(
                 f"sequence {index} has {length} tokens, more than the budget of {max_tokens} for one micro-batch; raise "

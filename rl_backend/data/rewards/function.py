@@ -81,8 +81,8 @@ def score_value(result: Any) -> float:
     number = _finite_number(result.get("score") if isinstance(result, Mapping) else result)
     if number is None:
         raise BatchError(
-            f"the reward function returned {_shown(result)}; expected one real, finite number that fits in a float, or a "
-            "mapping with one under 'score'"
+            f"the reward function returned {_shown(result)}; expected a real number (one, finite, that fits in a float) "
+            "or a mapping with 'score'"
         )
     return number
 

@@ -297,6 +297,7 @@ class WeightedReward(BaseConfig):
     weight: float = 1.0
 
 
+_WEIGHTED = (str, dict, WeightedReward)
 _FUNCTIONS = "RewardConfig.functions"
 
 
@@ -340,8 +341,13 @@ class RewardConfig(BaseConfig):
             given = dict(named)
         if isinstance(given, list | tuple) and len(given) == 1:
             given = given[0]
-        if not isinstance(given, dict):  # a function by itself; anything else is refused by its type
+        if isinstance(given, str):
             return given
+        # pydantic would tell of every type of the union, in its own words.
+        if not (isinstance(given, dict) and given and all(isinstance(each, _WEIGHTED) for each in given.values())):
+            raise ConfigError.of(
+                _FUNCTIONS, given, "expected a function, several, or name -> function or {function, weight}"
+            )
         for name in given:
             if not re.fullmatch(r"\w[\w.-]*", str(name)):
                 raise ConfigError.of(
