@@ -113,14 +113,13 @@ def grpo_advantages(
         rewards: (N,) numbers.
         group_size: responses per prompt, when those of one prompt stand next to each other.
         group_ids: (N,) labels, equal for responses to one prompt, in any order. Exactly one of the two is given.
-        eps: above 0.
 
     Returns:
         (N,) in the dtype and on the device of ``rewards``; float32 when they are no floating tensor.
 
     Raises:
         BatchError: a reward that is not finite, or groups that do not fit N.
-        ConfigError: both or none of ``group_size`` and ``group_ids``, or ``eps``.
+        ConfigError: both or none of ``group_size`` and ``group_ids``, or ``eps`` that is not above 0.
     """
     if not eps > 0:
         raise ConfigError.of("eps", eps, "must be above 0; dr_grpo_advantages does not divide")
@@ -144,6 +143,7 @@ def rloo_advantages(rewards: Rewards, *, group_size: int | None = None, group_id
     result and errors as of :func:`grpo_advantages`.
     """
     groups = group_rewards(rewards, group_size, group_ids)
+    # r - mean of the others = (r - mean of all) * n / (n - 1).
     scale = groups.size / (groups.size - 1).clamp(min=1)
     return (groups.centered * scale).to(result_dtype(rewards))
 
@@ -177,17 +177,12 @@ def reinforce_plus_plus_baseline_advantages(
     https://arxiv.org/abs/2501.03262; verl's ``compute_reinforce_plus_plus_baseline_outcome_advantage``.
 
     Args:
-        rewards: (B,) numbers, one per response, in the order of ``seq_lens``.
+        rewards: (B,) numbers, one per response, in the order of ``seq_lens``, (B,) int64 on the CPU.
         loss_mask: (T,); selects where it is not 0.
-        seq_lens: (B,) int64 on the CPU.
-        group_size, group_ids: as of :func:`grpo_advantages`.
 
     Returns:
-        (T,) on the device of ``loss_mask``, 0 where that is 0; in the dtype of ``rewards``, float32 when they are no
-        floating tensor.
-
-    Raises:
-        as :func:`grpo_advantages`; BatchError for shapes that do not fit.
+        (T,) on the device of ``loss_mask``, 0 where that is 0; dtype, other arguments and errors as of
+        :func:`grpo_advantages`.
     """
     check_packed(seq_lens, loss_mask=loss_mask)
     centered = group_rewards(rewards, group_size, group_ids).centered.to(loss_mask.device)

@@ -135,22 +135,16 @@ def aggregation_terms(
     """Numerator and local share of the denominator: both 0-d, only the first with a gradient.
 
     Added over all micro-batches and ranks and divided, they are the mean over the batch: detached, they are a metric.
-
     ``seq-mean-token-sum-norm`` is Dr. GRPO's, https://arxiv.org/abs/2503.20783; ``token-mean`` is DAPO's,
     https://arxiv.org/abs/2503.14476; ``seq-mean-token-mean`` is GRPO's, https://arxiv.org/abs/2402.03300.
 
     Args:
-        token_losses: (T,) floating; not read where ``loss_mask`` is 0.
-        loss_mask: (T,) bool, integer or floating weights.
-        seq_lens: (B,) int64 on the CPU.
+        token_losses: (T,) floating; not read where ``loss_mask``, (T,) weights, is 0.
         mode: tokens, or sequences with the sum or mean of their tokens. A sequence without any selected token counts,
             with loss 0.
         episode_share: (B,), of :data:`~rl_backend.contracts.EPISODE_SHARE`: the sequences of an episode count as one, whose
             tokens are those of all of them. None: each sequence is an episode.
         loss_scale_factor: what ``seq-mean-token-sum-norm`` divides by: a constant, for example the longest response.
-
-    Raises:
-        ConfigError: the mode or the scale factor.
     """
     check_loss_agg_mode(mode, loss_scale_factor)
     weights = loss_mask.to(token_losses.dtype)

@@ -75,6 +75,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kl_type: str = "k3") ->
     value = _ESTIMATORS[kl_type.removesuffix("+")](difference)
     if not kl_type.endswith("+"):
         return value
+    # Straight through: the value of the named estimator, the gradient of k2.
     surrogate = 0.5 * difference.square()
     return surrogate - surrogate.detach() + value.detach()
 
@@ -160,6 +161,7 @@ class PolicyGradientLoss:
     def __call__(
         self, model_output: ModelOutput, data: PackedBatch, dp_group: Any = None, **options: Any
     ) -> tuple[Tensor, Mapping[str, MetricValue]]:
+        # Options that are given at the call are checked now; with_options checks them before anything runs.
         if options:
             return self.with_options(**options)(model_output, data)
         log_probs = required_output(model_output, "log_probs")
@@ -187,6 +189,7 @@ class PolicyGradientLoss:
         if self.entropy_coef != 0:
             loss = loss - self.entropy_coef * self._aggregated(differentiable_entropy(model_output), loss_mask, data)
         entropy = model_output.entropy
+        # The entropy of the first pass is nearly that of this one, and costs nothing.
         if entropy is None and "old_entropy" in data.token_fields:
             entropy = token_vector(data, "old_entropy")
         if entropy is not None:
@@ -208,6 +211,7 @@ class PolicyGradientLoss:
         self, log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor, data: PackedBatch
     ) -> tuple[Tensor, dict[str, MetricValue]]:
         advantages = token_advantages(data)
+        # Only what the surrogate has a parameter for: users' own need neither.
         given = {"clip_ratio_c": self.clip_ratio_c, "seq_lens": data.seq_lens}
         token_losses, clipped = self.surrogate(
             log_probs,

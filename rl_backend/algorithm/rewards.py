@@ -14,15 +14,8 @@ from rl_backend.contracts import ConfigError
 def token_rewards(rewards: Rewards, loss_mask: Tensor, seq_lens: Tensor) -> Tensor:
     """(T,) float64: each sequence's reward at the last token that ``loss_mask`` selects, 0 elsewhere.
 
-    A sequence without any selected token has no action to reward; its reward is left out.
-
-    Args:
-        rewards: (B,) numbers, one per sequence.
-        loss_mask: (T,); selects where it is not 0.
-        seq_lens: (B,) int64 on the CPU.
-
-    Raises:
-        BatchError: a reward that is not finite, or shapes that do not fit.
+    A sequence without any selected token has no action to reward; its reward is left out. Raises :class:`BatchError` for a
+    reward that is not finite, or shapes that do not fit.
     """
     check_packed(seq_lens, loss_mask=loss_mask)
     # In float64: advantages are small differences of rewards.
@@ -38,20 +31,14 @@ def token_rewards(rewards: Rewards, loss_mask: Tensor, seq_lens: Tensor) -> Tens
 def kl_in_reward(
     rewards: Tensor, log_probs: Tensor, ref_log_probs: Tensor, loss_mask: Tensor, *, kl_coef: float, kl_type: str = "k1"
 ) -> Tensor:
-    """(T,): ``rewards - kl_coef * KL`` at the selected tokens, 0 elsewhere; without gradient.
+    """(T,): ``rewards - kl_coef * KL`` at the selected tokens, 0 elsewhere; without gradient. All tensors are (T,).
 
     The alternative to a KL term in the loss; for estimators that look at later rewards: GAE and REINFORCE++. Source: RLHF,
     https://arxiv.org/abs/2203.02155, equation 2; verl's ``apply_kl_penalty``.
 
     Args:
-        rewards: (T,) of tokens, see :func:`token_rewards`.
-        log_probs: (T,) of the policy that sampled: ``old_log_probs``.
-        ref_log_probs: (T,) of the reference.
-        loss_mask: (T,); the other tensors are not read where it is 0.
+        log_probs: of the policy that sampled: ``old_log_probs``.
         kl_type: see :func:`~rl_backend.algorithm.policy.kl_penalty`.
-
-    Raises:
-        ConfigError: ``kl_coef`` or ``kl_type``.
     """
     check_not_negative(kl_coef=kl_coef)
     check_kl_type(kl_type)

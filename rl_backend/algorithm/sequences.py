@@ -96,10 +96,8 @@ def episode_sequences(
 
     Token fields: ``loss_mask`` on the predictions of sampled tokens, ``rollout_log_probs``, and ``token_rewards``, float64,
     at the prediction of a turn's last token. Sequence fields: ``episode``, ``episode_cut`` and ``episode_share``, the part
-    of the episode's sampled tokens that the sequence has, with which ``seq-mean-*`` losses count an episode once.
-
-    Args:
-        routes: with the experts that the engine chose, for router replay.
+    of the episode's sampled tokens that the sequence has, with which ``seq-mean-*`` losses count an episode once. With
+    ``routes`` those of the engine too.
 
     Raises:
         ConfigError: ``truncated``.
@@ -134,13 +132,9 @@ def episode_sequences(
 
 
 def episode_lengths(sequences: Sequence[TokenSequence], episodes: int | None = None) -> Tensor:
-    """(N,) int64: tokens of all sequences of each episode, as if they were one sequence.
-
-    Functions that take ``seq_lens`` of packed tensors, such as :func:`~rl_backend.algorithm.gae_advantages`, step with these
-    from the last sampled token of a sequence to the first of the next one of the same episode.
+    """(N,) int64: tokens of all sequences of each episode, as if they were one sequence: the ``seq_lens`` of estimators.
 
     Args:
-        sequences: of :func:`episode_sequences`.
         episodes: their number, with those that have no sequences, which have length 0; None counts those that have.
 
     Raises:
@@ -196,6 +190,7 @@ def episode_parts(
     of_groups = [
         list(members) for _, members in groupby(left, key=lambda sequence: groups[int(sequence.sequence_fields[EPISODE])])
     ]
+    # As many updates as still give every rank a sequence in each.
     for count in range(min(parts, len(of_groups)), 1, -1):
         bounds = [len(of_groups) * index // count for index in range(count + 1)]
         found = [[each for members in of_groups[start:stop] for each in members] for start, stop in pairwise(bounds)]
@@ -347,11 +342,11 @@ def with_episode_gae(
     Args:
         sequences: all of a step, of :func:`episode_sequences`, with ``old_values``.
         rewards: of each episode, with those that have no sequences.
-        gamma, lam: see :func:`~rl_backend.algorithm.gae_advantages`.
         kl_coef: weight of the KL that is taken off the rewards of tokens.
     """
     packed = pack(sequences)
     fields, mask, lengths = packed.token_fields, packed.token_fields["loss_mask"], episode_lengths(sequences, len(rewards))
+    # Episodes without sequences have length 0 and no value.
     behind = torch.zeros(len(rewards), dtype=fields["old_values"].dtype)
     behind[lengths > 0] = final_values(sequences, [each.token_fields["old_values"] for each in sequences])
     of_tokens = rewards_of_tokens(fields, lengths, rewards, kl_coef)
@@ -372,6 +367,7 @@ def rewards_of_tokens(fields: Mapping[str, Tensor], seq_lens: Tensor, rewards: S
     given = torch.tensor(rewards, dtype=torch.float64)
     if TOKEN_REWARDS in fields:
         of_turns = zero_masked(fields[TOKEN_REWARDS], mask)
+        # What rewards of turns do not add up to, such as a group's score, is the last token's.
         left = given - sum_by_sequence(of_turns, seq_lens)
         of_tokens = of_turns + token_rewards(left, mask, seq_lens)
     else:
@@ -392,19 +388,13 @@ def kl_metrics(sequences: Sequence[TokenSequence]) -> dict[str, float]:
 def update_parts[T](sequences: Sequence[T], group_size: int, updates: int, num_ranks: int) -> Iterator[Sequence[T]]:
     """What each update of a step trains on: whole groups, as many as in the others or one more.
 
-    Of a step that reward functions have left too little of, there are fewer updates, at least one.
-
-    Args:
-        group_size: sequences of each prompt, which stand next to each other.
-        updates: of a whole step.
-        num_ranks: data-parallel ranks; several updates give each of them a sequence.
-
-    Raises:
-        BatchError: no whole group.
+    Of a step that reward functions have left too little of, there are fewer updates than ``updates``, at least one. Several
+    give each of ``num_ranks`` data-parallel ranks a sequence. Raises :class:`BatchError` without a whole group.
     """
     groups = len(sequences) // group_size
     if not groups:
         raise BatchError(f"{len(sequences)} responses are left of a step; an update needs a group of {group_size}")
+    # A group is never cut: its advantages are relative to each other.
     updates = max(1, min(updates, groups // math.ceil(num_ranks / group_size)))
     for index in range(updates):
         yield sequences[groups * index // updates * group_size : groups * (index + 1) // updates * group_size]

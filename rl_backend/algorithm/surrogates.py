@@ -45,24 +45,15 @@ def clipped_policy_loss(
     """PPO: ``max(-A r, -A clip(r, 1 - low, 1 + high))`` with ``r = exp(log_probs - old_log_probs)``.
 
     Where A < 0 the loss is at most ``-A clip_ratio_c`` (dual clip). ``log_probs - old_log_probs`` is limited to
-    [-20, 20], beyond which the gradient is 0.
+    [-20, 20], beyond which the gradient is 0. All tensors are (T,).
 
     Sources: PPO, https://arxiv.org/abs/1707.06347, equation 7; two clip ratios, DAPO, https://arxiv.org/abs/2503.14476;
     dual clip, https://arxiv.org/abs/1912.09729, equation 5; as in verl's ``compute_policy_loss_vanilla``.
-
-    Args:
-        log_probs: (T,) floating, with a gradient.
-        old_log_probs: (T,), of the policy that the ratio refers to.
-        advantages, loss_mask: (T,).
-        clip_ratio_c: None switches the dual clip off.
 
     Returns:
         (T,) losses, 0 where ``loss_mask`` is 0, and metrics over the selected tokens: ``clip_fraction`` (the upper bound
         of the objective was active), ``clip_fraction_lower`` (the dual clip was; only with ``clip_ratio_c``),
         ``approx_kl`` (mean of ``old_log_probs - log_probs``, nats).
-
-    Raises:
-        ConfigError: a clip ratio.
     """
     check_clip_options(clip_ratio_low, clip_ratio_high, clip_ratio_c)
     log_ratio = zero_masked(log_probs - old_log_probs, loss_mask).clamp(min=-20.0, max=20.0)
@@ -104,6 +95,7 @@ def gspo_policy_loss(
     log_probs = zero_masked(log_probs, loss_mask)
     log_ratio = (log_probs - zero_masked(old_log_probs, loss_mask)).detach()
     count = sum_by_sequence((loss_mask != 0).to(log_ratio.dtype), seq_lens).clamp(min=1.0)
+    # GSPO-token: the value is the sequence's ratio, and each token keeps its own gradient.
     log_sequence_ratio = broadcast_to_tokens(sum_by_sequence(log_ratio, seq_lens) / count, seq_lens)
     ratio = (log_sequence_ratio + log_probs - log_probs.detach()).clamp(max=10.0).exp()
     losses, clipped = _pessimistic(ratio, zero_masked(advantages, loss_mask), clip_ratio_low, clip_ratio_high)
@@ -181,22 +173,15 @@ def truncated_importance_weights(
 ) -> Tensor:
     """``min(exp(old_log_probs - rollout_log_probs), cap)``: (T,), detached, 0 where ``loss_mask`` is 0.
 
-    ``sequence`` takes the product over the selected tokens of a sequence instead, one weight for all of them: unbiased
+    With level ``sequence`` it is the product over the selected tokens of a sequence, one weight for all of them: unbiased
     before the cap, with a variance that grows with the length. The logarithm of a weight is limited to [-20, 20].
 
     Sources: truncated importance sampling, Ionides 2008, https://doi.org/10.1198/106186008X320456; for the mismatch between
-    trainer and rollout engine, https://fengyao.notion.site/off-policy-rl; limits as in verl's
-    ``compute_rollout_correction_weights``.
+    trainer and rollout engine, https://fengyao.notion.site/off-policy-rl; verl's ``compute_rollout_correction_weights``.
 
     Args:
-        old_log_probs: (T,), of the sampled tokens by the trainer.
-        rollout_log_probs: (T,), of the same tokens by the engine that sampled them.
-        loss_mask: (T,); nonzero on response tokens.
+        old_log_probs, rollout_log_probs: (T,), of the sampled tokens by the trainer, and by the engine that sampled them.
         seq_lens: (B,) int64 on the CPU.
-        level: ``token`` or ``sequence``.
-
-    Raises:
-        ConfigError: the cap or the level.
     """
     check_importance_options(cap, None, level, None)
     weights = _weights(old_log_probs, rollout_log_probs, loss_mask, seq_lens, level)
@@ -212,19 +197,13 @@ def masked_importance_weights(
     bounds: Sequence[float],
     level: str = "token",
 ) -> Tensor:
-    """The weight within ``bounds``, 0 outside: (T,), detached, 0 where ``loss_mask`` is 0.
+    """The weight within ``bounds``, ends included, 0 outside: (T,), detached, 0 where ``loss_mask`` is 0.
 
     A weight that a cap would only shrink drops its token here (``token``), or its whole sequence (``sequence``).
 
     Sources: IcePop, https://arxiv.org/abs/2510.18855; by sequence, https://richardli.xyz/rl-collapse; verl's
-    ``compute_rollout_correction_weights`` with ``rollout_is_threshold="low_high"``.
-
-    Args:
-        bounds: (low, high) with 0 <= low <= 1 <= high; weights equal to a bound are kept. Others as of
-            :func:`truncated_importance_weights`.
-
-    Raises:
-        ConfigError: the bounds or the level.
+    ``compute_rollout_correction_weights`` with ``rollout_is_threshold="low_high"``. Other arguments as of
+    :func:`truncated_importance_weights`.
     """
     check_importance_options(None, bounds, level, None)
     weights = _weights(old_log_probs, rollout_log_probs, loss_mask, seq_lens, level)

@@ -91,6 +91,7 @@ class Atom:
     name: str = ""
 
     def __call__[M: Callable[..., Any]](self, method: M) -> M:
+        # The method stays as it is: the signature that callers read is the one that is declared.
         ATOMS[method.__name__] = replace(self, name=method.__name__)
         return method
 

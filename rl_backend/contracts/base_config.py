@@ -62,6 +62,7 @@ class BaseConfig(BaseModel):
             message = "; ".join(field + problem for field, problem in blamed)
             # From None: pydantic's own error would repeat all of it, with addresses of its documentation.
             raise ConfigError(message, config=cls.__name__, blamed=blamed) from None
+        # Only now: whether a field has an effect depends on the others.
         for name, field in cls.model_fields.items():
             for effect in field.metadata:
                 if isinstance(effect, HasEffect) and config.is_set(name) and not effect.when(config):

@@ -23,6 +23,7 @@ class RLBackendError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # By keywords: Exception's own __reduce__ would call the class with the message alone, and set the rest afterwards.
         return partial(type(self), self.message, **self.details), ()
 
 

@@ -96,6 +96,7 @@ class OptimizerConfig(BaseConfig):
 
     @property
     def warmup_steps(self) -> int:
+        # A count decides over a ratio, as in verl.
         if self.lr_warmup_steps >= 0:
             return self.lr_warmup_steps
         return int(self.lr_warmup_steps_ratio * max(self.total_training_steps, 0))

@@ -186,10 +186,7 @@ def _require_experts(routes: Tensor, num_experts: int) -> None:
 
 
 def check_keys(batch: PackedBatch, indexed: IndexedLayers | None) -> None:
-    """Refuses a batch with recorded keys that are not ones of this model.
-
-    Args:
-        indexed: None for a model that attends to no chosen keys.
+    """Refuses a batch with recorded keys that are not ones of this model; ``indexed`` is None for one without indexers.
 
     Raises:
         BatchError: no keys, or keys for such a model; of another shape or type; a place that does not exist or comes

@@ -95,6 +95,7 @@ class Registry[T]:
         return iter(self._entries)
 
     def __contains__(self, name: str) -> bool:
+        # A plugin's entry needs no import of the built-in ones, which takes seconds.
         if name not in self._entries:
             self._add_built_in()
         return name in self._entries

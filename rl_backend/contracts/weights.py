@@ -21,10 +21,6 @@ class PackedWeight:
 
     The gates and up-projections of E experts in one parameter (E, 2, N, K) are
     ``PackedWeight((E, 2), (gate of 0, up of 0, gate of 1, ...))``: ``parameter[e, 0]`` is the tensor ``names[2 * e]``.
-
-    Attributes:
-        shape: the first dimensions of the parameter, those that number the tensors.
-        names: Hugging Face names, the last of these dimensions fastest.
     """
 
     shape: tuple[int, ...]
@@ -65,14 +61,7 @@ UNVERSIONED = -1
 
 
 class WeightShard(NamedTuple):
-    """A rank's share of one weight: a rectangle. The shares of all ranks are the whole weight, once.
-
-    Attributes:
-        name: Hugging Face name.
-        shape: of the whole weight.
-        offset: where the share begins, in each dimension.
-        tensor: the share; of no elements on ranks that have none.
-    """
+    """A rank's share of one weight: a rectangle, from ``offset`` of the whole, of no elements on ranks that have none."""
 
     name: str
     shape: tuple[int, ...]
@@ -139,6 +128,7 @@ class WeightManifest(BaseConfig):
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:
+        # An engine would load the second over the first without a word.
         counts = Counter(tensor.name for tensor in self.tensors)
         if twice := sorted(name for name, count in counts.items() if count > 1):
             raise ConfigError.of("WeightManifest.tensors", twice, "each name may be sent once")

@@ -40,6 +40,7 @@ def encode_text(text: str, tokenizer: Any) -> list[int]:
     if found is None:
         problem = f"its tokenizer splits {text[:20]!r} in two ways, {own} and {whole}"
         raise ConfigError.of("model", str(tokenizer.name_or_path), problem)
+    # A text that has its begin-of-text token already, as prompts of data sets do, does not get a second one.
     begins = whole[:found]
     has = next(length for length in range(len(begins), -1, -1) if own[:length] == begins[len(begins) - length :])
     bos = tokenizer.bos_token
@@ -170,6 +171,7 @@ def render_messages(
     nulls = [index for index, message in enumerate(messages) if message.get("content", "") is None]
     try:
         text = rendered(messages)
+        # Rendered with '' too: a template that writes the word None for null would train it.
         without = rendered([{**message, "content": message["content"] or ""} for message in messages]) if nulls else text
     except ConfigError:  # of the clock
         raise
@@ -205,6 +207,7 @@ def require_calls(
     calling = [index for index, message in enumerate(messages) if index >= since and message.get("tool_calls")]
     if not calling:
         return
+    # Rendered without the calls: where the text is the same, the template has left them out.
     bare = list(messages)
     for index in calling:
         kept = {name: value for name, value in messages[index].items() if name != "tool_calls"}
@@ -303,6 +306,7 @@ def chat_template(tokenizer: Any) -> str:
 @lru_cache(maxsize=16)
 def template_variables(template: str) -> frozenset[str]:
     """The variables that a chat template reads and does not set itself."""
+    # As transformers makes it; its generation marks are no Jinja, and set no variable.
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         tree = environment.parse(_MARKER.sub("", template))
@@ -333,6 +337,7 @@ def turn_end(
         tools=tools,
         documents=documents,
     )
+    # The template's own end: eos_token is another token in many models.
     behind: list[int] = tokenizer.encode(text.rpartition(_ANSWER)[2], add_special_tokens=False)
     return next((token for token in behind if token in special_token_ids(tokenizer)), None)
 

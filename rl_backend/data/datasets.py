@@ -75,6 +75,7 @@ def _load(source: str, field: str, default_split: str | None) -> tuple[str, Any]
     # Imported here: it takes seconds, comes with an extra, and files need none of it.
     import datasets
 
+    # Marks of save_to_disk, whose folders load_dataset refuses.
     saved = on_hub is None and any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
     if saved and subset:
         raise ConfigError.of(field, source, f"datasets saved this folder, without subsets; leave out {subset!r}")
@@ -116,6 +117,7 @@ def _text_files(config: Any) -> dict[str, list[Path]] | None:
 
 
 def _parts(source: str) -> tuple[str, str | None, str | None]:
+    # A path may have colons itself.
     if Path(source).expanduser().exists():
         return source, None, None
     place, subset, split = [*source.split(":", 2), "", ""][:3]

@@ -63,8 +63,6 @@ class PromptExample:
     Attributes:
         prompt: plain text, or chat messages (``role``, ``content`` and the row's other keys) for a chat template.
         ground_truth: what the reward function compares with; any JSON value; None where the row has none.
-        data_source: name of the data set, for the reward function.
-        extra_info: further facts for the reward function.
         answer: the assistant's message that followed the prompt, of a row of ``messages`` that ends with one.
     """
 
@@ -152,6 +150,7 @@ class _Reader:
         extra_info = row.pop("extra_info", {})
         self.require("extra_info", extra_info, isinstance(extra_info, dict), "an object")
         for name, value in row.items():
+            # One would hide the other from the reward function.
             fits = extra_info.get(name) in (None, value)
             self.require(name, value, fits, f"the same as extra_info.{name}={extra_info.get(name)!r}, or another name")
         return PromptExample(prompt, ground_truth, source, {**extra_info, **row}, answer, tools, documents)
@@ -267,15 +266,7 @@ def short_repr(value: Any) -> str:
 
 
 def json_objects(value: Any, place: str, what: str) -> tuple[dict[str, Any], ...]:
-    """The objects of a list, or of its JSON text; none of null.
-
-    Args:
-        place: of the value, for the error.
-        what: the list has, for the error.
-
-    Raises:
-        BatchError: it is something else.
-    """
+    """The objects of a list, or of its JSON text; none of null. Raises :class:`BatchError` for anything else."""
     found = value
     if isinstance(value, str):
         try:
@@ -293,12 +284,7 @@ def json_objects(value: Any, place: str, what: str) -> tuple[dict[str, Any], ...
 def shown_objects(
     value: Any, place: str, option: Literal["tools_column", "documents_column"], prompt: Any, data: DataConfig
 ) -> tuple[dict[str, Any], ...]:
-    """The tools or documents of a row, for the chat template.
-
-    Args:
-        place: of the value, for the error.
-        option: that names the column.
-        prompt: of the row: a text, or messages.
+    """The tools or documents of a row, in the column that ``option`` names, for the chat template.
 
     Raises:
         BatchError: it is no list of objects, or the prompt is a text that no chat template renders.
@@ -364,8 +350,7 @@ class Examples[T](Sequence[T]):
     """The examples of a data set, each made of its row when it is asked for: texts and tokens are not kept in memory.
 
     Args:
-        make: the example of a row, and its lengths before any cut.
-        too_long: what is done with examples that exceed a limit. ``make`` cuts where that is asked for.
+        make: the example of a row, and its lengths before any cut; it cuts where ``too_long`` asks for that.
         kind: what an example is, for messages.
         see: told of each example that is kept, and of its row in words, once.
 
@@ -373,8 +358,7 @@ class Examples[T](Sequence[T]):
         note: how many were filtered or cut, and by which limit; empty where none was.
 
     Raises:
-        BatchError: a row that ``make`` refuses, examples that are too long and not to be filtered or cut, or none that is
-            left.
+        BatchError: a row that ``make`` refuses, examples that are too long and not to be filtered or cut, or none is left.
     """
 
     def __init__(

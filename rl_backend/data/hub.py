@@ -38,10 +38,6 @@ def hub_name(text: str) -> HubName | None:
 def local_model(model: Path | str, *, field: str = "model") -> str:
     """The folder of a model: ``model`` itself, or what is downloaded of a name on the Hub, once for each process.
 
-    Args:
-        model: a folder in Hugging Face's format, or a name such as ``Qwen/Qwen3-0.6B`` or ``Qwen/Qwen3-0.6B@main``.
-        field: the option that names it, for messages.
-
     Raises:
         ConfigError: there is no such folder, or no such model on the Hub, or it cannot be reached.
     """
@@ -75,6 +71,7 @@ def _downloaded(name: HubName, field: str) -> str:
 def why_not(error: BaseException, kind: str) -> str:
     from huggingface_hub import errors
 
+    # huggingface_hub wraps what happened in errors of the cache.
     causes = _causes(error)
     if any(isinstance(each, errors.GatedRepoError) for each in causes):
         return f"the Hub asks for an account that may read this {kind}; accept its terms there, then hf auth login"

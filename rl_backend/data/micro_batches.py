@@ -57,6 +57,7 @@ def check_same_fields(sequences: Sequence[TokenSequence]) -> None:
 
 def _check_names(kind: FieldKind, fields: Sequence[Mapping[str, Tensor]]) -> None:
     names = [frozenset(entry) for entry in fields]
+    # The odd one is blamed, not whichever differs from the first.
     usual = Counter(names).most_common(1)[0][0]
     for index, own in enumerate(names):
         if own != usual:
@@ -71,6 +72,7 @@ def _check_names(kind: FieldKind, fields: Sequence[Mapping[str, Tensor]]) -> Non
 
 
 def _check_tensors(kind: FieldKind, name: str, tensors: Sequence[Tensor]) -> None:
+    # Lengths differ from sequence to sequence.
     skip = 1 if kind == "token" else 0
     layouts = [(tuple(tensor.shape[skip:]), tensor.dtype, tensor.device) for tensor in tensors]
     usual = Counter(layouts).most_common(1)[0][0]
@@ -190,6 +192,7 @@ def pack_plan(
                     name="loss_mask",
                 )
         facts["batch_num_tokens"] = float(sum(float(s.token_fields["loss_mask"].sum()) for s in sequences))
+    # The caller's denominators replace ours: gradients that add up over several calls share those of all of them.
     shared = {**facts, **given, "dp_size": plan.dp_size, "num_micro_batches": plan.num_micro_batches}
     return [
         [_packed([sequences[index] for index in micro_batch], shared) for micro_batch in rank] for rank in plan.micro_batches
@@ -200,6 +203,7 @@ def _filler(source: TokenSequence) -> TokenSequence:
     fields = dict(source.token_fields)
     if "loss_mask" in fields:
         fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
+    # No loss reads it, and means over sequences do not count it.
     return _with_share(TokenSequence(source.input_ids, fields, source.sequence_fields), 0.0)
 
 

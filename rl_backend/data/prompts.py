@@ -82,7 +82,6 @@ def load_prompts(
     """The prompts of a data set. Chat messages go through the tokenizer's chat template.
 
     Args:
-        path: as of :func:`~rl_backend.data.datasets.open_rows`.
         max_prompt_tokens: most tokens of a prompt; ``data.too_long`` says what is done with longer ones.
         require_answer: whether rows need a ground truth.
         held_out: it is named by ``eval_dataset``, and of several splits one must be chosen.
@@ -119,10 +118,7 @@ def encode_prompt(
     tools: Sequence[Mapping[str, Any]] = (),
     documents: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
-    """The tokens that a model continues: those of a text, or of messages by the chat template.
-
-    Args:
-        where: for messages.
+    """The tokens that a model continues: those of a text, or of messages by the chat template; ``where`` is for messages.
 
     Raises:
         ConfigError: options of chat templates, and a text that does not go through one; or as of
@@ -174,6 +170,7 @@ def batches_per_epoch(items: int, size: int) -> int:
 
 
 def _passes[T](items: Sequence[T], sizes: Sequence[int], generator: random.Random, left_out: int) -> Iterator[list[T]]:
+    # One generator for all passes: a resumed run goes through the earlier ones to be where it was.
     order = list(range(len(items)))
     while True:
         generator.shuffle(order)

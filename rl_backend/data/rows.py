@@ -88,6 +88,7 @@ class TextRows(Rows):
         self._places, self._sizes, self._digests, self._numbers = array("Q"), array("Q"), array("Q"), array("Q")
         for path in files:
             file = path.open("rb")
+            # It stays open for reads of single rows, as long as these rows are used.
             try:
                 form = _csv(file) if path.suffix == ".csv" else _json(file, path.suffix)
                 for place, size, number in form.places:
@@ -176,6 +177,7 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
         found = _blank(text, at)
         return at if found is None else found.end()
 
+    # Element by element: all objects at once would need far more memory than their text.
     at = skipped(skipped(0) + 1)
     closed = text.startswith("]", at)
     while not closed:
@@ -281,6 +283,7 @@ class ArrowRows(Rows):
     def padded_fields(self, left_out: Collection[str]) -> list[str]:
         names = [field.name for field in self._schema if field.name not in left_out]
         found: dict[str, None] = {}
+        # In parts: of a mapped table only these are read into memory.
         for start in range(0, self._count if names else 0, _AT_ONCE):
             part = self._part(start, min(start + _AT_ONCE, self._count))
             for name in names:

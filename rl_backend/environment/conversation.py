@@ -39,11 +39,7 @@ def chat_format(
     other_end: OtherEnd = "replace",
     stop_token_ids: Sequence[int] = (),
 ) -> ChatFormat:
-    """Checks a model's template, and how it ends turns.
-
-    Args:
-        history: needed where the template changes the past.
-        stop_token_ids: beside the tokenizer's end-of-text token and those with which the template ends turns.
+    """Checks a model's template, and how it ends turns; ``stop_token_ids`` are beside those of tokenizer and template.
 
     Raises:
         ConfigError: the template cannot be used for several turns, or ``history`` must be chosen.
@@ -116,6 +112,7 @@ class Conversation:
         behind = self._behind(messages, called)
         self.messages += messages
         if self.format.history == "branch":
+            # The template may have rewritten earlier turns, as Qwen3's drops their thinking.
             whole = renderer.text(self.messages)
             if whole != self._text + behind.text:
                 self.branches += 1

@@ -123,6 +123,7 @@ async def _judged(played: Sequence[Episode], options: PlayOptions) -> Group:
     if options.on_failure != "drop" or all(whole):
         return Group(tuple(scored))
     left = tuple(each for each, good in zip(scored, whole, strict=True) if good)
+    # An advantage compares episodes of a group; of one alone it would be the bare reward.
     if len(left) < options.fewest:
         return Group((), tuple(scored))
     return Group(left, tuple(each for each, good in zip(scored, whole, strict=True) if not good))
@@ -131,6 +132,7 @@ async def _judged(played: Sequence[Episode], options: PlayOptions) -> Group:
 async def _scores(episodes: Sequence[Episode], score: Score | None) -> list[float]:
     if score is None or not episodes:
         return [0.0] * len(episodes)
+    # Copies of what could be changed: the function is a user's.
     given = tuple(replace(each, metrics=dict(each.metrics)) for each in episodes)
     found = [score_value(each) for each in await Caller()(score, given)]
     if len(found) != len(episodes):

@@ -91,6 +91,7 @@ def ended_by(end: EpisodeEndError | TimeLimitError, metrics: Mapping[str, float]
 
 async def _played(player: Player, row: Mapping[str, Any], sampler: RecordingSampler) -> Result:
     try:
+        # A copy: the other episodes of the row have it too.
         result = await player(deepcopy(row), sampler)
     except (EpisodeEndError, TimeLimitError) as end:
         return ended_by(end)

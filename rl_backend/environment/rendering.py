@@ -169,6 +169,7 @@ def check_history(renderer: ChatRenderer) -> HistoryCheck:
 
 def _changes_of_questions(renderer: ChatRenderer) -> list[str]:
     thinks, thought = _answer(renderer, [_QUESTION])
+    # Thinking is tried in every template: a model may think though its template does not ask for it.
     answers = {"an answer with thinking": thought if thinks else f"<think>{_THOUGHT}"}
     if not thinks:
         answers = {"an answer": _ANSWER, **answers}

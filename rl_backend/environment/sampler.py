@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import xxhash
 
-from rl_backend.contracts import BatchError, EpisodeEndError
+from rl_backend.contracts import BatchError, EpisodeEndError, RolloutError
 from rl_backend.environment.protocol import Generation, Limits, Message, Segment, Stop, TokenSource, ToolCall, Turn
 from rl_backend.environment.training_segments import EpisodeRecord
 
@@ -60,6 +60,7 @@ class RecordingSampler:
         self._check_ids("token_ids", token_ids)
         self._check_ids("stop_token_ids", stop_token_ids)
         room = self._room(len(token_ids), max_tokens)
+        # By the number of turns asked for, not of those that came: a retry samples anew.
         seed = turn_seed(self._sampling_seed, self._asked)
         self._asked += 1
         begun = time.monotonic()
@@ -69,8 +70,11 @@ class RecordingSampler:
             self.engine_seconds += time.monotonic() - begun
         if generation.finish == "abort":
             raise self.end("cancelled", "the engine gave up a turn of the episode")
+        if len(generation.token_ids) > room:
+            raise RolloutError(f"the engine sampled {len(generation.token_ids)} tokens; at most {room} were asked for")
         self._record.add(token_ids, generation)
         turn = _turn(generation, len(token_ids))
+        # Routes are large, and the record has them.
         self._turns.append(replace(turn, routes=None))
         return turn
 
@@ -108,10 +112,10 @@ class RecordingSampler:
         if not token_ids and name == "stop_token_ids":
             return
         if not token_ids or not 0 <= min(token_ids) <= max(token_ids) < self._source.vocab_size:
-            found = f"ids from {min(token_ids)} to {max(token_ids)}" if token_ids else "no ids"
+            found = f"ids from {min(token_ids)} to {max(token_ids)}" if token_ids else "no ids, and a turn needs a prompt"
             raise BatchError(
-                f"{name} has {found}; expected at least one, 0 to {self._source.vocab_size - 1}: the environment or its "
-                "tokenizer is of another model"
+                f"{name} has {found}; expected 0 to {self._source.vocab_size - 1}: the environment or its tokenizer is of "
+                "another model"
             )
 
     def _room(self, prompt_tokens: int, asked: int | None) -> int:

@@ -161,6 +161,7 @@ class SteppedPlayer:
             return ""
         closing = asyncio.ensure_future(self._caller(close, seconds=seconds, frees=True))
         cancelled = None
+        # Shielded: what an environment holds, such as a container, must be freed even while its run is interrupted.
         while not closing.done():
             try:
                 await asyncio.shield(closing)
@@ -189,6 +190,7 @@ class _Played:
         messages = [each for each in prompt if isinstance(each, Mapping)]
         if len(messages) == len(prompt) > 0:
             self._given = messages
+            # Asked for only now: episodes of ids need no chat template.
             self.conversation.format = self._chat()
             return self.conversation.start(messages)
         if not all(isinstance(each, int) for each in prompt) or not prompt:

@@ -125,6 +125,7 @@ def call_parser(name: str) -> CallParser:
 
 def _split_thinking(text: str) -> tuple[str, str]:
     """What was thought, and what was said. Calls that are only thought about are none."""
+    # The opening tag may be in the prompt, as of templates that begin the thinking themselves.
     thought, closed, said = text.rpartition("</think>")
     if closed:
         return thought + closed, said

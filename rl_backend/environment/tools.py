@@ -195,12 +195,7 @@ def _without_titles(schema: Any) -> Any:
 async def run_calls(
     attempts: Sequence[Attempt], tools: Mapping[str, Tool], caller: Caller, *, most: int | None, seconds: float | None
 ) -> list[ToolCall]:
-    """Calls tools one after the other.
-
-    Args:
-        tools: by name.
-        most: calls that are still allowed; None for any number. The attempts beyond are not run.
-        seconds: limit of a call; None is endless.
+    """Calls tools one after the other, within ``seconds`` each; attempts beyond ``most`` are not run. None is no limit.
 
     Raises:
         ConfigError, RolloutError, EpisodeFailedError: what is no single episode's failure. Anything else that a tool raises

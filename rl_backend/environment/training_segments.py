@@ -76,6 +76,7 @@ class EpisodeRecord:
         """Adds a turn; raises :class:`BatchError` for lengths that differ, or routes that only some turns have."""
         _check(prompt_ids, generation)
         prompt = list(prompt_ids)
+        # The newest of those that fit is the one that the episode continued.
         found = next((each for each in reversed(self._segments) if prompt[: len(each.token_ids)] == each.token_ids), None)
         if found is not None and bool(found.routes) != (generation.routes is not None):
             raise BatchError("some turns of an episode have expert routes and others have none; record all or none")

@@ -52,6 +52,7 @@ class ChromeTraceWriter:
         if self._file.closed:
             return
         if self._unwritten:
+            # Room for the event that says so.
             self._left = 4096
             self._event("i", "trace full", "trace", (0, 0, 0.0), s="g", args={"events_not_written": self._unwritten})
         self._file.write("\n]\n" if self._separator == ",\n" else "[]\n")

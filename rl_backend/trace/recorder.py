@@ -118,6 +118,7 @@ class TraceRecorder:
     def take(self) -> list[Event]:
         """Removes and returns the events recorded so far, in the order in which they ended."""
         with self._lock:
+            # From the front alone, so that spans of a device stay in the order in which they were recorded.
             while self._unfinished and (resolved := self._unfinished[0]()) is not None:
                 self._unfinished.popleft()
                 self._append(self._events, resolved)
@@ -135,6 +136,7 @@ class TraceRecorder:
             return TraceBatch(clock_identity(), time.monotonic_ns(), events, dropped)
 
     def _append[T](self, ring: deque[T], item: T) -> None:
+        # By hand: a deque with maxlen drops without counting.
         if len(ring) == self._events.maxlen:
             ring.popleft()
             self._dropped += 1

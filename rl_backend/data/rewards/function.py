@@ -208,12 +208,9 @@ def load_reward_function(spec: str, *, field: str = "reward function") -> Reward
 
 
 def load_callable(spec: str, *, field: str) -> Callable[..., Any]:
-    """Imports what a user names.
+    """Imports what a user names with the option ``field``: ``package.module:function`` or ``path/to/file.py:function``.
 
-    Args:
-        spec: ``package.module:function``, or ``path/to/file.py:function``. A function of a file is known under a module
-            name that other processes do not have: send them ``spec``, not the function.
-        field: the option that names it, for messages.
+    A function of a file is known under a module name that other processes do not have: send them ``spec``, not the function.
 
     Raises:
         ConfigError: the spec, the module or the function does not exist, or importing fails.

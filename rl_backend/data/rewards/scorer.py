@@ -104,6 +104,7 @@ class RewardScorer:
             WorkerPool, [rewards[index] for index in plain], size=workers, processes=processes, limit=timeout_seconds
         )
         self._concurrency = concurrency or _ASYNC_AT_ONCE
+        # Loop and pool are opened with the first calls: commands that only check a configuration start no threads.
         self._opening = threading.Lock()
         self._opened: _Opened | None = None
 
@@ -153,6 +154,7 @@ class RewardScorer:
         try:
             await asyncio.gather(*flat)
         except BaseException:
+            # None may go on behind the error: it would hold a worker that the next batch waits for.
             for task in flat:
                 task.cancel()
             await asyncio.gather(*flat, return_exceptions=True)
@@ -198,6 +200,7 @@ class RewardScorer:
             result = self.rewards[index].function(**self.rewards[index].keywords(call))
         except (Exception, SystemExit) as error:  # noqa: BLE001, as in _outcome
             result = _failure(Raised(error))
+        # A function that catches everything has caught the run's own interruption too.
         self._check()
         return self._judged(call, index, result)
 
@@ -269,6 +272,7 @@ class Scoring:
 
     def _wait(self, there: Future[_Results]) -> _Results:
         while True:
+            # In beats: a function that blocks the loop would keep its own time limit from being noticed.
             try:
                 return there.result(timeout=BEAT_SECONDS)
             except TimeoutError:

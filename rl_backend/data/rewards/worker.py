@@ -76,6 +76,7 @@ def serve(connection: Connection) -> None:
 
 
 def _answer(function: Any, arguments: dict[str, Any]) -> bytes:
+    # Pickled inside of the try: a result that cannot be pickled is the function's failure.
     try:
         return pickle.dumps((True, function(**arguments)))
     except BaseException as error:  # noqa: BLE001, the run decides what comes of it

@@ -50,6 +50,7 @@ class EventLoop:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks, timeout=_END_SECONDS)
+            # Not at once: the callbacks that tell close() of this coroutine's end must still run.
             self._loop.call_soon(self._loop.stop)
 
         with suppress(TimeoutError):
@@ -138,6 +139,7 @@ class WorkerPool:
             try:
                 done, _ = await asyncio.wait([answer], timeout=self._limit)
             except asyncio.CancelledError:
+                # It may still be calling: nobody else may get it.
                 self._end(worker)
                 raise
             if not done:
@@ -198,6 +200,7 @@ class _Thread:
 
     def call(self, index: int, arguments: dict[str, Any]) -> Future[Any]:
         answer: Future[Any] = Future()
+        # From here on a cancellation cannot make set_result fail in the thread.
         answer.set_running_or_notify_cancel()
         self._calls.put((answer, index, arguments))
         return answer

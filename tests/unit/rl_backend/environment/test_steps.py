@@ -41,12 +41,12 @@ USER = {"role": "user", "content": "on"}
 @pytest.mark.parametrize(
     ("step", "problem"),
     [
-        (Step(messages=[USER], token_ids=[1]), "step returned messages and token_ids; give one of them"),
-        (Step(messages=[USER], restart=[USER]), "step returned messages and restart; give one of them"),
-        (Step(token_ids=[1], restart=[USER]), "step returned token_ids and restart; give one of them"),
+        (Step(messages=[USER], token_ids=[1]), "step returned messages and token_ids; give one of"),
+        (Step(messages=[USER], restart=[USER]), "step returned messages and restart; give one of"),
+        (Step(token_ids=[1], restart=[USER]), "step returned token_ids and restart; give one of"),
         (Step(messages=[USER], token_ids=[1], restart=[USER]), "step returned messages and token_ids and restart"),
-        (Step(), "step returned nothing to go on with; give messages, token_ids, restart or done=True"),
-        (Step(token_ids=[]), "token_ids is empty; a turn needs a prompt"),
+        (Step(), "step returned nothing to go on with; give one of messages, token_ids and restart, or done=True"),
+        (Step(token_ids=[]), "step returned nothing to go on with"),
         ({"done": True}, "step returned dict; expected a Step"),
         (Step(reward=float("nan"), done=True), "a reward of nan: rewards must be finite numbers"),
     ],

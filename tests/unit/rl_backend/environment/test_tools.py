@@ -192,12 +192,6 @@ def test_a_function_that_cannot_be_a_tool_is_refused(name: str, problem: str, tm
         tool_function(f"{tmp_path / 'my_tools.py'}:{name}")
 
 
-def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "my_tools.py").write_text(FILE)
-    with pytest.raises(ConfigError, match="two have the same name"):
-        ToolPool([f"{tmp_path / 'my_tools.py'}:add"] * 2)
-
-
 def test_tools_that_a_process_cannot_load_end_the_run(tmp_path: Path) -> None:
     file = tmp_path / "my_tools.py"
     file.write_text(f"import os\nif os.getpid() != {os.getpid()}: raise RuntimeError('gone')\n{FILE}")
