@@ -3,12 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl_backend.contracts.atoms import Head
 from rl_backend.contracts.base_config import BaseConfig
+from rl_backend.contracts.errors import ConfigError
 
 type LoRAKind = Literal["attention", "feed_forward", "experts", "embedding", "head"]
 """What a module is part of: a mixer, a feed-forward block that all tokens go through (shared experts are such blocks), the
@@ -50,11 +51,18 @@ class LoRAConfig(BaseConfig):
 
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0.0, allow_inf_nan=False)
-    targets: tuple[Annotated[str, Field(pattern="[^. ]")], ...] = Field(default=("attention", "feed_forward"), min_length=1)
+    targets: tuple[str, ...] = Field(default=("attention", "feed_forward"), min_length=1)
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     use_rslora: bool = False
     use_dora: bool = False
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        # An empty name would select nothing, without a word.
+        if any(not target.strip(". ") for target in self.targets):
+            raise ConfigError.of("LoRAConfig.targets", self.targets, "has an empty name; name modules or kinds of blocks")
+        return self
 
     @property
     def scale(self) -> float:

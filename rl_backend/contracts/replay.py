@@ -31,6 +31,8 @@ ROUTES_MASK = "routed_experts_mask"
 ROUTES_LAYERS = "routed_experts_layers"
 ROUTES_VERSION = "routed_experts_version"
 KEYS = "indexed_keys"
+# torch computes hardly anything with wide unsigned integers.
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,14 @@ def route_fields(routes: Tensor, num_tokens: int) -> dict[str, Tensor]:
 
     Args:
         routes: (L, R, top_k) integers, L <= ``num_tokens``; a rollout lacks the last token's.
+
+    Raises:
+        BatchError: they are no integers that torch computes with.
     """
     # vLLM's arrays of more than 256 experts are uint16.
     routes = routes.to(torch.int16) if routes.dtype == torch.uint16 else routes
+    if routes.dtype not in _INTEGERS:
+        raise BatchError(f"{ROUTES} has dtype {routes.dtype}; expected integers as of route_dtype(num_experts)", name=ROUTES)
     padded = routes.new_zeros(num_tokens, *routes.shape[1:])
     padded[: routes.shape[0]] = routes
     return {ROUTES: padded, ROUTES_MASK: torch.arange(num_tokens, device=routes.device) < routes.shape[0]}
@@ -127,8 +134,7 @@ def check_routes(batch: PackedBatch, routers: RoutedLayers) -> None:
             f"{ROUTES_LAYERS}={indexing!r} this model has {num_layers} layers, with {routers.top_k} of "
             f"{routers.num_experts} experts for a token; use routes of the same model"
         )
-    # torch computes hardly anything with wide unsigned integers.
-    if routes.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+    if routes.dtype not in _INTEGERS:
         problems[ROUTES] = f"{ROUTES} has dtype {routes.dtype}; expected integers as of route_dtype(num_experts)"
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 1):
         problems[ROUTES_MASK] = (
