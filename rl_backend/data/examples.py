@@ -302,7 +302,8 @@ def read_tools_file(data: DataConfig) -> tuple[dict[str, Any], ...]:
     """The tools of ``data.tools_file``; none without one. Raises :class:`ConfigError` for a file without any."""
     if data.tools_file is None:
         return ()
-    found, problem = (), "has no tools; leave it out"
+    found: tuple[dict[str, Any], ...] = ()
+    problem = "has no tools; leave it out"
     try:
         found = json_objects(Path(data.tools_file).read_text(encoding="utf-8"), "the file", "JSON schemas")
     except (OSError, UnicodeDecodeError, BatchError) as error:

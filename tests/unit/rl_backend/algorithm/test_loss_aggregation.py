@@ -94,7 +94,7 @@ def test_outputs_that_a_loss_needs_are_asked_for() -> None:
     for call, message in (
         (
             lambda: required_output(ModelOutput(values=known), "log_probs"),
-            "has no log_probs; this loss needs a model with",
+            "has no log_probs; this loss needs a model with a language",
         ),
         (
             lambda: required_output(ModelOutput(known), "values"),

@@ -1,0 +1,108 @@
+"""Memory and processor time of a command with all that it starts, over time, read from ``/proc``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+import uuid
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+INTERVAL_SECONDS = 0.25
+_MARK = "RL_BACKEND_BENCHMARK_RUN"
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class Use:
+    """Samples of a command while it ran.
+
+    Attributes:
+        at: seconds, by :func:`time.monotonic`.
+        cpu: seconds of processor time until then, of processes that have ended too.
+        memory: bytes by kind of process: each process's share of the pages that it maps (PSS).
+        lines: when each line of the watched file was seen.
+    """
+
+    at: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    memory: list[dict[str, int]] = field(default_factory=list)
+    lines: list[float] = field(default_factory=list)
+
+    def cpu_at(self, moment: float) -> float:
+        """Processor seconds at the last sample before a moment."""
+        return self.cpu[max(bisect_right(self.at, moment) - 1, 0)]
+
+    def peak(self, *kinds: str) -> int:
+        """Largest sum of bytes over processes of these kinds, or of all without one."""
+        return max(sum(size for kind, size in each.items() if not kinds or kind in kinds) for each in self.memory)
+
+
+def watch(command: Sequence[str], *, lines_of: Path, log: Path, environment: Mapping[str, str]) -> Use:
+    """Runs a command to its end, with its output in ``log``.
+
+    Processes are found by a variable that they inherit, so those that left the command's group count as well.
+
+    Args:
+        lines_of: a file of which the command writes one line a step.
+
+    Raises:
+        subprocess.CalledProcessError: the command failed.
+    """
+    mark = uuid.uuid4().hex
+    use, done = Use(), threading.Event()
+    cpu: dict[int, float] = {}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment, _MARK: mark}
+        )
+        sampler = threading.Thread(target=_sample, args=(mark, lines_of, use, cpu, done))
+        sampler.start()
+        try:
+            status = process.wait()
+        finally:
+            process.kill()
+            done.set()
+            sampler.join()
+    if status:
+        raise subprocess.CalledProcessError(status, command, output=log.read_text()[-2000:])
+    return use
+
+
+def _sample(mark: str, lines_of: Path, use: Use, cpu: dict[int, float], done: threading.Event) -> None:
+    wanted = f"{_MARK}={mark}".encode()
+    while not done.wait(INTERVAL_SECONDS):
+        memory: dict[str, int] = {}
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit():
+                continue
+            try:
+                if wanted not in (folder / "environ").read_bytes().split(b"\0"):
+                    continue
+                times = (folder / "stat").read_text().rpartition(")")[2].split()
+                cpu[int(folder.name)] = (int(times[11]) + int(times[12])) / _TICKS
+                kind = _kind((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                rollup = (folder / "smaps_rollup").read_text()
+            except (OSError, IndexError):
+                continue  # it has ended meanwhile
+            pss = next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
+            memory[kind] = memory.get(kind, 0) + pss
+        count = len(lines_of.read_bytes().splitlines()) if lines_of.is_file() else 0
+        now = time.monotonic()
+        use.lines.extend([now] * (count - len(use.lines)))
+        use.at.append(now)
+        use.cpu.append(sum(cpu.values()))
+        use.memory.append(memory)
+
+
+def _kind(command: str) -> str:
+    """What a process is: a training rank, an engine, or the rest (the program itself, Ray's servers, idle workers)."""
+    if command.startswith("ray::TrainWorker"):
+        return "rank"
+    if "EngineActor" in command or "EngineCore" in command or "RolloutEngine" in command:
+        return "engine"
+    return "rest"
