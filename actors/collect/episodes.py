@@ -22,7 +22,7 @@ from actors.rollout.messages import sample_seed
 from actors.watch.console import warn
 from actors.watch.metrics import Clock
 from rl_backend.algorithm import episode_rewards
-from rl_backend.algorithm.episodes import is_cut
+from rl_backend.algorithm.sequences import is_cut
 from rl_backend.contracts import EpisodeFailedError
 from rl_backend.data.rewards import Score
 from rl_backend.environment import Episode, Limits, TokenSource

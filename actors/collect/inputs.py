@@ -15,15 +15,14 @@ from actors.options.sampled_config import EpisodeConfig, RLConfig
 from actors.rollout.config import SamplingConfig
 from actors.train.model import require_experts, require_known_end
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError
-from rl_backend.data.chat import turn_end
+from rl_backend.data.chat_template import turn_end
 from rl_backend.data.examples import open_dataset
 from rl_backend.data.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
 from rl_backend.data.rewards import RewardConfig, RewardScorer
 from rl_backend.data.rewards.worker import what_it_raised
 from rl_backend.environment.conversation import ChatFormat
-from rl_backend.environment.loading import load_environment, load_player, load_score
 from rl_backend.environment.playing import run_episodes
-from rl_backend.environment.protocol import Player, Score
+from rl_backend.environment.protocol import Player, Score, load_environment, load_player, load_score
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
 from rl_backend.options.option_set import filled
 

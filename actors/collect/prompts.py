@@ -20,7 +20,7 @@ from actors.rollout.messages import Sample, sample_seeds
 from actors.watch.metrics import Clock
 from rl_backend.algorithm import groups_with_signal
 from rl_backend.contracts import RewardError
-from rl_backend.data.chat import decode
+from rl_backend.data.chat_template import decode
 from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import RewardCall, RewardScorer, Score, Scoring, reward_metrics
 from rl_backend.lab.text import count

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from actors.rollout.messages import Sample
-from rl_backend.algorithm.episodes import truncated_share
-from rl_backend.data.chat import known_token_ids
+from rl_backend.algorithm.sequences import truncated_share
+from rl_backend.data.chat_template import known_token_ids
 from rl_backend.environment import Episode
 from rl_backend.environment.groups import FAILED
 from rl_backend.environment.playing import OF_ENVIRONMENTS

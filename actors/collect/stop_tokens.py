@@ -10,9 +10,8 @@ from typing import Any
 from actors.folder.state import read_object
 from actors.rollout.config import SamplingConfig
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.chat import turn_end
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import as_messages
+from rl_backend.data.chat_template import turn_end
+from rl_backend.data.examples import DataConfig, as_messages
 from rl_backend.data.prompts import Prompt
 
 

@@ -7,10 +7,10 @@ from itertools import groupby
 from typing import Any
 
 from actors.rollout.messages import Sample
-from rl_backend.data.chat import decode
+from rl_backend.data.chat_template import decode
 from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import Score
-from rl_backend.data.rewards.result import for_json
+from rl_backend.data.rewards.function import for_json
 from rl_backend.environment import Episode, Segment, ToolCall, Turn
 
 STATUS_OK = "ok"

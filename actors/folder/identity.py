@@ -18,10 +18,10 @@ from actors.options.sampled_config import RunConfig
 from rl_backend.checkpoint.hf_reader import TEMPLATES
 from rl_backend.checkpoint.training_state import file_facts
 from rl_backend.contracts import SAME_CONTENTS, BaseConfig, ConfigError, OnResume
+from rl_backend.data.datasets import data_files
 from rl_backend.data.gym import is_gym
 from rl_backend.data.hub import hub_name, local_model
 from rl_backend.data.rewards import WeightedReward
-from rl_backend.data.sources import data_files
 from rl_backend.options.option_set import get, has, options_of, value_and_default
 
 _WHOLE = (".json", ".jinja", ".model", ".txt")

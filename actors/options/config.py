@@ -29,8 +29,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import import_plugins
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import read_examples
+from rl_backend.data.examples import DataConfig, read_examples
 from rl_backend.data.hub import local_model
 from rl_backend.options.option_set import Follows, OptionSet, filled, get, gives, has, read_options, write_options
 

@@ -16,9 +16,9 @@ from actors.rollout.config import RolloutConfig, SamplingConfig, fitting_lengths
 from actors.rollout.placement import with_share
 from actors.sync.staged_transports import TransportName
 from actors.train.model import RouterReplayMode
-from rl_backend.algorithm.episodes import Truncated
+from rl_backend.algorithm.sequences import Truncated
 from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, BaseConfig, ConfigError, HasEffect
-from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.rewards import OnFailure, RewardConfig, WeightedReward
 from rl_backend.environment import Limits
 from rl_backend.environment.conversation import OtherEnd

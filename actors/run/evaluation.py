@@ -32,7 +32,7 @@ from actors.run.session import log_of_engines, ray_is
 from actors.watch.console import Phases, warn
 from rl_backend.checkpoint.durable_commit import replace_text
 from rl_backend.contracts import BaseConfig, ConfigError
-from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.hub import local_model
 from rl_backend.data.prompts import load_prompts, load_tokenizer
 from rl_backend.data.rewards import RewardConfig

@@ -305,7 +305,7 @@ class TrainGroup:
             sequences: a list, or a TensorDict with jagged fields (``sequences_from_tensordict``), on the CPU.
             loss: a :class:`~actors.train.loss.Loss`, or any callable that can be pickled. None if a forward-only pass wants
                 only outputs. For sequences of several LoRA tenants one of each, by the tenant's name.
-            meta: as ``PackedBatch.meta``; see :func:`~rl_backend.data.packing.pack_plan` for what is added.
+            meta: as ``PackedBatch.meta``; see :func:`~rl_backend.data.micro_batches.pack_plan` for what is added.
             max_tokens_per_micro_batch: at most the configuration's, which None takes.
             router_replay: as in :meth:`~rl_backend.runtime.Runtime.forward_backward`; what is recorded is the output
                 ``routed_experts``.

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from rl_backend.checkpoint.durable_commit import new_directory, require_new
 from rl_backend.contracts import BatchError, CheckpointError, UnsupportedError
-from rl_backend.data.chat import turn_end
+from rl_backend.data.chat_template import turn_end
 
 _QUESTION = ({"role": "user", "content": "x"},)
 _TEXT = "The quick brown fox jumps over the lazy dog, and runs away from it."

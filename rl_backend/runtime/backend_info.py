@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint.training_state import MOMENTS, StateTensors, TensorPieces
 from rl_backend.contracts import UnsupportedError, dtype_from_name
-from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
+from rl_backend.contracts.result import BackendInfo, OptimizerState, OptimizerStateInfo
 from rl_backend.primitive.adapters import rows_are_exact
 from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.tenants.handle import TenantHandle

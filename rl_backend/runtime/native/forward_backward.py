@@ -18,7 +18,7 @@ from rl_backend.contracts import (
     stored_tensors,
     text_config,
 )
-from rl_backend.contracts.indexed_keys import KEYS
+from rl_backend.contracts.replay import KEYS
 from rl_backend.model import ModelInput
 from rl_backend.model.input import SecondTokens, second_labels
 from rl_backend.parallel import fsdp

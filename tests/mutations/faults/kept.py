@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "images-rendered-as-text",
-        "rl_backend.data.chat:require_text",
+        "rl_backend.data.chat_template:require_text",
         "if found is not None:",
         "if False:",
         ("test_messages_with_media_are_refused_by_the_part",),

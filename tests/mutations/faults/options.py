@@ -267,7 +267,7 @@ FAULTS = [
     ),
     Fault(
         "a-turn-cut-by-length-is-no-cut",
-        "rl_backend.algorithm.episodes:",
+        "rl_backend.algorithm.sequences:",
         'CUTS: frozenset[str] = frozenset({"turns", "tokens", "context", "length", "tool_calls", "timeout", "cancelled"})',
         'CUTS: frozenset[str] = frozenset({"turns", "tokens", "context", "tool_calls", "timeout", "cancelled"})',
         ("test_each_reason_of_an_end_is_a_cut_or_not_under_each_value_of_truncated",),

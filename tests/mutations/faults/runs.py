@@ -209,7 +209,7 @@ FAULTS = [
     ),
     Fault(
         "reward-module-ends-the-run",
-        "rl_backend.data.rewards.loading:load_callable",
+        "rl_backend.data.rewards.function:load_callable",
         "except (Exception, SystemExit) as error:",
         "except Exception as error:",
         ("test_a_module_or_file_that_cannot_be_imported_is_refused",),
@@ -249,7 +249,7 @@ FAULTS = [
     ),
     Fault(
         "reward-processes-in-the-process-group-of-the-run",
-        "rl_backend.data.rewards.pool:_Process.__init__",
+        "rl_backend.data.rewards.worker_pool:_Process.__init__",
         "stdin=subprocess.DEVNULL, process_group=0,",
         "stdin=subprocess.DEVNULL,",
         ("test_processes_call_functions_in_their_main_thread",),

@@ -123,7 +123,7 @@ FAULTS = [
     ),
     Fault(
         "recorded-keys-of-the-future",
-        "rl_backend.contracts.indexed_keys:_require_seen",
+        "rl_backend.contracts.replay:_require_seen",
         '"a place behind its own": ordered[..., -1] > places,',
         '"a place behind its own": ordered[..., -1] > places + 1,',
         ("test_keys_that_are_not_ones_of_the_model_are_refused",),

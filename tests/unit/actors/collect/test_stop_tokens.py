@@ -14,7 +14,7 @@ from actors.collect.stop_tokens import Ends, stop_token_ids
 from actors.rollout.config import SamplingConfig
 from actors.watch.metrics import Clock
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.trace.recorder import recorder
 

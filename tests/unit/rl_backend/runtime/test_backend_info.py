@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_backend.contracts import HandleError, NativeConfig, OptimizerConfig, RuntimeConfig, UnsupportedError
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.primitive import adapters
 from rl_backend.runtime.native.engine import NativeEngine, NativeRuntime, native_runtime
 from tests.support.models import write_tiny

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
-from rl_backend.contracts.routed_experts import ROUTES, ROUTES_LAYERS, ROUTES_MASK
+from rl_backend.contracts.replay import ROUTES, ROUTES_LAYERS, ROUTES_MASK
 from rl_backend.primitive.router import expert_bias_step
 from rl_backend.runtime.bridge.passes import routers
 from rl_backend.runtime.bridge.passes.batch import lay_out_padded

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rl_backend.contracts import BatchError
-from rl_backend.data.chat import decode
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import as_messages
+from rl_backend.data.chat_template import decode
+from rl_backend.data.examples import DataConfig, as_messages, shown_objects
 from rl_backend.data.prompts import encode_prompt
 from rl_backend.data.rewards import RewardCall, RewardScorer
-from rl_backend.data.tools import shown_objects
 from rl_backend.environment.protocol import MakeEnvironment, Prompt, Step, Tool, Turn
 
 
@@ -21,14 +19,8 @@ def answering(
 ) -> MakeEnvironment:
     """Makes environments of rows whose answer a reward function scores.
 
-    Without tools an episode has one turn, and its prompt has the ids that rollouts of one turn have: the row's columns
-    ``tools`` and ``documents`` are shown. With tools it goes on until a turn calls none.
-
-    Args:
-        scorer: of the reward functions.
-        tokenizer: of the model.
-        data: how prompts become messages.
-        tools: what the model may call; rows must then be messages, or text that ``data`` makes one of.
+    Without tools an episode has one turn, and its prompt has the ids that rollouts of one turn have. With ``tools``, which
+    need prompts of messages, it continues until a turn calls none.
     """
     scoring = threading.Lock()
 
@@ -83,6 +75,7 @@ class AnswerEnvironment:
         row = self._row
         text = decode(turn.token_ids, self._tokenizer, special=False)
         call = RewardCall(row.get("data_source", ""), text, row.get("ground_truth"), row.get("extra_info"), row["prompt"])
+        # Functions that need no caller's thread run at once; only the others take turns.
         asked = self._scorer.begin([call])
         with self._scoring:
             (score,) = asked.result()

@@ -12,11 +12,11 @@ import pytest
 from actors.collect.stop_tokens import Ends
 from actors.rollout.config import SamplingConfig
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.chat import encode_messages
-from rl_backend.data.config import DataConfig
+from rl_backend.data.chat_template import encode_messages
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import load_prompts
 from rl_backend.data.sft import conversation_tokens, load_sft_examples
-from rl_backend.data.tools import require_given
+from rl_backend.environment.stepping import require_given
 from tests.support.chat_templates import CHATML, MARKED, chat_tokenizer, marker_tokenizer, trl_templates
 
 SHOWN = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"

@@ -10,8 +10,8 @@ import pytest
 
 from rl_backend.contracts import EpisodeFailedError
 from rl_backend.environment import Limits, play_episode
-from rl_backend.environment.calling import Caller, close_late
 from rl_backend.environment.stepping import SteppedPlayer
+from rl_backend.environment.user_code import Caller, close_late
 from tests.unit.rl_backend.environment.test_stepping import TOKENIZER, Guess, play, written
 
 
@@ -39,7 +39,7 @@ def test_errors_that_futures_and_tasks_take_for_something_else(where: str, raise
         told = "what it waited for was cancelled" if method is cancelled else f"{raised.__name__}: no more"
         assert told in episode.error
         if raised is StopIteration:
-            assert "test_calling.py" in episode.error, "the place is that of the user's code"
+            assert "test_user_code.py" in episode.error, "the place is that of the user's code"
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -59,7 +59,7 @@ def test_an_exit_of_an_asynchronous_method_ends_its_episode_alone(where: str, wa
 
     left, other = asyncio.run(both())
     assert left.stop == ("done" if where == "close" else "error") and (other.stop, other.reward) == ("done", 1.0)
-    assert "it ended its task by SystemExit: 3" in left.error and "test_calling.py" in left.error
+    assert "it ended its task by SystemExit: 3" in left.error and "test_user_code.py" in left.error
 
 
 @pytest.mark.shows("environments: one that is made after its episode was ended is closed all the same")

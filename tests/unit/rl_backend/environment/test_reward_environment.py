@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError, ConfigError, RewardError
-from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import encode_prompt
 from rl_backend.data.rewards import RewardConfig
 from rl_backend.environment import Episode, play_episode
-from rl_backend.environment.answering import answering
 from rl_backend.environment.groups import GroupTask, PlayOptions, play_groups
-from rl_backend.environment.loading import load_environment, load_player, load_score
+from rl_backend.environment.protocol import load_environment, load_player, load_score
+from rl_backend.environment.reward_environment import answering
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
 from rl_backend.environment.tools import ToolPool, tool_schema
 from tests.unit.rl_backend.environment.test_stepping import CALL, END, TOKENIZER, written

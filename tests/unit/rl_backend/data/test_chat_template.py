@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
-from rl_backend.data.chat import (
+from rl_backend.data.chat_template import (
     chat_template,
     decode,
     encode_answer,

@@ -1,8 +1,4 @@
-"""Opens data sets: files, folders of the ``datasets`` library, and data sets on the Hub.
-
-Their rows are read one by one, when they are asked for: of text files only places are in memory, of other data what Arrow
-keeps there or maps from disk.
-"""
+"""Opens data sets: files, folders of the ``datasets`` library, and data sets on the Hub. Rows are read when asked for."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,7 +7,7 @@ from typing import Any
 
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.gym import gym_file, is_gym, open_gym
-from rl_backend.data.hub import FILES, hub_name, require_datasets, why_not
+from rl_backend.data.hub import FILES, hub_name, why_not
 from rl_backend.data.rows import TEXT_SUFFIXES, ArrowRows, Rows, TextRows
 
 _NO_OPTIONS = ("name", "version", "data_dir", "data_files", "description")
@@ -32,7 +28,6 @@ def open_rows(source: Path | str, *, field: str = "dataset", default_split: str 
         ConfigError: there is no such data set, or no such subset or split of it, or it may not be read, or the Hub cannot be
             reached.
         BatchError: a file that is damaged, or no rows.
-        UnsupportedError: ``pyarrow`` or ``datasets`` is needed and not installed.
     """
     text = str(source)
     path = Path(text).expanduser()
@@ -77,7 +72,10 @@ def _load(source: str, field: str, default_split: str | None) -> tuple[str, Any]
             f"no such file or folder ({folder.absolute()}); give a {FILES} file, a folder of the datasets library, or a "
             "name on the Hub such as openai/gsm8k:main:train",
         )
-    datasets = require_datasets(field, source)
+    # Imported here: it takes seconds, comes with an extra, and files need none of it.
+    import datasets
+
+    # Marks of save_to_disk, whose folders load_dataset refuses.
     saved = on_hub is None and any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
     if saved and subset:
         raise ConfigError.of(field, source, f"datasets saved this folder, without subsets; leave out {subset!r}")
@@ -93,23 +91,23 @@ def _load(source: str, field: str, default_split: str | None) -> tuple[str, Any]
         problem = why_not(error, "data set") if on_hub else f"cannot be read by datasets: {type(error).__name__}: {error}"
         raise ConfigError.of(field, source, problem) from error
     name = on_hub.repository if on_hub else folder.name
-    if not isinstance(found, Mapping):
-        if split is None:
-            return name, found
-        raise ConfigError.of(field, source, f"is one data set without splits; leave out {split!r}")
-    wanted = split or (next(iter(found)) if len(found) == 1 else default_split)
-    if wanted not in found:
-        example = f"{place}:{subset or ''}:{next(iter(found))}"
-        problem = f"has no split {split!r}, but" if split else "has several splits,"
-        raise ConfigError.of(field, source, f"{problem} {', '.join(found)}; name one of them, as in {example}")
-    return name, found[wanted]
+    if split is None and not isinstance(found, Mapping):
+        return name, found
+    splits = found if isinstance(found, Mapping) else {}
+    wanted = split or (next(iter(splits)) if len(splits) == 1 else default_split)
+    if wanted not in splits:
+        problem = f"is one data set without splits; leave out {split!r}"
+        if splits:
+            known = f"has no split {split!r}, but" if split else "has several splits,"
+            example = f"{place}:{subset or ''}:{next(iter(splits))}"
+            problem = f"{known} {', '.join(splits)}; name one of them, as in {example}"
+        raise ConfigError.of(field, source, problem)
+    return name, splits[wanted]
 
 
 def _text_files(config: Any) -> dict[str, list[Path]] | None:
-    """Of each split of a folder its text files, which are read here; None where ``datasets`` has other files or options.
-
-    The library would guess a type for each column: texts of digits and of dates would come out as numbers and times.
-    """
+    """Of each split of a folder its text files, which are read here; None where ``datasets`` has other files or options."""
+    # The library would guess a type for each column: texts of digits and of dates would come out as numbers and times.
     files = {str(split): [Path(each) for each in paths] for split, paths in (config.data_files or {}).items()}
     all_files = [each for paths in files.values() for each in paths]
     plain = type(config)(**{name: getattr(config, name) for name in _NO_OPTIONS})
@@ -119,7 +117,7 @@ def _text_files(config: Any) -> dict[str, list[Path]] | None:
 
 
 def _parts(source: str) -> tuple[str, str | None, str | None]:
-    """``place:subset:split``, of which the last two may be left out or empty."""
+    # A path may have colons itself.
     if Path(source).expanduser().exists():
         return source, None, None
     place, subset, split = [*source.split(":", 2), "", ""][:3]

@@ -1,4 +1,4 @@
-"""Packing: sequences laid end to end in micro-batches and split over ranks, and outputs put back into order."""
+"""Micro-batches: sequences packed end to end and split over ranks, and outputs put back into order."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ type FieldKind = Literal["token", "sequence"]
 
 
 def pack(sequences: Sequence[TokenSequence], meta: Mapping[str, Any] | None = None) -> PackedBatch:
-    """One micro-batch of B sequences, in the order given.
-
-    Token fields are concatenated to (T, ...), sequence fields are stacked to (B, ...).
-
-    Args:
-        sequences: at least one, all with the same fields.
-        meta: becomes ``PackedBatch.meta``.
+    """One micro-batch of B sequences, in the order given: token fields become (T, ...), sequence fields (B, ...).
 
     Raises:
         BatchError: no sequences, or fields whose names, shapes or dtypes differ between sequences; names the odd one.
@@ -63,6 +57,7 @@ def check_same_fields(sequences: Sequence[TokenSequence]) -> None:
 
 def _check_names(kind: FieldKind, fields: Sequence[Mapping[str, Tensor]]) -> None:
     names = [frozenset(entry) for entry in fields]
+    # The odd one is blamed, not whichever differs from the first.
     usual = Counter(names).most_common(1)[0][0]
     for index, own in enumerate(names):
         if own != usual:
@@ -77,6 +72,7 @@ def _check_names(kind: FieldKind, fields: Sequence[Mapping[str, Tensor]]) -> Non
 
 
 def _check_tensors(kind: FieldKind, name: str, tensors: Sequence[Tensor]) -> None:
+    # Lengths differ from sequence to sequence.
     skip = 1 if kind == "token" else 0
     layouts = [(tuple(tensor.shape[skip:]), tensor.dtype, tensor.device) for tensor in tensors]
     usual = Counter(layouts).most_common(1)[0][0]
@@ -107,13 +103,9 @@ def sequences_from_tensordict(batch: TensorDictBase) -> list[TokenSequence]:
         BatchError: names the field: dense or missing ``input_ids``, a jagged field whose lengths are not those of
             ``input_ids``, a nested TensorDict, or data that is no tensor (facts of a whole batch belong in ``meta``).
     """
-    if len(batch.batch_size) != 1 or batch.batch_size[0] == 0:
-        raise BatchError(f"a TensorDict of batch size {tuple(batch.batch_size)}; expected (B,) with B >= 1")
-    if "input_ids" not in batch.keys():  # noqa: SIM118, a TensorDict iterates over its rows
-        raise BatchError(f"the TensorDict has no input_ids; it has {sorted(map(str, batch.keys()))}", name="input_ids")
     token_fields: dict[str, tuple[Tensor, ...]] = {}
     sequence_fields: dict[str, Tensor] = {}
-    for name in batch.keys():  # noqa: SIM118
+    for name in batch.keys():  # noqa: SIM118, a TensorDict iterates over its rows
         value = batch.get(name)
         if not isinstance(value, Tensor):
             raise BatchError(
@@ -122,27 +114,16 @@ def sequences_from_tensordict(batch: TensorDictBase) -> list[TokenSequence]:
                 name=name,
             )
         if value.is_nested:
-            if value.layout != torch.jagged:
-                raise BatchError(f"field {name!r} is nested with layout {value.layout}; expected torch.jagged", name=name)
             token_fields[name] = tuple(value.unbind())
         else:
             sequence_fields[name] = value
     if "input_ids" not in token_fields:
         raise BatchError(
-            f"input_ids is a dense tensor of shape {tuple(sequence_fields['input_ids'].shape)}; expected a jagged one "
+            f"input_ids is missing or dense; the TensorDict has {sorted(map(str, batch.keys()))}; expected a jagged one "
             "without padding: torch.nested.nested_tensor(rows, layout=torch.jagged)",
             name="input_ids",
         )
     input_ids = token_fields.pop("input_ids")
-    for name, rows in token_fields.items():
-        for index, (row, ids) in enumerate(zip(rows, input_ids, strict=True)):
-            if row.shape[0] != ids.shape[0]:
-                raise BatchError(
-                    f"jagged field {name!r} has {row.shape[0]} entries for the {ids.shape[0]} tokens of sequence {index}; "
-                    "exclude it or lay it out over all tokens",
-                    name=name,
-                    index=index,
-                )
     return [
         TokenSequence(
             ids,
@@ -158,11 +139,8 @@ def prepare_micro_batches(
 ) -> list[list[PackedBatch]]:
     """Plans and packs: the result's entry r holds the micro-batches of data-parallel rank r.
 
-    The plan follows from the lengths alone: ``plan_micro_batches`` with the same lengths, ``dp_size`` and ``max_tokens`` is
-    the one used here, and what ``restore_order`` needs.
-
-    Raises:
-        BatchError: as :func:`~rl_backend.data.balance.plan_micro_batches` and :func:`pack_plan`.
+    ``plan_micro_batches`` with the same arguments is the plan that :func:`restore_order` needs. Errors as of it and
+    :func:`pack_plan`.
     """
     check_same_fields(sequences)
     return pack_plan(sequences, plan_micro_batches([len(s) for s in sequences], dp_size, max_tokens), meta)
@@ -180,8 +158,8 @@ def pack_plan(
     ``batch_num_tokens`` or ``global_batch_size`` of the caller's takes precedence, of several tenants one in ``tenants``:
     gradients that add up over several calls share the denominators of all of them.
 
-    A filler of the plan has ``loss_mask`` and ``episode_share`` 0. Beside one every sequence has an ``episode_share``, so
-    that means over sequences leave it out. What a model adds to the loss by itself, as the balance of experts, counts it.
+    A filler of the plan has ``loss_mask`` and ``episode_share`` 0. What a model adds to the loss by itself, as the balance
+    of experts, counts it.
 
     Raises:
         BatchError: fields that differ between sequences, a ``loss_mask`` that is not 0 at a sequence's last position (it
@@ -192,6 +170,7 @@ def pack_plan(
     if plan.num_sequences != len(sequences):
         raise BatchError(f"the plan is for {plan.num_sequences} sequences; got {len(sequences)}")
     if plan.fillers:
+        # With a share of each, so that means over sequences leave the fillers out.
         shared_by = [_with_share(sequence, _share(sequence)) for sequence in sequences]
         sequences = [*shared_by, *(_filler(shared_by[index]) for index in plan.fillers)]
     given = dict(meta or {})
@@ -213,6 +192,7 @@ def pack_plan(
                     name="loss_mask",
                 )
         facts["batch_num_tokens"] = float(sum(float(s.token_fields["loss_mask"].sum()) for s in sequences))
+    # The caller's denominators replace ours: gradients that add up over several calls share those of all of them.
     shared = {**facts, **given, "dp_size": plan.dp_size, "num_micro_batches": plan.num_micro_batches}
     return [
         [_packed([sequences[index] for index in micro_batch], shared) for micro_batch in rank] for rank in plan.micro_batches
@@ -223,6 +203,7 @@ def _filler(source: TokenSequence) -> TokenSequence:
     fields = dict(source.token_fields)
     if "loss_mask" in fields:
         fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
+    # No loss reads it, and means over sequences do not count it.
     return _with_share(TokenSequence(source.input_ids, fields, source.sequence_fields), 0.0)
 
 
@@ -232,7 +213,6 @@ def _with_share(sequence: TokenSequence, share: float) -> TokenSequence:
 
 
 def _share(sequence: TokenSequence) -> float:
-    """Of its episode; a sequence by itself is one."""
     share = sequence.sequence_fields.get(EPISODE_SHARE)
     return 1 if share is None else share.item()
 
@@ -240,7 +220,6 @@ def _share(sequence: TokenSequence) -> float:
 def _facts_of_tenants(
     sequences: Sequence[TokenSequence], plan: MicroBatchPlan, given: Mapping[str, Any]
 ) -> dict[int, dict[str, float]]:
-    """``lora_id`` -> facts about the tenant's own sequences, those in ``given`` first."""
     found: dict[int, dict[str, float]] = {}
     ids = [int(sequence.sequence_fields[LORA_FIELD]) for sequence in sequences]
     for key, sequence in zip(ids, sequences, strict=True):
@@ -268,16 +247,8 @@ def restore_order[T](plan: MicroBatchPlan, per_rank: Sequence[Sequence[T]]) -> l
 
     Args:
         per_rank: [data-parallel rank] -> one value per sequence of that rank, in the order of its micro-batches.
-
-    Raises:
-        BatchError: another number of ranks, or of values on a rank, than the plan's.
     """
-    if len(per_rank) != plan.dp_size:
-        raise BatchError(f"values of {len(per_rank)} ranks; the plan has {plan.dp_size}")
     ordered: dict[int, T] = {}
-    for rank, values in enumerate(per_rank):
-        indices = plan.rank_indices(rank)
-        if len(values) != len(indices):
-            raise BatchError(f"rank {rank} has {len(values)} values for {len(indices)} sequences", rank=rank)
-        ordered.update(zip(indices, values, strict=True))
+    for rank, values in zip(range(plan.dp_size), per_rank, strict=True):
+        ordered.update(zip(plan.rank_indices(rank), values, strict=True))
     return [ordered[index] for index in range(plan.num_sequences)]

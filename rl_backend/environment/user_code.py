@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_backend.contracts import EpisodeFailedError
-from rl_backend.data.rewards.pool import MOST_LEFT_BEHIND, TimeLimitError
 from rl_backend.data.rewards.worker import what_it_raised
+from rl_backend.data.rewards.worker_pool import MOST_LEFT_BEHIND, TimeLimitError
 
 FIRST_SECONDS = 2.0
 """After which it is told, and again after twice as many, and so on."""
@@ -51,7 +51,7 @@ def watched_loop(tell: Callable[[str], None] = logger.warning, first_seconds: fl
 
 
 def _lateness(seconds: float) -> str:
-    """Where the watchdog itself had to wait, whoever is named may not be to blame."""
+    # Where the watchdog itself had to wait, whoever is named may not be to blame.
     if seconds < _LATE_SECONDS:
         return ""
     return f" (the thread that says so woke {seconds:.1f} s late itself: the machine, or the interpreter, is busy)"
@@ -73,6 +73,7 @@ class _Watchdog:
     def _watch(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
             self._answered.clear()
+            # Looked at once more: end() may have set both between the wait and the line above.
             if self._ended.is_set():
                 return
             asked, limit = time.monotonic(), self._first
@@ -113,8 +114,7 @@ class Caller:
         on_late: Callable[[Any], None] | None = None,
         frees: bool = False,
     ) -> Any:
-        """What the function returns, or raises. No StopIteration, cancellation of its own or SystemExit gets here as such:
-        it would hang the caller, pass for the end of the run, or end the loop, so it is a RuntimeError.
+        """What the function returns, or raises.
 
         Args:
             seconds: limit of the call; None is endless.
@@ -122,9 +122,12 @@ class Caller:
             frees: the function frees what others hold, so it is called however many threads are left.
 
         Raises:
-            TimeLimitError: it did not end in time. A plain function goes on in its thread, which cannot be ended.
+            TimeLimitError: it did not end in time. A plain function continues in its thread, which cannot be ended.
             EpisodeFailedError: too many such threads are left.
+            RuntimeError: StopIteration, SystemExit or a cancellation inside of it.
         """
+        # No StopIteration, cancellation of its own or SystemExit gets out as such: it would hang the caller, pass for the
+        # end of the run, or end the loop.
         if inspect.iscoroutinefunction(function):
             result = await _ended(asyncio.create_task(_awaited(function(*arguments)), name=task_name(function)), seconds)
         else:
@@ -178,12 +181,13 @@ def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def close_late(environment: Any) -> None:
-    """Closes an environment that nobody waits for any more; in a thread, with an event loop of its own if that is needed."""
+    """Closes an environment that nobody waits for any more; in a thread."""
     close = getattr(environment, "close", None)
     if close is None:
         return
     try:
         closing = close()
+        # In a loop of its own: the one of the episodes may be gone.
         if inspect.isawaitable(closing):
             asyncio.run(_awaited(closing))
     except (Exception, SystemExit) as error:  # noqa: BLE001, a user's code may raise anything, and no episode is left to say it
@@ -191,7 +195,7 @@ def close_late(environment: Any) -> None:
 
 
 class _ThreadCall:
-    """A call in a thread of its own, whose result somebody gets: who waits for it, or ``on_late``."""
+    """A call in a thread, whose result somebody gets: who waits for it, or ``on_late``."""
 
     def __init__(self, function: Callable[[], Any], on_late: Callable[[Any], None] | None) -> None:
         self._function, self._on_late = function, on_late
@@ -239,7 +243,6 @@ class _ThreadCall:
 
 
 async def _ended(call: asyncio.Future[Any], seconds: float | None) -> Any:
-    """What a call returned or raised within its limit, or :class:`TimeLimitError`; one that is given up is cancelled."""
     try:
         done, _ = await asyncio.wait([call], timeout=seconds)
     except asyncio.CancelledError:

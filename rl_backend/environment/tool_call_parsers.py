@@ -1,4 +1,4 @@
-"""Calls of tools in what a model wrote: every attempt is kept, readable or not."""
+"""Parsers of tool calls in what a model wrote: every attempt is kept, readable or not."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ class Attempt:
 
     Attributes:
         name: as far as it can be read.
-        arguments: by name; empty where they cannot be read.
+        arguments: empty where they cannot be read.
         status: ``ok`` where name and arguments can be read, else why not.
-        raw: the text of the call.
         problem: what is wrong, for the model.
     """
 
@@ -38,20 +37,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """What a model wrote.
-
-    Attributes:
-        content: without the calls.
-        attempts: in order.
-    """
+    """What a model wrote: the text without the calls, and these in order."""
 
     content: str
     attempts: Sequence[Attempt] = ()
 
 
 class CallParser(Protocol):
-    """Reads calls in a turn's text, which has no end token."""
-
     def __call__(self, text: str) -> ParsedTurn: ...
 
 
@@ -114,7 +106,6 @@ def parse_pythonic(text: str) -> ParsedTurn:
 
 
 def no_calls(text: str) -> ParsedTurn:
-    """For models that are given no tools."""
     return ParsedTurn(text)
 
 
@@ -122,11 +113,6 @@ PARSERS: Mapping[str, CallParser] = {"hermes": parse_hermes, "json": parse_json,
 
 
 def call_parser(name: str) -> CallParser:
-    """The parser of a format.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
     if name not in PARSERS:
         raise ConfigError.of(
             "tool_format",
@@ -139,6 +125,7 @@ def call_parser(name: str) -> CallParser:
 
 def _split_thinking(text: str) -> tuple[str, str]:
     """What was thought, and what was said. Calls that are only thought about are none."""
+    # The opening tag may be in the prompt, as of templates that begin the thinking themselves.
     thought, closed, said = text.rpartition("</think>")
     if closed:
         return thought + closed, said
@@ -190,6 +177,5 @@ def _read_call(node: ast.expr, body: str) -> Attempt:
 
 
 def _name_in(body: str) -> str:
-    """The name in a call that cannot be read, for the record."""
     found = re.search(r'"name"\s*:\s*"([^"]*)"', body) or re.match(r"\s*\[?\s*([A-Za-z_]\w*)\s*\(", body)
     return found[1][:_TOO_LONG] if found else ""

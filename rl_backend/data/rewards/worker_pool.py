@@ -24,11 +24,12 @@ _END_SECONDS = 2.0
 
 
 class EventLoop:
-    """Runs coroutines that other threads wait for. Its thread is a daemon, which the interpreter does not wait for."""
+    """Runs coroutines that other threads wait for."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._last_beat = time.monotonic()
+        # A daemon: the interpreter does not wait for it.
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
         self._thread.start()
 
@@ -49,6 +50,7 @@ class EventLoop:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks, timeout=_END_SECONDS)
+            # Not at once: the callbacks that tell close() of this coroutine's end must still run.
             self._loop.call_soon(self._loop.stop)
 
         with suppress(TimeoutError):
@@ -129,7 +131,7 @@ class WorkerPool:
 
         Raises:
             TimeLimitError: it did not end in time.
-            RewardError: too many calls did not, and are still going on.
+            RewardError: too many calls did not, and are still running.
         """
         async with self._free:
             worker = self._idle.pop() if self._idle else await self._start()
@@ -137,6 +139,7 @@ class WorkerPool:
             try:
                 done, _ = await asyncio.wait([answer], timeout=self._limit)
             except asyncio.CancelledError:
+                # It may still be calling: nobody else may get it.
                 self._end(worker)
                 raise
             if not done:
@@ -149,7 +152,6 @@ class WorkerPool:
             return answer.result()
 
     def close(self) -> None:
-        """Ends idle threads, and all processes."""
         for worker in self._idle:
             worker.end()
         for process in self._started:
@@ -188,17 +190,17 @@ class WorkerPool:
 
 
 class _Thread:
-    """A daemon: the interpreter waits for threads of concurrent.futures when it ends, even for calls that hang."""
-
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         self._functions = functions
         self._calls: SimpleQueue[tuple[Future[Any], int, dict[str, Any]] | None] = SimpleQueue()
+        # A daemon: the interpreter waits for threads of concurrent.futures when it ends, even for calls that hang.
         self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
         self._thread.start()
         self.usable = True
 
     def call(self, index: int, arguments: dict[str, Any]) -> Future[Any]:
         answer: Future[Any] = Future()
+        # From here on a cancellation cannot make set_result fail in the thread.
         answer.set_running_or_notify_cancel()
         self._calls.put((answer, index, arguments))
         return answer
@@ -220,11 +222,7 @@ class _Thread:
 
 
 class _Process:
-    """``worker.py`` in a process of its own, and the thread that talks to it.
-
-    Attributes:
-        ready: ends when the functions are loaded there, with a :class:`Raised` where they cannot be.
-    """
+    """``worker.py`` in a process, and the thread that talks to it; ``ready`` ends when the functions are loaded there."""
 
     def __init__(self, specs: Sequence[str]) -> None:
         ours, theirs = multiprocessing.Pipe()
@@ -244,7 +242,6 @@ class _Process:
         return self._thread.call(1, {"request": (index, arguments)})
 
     def end(self) -> None:
-        """At once, and what it does with it."""
         self._process.kill()
         self._process.wait()
         self._thread.call(2, {})

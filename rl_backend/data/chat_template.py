@@ -1,4 +1,4 @@
-"""The renderer: texts and chat messages as token ids, the same in rollouts, SFT and evaluation."""
+"""Chat templates: texts and messages as token ids, the same in rollouts, SFT and evaluation."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,18 +29,18 @@ _MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 def encode_text(text: str, tokenizer: Any) -> list[int]:
-    """The tokens of a text that continues: with what the tokenizer puts before a text, such as its begin-of-text token.
-
-    A text that begins with these tokens does not get them twice. What the tokenizer puts behind a text is left out.
+    """The tokens of a text that continues, with what the tokenizer puts before one, such as its begin-of-text token, once.
 
     Raises:
         ConfigError: the tokenizer has other tokens for the text where it puts some before it.
     """
+    # What the tokenizer puts behind a text, as some put an end, is left out: the model continues it.
     own, whole = tokenizer.encode(text, add_special_tokens=False), tokenizer.encode(text)
     found = next((place for place in range(len(whole) + 1) if whole[place : place + len(own)] == own), None)
     if found is None:
         problem = f"its tokenizer splits {text[:20]!r} in two ways, {own} and {whole}"
         raise ConfigError.of("model", str(tokenizer.name_or_path), problem)
+    # A text that has its begin-of-text token already, as prompts of data sets do, does not get a second one.
     begins = whole[:found]
     has = next(length for length in range(len(begins), -1, -1) if own[:length] == begins[len(begins) - length :])
     bos = tokenizer.bos_token
@@ -52,14 +52,12 @@ def encode_text(text: str, tokenizer: Any) -> list[int]:
 def encode_answer(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], list[int]]:
     """The tokens of a text prompt, and of the answer that follows it, which ends with the end-of-text token, once.
 
-    The answer's tokens are those that both texts together have behind the prompt's. Alone, many tokenizers would put a space
-    before it.
-
     Raises:
         BatchError: prompt and answer together do not begin with the tokens of the prompt, or the answer has no tokens.
     """
     if answer.rstrip().endswith(tokenizer.eos_token):
         answer = answer.rstrip().removesuffix(tokenizer.eos_token)
+    # Together: many tokenizers put a space before an answer that stands alone.
     before, whole = encode_text(prompt, tokenizer), encode_text(prompt + answer, tokenizer)
     if whole[: len(before)] != before:
         same = next(place for place, token in enumerate(before) if whole[place : place + 1] != [token])
@@ -75,11 +73,8 @@ def encode_answer(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], 
 
 
 def decode(token_ids: Sequence[int], tokenizer: Any, *, special: bool = True) -> str:
-    """The text of tokens, as they stand: no tokenizer's ``clean_up_tokenization_spaces`` takes spaces out of it.
-
-    Args:
-        special: with special tokens.
-    """
+    """The text of tokens, as they stand, with ``special`` ones or without."""
+    # Some tokenizers' clean_up_tokenization_spaces takes spaces out of a text.
     text: str = tokenizer.decode(list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
     return text
 
@@ -99,7 +94,7 @@ def encode_messages(
 
     Args:
         messages: at least one, each with ``role`` and ``content``, and what else the template reads.
-        tokenizer: of Hugging Face, with a chat template; see :func:`~rl_backend.data.prompts.load_tokenizer`.
+        tokenizer: of Hugging Face; see :func:`~rl_backend.data.prompts.load_tokenizer`.
         chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``. ``strftime_now`` is the day
             that a template writes as today's, such as ``"2026-01-31"``.
         generation_prompt: ends with what begins the assistant's next turn.
@@ -128,15 +123,7 @@ def encode_messages(
 
 
 def require_text(content: Any, place: str) -> None:
-    """Refuses a message with images, video or audio, which a chat template would turn into tokens that stand for nothing.
-
-    Args:
-        content: of a message; a list has parts of several types.
-        place: of the message, for the error.
-
-    Raises:
-        UnsupportedError: names the part and its type.
-    """
+    """Raises :class:`UnsupportedError` for a message's content with images, video or audio."""
     for index, part in enumerate(content if isinstance(content, list) else ()):
         named = [name for name, value in part.items() if value is not None] if isinstance(part, Mapping) else []
         kinds = [str(part.get("type", "")), *named] if named else []
@@ -146,14 +133,7 @@ def require_text(content: Any, place: str) -> None:
 
 
 def require_utf8(value: Any, place: str) -> None:
-    """Refuses half of a surrogate pair, which JSON can have and tokenizers cannot read, in a text or in what has texts.
-
-    Args:
-        place: of the value, for the error.
-
-    Raises:
-        BatchError: names place and character.
-    """
+    """Raises :class:`BatchError` for half of a surrogate pair, which JSON can have, in a text or in what has texts."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -191,6 +171,7 @@ def render_messages(
     nulls = [index for index, message in enumerate(messages) if message.get("content", "") is None]
     try:
         text = rendered(messages)
+        # Rendered with '' too: a template that writes the word None for null would train it.
         without = rendered([{**message, "content": message["content"] or ""} for message in messages]) if nulls else text
     except ConfigError:  # of the clock
         raise
@@ -218,20 +199,15 @@ def require_calls(
     *,
     since: int = 0,
 ) -> None:
-    """Refuses messages whose calls of tools leave no trace in their text.
+    """Raises :class:`BatchError` for messages whose calls of tools leave no trace in ``text``, made of them by ``render``.
 
     Args:
-        text: of the messages.
-        render: what has made it.
-        tokenizer: whose chat template it is.
         since: number of the first message whose calls are asked for.
-
-    Raises:
-        BatchError: names the message.
     """
     calling = [index for index, message in enumerate(messages) if index >= since and message.get("tool_calls")]
     if not calling:
         return
+    # Rendered without the calls: where the text is the same, the template has left them out.
     bare = list(messages)
     for index in calling:
         kept = {name: value for name, value in messages[index].items() if name != "tool_calls"}
@@ -256,26 +232,27 @@ def template_inputs(
     """What a chat template is given beside messages; arguments and errors as of :func:`encode_messages`."""
     template, variables = chat_template(tokenizer), dict(chat_template_kwargs)
     read, whose = template_variables(template), f"the chat template of {tokenizer.name_or_path}"
+    wrong: list[tuple[str, Any, str]] = []
     for name, value in variables.items():
         if name in _SET_BY_US:
-            raise ConfigError.of(f"chat_template_kwargs.{name}", value, f"is no option: {name} {_SET_BY_US[name]}")
-        if name not in read:
+            wrong.append((f"chat_template_kwargs.{name}", value, f"is no option: {name} {_SET_BY_US[name]}"))
+        elif name not in read:
             known = ", ".join(sorted(read - set(_SET_BY_US) - set(tokenizer.special_tokens_map))) or "no others"
-            raise ConfigError.of(f"chat_template_kwargs.{name}", value, f"{whose} does not read it; it reads {known}")
+            wrong.append((f"chat_template_kwargs.{name}", value, f"{whose} does not read it; it reads {known}"))
     if tools and "tools" not in read:
-        raise ConfigError.of(
-            "tools",
-            [tool_name(tool) for tool in tools],
+        problem = (
             f"{whose} does not read them: the model is not told what it may call; use a model whose template does, or "
-            "describe the tools in a system message and set tools_column to none",
+            "describe the tools in a system message and set tools_column to none"
         )
+        wrong.append(("tools", [tool_name(tool) for tool in tools], problem))
     if documents and "documents" not in read:
-        raise ConfigError.of(
-            "documents",
-            list(documents)[:1],
+        problem = (
             f"{whose} does not read them: the model is not shown them; put them into a message and set documents_column to "
-            "none, or use a model whose template does",
+            "none, or use a model whose template does"
         )
+        wrong.append(("documents", list(documents)[:1], problem))
+    if wrong:
+        raise ConfigError.of_all(wrong)
     if _CLOCK in read:
         variables[_CLOCK] = _clock(variables.get(_CLOCK), whose)
     return {
@@ -292,11 +269,6 @@ def tool_name(tool: Mapping[str, Any]) -> str:
 
 
 def _clock(given: Any, whose: str) -> Callable[[str], str]:
-    """The ``strftime_now`` of a chat template: one day for all rows, whenever they are rendered.
-
-    Raises:
-        ConfigError: ``given`` is no day; or, once the template asks, nothing was given.
-    """
     option = f"chat_template_kwargs.{_CLOCK}"
     try:
         now = None if given is None else datetime.fromisoformat(str(given))
@@ -318,11 +290,7 @@ def _clock(given: Any, whose: str) -> Callable[[str], str]:
 
 
 def chat_template(tokenizer: Any) -> str:
-    """The Jinja text of a tokenizer's default chat template.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """The Jinja text of a tokenizer's default chat template; raises :class:`ConfigError` where it has none."""
     named = tokenizer.chat_template
     found = named.get("default") if isinstance(named, Mapping) else named
     if found is None:
@@ -338,6 +306,7 @@ def chat_template(tokenizer: Any) -> str:
 @lru_cache(maxsize=16)
 def template_variables(template: str) -> frozenset[str]:
     """The variables that a chat template reads and does not set itself."""
+    # As transformers makes it; its generation marks are no Jinja, and set no variable.
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         tree = environment.parse(_MARKER.sub("", template))
@@ -368,13 +337,13 @@ def turn_end(
         tools=tools,
         documents=documents,
     )
+    # The template's own end: eos_token is another token in many models.
     behind: list[int] = tokenizer.encode(text.rpartition(_ANSWER)[2], add_special_tokens=False)
     return next((token for token in behind if token in special_token_ids(tokenizer)), None)
 
 
 @lru_cache(maxsize=4)
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids of a tokenizer's special tokens, with those that have no role of their own."""
     added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset({*tokenizer.all_special_ids, *added})
 

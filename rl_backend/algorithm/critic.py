@@ -1,9 +1,7 @@
-"""Critics: advantages per token from their values, whitening, and their loss.
+"""Critics: advantages per token from their values (GAE), whitening, and their loss.
 
-Everything is aligned as :mod:`rl_backend.contracts.batch` defines. At position t the state is the sequence up to and with
-token t, the action is the choice of token t+1, and ``values[t]``, which belongs to token t, is the value of that state. So
-entry t of ``values``, ``token_rewards``, ``loss_mask``, advantages, returns and ``log_probs`` is about one and the same
-action: a critic's ``values`` are used as they come, without a shift.
+At position t the state is the sequence up to and with token t, the action is the choice of token t+1, and ``values[t]`` is
+the value of that state. So entry t of all tensors is about one and the same action, and nothing is shifted.
 """
 
 import math
@@ -19,7 +17,7 @@ from rl_backend.algorithm.loss_aggregation import (
     check_finite,
     check_loss_agg_mode,
     check_packed,
-    required_values,
+    required_output,
     token_mean_metric,
     token_vector,
     zero_masked,
@@ -28,30 +26,15 @@ from rl_backend.contracts import EPISODE_SHARE, BatchError, ConfigError, MetricV
 
 
 def masked_whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """``(values - mean) / sqrt(variance + 1e-8)`` over the selected tokens, with the unbiased variance.
+    """``(values - mean) / sqrt(variance + 1e-8)`` over the selected tokens, with the unbiased variance: (T,), 0 elsewhere.
 
-    The batch must be whole: all sequences of all ranks in this step. Equal values become 0, and so does a single one. The
-    arithmetic is done in float64. Source: verl's ``masked_whiten``.
-
-    Args:
-        values: (T,) floating, without a gradient.
-        loss_mask: (T,); selects where it is not 0.
-        shift_mean: False puts the mean back after the scaling.
-
-    Returns:
-        (T,) in the dtype of ``values``, 0 where ``loss_mask`` is 0.
-
-    Raises:
-        BatchError: no selected token, or a selected value that is not finite.
+    The batch must be whole: all sequences of all ranks in this step. Source: verl's ``masked_whiten``; ``shift_mean=False``
+    puts the mean back after the scaling. Raises :class:`BatchError` for a selected value that is not finite.
     """
-    if values.dim() != 1 or values.shape != loss_mask.shape:
-        raise BatchError(
-            f"values has shape {tuple(values.shape)} and loss_mask {tuple(loss_mask.shape)}; expected (T,) and the same"
-        )
     check_finite(loss_mask, values=values)
+    # In float64: whitening takes differences of numbers that may be large.
     chosen = values.detach()[loss_mask != 0].to(torch.float64)
-    if not chosen.numel():
-        raise BatchError("loss_mask selects no token; whitening needs at least one")
+    # The variance of a single value is 0 here, where the unbiased one would be NaN.
     variance, mean = torch.var_mean(chosen, correction=min(1, chosen.numel() - 1))
     whitened = (chosen - mean) * torch.rsqrt(variance + 1e-8)
     if not shift_mean:
@@ -72,20 +55,13 @@ def gae_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: ``A_t = delta_t + gamma lam A_next``, ``delta_t = r_t + gamma V_next - V_t``.
 
-    ``next`` is the next *selected* token of the same sequence: tokens that the policy did not choose, such as a tool's
-    answer inside a response, are stepped over without discount. After the last selected token the episode is over: A_next is
-    0, and V_next too where ``final_values`` says nothing else. The arithmetic is done in float64.
-
-    Sources: GAE, https://arxiv.org/abs/1506.02438, equation 16; verl's ``compute_gae_advantage_return``, which whitens the
-    advantages too: :func:`~rl_backend.algorithm.value.masked_whiten` does that here.
+    ``next`` is the next *selected* token of the same sequence: tokens that the policy did not choose are stepped over
+    without discount. Sources: GAE, https://arxiv.org/abs/1506.02438, equation 16; verl's ``compute_gae_advantage_return``,
+    which whitens the advantages too.
 
     Args:
-        token_rewards: (T,) floating, see :func:`~rl_backend.algorithm.rewards.token_rewards`.
-        values: (T,) floating, of the critic that saw the batch before its update.
-        loss_mask: (T,); selects where it is not 0; elsewhere the other tensors are not read.
+        token_rewards, values: (T,) floating, not read where ``loss_mask``, (T,), is 0.
         seq_lens: (B,) int64 on the CPU.
-        gamma: discount, within [0, 1].
-        lam: within [0, 1]; 1 gives the return less the value, 0 the temporal difference.
         final_values: (B,), V_next of each sequence's last selected token: of the state in which an episode was cut off, and
             0 where it ended. Source: time limits as cuts, https://arxiv.org/abs/1712.00378. None is 0 for all.
 
@@ -95,7 +71,7 @@ def gae_advantages(
 
     Raises:
         BatchError: shapes, or a reward or value of a selected token that is not finite.
-        ConfigError: ``gamma`` or ``lam``.
+        ConfigError: ``gamma`` or ``lam`` outside of [0, 1].
     """
     for name, option in (("gamma", gamma), ("lam", lam)):
         if not 0 <= option <= 1:
@@ -103,6 +79,7 @@ def gae_advantages(
     check_packed(seq_lens, token_rewards=token_rewards, values=values, loss_mask=loss_mask)
     check_finite(loss_mask, token_rewards=token_rewards, values=values)
 
+    # Over selected tokens alone: what a tool answered inside a response was not the policy's choice.
     selected = loss_mask != 0
     counts = [int(part.sum()) for part in torch.split(selected, seq_lens.tolist())]
     # Rows hold selected tokens alone, so the next column is the next action of the same sequence.
@@ -124,6 +101,7 @@ def gae_advantages(
         following = deltas[:, column] + gamma * lam * following
         rows[:, column] = following
     real = torch.arange(deltas.shape[1], device=deltas.device) < torch.tensor(counts, device=deltas.device)[:, None]
+    # The critic's float32 must not round rewards of float64, whose differences the advantages are.
     dtype = torch.promote_types(token_rewards.dtype, values.dtype)
     zeros = torch.zeros_like(values, dtype=dtype)
     advantages = zeros.masked_scatter(selected, rows[real].to(dtype))
@@ -135,15 +113,13 @@ def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> fl
     """``1 - Var(returns - values) / Var(returns)`` over the selected tokens: 1 for a perfect critic, 0 for a constant one.
 
     NaN when the returns are all equal: there is no variance to explain.
-
-    Args:
-        values, returns, loss_mask: (T,).
     """
     selected = loss_mask != 0
     chosen = returns[selected].to(torch.float64)
     if chosen.numel() == 0 or bool((chosen == chosen[0]).all()):
         return float("nan")
     error = chosen - values[selected].to(torch.float64)
+    # Without correction: both variances would have the same factor.
     return 1.0 - (error.var(correction=0) / chosen.var(correction=0)).item()
 
 
@@ -164,16 +140,8 @@ def value_loss(
 ) -> tuple[Tensor, Mapping[str, MetricValue]]:
     """``max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2`` per token; a :class:`~rl_backend.contracts.LossFn`.
 
-    Sources: PPO's code, https://arxiv.org/abs/2005.12729, section 3; verl's ``compute_value_loss``. ``dp_group`` is not
-    needed, since the denominators are counted over all ranks.
-
-    Reads ``model_output.values`` and the token fields ``loss_mask``, ``returns`` and, with ``cliprange_value``,
-    ``old_values``, each (T,). Entry t of all of them is about the choice of token t+1.
-    Reads the denominators of :func:`~rl_backend.algorithm.loss_aggregation.aggregate_loss` from ``data.meta``.
-
-    Args:
-        cliprange_value: how far a value may move from ``old_values`` before its gradient is 0; None: no clip.
-        loss_agg_mode, loss_scale_factor: see :func:`~rl_backend.algorithm.loss_aggregation.aggregation_terms`.
+    Reads the token fields ``loss_mask``, ``returns`` and, with ``cliprange_value`` (c), ``old_values``, each (T,).
+    Sources: PPO's code, https://arxiv.org/abs/2005.12729, section 3; verl's ``compute_value_loss``.
 
     Returns:
         The loss, and metrics as (sum, weight) pairs: ``value_loss`` (the mean that is optimised), ``value_mean``,
@@ -188,7 +156,7 @@ def value_loss(
     check_loss_agg_mode(loss_agg_mode, loss_scale_factor)
 
     loss_mask = token_vector(data, "loss_mask")
-    values = zero_masked(required_values(model_output), loss_mask)
+    values = zero_masked(required_output(model_output, "values"), loss_mask)
     returns = zero_masked(token_vector(data, "returns"), loss_mask)
     squares = (values - returns).square()
     metrics: dict[str, MetricValue] = {
@@ -203,6 +171,7 @@ def value_loss(
         metrics["value_clip_fraction"] = token_mean_metric(active, loss_mask)
         squares = torch.maximum(squares, clipped_squares)
     losses = 0.5 * squares
+    # The metric has local denominators, so that its mean is right however the batch was split.
     metrics["value_loss"] = aggregation_terms(
         losses.detach(),
         loss_mask,

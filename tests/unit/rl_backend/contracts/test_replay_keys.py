@@ -37,21 +37,6 @@ def test_keys_of_the_first_tokens_are_padded_with_minus_one(dtype: torch.dtype) 
     assert torch.equal(key_fields(keys, 2)["indexed_keys"], keys)
 
 
-@pytest.mark.parametrize(
-    ("keys", "tokens", "message"),
-    [
-        (torch.zeros(3, 2, 3, dtype=torch.int64), 2, r"indexed_keys has shape \(3, 2, 3\); .* sequence's 2 tokens"),
-        (torch.zeros(3, 3, dtype=torch.int64), 4, r"indexed_keys has shape \(3, 3\)"),
-        (torch.zeros(2, 2, 3), 4, r"indexed_keys has dtype torch.float32; expected int32 or int64"),
-        (torch.zeros(2, 2, 3, dtype=torch.int16), 4, r"indexed_keys has dtype torch.int16"),
-    ],
-)
-def test_keys_that_are_no_record_of_first_tokens_are_refused(keys: torch.Tensor, tokens: int, message: str) -> None:
-    with pytest.raises(BatchError, match=message) as refused:
-        key_fields(keys, tokens)
-    assert refused.value.details["name"] == "indexed_keys"
-
-
 def test_keys_of_the_model_pass() -> None:
     check_keys(batch(RIGHT), INDEXED)
     check_keys(batch(torch.full((6, 2, 3), -1)), INDEXED)

@@ -1,4 +1,4 @@
-"""The record of an episode: every id that was prompt or was sampled, in segments that can be trained on."""
+"""Training segments of an episode: every id that was prompt or was sampled, recorded as it was."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Open:
         self.rewards += [0.0] * len(generation.token_ids)
 
     def add_routes(self, routes: Routes) -> None:
-        """The rows of tokens that had none: a row stays the one of the pass that predicted the token behind it."""
+        # A row stays the one of the pass that predicted the token behind it.
         known = sum(len(rows) for rows in self.routes)
         # A copy, because the engine's array holds the rows of the whole prompt.
         self.routes.append(routes[known:].copy())
@@ -56,8 +56,6 @@ class _Open:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a turn lies."""
-
     segment: _Open
     start: int
     end: int
@@ -66,9 +64,8 @@ class _Place:
 class EpisodeRecord:
     """Builds the segments of one episode.
 
-    A prompt that begins with all ids of a segment extends it: what is new is masked. Any other prompt begins a segment of
-    its own, with everything before its turn masked. So each sampled token is trained once, after the very ids that it was
-    sampled after.
+    A prompt that begins with all ids of a segment extends it: what is new is masked. Any other prompt begins a new segment,
+    with everything before its turn masked. So each sampled token is trained once, after the ids that it was sampled after.
     """
 
     def __init__(self) -> None:
@@ -76,17 +73,10 @@ class EpisodeRecord:
         self._turns: list[_Place] = []
 
     def add(self, prompt_ids: Sequence[int], generation: Generation) -> None:
-        """Adds a turn.
-
-        Args:
-            prompt_ids: at least one.
-            generation: at least one token, with a log-prob and a version of each.
-
-        Raises:
-            BatchError: lengths that differ, or routes that are missing after turns that had some.
-        """
+        """Adds a turn; raises :class:`BatchError` for lengths that differ, or routes that only some turns have."""
         _check(prompt_ids, generation)
         prompt = list(prompt_ids)
+        # The newest of those that fit is the one that the episode continued.
         found = next((each for each in reversed(self._segments) if prompt[: len(each.token_ids)] == each.token_ids), None)
         if found is not None and bool(found.routes) != (generation.routes is not None):
             raise BatchError("some turns of an episode have expert routes and others have none; record all or none")
@@ -101,22 +91,14 @@ class EpisodeRecord:
         self._turns.append(_Place(segment, start, len(segment.token_ids)))
 
     def reward(self, value: float, turn: int = -1) -> None:
-        """Adds to the reward of a turn, at its last token.
-
-        Raises:
-            BatchError: there is no turn yet, or the value is not finite.
-        """
+        """Adds a finite number to the reward of a turn, at its last token; raises :class:`BatchError` for others."""
         place = self._place(turn)
         if not np.isfinite(value):
             raise BatchError(f"a reward of {value}: rewards must be finite numbers")
         place.segment.rewards[place.end - 1] += float(value)
 
     def leave_out(self, turn: int = -1) -> None:
-        """Takes a turn out of training: its tokens stay, as if they had been prompt.
-
-        Raises:
-            BatchError: there is no turn yet.
-        """
+        """Takes a turn out of training: its tokens stay, as if they had been prompt."""
         place = self._place(turn)
         segment, tokens = place.segment, place.end - place.start
         segment.sampled[place.start : place.end] = [False] * tokens

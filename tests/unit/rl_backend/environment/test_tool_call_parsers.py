@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rl_backend.contracts import ConfigError
-from rl_backend.environment.parsers import PARSERS, call_parser, no_calls
+from rl_backend.environment.tool_call_parsers import PARSERS, call_parser, no_calls
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 2}}\n</tool_call>'
 
