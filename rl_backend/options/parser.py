@@ -9,9 +9,21 @@ from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any, NoReturn
 
+_IN_THIS_PROJECT = ("rl_backend", "actors", "adapters", "benchmarks", "examples")
+_DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
+
 
 class CommandError(Exception):
     """What was wrong and what to do, in one message."""
+
+
+def missing_package(error: BaseException) -> str:
+    """What to install, in one sentence; empty where an error is not of a package that is missing here."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    # A name with a dot is missing from a package that is there: a mistake, of which the traceback tells more.
+    if not name or "." in name or name in _IN_THIS_PROJECT:
+        return ""
+    return f"the package {name} is not installed: pip install {_DISTRIBUTIONS.get(name, name.replace('_', '-'))}"
 
 
 class CommandParser(argparse.ArgumentParser):
