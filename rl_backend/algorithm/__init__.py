@@ -10,6 +10,7 @@ from rl_backend.algorithm.advantages import (
     reinforce_plus_plus_baseline_advantages as reinforce_plus_plus_baseline_advantages,
 )
 from rl_backend.algorithm.advantages import rloo_advantages as rloo_advantages
+from rl_backend.algorithm.distillation import distillation_loss as distillation_loss
 from rl_backend.algorithm.episodes import episode_lengths as episode_lengths
 from rl_backend.algorithm.episodes import episode_parts as episode_parts
 from rl_backend.algorithm.episodes import episode_rewards as episode_rewards

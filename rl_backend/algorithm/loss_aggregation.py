@@ -85,7 +85,15 @@ def check_finite(loss_mask: Tensor, **tensors: Tensor) -> None:
 
 
 def required_log_probs(model_output: ModelOutput) -> Tensor:
-    """``model_output.log_probs``; raises :class:`BatchError` when the model did not give them."""
+    """``model_output.log_probs``, (T,); raises :class:`BatchError` where the model gave none, or several for each token."""
+    log_probs = every_log_prob(model_output)
+    if log_probs.dim() != 1:
+        raise BatchError(f"log_probs has shape {tuple(log_probs.shape)}; this loss takes one target_ids for each token")
+    return log_probs
+
+
+def every_log_prob(model_output: ModelOutput) -> Tensor:
+    """``model_output.log_probs``, (T,) or (T, K); raises :class:`BatchError` when the model did not give them."""
     if model_output.log_probs is None:
         raise BatchError("the model output has no log_probs; this loss needs a model with a language-model head")
     return model_output.log_probs
@@ -125,7 +133,7 @@ def token_vector(data: PackedBatch, name: str) -> Tensor:
     return value
 
 
-type LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+type LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "sum"]
 
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode.__value__)
 
@@ -175,7 +183,7 @@ def aggregation_terms(
         loss_mask: (T,) bool, integer or floating weights.
         seq_lens: (B,) int64 on the CPU.
         mode: tokens, or sequences with the sum or mean of their tokens. A sequence without any selected token counts,
-            with loss 0.
+            with loss 0. ``sum`` divides by nothing; as a metric it is the mean over tokens.
         episode_share: (B,), of :data:`~rl_backend.contracts.EPISODE_SHARE`: the sequences of an episode count as one, whose
             tokens are those of all of them. None: each sequence is an episode.
         loss_scale_factor: what ``seq-mean-token-sum-norm`` divides by: a constant, for example the longest response.
@@ -185,7 +193,7 @@ def aggregation_terms(
     """
     check_loss_agg_mode(mode, loss_scale_factor)
     weights = loss_mask.to(token_losses.dtype)
-    if mode == "token-mean":
+    if mode in ("token-mean", "sum"):
         return masked_sum(token_losses, weights), weights.sum()
     shares = token_losses.new_ones(seq_lens.shape[0]) if episode_share is None else episode_share.to(token_losses)
     sequences = shares.sum()
@@ -207,9 +215,10 @@ def aggregate_loss(
 ) -> Tensor:
     """This micro-batch's part of the loss, 0-d and differentiable: ``sum / denominator * dp_size``.
 
-    Reads ``dp_size`` and ``batch_num_tokens`` (``token-mean``) or ``global_batch_size`` (the other modes) from
-    ``data.meta``; counts of this micro-batch never stand in for them. The factor ``dp_size`` undoes the average that
-    data parallelism takes of gradients.
+    Reads ``dp_size`` and ``batch_num_tokens`` (``token-mean``) or ``global_batch_size`` (means over sequences) from
+    ``data.meta``; counts of this micro-batch never stand in for them. ``sum`` has no denominator, and gradients of several
+    calls add up to that of all their tokens. The factor ``dp_size`` undoes the average that data parallelism takes of
+    gradients.
 
     Args:
         token_losses, loss_mask, mode, loss_scale_factor: as in :func:`aggregation_terms`.
@@ -222,8 +231,10 @@ def aggregate_loss(
     total, _ = aggregation_terms(
         token_losses, loss_mask, data.seq_lens, mode, loss_scale_factor=loss_scale_factor, episode_share=share
     )
-    name = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
-    return total / _positive_number(data, name) * _positive_number(data, "dp_size")
+    dp_size = _positive_number(data, "dp_size")
+    if mode == "sum":
+        return total * dp_size
+    return total / _positive_number(data, "batch_num_tokens" if mode == "token-mean" else "global_batch_size") * dp_size
 
 
 def _positive_number(data: PackedBatch, name: str) -> float:

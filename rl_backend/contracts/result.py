@@ -14,8 +14,9 @@ class ModelOutput(NamedTuple):
     """Outputs of one micro-batch of T tokens, on complete sequences. A field that was not asked for is None.
 
     Attributes:
-        log_probs: (T,) float32, of the next token at the batch's temperature; 0 at each sequence's last position.
-        entropy: (T,) float32, nats, of the distribution that ``log_probs`` is taken from; 0 at last positions.
+        log_probs: (T,) float32, of the next token at the batch's temperature; 0 at each sequence's last position. With the
+            token field ``target_ids`` of these, in its shape, (T,) or (T, K); 0 where one is -100.
+        entropy: (T,) float32, nats, of the distribution that ``log_probs`` is taken from; 0 where there is none.
         values: (T,) float32, of each token's state.
     """
 
