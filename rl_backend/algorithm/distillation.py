@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm.loss_aggregation import aggregate_loss, every_log_prob, token_mean_metric, token_vector
+from rl_backend.algorithm.loss_aggregation import aggregate_loss, required_output, token_mean_metric, token_vector
 from rl_backend.contracts import TARGET_IDS, BatchError, ConfigError, MetricValue, ModelOutput, PackedBatch
 
 KL_DIRECTIONS = ("forward", "reverse")
@@ -63,7 +63,7 @@ def distillation_loss(
         BatchError: a field, output or denominator that is missing or has another shape.
         ConfigError: an option.
     """
-    log_probs, chosen = every_log_prob(model_output), data.token_field(TARGET_IDS) != -100
+    log_probs, chosen = required_output(model_output, "log_probs"), data.token_field(TARGET_IDS) != -100
     teacher, loss_mask = data.token_field("teacher_log_probs"), token_vector(data, "loss_mask")
     if log_probs.dim() != 2 or teacher.shape != log_probs.shape:
         raise BatchError(

@@ -20,7 +20,7 @@ from rl_backend.algorithm.loss_aggregation import (
     aggregate_loss,
     aggregation_terms,
     broadcast_to_tokens,
-    every_log_prob,
+    required_output,
     sum_by_sequence,
     zero_masked,
 )
@@ -35,7 +35,7 @@ def cross_entropy(model_output: ModelOutput, data: PackedBatch, dp_group: Any = 
     Raises:
         BatchError: a missing field, or another shape than the targets'.
     """
-    log_probs, asked = every_log_prob(model_output), data.token_field(TARGET_IDS) != -100
+    log_probs, asked = required_output(model_output, "log_probs"), data.token_field(TARGET_IDS) != -100
     return _summed(-_like(data, "weights", asked) * log_probs, asked, data)
 
 
@@ -111,7 +111,7 @@ class _Terms:
     """What the losses with advantages are made of; all (T,), 0 where a token has no target."""
 
     def __init__(self, model_output: ModelOutput, data: PackedBatch) -> None:
-        log_probs, targets = every_log_prob(model_output), data.token_field(TARGET_IDS)
+        log_probs, targets = required_output(model_output, "log_probs"), data.token_field(TARGET_IDS)
         if targets.dim() == 2:
             if bool((targets[:, 1:] != -100).any()):
                 raise BatchError(

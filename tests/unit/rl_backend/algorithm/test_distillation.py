@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_backend.algorithm.distillation import distillation_loss, top_k_kl
 from rl_backend.contracts import TARGET_IDS, BatchError, ConfigError, ModelOutput, TokenSequence
-from rl_backend.data.packing import pack
+from rl_backend.data import pack
 
 T, K, V = 6, 4, 9
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rl_backend.algorithm import tinker_losses
 from rl_backend.contracts import TARGET_IDS, BatchError, LossFn, ModelOutput, PackedBatch, TokenSequence
-from rl_backend.data.packing import pack
+from rl_backend.data import pack
 
-LENGTHS = (7, 3, 11, 5)
+LENGTHS = (7, 4, 11, 5)
 K = 3
 
 
@@ -132,7 +132,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(name: str, split: list[l
     gradients = torch.autograd.grad(expected, log_probs)
     found, metric = summed(loss, rows, log_probs, split, **options)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    assert metric == pytest.approx(float(expected), rel=1e-6, abs=1e-6)
+    assert metric == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
     for mine, wanted in zip(torch.autograd.grad(found, log_probs), gradients, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
 
@@ -174,7 +174,7 @@ def test_several_targets_have_a_weight_each() -> None:
         asked = row.token_fields[TARGET_IDS] != -100
         expected = expected - (lp[asked] * row.token_fields["weights"][asked]).sum()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    assert metric == pytest.approx(float(expected), rel=1e-6)
+    assert metric == pytest.approx(expected.item(), rel=1e-6)
     gradients = torch.autograd.grad(found, log_probs), torch.autograd.grad(expected, log_probs)
     torch.testing.assert_close(*gradients)
 
