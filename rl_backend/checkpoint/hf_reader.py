@@ -223,7 +223,7 @@ def _read_json_object(file: Path, remedy: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        problem = f"cannot be read as JSON ({error})"
+        problem = f"cannot be read ({error})"
     else:
         if isinstance(content, dict):
             return content
