@@ -80,7 +80,6 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _parser(argv: Sequence[str]) -> CommandParser:
-    """Has the options of the command in ``argv``; the others are only listed."""
     parser = CommandParser(
         prog="rl-backend",
         description="A training backend for RL on language models.",

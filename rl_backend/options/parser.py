@@ -35,11 +35,7 @@ class CommandParser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
     def refuse_unknown(self, words: Iterable[str], meant: Callable[[str], str | None] | None = None) -> None:
-        """Refuses flags that are not there.
-
-        Args:
-            meant: the flag that was probably meant; None takes the one that is spelled most alike.
-        """
+        """Refuses flags that are not there."""
         # Before anything is parsed, because argparse first asks for flags that are missing.
         if any(action.nargs == argparse.REMAINDER for action in self._actions):
             return
