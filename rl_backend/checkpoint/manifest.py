@@ -154,7 +154,6 @@ class TrainingManifest(SealedConfig):
 
 
 def damaged(path: Path, name: str, what: str) -> CheckpointError:
-    """The error for a damaged file of the checkpoint ``path``."""
     return CheckpointError.at(path, f"is damaged: {what}; take an earlier checkpoint", name=name)
 
 
