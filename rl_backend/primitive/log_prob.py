@@ -350,18 +350,22 @@ class _NextTokenLogProbs(torch.autograd.Function):
 
         entropy = spread(entropies)
         ctx.save_for_backward(hidden, weight, labels, spread(log_normalizers), entropy, narrow, bias)
-        ctx.temperature, ctx.chunk_tokens, ctx.calculate_entropy = temperature, chunk_tokens, calculate_entropy
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.shard, ctx.factors, ctx.several = shard, factors, several
         if not calculate_entropy:
             ctx.mark_non_differentiable(entropy)
+        # An entropy that is a metric alone has no gradient, and costs nothing in the backward pass.
+        ctx.set_materialize_grads(False)
         return spread(label_logits - log_normalizers), entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_normalizers, entropy, narrow, bias = ctx.saved_tensors
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_normalizers)
         active = grad_log_probs != 0
-        if ctx.calculate_entropy:
+        if grad_entropy is not None:
             active |= grad_entropy != 0
         active &= labels != IGNORE_LABEL
         start = 0 if ctx.shard is None else ctx.shard.start
@@ -370,7 +374,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
         tokens = tokens._replace(bias=bias)
         gradient = NextTokenGradient(
             grad_log_probs[positions][:, None],
-            grad_entropy[positions][:, None] if ctx.calculate_entropy else None,
+            None if grad_entropy is None else grad_entropy[positions][:, None],
             entropy[positions][:, None],
             log_normalizers[positions][:, None],
         )
