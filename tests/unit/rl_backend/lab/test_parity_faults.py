@@ -58,7 +58,8 @@ def compare_on(model: Path, reference: SideRecord, candidate: SideRecord, dtype:
         ("gradient", "gradient", 0, "model.layers.1.self_attn.o_proj.weight"),
         ("missing gradient", "gradient", 0, "model.layers.1.mlp.up_proj.weight"),
         ("decay groups", "weights", 0, "model.layers.0.input_layernorm.weight"),
-        ("late", "loss", 3, ""),
+        ("log-probs", "loss", 0, ""),
+        ("late", "loss", 2, ""),
     ],
 )
 def test_the_first_place_where_two_sides_part_is_named(
