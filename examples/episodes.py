@@ -111,8 +111,6 @@ _GRPO = HasEffect(lambda config: config.algorithm == "grpo", "algorithm='ppo' ha
 
 
 class EpisodesConfig(EpisodeConfig):
-    """All options of a run."""
-
     option_set: ClassVar[OptionSet] = EpisodeConfig.option_set | OptionSet(
         preset={"run_dir": "runs/episodes"}, groups={"training": ("algorithm", "advantage", "kl_coef")}
     )

@@ -42,8 +42,6 @@ from rl_backend.data import local_model, pack
 
 
 class PPOConfig(RLConfig):
-    """All options of a run."""
-
     option_set: ClassVar[OptionSet] = RLConfig.option_set | OptionSet(
         preset={"run_dir": "runs/ppo", "prompts_per_step": 256, "sampling.n": 1},
         groups={"model": ("critic_model",), "layout": ("groups",)},

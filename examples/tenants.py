@@ -48,20 +48,19 @@ USER = RLConfig.option_set | OptionSet(preset={"run_dir": "runs/tenants", "lora.
 
 
 def check_user[C: RLConfig](self: C) -> C:
-    """Raises :class:`ConfigError` for options that users who share ranks and engines cannot have."""
-    name = type(self).__name__
+    wrong: list[tuple[str, Any, str]] = []
     if not self.pushes_adapters:
-        raise ConfigError.of(f"{name}.lora.push", self.lora.push, "users share engines; push adapters, of a rank above 0")
+        wrong.append(("lora.push", self.lora.push, "users share engines; push adapters, of a rank above 0"))
     if self.trace:
-        raise ConfigError.of(f"{name}.trace", True, "records one run, and all users' actors are the same; leave it out")
+        wrong.append(("trace", True, "records one run, and all users' actors are the same; leave it out"))
     if self.sampling.n < 2:
-        raise ConfigError.of(f"{name}.samples_per_prompt", self.sampling.n, "the loop compares at least 2 responses")
+        wrong.append(("samples_per_prompt", self.sampling.n, "the loop compares at least 2 responses"))
+    if wrong:
+        raise ConfigError.of_all([(f"{type(self).__name__}.{option}", *rest) for option, *rest in wrong])
     return self
 
 
 class UserConfig(RLConfig):
-    """Options of one user's run."""
-
     option_set: ClassVar[OptionSet] = USER
     loss: PolicyLoss = Field(default=PolicyLoss(), description="what a policy minimises")
     _check_user = model_validator(mode="after")(check_user)
@@ -97,7 +96,6 @@ class TenantsConfig(RLConfig):
         return self.each()
 
     def each(self) -> dict[str, UserConfig]:
-        """The whole options of every user."""
         shared = self.model_dump(mode="json", exclude={"users"})
         return {name: self._one(name, shared, own) for name, own in self.users.items()}
 
@@ -180,7 +178,6 @@ def train_user(name: str, config: UserConfig, session: Session, stop: StopReques
 
 
 def table(config: TenantsConfig, results: Mapping[str, RunResult]) -> str:
-    """A line for each user."""
     lines = [f"{'user':12}{'rank':>6}{'lr':>9}{'steps':>7}{'reward before':>15}{'after':>8}{'log-prob gap':>14}"]
     for name, result in results.items():
         user = config.each()[name]

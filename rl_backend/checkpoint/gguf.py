@@ -1,6 +1,5 @@
 """Models from GGUF files: dequantised and written as Hugging Face directories."""
 
-import importlib.util
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,13 +47,11 @@ def import_gguf(file: Path | str, out: Path | str, *, dtype: torch.dtype = torch
     written. ``out`` must not exist, its parent must; a failure leaves nothing behind.
 
     Raises:
-        UnsupportedError: the package ``gguf`` is missing, or transformers does not read this kind of model.
+        UnsupportedError: transformers does not read this kind of model.
         CheckpointError: there is no such file, it is damaged, ``out`` exists or its parent does not, the chat template ends
             answers without a special token, words come out of the tokenizer as single letters, or the disk is full.
     """
     source, target = Path(file).expanduser(), Path(out).expanduser()
-    if importlib.util.find_spec("gguf") is None:
-        raise UnsupportedError("GGUF files are read with the package gguf, which is not installed: pip install gguf")
     require_new(target)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

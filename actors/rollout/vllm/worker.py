@@ -153,8 +153,6 @@ class ReaderFilesLoader(DefaultModelLoader):
 
 
 class WorkerExtension:
-    """Methods added to vLLM's worker."""
-
     model_runner: Any
     weight_transfer_engine: Any
 
@@ -188,7 +186,6 @@ class WorkerExtension:
         self.weight_transfer_engine.shutdown()
 
     def state_dtypes(self) -> list[str]:
-        """Of the recurrent states of every layer that has one."""
         modules = self.model_runner.get_model().modules()
         return [name_of_dtype(each.kv_cache[1].dtype) for each in modules if isinstance(each, GatedDeltaNetAttention)]
 

@@ -43,7 +43,6 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """The machine this process runs on, within the limits of its container."""
     total, available = read_memory()
     gpus, driver = _gpus()
     return Machine(
@@ -123,8 +122,6 @@ type Need = Literal["required", "rollouts", "optional", "development"]
 
 @dataclass(frozen=True)
 class Tested:
-    """A package in the version that this project was tested with."""
-
     name: str
     version: str
     need: Need
