@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import update_result
+from benchmarks.forked_ranks import start_forked_rank
+from benchmarks.report import read_result, update_result
 from rl_backend.contracts import ParallelConfig
 from rl_backend.lab.parity.compare import (
     Comparison,
@@ -27,9 +28,9 @@ from rl_backend.lab.parity.compare import (
 )
 from rl_backend.lab.parity.config import ParityConfig, ParitySide, Role, plan_batch
 from rl_backend.lab.parity.run import compare_sides, record_side, record_steps
+from rl_backend.lab.text import finite
 from tests.support.libraries import smollm2
 
-STEPS = 20
 FAULT_STEPS = 3
 CANDIDATES = {
     "native": ParitySide(runtime="native"),
@@ -76,59 +77,56 @@ class Runs:
         return [RankRecord.load(file) for file in files], float(mark.read_text())
 
     def side(self, key: str, config: ParityConfig, name: Any) -> tuple[SideRecord, float]:
-        ranks, seconds = self.ranks(key, lambda folder: record_side(config, name, folder))
+        ranks, seconds = self.ranks(key, lambda folder: record_side(config, name, folder, start_forked_rank))
         return merge_ranks(ranks, plan_batch(config, config.side(name).data_parallel_size)), seconds
 
     def steps(self, key: str, config: ParityConfig, role: Role) -> tuple[StepNumbers, float]:
         if role == "again" and not (self.folder / key / "seconds").is_file():
             shutil.rmtree(self.states, ignore_errors=True)
             self.states.mkdir(parents=True)
-        ranks, seconds = self.ranks(key, lambda folder: record_steps(config, role, folder, self.states))
+        ranks, seconds = self.ranks(key, lambda folder: record_steps(config, role, folder, self.states, start_forked_rank))
         side = config.reference if role == "again" else config.candidate
         return merge_steps(ranks, side.data_parallel_size), seconds
 
     def compared(self, name: str, config: ParityConfig) -> dict[str, Any]:
-        """Of the candidate of ``config`` with the one reference, over as many steps as it takes."""
-        whole = config.replace(steps=STEPS)
-        reference, first = self.side("reference", whole, "reference")
-        again, second = self.steps("again", whole, "again")
+        """Of the candidate of ``config`` with the one reference; steps alone are left out where it has diverged without."""
+        reference, first = self.side("reference", config, "reference")
+        again, second = self.steps("again", config, "again")
         candidate, third = self.side(name, config, "candidate")
-        alone, fourth = self.steps(f"{name} alone", config, "alone")
-        cut = slice(config.steps)
-        kept = {one: getattr(reference, one) for one in reference.__dataclass_fields__}
-        kept |= {"losses": reference.losses[cut], "grad_norms": reference.grad_norms[cut]}
-        floor = StepNumbers(again.losses[cut], again.grad_norms[cut])
-        found = compare_sides(config, SideRecord(**kept), candidate, Tolerances.of(config.dtype), floor, alone)
-        return {
-            **_figures(found),
-            "seconds": {"reference": first, "again": second, "candidate": third, "alone": fourth},
-        }
+        seconds = {"reference": first, "again": second, "candidate": third}
+        tolerances = Tolerances.of(config.dtype)
+        start = time.monotonic()
+        found = compare_sides(config, reference, candidate, tolerances, again)
+        if found.first_divergence is None:
+            alone, seconds["alone"] = self.steps(f"{name} alone", config, "alone")
+            start = time.monotonic()
+            found = compare_sides(config, reference, candidate, tolerances, again, alone)
+        return {**_figures(found), "seconds": {**seconds, "comparison": round(time.monotonic() - start, 1)}}
 
 
 def _figures(comparison: Comparison) -> dict[str, Any]:
     divergence, floor, alone = comparison.first_divergence, comparison.largest_floor, comparison.largest_alone
-    assert floor is not None
-    assert alone is not None
-    return {
+    figures: dict[str, Any] = {
         "first_divergence": None if divergence is None else str(divergence),
-        "max_loss_rel_diff": comparison.max_loss_difference,
-        "max_grad_norm_rel_diff": comparison.max_grad_norm_difference,
-        "floor": {"loss_rel_diff": floor[0], "grad_norm_rel_diff": floor[1]},
-        "alone": {"loss_rel_diff": alone[0], "grad_norm_rel_diff": alone[1]},
+        "loss_and_grad_norm_rel_diff": (comparison.max_loss_difference, comparison.max_grad_norm_difference),
+        "floor": floor,
+        "alone": alone,
         "steps": len(comparison.steps),
         "loss_fall": comparison.loss_fall,
     }
+    plain: dict[str, Any] = finite(figures)
+    return plain
 
 
 def main() -> int:
     """Exit status 1 when a candidate diverges or a fault is not found, 2 when there is more to run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, default=Path("/tmp/rl-backend-parity-real"), help="folder of the runs")
+    parser.add_argument("--steps", type=int, default=20, help="of the candidates")
     parser.add_argument("--minutes", type=float, default=60.0, help="starts no further run after as long")
     parser.add_argument("--only", default="", help="what has this in its name")
     arguments = parser.parse_args()
-    arguments.work.mkdir(exist_ok=True)
-    runs = Runs(arguments.work, time.monotonic() + 60 * arguments.minutes)
+    deadline = time.monotonic() + 60 * arguments.minutes
     config = ParityConfig(
         plugins=("tests.support.faulty_runtime",),
         model=str(smollm2()),
@@ -137,17 +135,18 @@ def main() -> int:
         device="cpu",
         threads=2,
     )
-    whole: list[tuple[str, str, ParityConfig]] = [
-        ("candidates", name, config.replace(candidate=side, steps=STEPS)) for name, side in CANDIDATES.items()
-    ]
-    for fault in FAULTS:
-        side = ParitySide(runtime="faulty", options={"fault": fault})
-        whole.append(("faults", fault, config.replace(candidate=side, steps=FAULT_STEPS)))
-    results: dict[str, dict[str, Any]] = {"candidates": {}, "faults": {}}
+    faults = {fault: ParitySide(runtime="faulty", options={"fault": fault}) for fault in FAULTS}
+    groups = {"faults": (faults, FAULT_STEPS), "candidates": (CANDIDATES, arguments.steps)}
+    results: dict[str, dict[str, Any]] = {name: dict(read_result("parity_real").get(name, {})) for name in groups}
     try:
-        for group, name, each in whole:
-            if arguments.only in name:
-                results[group][name] = found = runs.compared(name, each)
+        for group, (sides, steps) in groups.items():
+            folder = arguments.work / f"{steps}-steps"
+            folder.mkdir(parents=True, exist_ok=True)
+            runs = Runs(folder, deadline)
+            for name, side in sides.items():
+                if arguments.only not in f"{group} {name}":
+                    continue
+                results[group][name] = found = runs.compared(name, config.replace(candidate=side, steps=steps))
                 print(f"{name}: {found['first_divergence'] or 'no divergence'}", flush=True)
                 update_result("parity_real", {"model": "SmolLM2-135M-Instruct, Q4_1", "dtype": "float32", **results})
     except TimeoutError:
