@@ -383,6 +383,7 @@ class TrainGroup:
 
     create_lora_adapter = remote(Atoms.create_lora_adapter)
     remove_lora_adapter = remote(Atoms.remove_lora_adapter)
+    reset_optimizer = remote(Atoms.reset_optimizer)
     get_lora_adapter = remote(Atoms.get_lora_adapter)
     list_lora_adapters = remote(Atoms.list_lora_adapters)
     get_optimizer_state = remote(Atoms.get_optimizer_state)
