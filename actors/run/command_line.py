@@ -20,7 +20,7 @@ RUN_AGAIN = "start the run again; --resume auto continues from its newest checkp
 def run_command(main: Callable[..., None], config_type: type[BaseConfig] | None = None, description: str = "") -> None:
     """Runs ``main`` and ends the process with its status.
 
-    Our errors, and packages that are missing, become one message and status 2; a finished run says so with status 0;
+    Our errors, and missing packages, become one message and status 2; a run that had finished says so with status 0;
     Ctrl-C is status 130, SIGTERM status 143, also of a run that either ends between two steps.
 
     Args:
