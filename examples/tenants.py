@@ -157,7 +157,7 @@ def has_steps_left(name: str, user: UserConfig) -> bool:
 def train_user(name: str, config: UserConfig, session: Session, stop: StopRequest) -> RunResult:
     """GRPO for one user: what it does is not seen by any other."""
     run = RLRun(config, session, label=f"{name:12}", stop=stop)
-    options = {"entropy_coef": config.entropy_coef, **config.importance_options()}
+    options = {"entropy_coef": config.entropy_coef, "on_policy": config.on_policy, **config.importance_options()}
     loss, meta = config.loss.function(config.sampling.max_new_tokens, **options), config.meta()
     with run:
         policy = run.build_model("policy", router_replay=config.router_replay)
@@ -165,8 +165,10 @@ def train_user(name: str, config: UserConfig, session: Session, stop: StopReques
         for _ in run.steps():
             batch = run.collect()
             sequences = to_sequences(batch.samples, routes=config.router_replay == "R3")
-            old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
-            sequences = with_advantages(with_outputs(sequences, old), batch.rewards, "grpo", config.sampling.n)
+            if not config.on_policy:  # else a step's only update has them itself
+                old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
+                sequences = with_outputs(sequences, old)
+            sequences = with_advantages(sequences, batch.rewards, "grpo", config.sampling.n)
             run.lap("old_log_probs")
             parts = update_parts(sequences, config.sampling.n, config.updates_per_step, config.data_parallel_size)
             updates = [policy.update(part, loss, meta) for part in parts]

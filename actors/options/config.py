@@ -35,6 +35,7 @@ from rl_backend.options.option_set import Follows, OptionSet, filled, get, gives
 
 # Where the options of the runtime are.
 BACKEND = "train.backend_cfg"
+_DTYPE = f"{BACKEND}.param_dtype"
 
 ChosenDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -66,7 +67,7 @@ RANKS = OptionSet(
         "seed": "train.seed",
     },
     follows={
-        f"{BACKEND}.param_dtype": Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
+        _DTYPE: Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
     },
     section_types=_section_types,
     groups={
@@ -274,8 +275,16 @@ class TrainingOptions(BaseModel):
     @property
     def trained_dtype(self) -> str:
         """Dtype of the trained parameters; unless it is chosen, needs Ray, which knows the GPUs."""
-        place = f"{BACKEND}.param_dtype"
-        return str(get(self, place)) if has(self, place) and gives(self, place) else resolve_dtype(self.dtype)
+        return str(get(self, _DTYPE)) if self._gives_dtype else resolve_dtype(self.dtype)
+
+    @property
+    def chooses_dtype(self) -> bool:
+        """Whether the dtype of the trained parameters is given."""
+        return self.dtype != "auto" or self._gives_dtype
+
+    @property
+    def _gives_dtype(self) -> bool:
+        return has(self, _DTYPE) and gives(self, _DTYPE)
 
     def describe_ranks(self) -> str:
         layout = "".join(f", {name}={size}" for name, size in self.parallel.model_dump().items() if size > 1)

@@ -196,8 +196,14 @@ class SampledOptions(BaseModel):
         """``sample_ahead`` with its default filled in."""
         return self.max_staleness if self.sample_ahead is None else self.sample_ahead
 
+    @property
+    def on_policy(self) -> bool:
+        """Whether a step's only update gives its own old log-probs: nothing asks for them, or for its routes, before."""
+        return self.updates_per_step == 1 and self.router_replay != "R2"
+
     def meta(self) -> dict[str, Any]:
-        meta = {"temperature": self.sampling.temperature, "calculate_entropy": self.entropy_coef > 0}
+        entropy = self.entropy_coef > 0 or self.on_policy
+        meta = {"temperature": self.sampling.temperature, "calculate_entropy": entropy}
         # Routes of runtimes and of samples are for the layers with experts alone.
         return meta if self.router_replay == "off" else meta | {"routed_experts_layers": "moe"}
 

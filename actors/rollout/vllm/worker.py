@@ -33,6 +33,7 @@ from actors.rollout.vllm.expected import EngineParameters
 from actors.rollout.vllm.patches import (
     bind_stores_to_their_address,
     load_through_loaders,
+    multiply_adapters_once_for_all_rows,
     name_weight_loaders,
     packing_embeddings_again,
     packing_experts_again,
@@ -204,4 +205,5 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     rotate_views_outside_the_kernel()
     route_by_sigmoid_without_groups()
     load_through_loaders()
+    multiply_adapters_once_for_all_rows()
     turn_generators_back()

@@ -8,6 +8,22 @@ _REFUSED = "test_grpo_options_that_cannot_work_are_refused"
 
 FAULTS = [
     Fault(
+        "workers-at-rays-own-priority",
+        "actors.cluster.session:init_local_ray",
+        'os.environ.setdefault(ray_constants.RAY_WORKER_NICENESS, "0")',
+        "pass",
+        ("test_ray_of_one_machine_is_started_with_its_own_switch",),
+        "a run would get what other programs of the machine leave",
+    ),
+    Fault(
+        "slower-dtype-recommended",
+        "actors.checks.machine:faster_dtype",
+        'return [f"--dtype bfloat16 multiplies {speedup:.1f}x as fast here"] if speedup > _CLEARLY else []',
+        'return [f"--dtype bfloat16 multiplies {speedup:.1f}x as fast here"]',
+        ("test_a_processor_that_multiplies_bfloat16_faster_is_told_of_where_the_dtype_is_left_open",),
+        "users of processors without the instruction would train slower",
+    ),
+    Fault(
         "folder-locked-after-ray-has-started",
         "actors.run.run:Run.__enter__",
         "lock = stack.enter_context(RunLock(config.run_dir))",
