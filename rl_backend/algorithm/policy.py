@@ -60,15 +60,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kl_type: str = "k3") ->
 
     Expectations are over tokens that the policy itself samples. Losses give this term no importance weights.
 
-    Sources: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; names and limits are verl's
-    ``kl_penalty``.
-
-    Args:
-        log_probs: (T,) floating, of the policy.
-        ref_log_probs: (T,) of the reference.
-
-    Raises:
-        ConfigError: an unknown ``kl_type``.
+    Sources: J. Schulman, http://joschu.net/blog/kl-approx.html; names and limits are those of verl's ``kl_penalty``.
     """
     check_kl_type(kl_type)
     difference = log_probs - ref_log_probs
@@ -125,7 +117,6 @@ class PolicyGradientLoss:
         the estimate k3 of KL(policy that sampled || policy of ``old_log_probs``), both in nats per token.
 
     Raises:
-        ConfigError: an option that cannot work, when the loss is made.
         BatchError: a field, output or denominator that is missing or has another shape.
     """
 

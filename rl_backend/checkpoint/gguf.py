@@ -14,18 +14,15 @@ from rl_backend.data.chat_template import turn_end
 
 _QUESTION = ({"role": "user", "content": "x"},)
 _TEXT = "The quick brown fox jumps over the lazy dog, and runs away from it."
-"""Ordinary words, of which every tokenizer with a real vocabulary has tokens of several letters."""
 
 
 class ImportedModel(NamedTuple):
     """What was written.
 
     Attributes:
-        model_type: of ``config.json``.
         parameters: how many, tied ones once.
         stored: type of the file's tensors, such as ``Q4_1``, -> how many have it.
-        end: the token that ends a text or an answer.
-        end_in_file: the one that the file's tokenizer names.
+        end, end_in_file: the token that ends a text or an answer, and the one that the file's tokenizer names.
     """
 
     model_type: str

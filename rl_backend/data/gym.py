@@ -46,13 +46,8 @@ def is_gym(source: Path | str) -> bool:
 def open_gym(source: str, *, field: str = "dataset") -> GymRows:
     """Opens ``gym:TASK?OPTION=VALUE&...``, with the options of the task's own configuration.
 
-    ``seed`` is 0 and ``size`` 500 where they are left out: the same text names the same rows.
-
-    Args:
-        field: the option that names it, for messages.
-
-    Raises:
-        ConfigError: there is no such task, or it refuses an option.
+    ``seed`` is 0 and ``size`` 500 where they are left out: the same text names the same rows. Raises :class:`ConfigError`
+    where there is no such task, or it refuses an option; ``field`` names it.
     """
     task, _, query = source.removeprefix(PREFIX).partition("?")
     task_type, config_type = _registered(source, task, field)
