@@ -158,6 +158,14 @@ FAULTS = [
         "later updates of a step would not be clipped",
     ),
     Fault(
+        "targets-of-responses-one-too-early",
+        "rl_backend.algorithm.sequences:_of_trained_tokens",
+        'following = sequence.input_ids.roll(-1).where(sequence.token_fields["loss_mask"] != 0, -100)',
+        'following = sequence.input_ids.where(sequence.token_fields["loss_mask"] != 0, -100)',
+        ("test_samples_become_sequences_with_their_routes_if_asked",),
+        "every run would train on the log-probs of other tokens",
+    ),
+    Fault(
         "entropy-bonus-is-a-penalty",
         "rl_backend.algorithm.policy:PolicyGradientLoss.__call__",
         "loss = loss - self.entropy_coef * self._aggregated(differentiable_entropy(model_output), loss_mask, data)",
