@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actors.checks.preflight import preflight as preflight
-    from actors.cluster.local_ray import init_local_ray as init_local_ray
-    from actors.cluster.local_ray import join_ray as join_ray
+    from actors.cluster.session import init_local_ray as init_local_ray
+    from actors.cluster.session import join_ray as join_ray
     from actors.folder.checkpoints import RunCheckpoints as RunCheckpoints
     from actors.folder.folder import RunFolder as RunFolder
     from actors.rollout.config import RolloutConfig as RolloutConfig
     from actors.rollout.config import SamplingConfig as SamplingConfig
     from actors.rollout.group.group import RolloutGroup as RolloutGroup
-    from actors.rollout.sample import Sample as Sample
-    from actors.rollout.sample import sample_seeds as sample_seeds
+    from actors.rollout.messages import Sample as Sample
+    from actors.rollout.messages import sample_seeds as sample_seeds
     from actors.rollout.tokens import RolloutTokens as RolloutTokens
     from actors.run.episode_run import EpisodeRun as EpisodeRun
     from actors.run.rl_run import RLRun as RLRun
     from actors.run.run import Run as Run
     from actors.run.session import Session as Session
     from actors.run.session import open_session as open_session
-    from actors.sync.canary import Canary as Canary
+    from actors.sync.adapter_push import Canary as Canary
     from actors.sync.push import WeightSync as WeightSync
     from actors.sync.report import PushReport as PushReport
     from actors.sync.source import WeightSource as WeightSource
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from actors.train.loss import Loss as Loss
 
 _MODULES = {
-    "Canary": "actors.sync.canary",
+    "Canary": "actors.sync.adapter_push",
     "EpisodeRun": "actors.run.episode_run",
     "GroupFuture": "actors.train.future",
     "HandleRef": "actors.train.context",
@@ -50,17 +50,17 @@ _MODULES = {
     "Run": "actors.run.run",
     "RunCheckpoints": "actors.folder.checkpoints",
     "RunFolder": "actors.folder.folder",
-    "Sample": "actors.rollout.sample",
+    "Sample": "actors.rollout.messages",
     "SamplingConfig": "actors.rollout.config",
     "Session": "actors.run.session",
     "TrainGroup": "actors.train.group",
     "WeightSource": "actors.sync.source",
     "WeightSync": "actors.sync.push",
-    "init_local_ray": "actors.cluster.local_ray",
-    "join_ray": "actors.cluster.local_ray",
+    "init_local_ray": "actors.cluster.session",
+    "join_ray": "actors.cluster.session",
     "open_session": "actors.run.session",
     "preflight": "actors.checks.preflight",
-    "sample_seeds": "actors.rollout.sample",
+    "sample_seeds": "actors.rollout.messages",
 }
 
 __all__ = [

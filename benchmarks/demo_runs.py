@@ -90,7 +90,7 @@ def ray_job(folder: Path) -> dict[str, Any]:
     """Submitted to a cluster of ``ray start --head`` that wants a token."""
     options = grpo_options(folder)
     with HeadNode(cpus=4) as head:
-        submit = ("-m", "examples.ray_job.submit", "--address", head.address, "--python", sys.executable)
+        submit = ("-m", "examples.ray_job", "--address", head.address, "--python", sys.executable)
         print(head.run(*submit, "--", "examples.grpo", *options, timeout=SECONDS).stdout)
     return summary_of(folder / "run")
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from actors.cluster.local_ray import init_local_ray
+from actors.cluster.session import init_local_ray
 from benchmarks import call_trace
 from benchmarks.call_trace import FOLDER, ROOT, Call
 from benchmarks.report import write_result

@@ -25,7 +25,7 @@ from typing import Any
 import ray
 import torch
 
-from actors.cluster.local_ray import init_local_ray
+from actors.cluster.session import init_local_ray
 from benchmarks import lora_curves as curves
 from benchmarks.lora_isolation import isolation_trials
 from benchmarks.lora_push import measure_pushes

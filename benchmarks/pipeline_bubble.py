@@ -31,7 +31,7 @@ from benchmarks.report import machine, write_result
 from rl_backend.child_process import open_lifeline, tie
 from rl_backend.pipeline import SCHEDULES, Action, Costs, Schedule, Span, Timeline, make_schedule, simulate
 from rl_backend.pipeline.executor import PipelineExecutor
-from rl_backend.primitive.deferred import weight_gradient
+from rl_backend.primitive.backward import weight_gradient
 
 PP = 4
 MICRO_BATCHES = (8, 16)

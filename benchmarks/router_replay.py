@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, sample_seeds
-from actors.cluster.local_ray import init_local_ray
+from actors.cluster.session import init_local_ray
 from actors.train.model import GroupModel, RouterReplayMode
 from benchmarks.report import interleave, machine, medians, read_result, write_result
 from rl_backend import NativeConfig, RuntimeConfig, TokenSequence

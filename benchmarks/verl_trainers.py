@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from actors.train.model import RouterReplayMode
 from examples.demo.task import ModelName, layers_for
-from examples.verl import grpo, ppo, sft
-from examples.verl.rl import RLOptions
+from examples.verl import sft
+from examples.verl.rl import RLOptions, train
 
 type Backend = Literal["native", "bridge"]
 type Algorithm = Literal["grpo", "ppo"]
@@ -54,7 +54,7 @@ def run_sft(options: sft.SFTOptions) -> dict[str, Any]:
     }
 
 
-def run_rl[O: RLOptions](options: O, train: Callable[[O], Path]) -> dict[str, Any]:
+def run_rl(options: RLOptions) -> dict[str, Any]:
     """verl's ``main_ppo``; ``reward`` is the share of right answers on prompts not trained on, greedy."""
     started = time.perf_counter()
     found = read_metrics(train(options))
@@ -80,7 +80,7 @@ def rollout_gap(model: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     modes: tuple[RouterReplayMode, ...] = ("off", "R3")
     for mode in modes:
-        options = grpo.GRPOOptions(
+        options = RLOptions(
             model=model,
             run_dir=str(folder / f"gap_{mode}"),
             router_replay=mode,
@@ -89,7 +89,7 @@ def rollout_gap(model: str, folder: Path) -> dict[str, Any]:
             updates_per_step=1,
             overrides=f"{QUIET} actor_rollout_ref.rollout.dtype=bfloat16",
         )
-        metrics = read_metrics(grpo.train(options))[1]
+        metrics = read_metrics(train(options))[1]
         found[mode] = {name: metrics[f"training/rollout_probs_diff_{name}"] for name in ("mean", "max", "std")}
         found[mode] |= {"kl": metrics["rollout_corr/kl"]}
     return found
@@ -126,9 +126,8 @@ def resume(backend: Backend, model: str, folder: Path, algorithm: Algorithm, **s
             "overrides": " ".join([QUIET, samples, f"skip.rollout_tq.steps={list(steps)}".replace(" ", ""), *overrides]),
             **settings,
         }
-        if algorithm == "ppo":
-            return read_metrics(ppo.train(ppo.PPOOptions(**options, critic_lr=1e-3)))
-        return read_metrics(grpo.train(grpo.GRPOOptions(**options, kl_coef=0.1)))
+        options |= {"critic_lr": 1e-3} if algorithm == "ppo" else {"kl_coef": 0.1}
+        return read_metrics(train(RLOptions(algorithm=algorithm, **options)))
 
     started = time.perf_counter()
     straight = run("straight")
@@ -209,8 +208,6 @@ def run_part(part: str, backend: Backend, folder: Path, steps: int, sft_steps: i
     if part == "rollout_gap":
         return rollout_gap(str(model), folder)
     options: dict[str, Any] = {"backend": backend, "model": str(model), "run_dir": str(folder / part), "steps": steps}
-    if part == "ppo":
-        return run_rl(ppo.PPOOptions(**options), ppo.train)
     if mixture:
         options |= {"router_replay": part.removeprefix("grpo_")}
-    return run_rl(grpo.GRPOOptions(**options), grpo.train)
+    return run_rl(RLOptions(algorithm="ppo" if part == "ppo" else "grpo", **options))

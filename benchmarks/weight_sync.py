@@ -26,14 +26,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actors.cluster.local_ray import init_local_ray
+from actors.cluster.session import init_local_ray
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine.engine import RolloutEngine
+from actors.rollout.group.engines import raise_failures
 from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync
 from actors.sync.report import PushReport
 from actors.sync.source import WeightSource
-from actors.sync.transport.staged import raise_failures
 from benchmarks.report import interleave, machine, medians, over_machines, require_sleeping_threads, write_result
 from rl_backend.contracts import TensorInfo, WeightManifest
 from rl_backend.weights.staging import plan_layout, read_tensor

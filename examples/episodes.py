@@ -5,8 +5,7 @@
 ``episodes.py`` is a copy of this file in the working directory; ``rl-backend example`` says where the original is.
 ``rows.jsonl`` has a line for each task, which the environment reads: ``{"high": 15, "turns": 4}`` for the guessing game,
 ``{"prompt": "60*17?", "answer": "1020"}`` for the calculator. Every option is a field of ``EpisodesConfig``. With
-``RAY_ADDRESS`` set it runs on that cluster, else on this machine. The file stands alone: copy it to begin an environment,
-or a loop, of your own.
+``RAY_ADDRESS`` set it runs on that cluster. Copy the file to begin an environment, or a loop, of your own.
 """
 
 from __future__ import annotations
@@ -92,7 +91,6 @@ class Calculator:
     tools = CALCULATOR.tools
 
     def __init__(self, row: Mapping[str, Any], seed: int) -> None:
-        del seed  # nothing is drawn
         self.row = row
 
     def start(self) -> list[dict[str, str]]:
@@ -134,6 +132,7 @@ class EpisodesConfig(EpisodeConfig):
         if self.algorithm == "grpo" and self.advantage != "reinforce_plus_plus" and self.sampling.n < 2:
             problem = f"advantage={self.advantage!r} compares at least 2 episodes"
             raise ConfigError.of("EpisodesConfig.samples_per_prompt", self.sampling.n, problem)
+        # Made here, so that a rate which does not fit is refused before Ray starts.
         self.critic_optimizer()
         return self
 
@@ -186,6 +185,7 @@ def train(config: EpisodesConfig, session: Session | None = None, on_step: OnSte
                 if critic:
                     critic_updates.append(critic.update(part, value_loss, meta))
                 updates.append(policy.update(part, loss, meta))
+            # Names that both updates have are the policy's.
             of_critic = update_metrics(critic_updates) if critic_updates else {}
             values = {name: value for name, value in of_critic.items() if "value" in name or "return" in name}
             run.lap("train")

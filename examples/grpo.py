@@ -3,9 +3,9 @@
     rl-backend grpo --model DIR --dataset train.jsonl --reward my_reward.py:compute_score --steps 200
 
 Every option is a field of ``GRPOConfig``, or of the configurations in it: ``--tp 2``, ``--rollout.enforce_eager``.
-``--config examples/recipes/dapo.json`` sets those in which DAPO differs. With
-``--max-staleness 1`` the next batch is sampled while this one is trained on. With ``RAY_ADDRESS`` set it runs on that
-cluster, else on this machine. The file stands alone: copy it to begin a loop of your own.
+``--config examples/recipes/dapo.json`` sets those in which DAPO differs. With ``--max-staleness 1`` the next batch is
+sampled while this one is trained on. With ``RAY_ADDRESS`` set it runs on that cluster. Copy the file to begin
+a loop of your own.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ from rl_backend.algorithm import overlong_penalty
 from rl_backend.contracts import ConfigError, HasEffect
 
 _DYNAMIC = HasEffect(lambda config: config.dynamic_sampling, "only dynamic_sampling takes several batches")
+_OF_TOKENS = HasEffect(
+    lambda config: config.kl_coef and config.advantage == "reinforce_plus_plus",
+    "needs advantage='reinforce_plus_plus', which looks at tokens, and kl_coef",
+)
 
 
 class GRPOConfig(RLConfig):
@@ -47,10 +51,7 @@ class GRPOConfig(RLConfig):
 
     option_set: ClassVar[OptionSet] = RLConfig.option_set | OptionSet(
         preset={"run_dir": "runs/grpo"},
-        groups={
-            "reward": ("overlong_buffer_tokens",),
-            "sampling": ("dynamic_sampling", "max_batches_per_step"),
-        },
+        groups={"reward": ("overlong_buffer_tokens",), "sampling": ("dynamic_sampling", "max_batches_per_step")},
     )
 
     advantage: Advantage = Field(
@@ -58,7 +59,7 @@ class GRPOConfig(RLConfig):
     )
     loss: PolicyLoss = Field(default=PolicyLoss(), description="what the policy minimises")
     kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the initial policy; 0 builds no reference")
-    kl_place: Literal["loss", "reward"] = Field(
+    kl_place: Annotated[Literal["loss", "reward"], _OF_TOKENS] = Field(
         default="loss", description="KL in the loss, or taken off the rewards of tokens (reinforce_plus_plus)"
     )
     overlong_buffer_tokens: int = Field(
@@ -71,26 +72,15 @@ class GRPOConfig(RLConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.sampling.n < 2 and self.advantage != "reinforce_plus_plus":
-            raise ConfigError.of(
-                "GRPOConfig.samples_per_prompt", self.sampling.n, f"advantage={self.advantage!r} compares at least 2"
-            )
-        if self.kl_place == "reward" and (self.advantage != "reinforce_plus_plus" or not self.kl_coef):
-            raise ConfigError.of(
-                "GRPOConfig.kl_place", "reward", "needs advantage='reinforce_plus_plus', which looks at tokens, and kl_coef"
-            )
+        if self.sampling.n < 2 and (self.dynamic_sampling or self.advantage != "reinforce_plus_plus"):
+            compares = "dynamic_sampling" if self.dynamic_sampling else f"advantage={self.advantage!r}"
+            raise ConfigError.of("GRPOConfig.samples_per_prompt", self.sampling.n, f"{compares} compares at least 2")
         if self.overlong_buffer_tokens > self.sampling.max_new_tokens:
-            raise ConfigError.of(
-                "GRPOConfig.overlong_buffer_tokens",
-                self.overlong_buffer_tokens,
-                f"is more than max_response_tokens={self.sampling.max_new_tokens}",
-            )
-        if self.dynamic_sampling and self.sampling.n < 2:
-            raise ConfigError.of("GRPOConfig.dynamic_sampling", True, "compares the rewards of a group; needs 2 samples")
+            problem = f"is more than max_response_tokens={self.sampling.max_new_tokens}"
+            raise ConfigError.of("GRPOConfig.overlong_buffer_tokens", self.overlong_buffer_tokens, problem)
         return self
 
     def loss_function(self) -> Loss:
-        """What the ranks minimise."""
         options = {"kl_coef": self.kl_coef - self.kl_in_reward, "entropy_coef": self.entropy_coef}
         return self.loss.function(self.sampling.max_new_tokens, **options, **self.importance_options())
 
@@ -100,7 +90,6 @@ class GRPOConfig(RLConfig):
 
     @property
     def kl_in_reward(self) -> float:
-        """Weight of the KL that is taken off the rewards."""
         return self.kl_coef if self.kl_place == "reward" else 0.0
 
     def shaped_rewards(self, batch: TrainingBatch) -> list[float]:
@@ -140,16 +129,11 @@ def train(config: GRPOConfig, session: Session | None = None, on_step: OnStep | 
                 sequences = with_outputs(sequences, reference.outputs({"ref_log_probs": "log_probs"}, sequences, meta))
             run.lap("old_log_probs")
 
-            sequences = with_advantages(
-                sequences,
-                config.shaped_rewards(batch),
-                config.advantage,
-                config.sampling.n,
-                kl_coef=config.kl_in_reward,
-            )
+            rewards, n = config.shaped_rewards(batch), config.sampling.n
+            sequences = with_advantages(sequences, rewards, config.advantage, n, kl_coef=config.kl_in_reward)
             # A KL in the loss is among the loss's own metrics.
             kl = kl_metrics(sequences) if config.kl_in_reward else {}
-            parts = update_parts(sequences, config.sampling.n, config.updates_per_step, config.data_parallel_size)
+            parts = update_parts(sequences, n, config.updates_per_step, config.data_parallel_size)
             updates = [policy.update(part, loss, meta) for part in parts]
             run.lap("train")
             run.push()

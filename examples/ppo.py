@@ -3,8 +3,8 @@
     rl-backend ppo --model DIR --dataset train.jsonl --reward my_reward.py:compute_score --steps 200
 
 The models are handles on one training group, or with ``--groups each`` on a group each, and then they work at the same
-time. Every option is a field of ``PPOConfig``. With ``RAY_ADDRESS`` set it runs on that cluster, else on this machine. The
-file stands alone: copy it to begin a loop of your own.
+time. Every option is a field of ``PPOConfig``. With ``RAY_ADDRESS`` set it runs on that cluster. Copy the file to begin a
+loop of your own.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class PPOConfig(RLConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.critic_warmup_steps >= self.steps:
-            raise ConfigError.of(
-                "PPOConfig.critic_warmup_steps", self.critic_warmup_steps, f"leaves none of steps={self.steps} to the actor"
-            )
+            problem = f"leaves none of steps={self.steps} to the actor"
+            raise ConfigError.of("PPOConfig.critic_warmup_steps", self.critic_warmup_steps, problem)
+        # Made here, so that a rate which does not fit is refused before Ray starts.
         self.critic_optimizer()
         return self
 
@@ -88,7 +88,6 @@ class PPOConfig(RLConfig):
 
     @property
     def kl_in_reward(self) -> float:
-        """Weight of the KL that is taken off the rewards."""
         return self.kl_coef if self.kl_place == "reward" else 0.0
 
     @property
@@ -153,6 +152,7 @@ def train(config: PPOConfig, session: Session | None = None, on_step: OnStep | N
                         actor_updates.append(actor.update(update, actor_loss, meta))
                     critic_updates.append(critic_update())
             of_critic = update_metrics(critic_updates)
+            # Names that both updates have are the actor's.
             for name, value in of_critic.items():
                 metrics[name if "value" in name or "return" in name else f"critic_{name}"] = value
             metrics |= update_metrics(actor_updates) if actor_updates else {"step_ok": of_critic["step_ok"]}
@@ -167,24 +167,17 @@ def train(config: PPOConfig, session: Session | None = None, on_step: OnStep | N
 def with_gae(
     sequences: Sequence[TokenSequence], rewards: Sequence[float], config: PPOConfig
 ) -> tuple[list[TokenSequence], dict[str, float]]:
-    """Adds ``advantages``, whitened, and ``returns``.
-
-    Metrics: ``explained_variance`` of the critic, unless all returns are equal, and ``kl``, in nats, where it is taken off
-    the rewards.
-    """
+    """Adds ``advantages``, whitened, and ``returns``; metrics are the critic's ``explained_variance`` and ``kl`` in nats."""
     packed = pack(sequences)
     fields, mask, seq_lens = packed.token_fields, packed.token_fields["loss_mask"], packed.seq_lens
     of_tokens = rewards_of_tokens(fields, seq_lens, rewards, config.kl_in_reward)
     advantages, returns = gae_advantages(of_tokens, fields["old_values"], mask, seq_lens, config.gamma, config.lam)
     added = {"advantages": masked_whiten(advantages, mask), "returns": returns}
     estimated = with_outputs(sequences, {name: packed.split(value.float()) for name, value in added.items()})
-    metrics: dict[str, float] = {}
     explained = explained_variance(fields["old_values"], returns, mask)
-    if math.isfinite(explained):
-        metrics["explained_variance"] = explained
-    if config.kl_in_reward:
-        metrics |= kl_metrics(sequences)
-    return estimated, metrics
+    # Where all returns are equal there is no variance to explain.
+    metrics = {"explained_variance": explained} if math.isfinite(explained) else {}
+    return estimated, metrics | (kl_metrics(sequences) if config.kl_in_reward else {})
 
 
 def main(config: PPOConfig) -> None:

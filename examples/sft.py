@@ -2,8 +2,8 @@
 
     rl-backend sft --model DIR --dataset train.jsonl --epochs 2
 
-Every option is a field of ``SFTConfig``. With ``RAY_ADDRESS`` set it runs on that cluster, else on this machine. The file
-stands alone: copy it to begin a loop of your own.
+Every option is a field of ``SFTConfig``. With ``RAY_ADDRESS`` set it runs on that cluster. Copy the file to begin a loop of
+your own.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ class SFTConfig(TrainingConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.batch_size < self.data_parallel_size:
-            raise ConfigError.of(
-                "SFTConfig.batch_size", self.batch_size, f"each of {self.data_parallel_size} data-parallel ranks needs one"
-            )
+            problem = f"each of {self.data_parallel_size} data-parallel ranks needs one"
+            raise ConfigError.of("SFTConfig.batch_size", self.batch_size, problem)
         return self
 
     @property
@@ -118,7 +117,7 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
 
 
 def load_data(config: SFTConfig) -> tuple[Examples[list[TokenSequence]], list[TokenSequence]]:
-    """Examples to train on, and held-out sequences, none longer than the model or a micro-batch has room for."""
+    """Examples to train on, and held-out sequences, all of which the model and a micro-batch have room for."""
     load = partial(
         load_sft_examples,
         tokenizer=load_tokenizer(config.model),

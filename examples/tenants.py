@@ -5,9 +5,8 @@
 
 Every option applies to each user, unless the user's own entry in ``users`` says otherwise: data, reward, rank, learning
 rate, number of steps. All share training ranks, engines and the model, which is held once. After each step of a user its
-adapter alone goes to the engines, which serve on. Each user has a run folder, ``run_dir/<user>``, with its
-checkpoints, metrics, report and adapter; ``run_dir/report.html`` shows all users. With ``--resume auto`` each continues from
-its last checkpoint. The file stands alone: copy it to begin a loop of your own.
+adapter alone goes to the engines, which serve on. Each user has a run folder, ``run_dir/<user>``; ``run_dir/report.html``
+shows all users. With ``--resume auto`` each continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
 
 
 def has_steps_left(name: str, user: UserConfig) -> bool:
-    """Whether a user's run has steps left; raises what refuses it, before anything starts for any user."""
+    # Asked of all users first, so that what refuses one is raised before anything starts for any.
     try:
         preflight(user)
     except RunFinishedError:

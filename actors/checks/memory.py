@@ -10,7 +10,7 @@ from actors.checks.model import find_layout, runtime_of
 from actors.options.config import RunModel
 from actors.options.policy_options import tenant_config
 from actors.options.sampled_config import RunConfig, SampledConfig
-from actors.rollout.lengths import positions_of
+from actors.rollout.config import positions_of
 from rl_backend.contracts import BatchError, ConfigError, NativeConfig, RLBackendError, UnsupportedError
 from rl_backend.lab.doctor.machine import read_memory
 from rl_backend.lab.plan.make import GIB, Plan, make_plan

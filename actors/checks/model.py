@@ -12,7 +12,7 @@ import torch
 from actors.checks.machine import is_on_cluster
 from actors.options.config import RunModel
 from actors.options.sampled_config import EpisodeConfig, RunConfig, SampledConfig
-from actors.rollout.lengths import more_than, positions_of
+from actors.rollout.config import more_than, positions_of
 from actors.train.model import require_known_end
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.checkpoint.hf_weights import require_same_head

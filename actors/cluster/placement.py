@@ -21,12 +21,9 @@ from rl_backend.contracts import ConfigError, UnsupportedError
 
 
 def thread_environment() -> dict[str, str]:
-    """Environment variables for a process before it starts.
-
-    Threads that wait sleep instead of spinning. A spinning thread holds the core that the one it waits for needs as soon as
-    another process works on the same cores, and a step then takes many times as long. A value that the driver's environment
-    has is kept.
-    """
+    """Environment variables for a process before it starts; values that the driver's environment has are kept."""
+    # Threads that wait sleep instead of spinning. A spinning thread holds the core that the one it waits for needs, where
+    # another process works on the same cores, and a step then takes many times as long.
     return {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
 
 
@@ -63,24 +60,18 @@ def reserve(
 ) -> Reservation:
     """Reserves one bundle per rank; ranks on one node get consecutive numbers.
 
-    Args:
-        timeout: seconds to wait for the resources.
-
     Raises:
-        ConfigError: Ray is not initialised, or a number that makes no sense.
-        UnsupportedError: the cluster did not have the resources in time; names what was asked and what there is.
+        ConfigError: Ray is not initialised, or numbers that make no sense.
+        UnsupportedError: the cluster did not have the resources within ``timeout`` seconds.
     """
     if not ray.is_initialized():
         raise ConfigError("Ray is not initialised in this process; call ray.init(...) first")
-    for field, value, least in (("num_ranks", num_ranks, 1), ("cores_per_rank", cores_per_rank, 1)):
-        if value < least:
-            raise ConfigError.of(field, value, f"must be at least {least}")
-    if not 0 <= gpus_per_rank <= 1:
-        raise ConfigError.of("gpus_per_rank", gpus_per_rank, "a rank trains on no GPU (0), on one (1) or on a share of one")
-    if 0 < gpus_per_rank < 1 and num_ranks > 1:
-        raise ConfigError.of("gpus_per_rank", gpus_per_rank, f"NCCL cannot put num_ranks={num_ranks} on one device; use 1")
-    if strategy not in ("pack", "spread"):
-        raise ConfigError.of("placement", strategy, "expected 'pack' or 'spread'")
+    for field, value in (("num_ranks", num_ranks), ("cores_per_rank", cores_per_rank)):
+        if value < 1:
+            raise ConfigError.of(field, value, "must be at least 1")
+    if not 0 <= gpus_per_rank <= 1 or (0 < gpus_per_rank < 1 and num_ranks > 1):
+        problem = "a rank trains on no GPU (0) or on one (1); a single rank also on a share of one, which NCCL cannot divide"
+        raise ConfigError.of("gpus_per_rank", gpus_per_rank, problem)
     bundle: dict[str, float] = {"CPU": cores_per_rank, **({"GPU": gpus_per_rank} if gpus_per_rank else {})}
     group = reserve_bundles(f"training group {name!r}", "rank", bundle, num_ranks, strategy, timeout, name=name)
     try:
@@ -106,10 +97,12 @@ def reserve_bundles(
         if group.wait(timeout):
             return group
         free, total = ray.available_resources(), ray.cluster_resources()
+        kinds = Counter(_amounts(node["Resources"]) for node in living_nodes())
+        nodes = ", ".join(f"{count} node{'s' if count > 1 else ''} of {amounts}" for amounts, count in kinds.items())
         raise UnsupportedError(
             f"{asker} asks for {count} {member}s with {_amounts(bundle)} each, together "
             f"{_amounts({kind: count * amount for kind, amount in bundle.items()})}; after {timeout:g} s the cluster "
-            f"has {_amounts(free)} free of {_amounts(total)}, in {_describe_nodes()} (a {member} must fit into one node); "
+            f"has {_amounts(free)} free of {_amounts(total)}, in {nodes} (a {member} must fit into one node); "
             "free some, add nodes, or ask for less",
             asked={kind: count * amount for kind, amount in bundle.items()},
             free={kind: free.get(kind, 0.0) for kind in ("CPU", "GPU")},
@@ -122,13 +115,7 @@ def reserve_bundles(
 
 
 def living_nodes() -> list[dict[str, Any]]:
-    """Ray's records of the cluster's living nodes."""
     return [node for node in ray.nodes() if node["Alive"]]
-
-
-def _describe_nodes() -> str:
-    kinds = Counter(_amounts(node["Resources"]) for node in living_nodes())
-    return ", ".join(f"{count} node{'s' if count > 1 else ''} of {amounts}" for amounts, count in kinds.items())
 
 
 def _slots(group: PlacementGroup, num_ranks: int) -> tuple[Slot, ...]:
@@ -148,11 +135,7 @@ def _amounts(resources: Mapping[str, Any]) -> str:
 
 
 class ClusterShare(NamedTuple):
-    """The resources that each process of a run reserves.
-
-    Attributes:
-        gpus: of each training rank and each engine; see :func:`gpus_each`.
-    """
+    """The resources that each process of a run reserves; ``gpus`` are those of each training rank and each engine."""
 
     cores_per_rank: int
     cores_per_engine: int
@@ -160,25 +143,17 @@ class ClusterShare(NamedTuple):
 
 
 def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> ClusterShare:
-    """Divides the cluster over training ranks and engines.
-
-    Where all CPUs are this machine's and Ray counts enough of them, as in a session that was started here, ranks divide its
-    cores and so do engines, because they take turns. Else each rank and engine has as many CPUs of its own as fit, all
-    equally many.
-
-    Args:
-        take_turns: False where training and sampling run at the same time, each on its own cores.
-
-    Raises:
-        ConfigError: fewer CPUs or GPUs than ranks and engines.
-    """
+    """Divides the cluster over training ranks and engines; raises :class:`ConfigError` where it has too few CPUs or GPUs."""
     gpus = gpus_each(ranks, engines)
     nodes = [node for node in living_nodes() if node["Resources"].get("CPU", 0) >= 1]
+    # All CPUs are this machine's, and Ray counts enough of them, as in a session that was started here: ranks divide its
+    # cores and so do engines, because they take turns.
     if len(nodes) == 1 and nodes[0]["NodeID"] == ray.get_runtime_context().get_node_id():
         members = (ranks, engines) if take_turns else (ranks + engines, ranks + engines)
         rank, engine = map(cores_each, members)
         if ranks * rank + engines * engine <= nodes[0]["Resources"]["CPU"]:
             return ClusterShare(rank, engine, gpus)
+    # Else each has as many CPUs of its own as fit, all equally many.
     cpus = [int(node["Resources"]["CPU"]) for node in nodes]
     places = [int(node["Resources"].get("GPU", 0) / gpus) if gpus else ranks + engines for node in nodes]
     for cores in range(max(cpus, default=0), 0, -1):
@@ -192,13 +167,8 @@ def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> C
 
 
 def gpus_each(ranks: int, engines: int, gpus: int | None = None) -> float:
-    """GPUs of each training rank and engine: 0 on a cluster without, 1, or half of a single one that both share.
-
-    Args:
-        gpus: that there are; None asks Ray.
-
-    Raises:
-        ConfigError: there are GPUs, but too few.
+    """GPUs of each training rank and engine: 0, 1, or half of a single one that both share; raises where there are too
+    few.
     """
     if gpus is None:
         gpus = int(ray.cluster_resources().get("GPU", 0))

@@ -15,13 +15,11 @@ from typing import Any, Literal, NamedTuple
 import ray
 from ray.util import metrics
 
+# Seconds, 0.003 to 393: a tenant's push through shared memory to one of large weights over a network.
 PUSH_BOUNDARIES = [0.003 * 2**power for power in range(18)]
-"""Seconds, 0.003 to 393."""
 
 
 class Definition(NamedTuple):
-    """A metric and the names of its tags."""
-
     kind: Literal["gauge", "counter", "histogram"]
     description: str
     tags: tuple[str, ...]
@@ -59,13 +57,11 @@ def set_gauge(name: str, value: float, **tags: str) -> None:
 
 
 def count(name: str, amount: float, **tags: str) -> None:
-    """Adds to a counter of :data:`METRICS`."""
     if ray.is_initialized() and amount > 0:
         _metric(name).inc(amount, tags)
 
 
 def observe(name: str, value: float, **tags: str) -> None:
-    """Adds to a histogram of :data:`METRICS`."""
     if ray.is_initialized():
         _metric(name).observe(value, tags)
 

@@ -23,8 +23,8 @@ END_SECONDS = 20.0
 """How long a run that has lost Ray may take to end in order."""
 
 _POLL_SECONDS, _POLL_SECONDS_ELSEWHERE = 0.5, 2.0
+# How long a server elsewhere may be out of reach: a network's hiccup must not end a run.
 _PATIENCE = 10.0
-"""How long a server elsewhere may be out of reach: a network's hiccup must not end a run."""
 _CONNECT_SECONDS = 3.0
 _FAMILY_EVERY = 10
 
@@ -98,7 +98,6 @@ class _Watch:
         return pending
 
     def found(self) -> bool:
-        """Whether Ray is gone; asks again."""
         self._told = True
         if not self._reason and (reason := self._check()):
             self._note(reason)
@@ -150,7 +149,6 @@ class _Watch:
 
 
 def _local_checks() -> dict[str, Callable[[], str]]:
-    """Checks of Ray's servers that this process has started; empty when it has not."""
     node = ray._private.worker._global_node
     processes = {name: infos[0].process for name, infos in (node.all_processes if node else {}).items() if infos}
     return {name: partial(_ended, name, processes[name]) for name in ("gcs_server", "raylet") if name in processes}
@@ -161,7 +159,6 @@ def _ended(name: str, process: subprocess.Popen[bytes]) -> str:
 
 
 def _remote_checks() -> dict[str, Callable[[], str]]:
-    """Checks of the cluster's control store and of the raylet on this process's node, by their ports."""
     context = ray.get_runtime_context()
     here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
     host, _, port = context.gcs_address.rpartition(":")
@@ -193,7 +190,6 @@ class _Port:
 
 
 def _descendants() -> dict[int, str]:
-    """Processes that descend from this one, with when each was started."""
     parents: dict[int, tuple[int, str]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and (fields := _stat(int(folder.name))):
@@ -212,8 +208,8 @@ def _started(pid: int) -> str | None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """What ``/proc/PID/stat`` says after the name, which may have spaces: state, parent, ..., start (20th)."""
     try:
+        # After the name, which may have spaces: state, parent, ..., start (20th).
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None

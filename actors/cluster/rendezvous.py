@@ -1,4 +1,4 @@
-"""Rendezvous of a group's processes: a store on the loopback address, a gate for other machines, and free ports."""
+"""Rendezvous of processes: a store on the loopback address, a gate for other machines, free ports, a push's gloo group."""
 
 from __future__ import annotations
 
@@ -11,42 +11,49 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import ray
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+import torch
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
 
 from actors.cluster.tcp_proxy import Gate, TcpProxy
 from rl_backend.parallel.groups import LOOPBACK, host_store, prefer_loopback
 
+# Ports that with_free_port() tries.
 ATTEMPTS = 5
-"""Ports that :func:`with_free_port` tries."""
+# How long one side of a GlooGroup waits for the other.
+GLOO_TIMEOUT = timedelta(seconds=120)
 
 
 def with_free_port[T](host: str, attempt: Callable[[int], T], *, attempts: int = ATTEMPTS) -> T:
-    """``attempt(port)`` with a port that is free at ``host``, for what must open the port itself.
-
-    The port stays bound meanwhile, which keeps it from every program that does not set ``SO_REUSEADDR``; what opens it must
-    set that, as torch and vLLM do. If a program takes it even so, ``attempt`` fails and is called again with
-    another port.
+    """``attempt(port)`` with a port that is free at ``host``, for what must open the port itself, and sets
+    ``SO_REUSEADDR`` as torch and vLLM do.
 
     Raises:
         OSError: ``host`` is not an address of this machine.
         Exception: what ``attempt`` raises, when it is no clash of ports or the last of ``attempts``.
     """
-    for number in range(1, attempts + 1):
+    while True:
+        # Bound meanwhile, which keeps the port from every program that does not set SO_REUSEADDR.
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind((host, 0))
             try:
                 return attempt(int(holder.getsockname()[1]))
             except Exception as error:  # torch and vLLM report a clash in types of their own
-                if number == attempts or not is_port_clash(error):
+                attempts -= 1
+                if attempts <= 0 or not is_port_clash(error):
                     raise
-    raise ValueError(f"attempts={attempts}: must be at least 1")
 
 
 def is_port_clash(error: BaseException) -> bool:
-    """Whether an error, or what caused it, says that a port is taken."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno == errno.EADDRINUSE:
@@ -62,7 +69,6 @@ _SIOCGIFADDR = 0x8915
 
 
 def node_address() -> str:
-    """This node's address, as Ray has it."""
     return str(ray.util.get_node_ip_address())
 
 
@@ -73,11 +79,9 @@ def rendezvous_address(nodes: Iterable[str]) -> str:
 
 
 def use_interface(address: str) -> None:
-    """Makes gloo use the interface with a rendezvous' address, unless ``GLOO_SOCKET_IFNAME`` names one.
-
-    Left to itself gloo takes the address of the host's name, which may be either. NCCL is left to itself, for it has one
-    interface per process and weights may travel to other nodes, unless Ray itself is on the loopback address alone.
-    """
+    """Makes gloo use the interface with a rendezvous' address, unless ``GLOO_SOCKET_IFNAME`` names one."""
+    # Left to itself gloo takes the address of the host's name, which may be either. NCCL is left to itself, for it has one
+    # interface per process and weights may travel to other nodes, unless Ray itself is on the loopback address alone.
     here = node_address()
     if here == LOOPBACK:
         prefer_loopback(os.environ)
@@ -114,17 +118,11 @@ class Rendezvous:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all members are."""
         return self.host == LOOPBACK
 
 
 class RendezvousPoint:
-    """A store of this process, for members that have its :attr:`rendezvous`.
-
-    Args:
-        address: as :func:`~actors.cluster.rendezvous.rendezvous_address` has it.
-        timeout: how long this process waits for a key of the store.
-    """
+    """A store of this process, for members that have its :attr:`rendezvous`; it waits ``timeout`` for a key."""
 
     def __init__(self, address: str, timeout: timedelta) -> None:
         self.store: TCPStore = host_store(timeout)
@@ -136,19 +134,13 @@ class RendezvousPoint:
             self.rendezvous = Rendezvous(address, self._gate.port, secret)
 
     def close(self) -> None:
-        """Lets nobody else in."""
         if self._gate is not None:
             self._gate.close()
 
 
 class RendezvousRoute:
-    """This process's way to a rendezvous.
-
-    Attributes:
-        port: of the loopback address, where the store answers.
-
-    Raises:
-        RLBackendError: the rendezvous does not answer, or has another secret.
+    """This process's way to a rendezvous: the store answers at ``port`` of the loopback address. Raises as
+    :func:`pass_gate`.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -161,3 +153,44 @@ class RendezvousRoute:
         """Opens no more connections; those that are open stay."""
         if self._doorway is not None:
             self._doorway.close()
+
+
+@dataclass(frozen=True)
+class GlooAddress:
+    rendezvous: Rendezvous
+    size: int
+
+
+class GlooGroup:
+    """A process group of a training group's source rank, whose place is 0 and whose store all join, and the engines."""
+
+    def __init__(self, address: GlooAddress, rank: int) -> None:
+        self._path = RendezvousRoute(address.rendezvous)
+        store = TCPStore(LOOPBACK, self._path.port, address.size, is_master=False, timeout=GLOO_TIMEOUT)
+        # Apart from torch's default group, so that a trainer's own groups are left alone.
+        prefixed = PrefixStore("rl_backend_weights", store)
+        self._group: Any = ProcessGroupGloo(prefixed, rank, address.size, _gloo_options(address.rendezvous))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            options = BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            self._group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
+
+    def close(self) -> None:
+        """Closes the connections, which tells those who wait for this process."""
+        self._group = None
+        self._path.close()
+
+
+def _gloo_options(rendezvous: Rendezvous) -> Any:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    # Ranks of one machine have named the loopback interface for themselves; engines elsewhere cannot reach it.
+    if interface and (rendezvous.on_one_machine or interface != "lo"):
+        place = {"interface": interface}
+    else:
+        place = {"hostname": LOOPBACK if rendezvous.on_one_machine else node_address()}
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(**place)]
+    options._timeout = GLOO_TIMEOUT
+    return options

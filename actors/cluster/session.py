@@ -1,6 +1,8 @@
 """The Ray session of a run: joined or started, watched while it lasts, and ended in order by SIGTERM.
 
-Schedulers and ``ray job stop`` end a run with SIGTERM.
+Schedulers and ``ray job stop`` end a run with SIGTERM. Ray that is started here is out of reach of other machines, and in
+process groups of its own: a terminal, ``timeout`` and some schedulers send a signal to the whole group of a command, and
+Ray's servers, which block Ctrl-C, end on SIGTERM, and with them the step that a run would still finish.
 """
 
 from __future__ import annotations
@@ -8,35 +10,35 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import ray
 import torch
+from ray._private import ray_constants, services
 from ray.exceptions import RayError
 
-from actors.cluster.local_ray import init_local_ray, join_ray
 from actors.cluster.placement import usable_cores
 from actors.cluster.ray_watch import ray_is_usable, watch_cluster
 from rl_backend.contracts import ConfigError
 
+# As of any program that SIGTERM ends.
 EXIT_TERMINATED = 128 + signal.SIGTERM
-"""Exit status of a run that SIGTERM ended, as of any program that it ends."""
-
+# Who sends a signal to a process and to its group sends it twice; that must not cut the clean-up short.
 _REPEATED_SECONDS = 10.0
-"""Who sends a signal to a process and to its group sends it twice; that must not cut the clean-up short."""
 
 
 @contextmanager
 def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
     """Connects to the cluster of ``RAY_ADDRESS``, or starts Ray here for that many training ranks and engines.
 
-    Ray that is started here listens on the loopback address alone, and is told of enough CPUs for ranks and engines to
-    reserve all cores each, because training and sampling take turns. Within the session SIGTERM raises
-    :class:`RunTerminated`.
+    Within the session SIGTERM raises :class:`RunTerminated`.
 
     Raises:
         ConfigError: no cluster answers at ``RAY_ADDRESS``, or it refuses this process's token.
@@ -74,6 +76,7 @@ def _start_or_join(ranks: int, engines: int) -> None:
                 "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)",
             ) from None
     else:
+        # Enough CPUs for ranks and engines to reserve all cores each: training and sampling take turns.
         init_local_ray(
             num_cpus=max(usable_cores(), ranks) + max(usable_cores(), engines),
             num_gpus=torch.cuda.device_count(),
@@ -81,6 +84,59 @@ def _start_or_join(ranks: int, engines: int) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+
+
+@contextmanager
+def own_process_groups() -> Iterator[None]:
+    """Inside, each process that Ray starts gets a group of its own, and passes it on to those that it starts."""
+    # They stay in the driver's session, and still end when the driver ends: the kernel sees to that, not the group.
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+
+
+def init_local_ray(**options: Any) -> None:
+    """``ray.init(address="local", **options)``, where Ray and its processes listen only on the loopback address."""
+    # By itself Ray binds to all interfaces of the machine, and its metrics can be read there without a token.
+    with _one_machine(), own_process_groups():
+        ray.init(address="local", **options)
+
+
+def join_ray(address: str, **options: Any) -> None:
+    """``ray.init(address=address, **options)``, even if :func:`init_local_ray` of another process started that Ray."""
+    # Ray takes a loopback address for this machine's address in the network, where such a Ray does not answer.
+    with _one_machine() if _on_loopback_alone(address) else nullcontext():
+        ray.init(address=address, **options)
+
+
+def _on_loopback_alone(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost") or not port.isdigit():
+        return False
+    return _answers(host, int(port)) and not _answers(ray.util.get_node_ip_address(), int(port))
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _one_machine() -> Iterator[None]:
+    # Ray's own switch, which it sets on macOS and Windows. RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 sets it too, but before
+    # Ray is imported alone, and to a node address of 127.0.0.1 Ray prefers the machine's.
+    clusters = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
 
 
 class RunStopped(KeyboardInterrupt):
@@ -96,13 +152,11 @@ class RunTerminated(RunStopped):
 
 @contextmanager
 def raised_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises :class:`RunTerminated` in the main thread, and so does what comes of it; elsewhere nothing changes.
-
-    Enter it after ``ray.init``, which has SIGTERM raise a SystemExit that nothing tells from a reward function's own.
-    """
+    """SIGTERM raises :class:`RunTerminated` in the main thread, and so does what comes of it; elsewhere nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # After ray.init, which has SIGTERM raise a SystemExit that nothing tells from a reward function's own.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield

@@ -17,12 +17,12 @@ from contextlib import suppress
 
 from rl_backend.contracts import RLBackendError
 
+# How long a handshake may take, from the connection to the other's proof.
 HANDSHAKE_SECONDS = 10.0
-"""How long a handshake may take, from the connection to the other's proof."""
+# Connections to one gate that have proved nothing yet. One more waits until one proves itself or gives up its place, which
+# none keeps for longer than PLACE_SECONDS: who knows no secret must not keep others out.
 MOST_PENDING = 256
-"""Connections to one gate that have proved nothing yet. One more waits until one proves itself or gives up its place."""
 PLACE_SECONDS = 1.0
-"""How long a connection keeps its place among those while others wait for one."""
 
 _ACCEPT_PAUSE = 0.1
 _NONCE = 32
@@ -31,11 +31,7 @@ _JOINER, _GATE = b"rl_backend joiner", b"rl_backend gate"
 
 
 class Listener:
-    """Serves each connection to a port in its own thread, until it is closed.
-
-    Attributes:
-        port: chosen by the system.
-    """
+    """Serves each connection to a port, which the system chooses, in its own thread, until it is closed."""
 
     def __init__(self, host: str, serve: Callable[[socket.socket], None]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -71,12 +67,7 @@ class Listener:
 
 
 class Gate(Listener):
-    """Lets those who know the secret through to a port of this machine's loopback address.
-
-    Args:
-        host: address of this node that other nodes reach.
-        target: the address and port to which the gate leads.
-    """
+    """Lets those who know the secret through from ``host`` to ``target``, a port of this machine's loopback address."""
 
     def __init__(self, host: str, target: tuple[str, int], secret: bytes) -> None:
         self._target = target
@@ -127,11 +118,7 @@ class Gate(Listener):
 
 
 class TcpProxy(Listener):
-    """A port of this machine's loopback address that leads through a gate elsewhere.
-
-    Raises:
-        RLBackendError: the gate does not answer, or has another secret.
-    """
+    """A port of this machine's loopback address that leads through a gate elsewhere; raises as :func:`pass_gate`."""
 
     def __init__(self, loopback: str, gate: tuple[str, int], secret: bytes) -> None:
         self._gate = gate

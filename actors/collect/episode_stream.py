@@ -10,7 +10,7 @@ from typing import Any
 from actors.collect.inputs import Row
 from actors.collect.stream import BatchStream, DrawnBatch
 from actors.folder.progress import StreamPosition
-from actors.rollout.sample import sample_seed
+from actors.rollout.messages import sample_seed
 from rl_backend.environment import TokenSource
 from rl_backend.environment.groups import Group, GroupTask, PlayOptions, play_groups
 from rl_backend.environment.playing import run_episodes

@@ -13,7 +13,7 @@ from actors.collect.stop_tokens import Ends
 from actors.collect.transcripts import describe_episodes, describe_samples
 from actors.options.eval_sets import EvalSet
 from actors.rollout.config import SamplingConfig
-from actors.rollout.sample import Sample
+from actors.rollout.messages import Sample
 from actors.watch.console import warn
 from actors.watch.health_metrics import KNOWN, UNKNOWN
 from rl_backend.algorithm.estimates import Estimate, mean_over_prompts, pass_at_k

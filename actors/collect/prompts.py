@@ -17,7 +17,7 @@ from actors.collect.transcripts import describe_samples
 from actors.folder.progress import StreamPosition
 from actors.options.sampled_config import RLConfig
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.sample import Sample, sample_seeds
+from actors.rollout.messages import Sample, sample_seeds
 from actors.watch.clock import Clock
 from rl_backend.algorithm import groups_with_signal
 from rl_backend.contracts import RewardError

@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import raise_if_terminated
-from actors.rollout.sample import Sample
+from actors.rollout.messages import Sample
 from rl_backend.data.chat import decode
 from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import RewardCall, RewardConfig, RewardScorer, Score, Scoring

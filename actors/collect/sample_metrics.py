@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from actors.rollout.sample import Sample
+from actors.rollout.messages import Sample
 from rl_backend.algorithm.episodes import truncated_share
 from rl_backend.data.chat import known_token_ids
 from rl_backend.environment import Episode

@@ -15,7 +15,7 @@ from typing import Self
 from actors.folder.progress import StreamPosition
 from actors.rollout.config import SamplingConfig
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.sample import Sample, sample_seeds
+from actors.rollout.messages import Sample, sample_seeds
 from rl_backend.data.prompts import Prompt
 
 

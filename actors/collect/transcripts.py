@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from actors.rollout.sample import Sample
+from actors.rollout.messages import Sample
 from rl_backend.data.chat import decode
 from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import Score

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from actors.folder.checkpoints import RunCheckpoint
-from actors.rollout.sample import Routes, Sample, VersionSpan
+from actors.rollout.messages import Routes, Sample, VersionSpan
 from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.checkpoint.stored_metadata import load_problem
 from rl_backend.contracts import CheckpointError, ConfigError

@@ -13,10 +13,9 @@ from actors.options.config import TRAINING, HeldOutSets, TrainingConfig, Trainin
 from actors.options.eval_sets import sets_by_name
 from actors.options.policy_options import PolicyLoRA
 from actors.options.rank_options import resolve_dtype
-from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.lengths import fitting_lengths, positions_of
+from actors.rollout.config import RolloutConfig, SamplingConfig, fitting_lengths, positions_of
 from actors.rollout.placement import with_share
-from actors.sync.transport.staged import TransportName
+from actors.sync.staged_transports import TransportName
 from actors.train.model import RouterReplayMode
 from rl_backend.algorithm.episodes import Truncated
 from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, BaseConfig, ConfigError, HasEffect

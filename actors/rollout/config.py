@@ -1,12 +1,15 @@
-"""Configurations of rollout engines and of sampling."""
+"""Configurations of rollout engines and of sampling, and lengths within the positions of the engines' model."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from rl_backend.contracts import MAY_CHANGE, BaseConfig, ConfigError, HasEffect
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import MAY_CHANGE, BaseConfig, CheckpointError, ConfigError, HasEffect
+from rl_backend.model import model_positions
 
 OWN_ARGUMENTS = {
     "model": "model_path",
@@ -39,14 +42,23 @@ OWN_ARGUMENTS = {
     "lora_dtype": "dtype",
 }
 """Arguments of vLLM that are not given as such -> the field that decides each; None where engines do."""
+# vLLM's own bound.
 MAX_ADAPTER_RANK = 512
-"""vLLM's."""
 _WITHOUT_ROUTES = {
     "pipeline_parallel_size": "the stages of a pipeline see their own layers alone",
     "decode_context_parallel_size": "its ranks see some of the tokens alone",
     "prefill_context_parallel_size": "its ranks see some of the tokens alone",
     "kv_transfer_config": "keys and values from elsewhere come without their routes",
 }
+
+
+type _Problem = tuple[str, Any, str]
+"""Field, value, and what is wrong with it."""
+
+
+def _refused(config: str, problems: list[_Problem]) -> ConfigError:
+    blamed = [(f"{config}.{field}", f"={value!r}: {problem}") for field, value, problem in problems]
+    return ConfigError("; ".join(field + problem for field, problem in blamed), config=config, blamed=blamed)
 
 
 _OF_ALL_MEMORY = HasEffect(
@@ -131,92 +143,70 @@ class RolloutConfig(BaseConfig):
     sampling_timeout: Annotated[float, MAY_CHANGE] = Field(default=3600.0, gt=0)
     engine_args: dict[str, Any] = Field(default_factory=dict)
 
-    @field_validator("engine_args")
-    @classmethod
-    def _not_ours(cls, engine_args: dict[str, Any]) -> dict[str, Any]:
-        for name in engine_args:
-            if name in OWN_ARGUMENTS:
-                ours = OWN_ARGUMENTS[name]
-                advice = f"use RolloutConfig.{ours}" if ours else "rollout engines set it themselves"
-                raise ConfigError.of(f"RolloutConfig.engine_args[{name!r}]", engine_args[name], advice)
-        return engine_args
-
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.cores is not None:
-            self._check_cores(self.cores)
-        if self.cores_per_engine is not None and self.cores_per_engine % self.tensor_parallel:
-            raise ConfigError.of(
-                "RolloutConfig.cores_per_engine",
-                self.cores_per_engine,
-                f"must be a multiple of tensor_parallel={self.tensor_parallel}, whose workers divide the cores",
-            )
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_model_len:
-            raise ConfigError.of(
-                "RolloutConfig.max_num_batched_tokens",
-                self.max_num_batched_tokens,
-                f"a prompt is computed in one step, so it must be at least max_model_len={self.max_model_len}",
-            )
-        if self.max_adapters and self.tensor_parallel > 1:
-            raise ConfigError.of(
-                "RolloutConfig.max_adapters",
-                self.max_adapters,
-                f"adapters are not pushed to the parts of an engine with tensor_parallel={self.tensor_parallel}; use 1, or "
-                "max_adapters=0 and WeightSync(..., merged=True)",
-            )
-        if self.gpus_per_worker < 1 and self.tensor_parallel > 1:
-            raise ConfigError.of(
-                "RolloutConfig.gpus_per_worker",
-                self.gpus_per_worker,
-                f"tensor_parallel={self.tensor_parallel} workers need as many different GPUs, and Ray gives shares of one "
-                "only; use gpus_per_worker=1",
-            )
-        if self.device == "cpu":
-            check_engine_device(self, self.device)
-        if self.return_routed_experts:
-            self._check_routes()
+        if problems := [*self._problems(), *self._problems_of_cores(), *self._problems_of_routes()]:
+            raise _refused("RolloutConfig", problems)
+        check_engine_device(self, self.device)
         return self
 
-    def _check_routes(self) -> None:
-        if self.turns_at_push == "pause":
-            raise ConfigError.of(
-                "RolloutConfig.turns_at_push",
-                "pause",
-                "a turn would have routes of several weight versions, which no replay takes; use 'finish', or "
-                "return_routed_experts=False",
+    def _problems(self) -> Iterator[_Problem]:
+        for name in self.engine_args.keys() & OWN_ARGUMENTS.keys():
+            ours = OWN_ARGUMENTS[name]
+            advice = f"use RolloutConfig.{ours}" if ours else "rollout engines set it themselves"
+            yield f"engine_args[{name!r}]", self.engine_args[name], advice
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_model_len:
+            problem = f"a prompt is computed in one step, so it must be at least max_model_len={self.max_model_len}"
+            yield "max_num_batched_tokens", self.max_num_batched_tokens, problem
+        if self.max_adapters and self.tensor_parallel > 1:
+            problem = (
+                f"adapters are not pushed to the parts of an engine with tensor_parallel={self.tensor_parallel}; use 1, or "
+                "max_adapters=0 and WeightSync(..., merged=True)"
             )
+            yield "max_adapters", self.max_adapters, problem
+        if self.gpus_per_worker < 1 and self.tensor_parallel > 1:
+            problem = (
+                f"tensor_parallel={self.tensor_parallel} workers need as many different GPUs, and Ray gives shares of one "
+                "only; use gpus_per_worker=1"
+            )
+            yield "gpus_per_worker", self.gpus_per_worker, problem
+
+    def _problems_of_cores(self) -> Iterator[_Problem]:
+        if self.cores_per_engine is not None and self.cores_per_engine % self.tensor_parallel:
+            problem = f"must be a multiple of tensor_parallel={self.tensor_parallel}, whose workers divide the cores"
+            yield "cores_per_engine", self.cores_per_engine, problem
+        if self.cores is None:
+            return
+        if self.device == "cuda":
+            yield "cores", self.cores, "only CPU engines have cores; unset it"
+        if self.cores_per_engine is not None:
+            problem = "set either cores_per_engine (a count) or cores (core ids), not both"
+            yield "cores_per_engine", self.cores_per_engine, problem
+        if len(self.cores) != self.num_engines:
+            yield "cores", self.cores, f"expected one group of cores for each of the {self.num_engines} engines"
+        for group in self.cores:
+            if not group or len(set(group)) != len(group) or min(group) < 0 or len(group) % self.tensor_parallel:
+                problem = f"a group is different core numbers, a multiple of tensor_parallel={self.tensor_parallel} of them"
+                yield "cores", group, problem
+
+    def _problems_of_routes(self) -> Iterator[_Problem]:
+        if not self.return_routed_experts:
+            return
+        if self.turns_at_push == "pause":
+            problem = (
+                "a turn would have routes of several weight versions, which no replay takes; use 'finish', or "
+                "return_routed_experts=False"
+            )
+            yield "turns_at_push", "pause", problem
         for name, reason in _WITHOUT_ROUTES.items():
             if self.engine_args.get(name) not in (None, 1):
-                raise ConfigError.of(
-                    f"RolloutConfig.engine_args[{name!r}]",
-                    self.engine_args[name],
-                    f"vLLM returns no routed experts with it: {reason}; leave it out, or use return_routed_experts=False",
+                problem = (
+                    f"vLLM returns no routed experts with it: {reason}; leave it out, or use return_routed_experts=False"
                 )
-
-    def _check_cores(self, cores: tuple[tuple[int, ...], ...]) -> None:
-        if self.device == "cuda":
-            raise ConfigError.of("RolloutConfig.cores", cores, "only CPU engines have cores; unset it")
-        if self.cores_per_engine is not None:
-            raise ConfigError.of(
-                "RolloutConfig.cores_per_engine",
-                self.cores_per_engine,
-                "set either cores_per_engine (a count) or cores (core ids), not both",
-            )
-        if len(cores) != self.num_engines:
-            raise ConfigError.of(
-                "RolloutConfig.cores", cores, f"expected one group of cores for each of the {self.num_engines} engines"
-            )
-        for group in cores:
-            if not group or len(set(group)) != len(group) or min(group) < 0 or len(group) % self.tensor_parallel:
-                raise ConfigError.of(
-                    "RolloutConfig.cores",
-                    group,
-                    f"a group is different core numbers, a multiple of tensor_parallel={self.tensor_parallel} of them",
-                )
+                yield f"engine_args[{name!r}]", self.engine_args[name], problem
 
     @property
     def batched_tokens(self) -> int:
-        """``max_num_batched_tokens`` with its default filled in."""
         return self.max_num_batched_tokens or max(8192, self.max_model_len)
 
 
@@ -273,21 +263,62 @@ class SamplingConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        problems: list[_Problem] = []
         if 0 < self.temperature < 0.01:
-            raise ConfigError.of(
-                "SamplingConfig.temperature", self.temperature, "vLLM would raise it to 0.01; use 0 for greedy sampling"
-            )
+            problems.append(("temperature", self.temperature, "vLLM would raise it to 0.01; use 0 for greedy sampling"))
         if "" in self.stop_strings:
-            raise ConfigError.of(
-                "SamplingConfig.stop_strings", self.stop_strings, "an empty string would end every response; remove it"
-            )
+            problems.append(("stop_strings", self.stop_strings, "an empty string would end every response; remove it"))
         if self.temperature == 0 and self.n > 1:
-            raise ConfigError.of(
-                "SamplingConfig.n", self.n, "greedy responses are all the same; raise temperature, or use n=1"
-            )
+            problems.append(("n", self.n, "greedy responses are all the same; raise temperature, or use n=1"))
+        if problems:
+            raise _refused("SamplingConfig", problems)
         return self
 
     @property
     def cuts(self) -> list[str]:
         """Options that keep some tokens from being sampled."""
         return [name for name in ("top_p", "top_k", "min_p") if self.is_set(name)]
+
+
+def positions_of(model: str, family: str = "auto") -> int | None:
+    """The longest sequence of the model in a directory, in tokens; None where nothing limits it, or it is not here."""
+    try:
+        return model_positions(read_hf_config(model), family)
+    except CheckpointError:
+        return None
+
+
+def within_model(config: RolloutConfig) -> RolloutConfig:
+    """``config`` with a default ``max_model_len`` that the model has positions for; raises where another one is too long."""
+    positions = positions_of(config.model_path)
+    if positions is None or config.max_model_len <= positions:
+        return config
+    if config.is_set("max_model_len"):
+        raise ConfigError.of("RolloutConfig.max_model_len", config.max_model_len, more_than(config.model_path, positions))
+    return config.replace(max_model_len=positions)
+
+
+def fitting_lengths(asked: Mapping[str, int], left: Collection[str], positions: int) -> dict[str, int]:
+    """What the lengths ``left`` to us can be, so that all of ``asked`` fit; empty where they do, or never will."""
+    room = positions - sum(tokens for option, tokens in asked.items() if option not in left)
+    if room < len(left) or sum(asked.values()) <= positions:
+        return {}
+    fitting: dict[str, int] = {}
+    for number, option in enumerate(sorted(left, key=lambda option: asked[option])):
+        fitting[option] = min(asked[option], room // (len(left) - number))
+        room -= fitting[option]
+    return fitting
+
+
+def more_than(model: str, positions: int) -> str:
+    return f"{model} has {positions} positions for prompt and response together; use at most {positions}"
+
+
+def require_tokenizer(config: RolloutConfig, sampling: SamplingConfig) -> None:
+    """Raises :class:`ConfigError` for stop strings that engines without a tokenizer cannot find."""
+    if sampling.stop_strings and not config.load_tokenizer:
+        raise ConfigError.of(
+            "SamplingConfig.stop_strings",
+            sampling.stop_strings,
+            "engines find them in text and have no tokenizer; set RolloutConfig.load_tokenizer",
+        )

@@ -1,17 +1,24 @@
-"""Messages between a rollout group and its engines."""
+"""Messages between a rollout group and its engines: requests and responses, samples and their routes, adapters."""
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
 
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
 from actors.rollout.config import SamplingConfig
-from actors.rollout.sample import ExpertIds, VersionSpan
-from rl_backend.contracts import RolloutError
+from rl_backend.contracts import BatchError, RolloutError, TokenSequence, WeightVersionError, route_fields
 
 type EngineState = Literal["serving", "paused", "dirty", "asleep"]
+type FinishReason = Literal["stop", "length", "abort"]
+type ExpertIds = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -20,10 +27,10 @@ class EngineInfo:
 
     Attributes:
         workers: processes that hold a part of the model.
-        node_id: Ray's, of the node that it runs on.
+        node_id: Ray's.
         host: equal for processes that share memory.
         cores: numbers of the cores that it runs on; empty on CUDA.
-        device_ids: of CUDA devices, their UUIDs; empty on a CPU.
+        device_ids: UUIDs of its CUDA devices; empty on a CPU.
         version: of the weights served; ``UNVERSIONED`` before the first push.
         moe_layers: with ``RolloutConfig.return_routed_experts``, the numbers of the layers that have experts.
     """
@@ -51,14 +58,7 @@ IN_MEMORY = "memory://"
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """One version of a tenant's adapter in the engines. Neither name nor number is ever used again.
-
-    Attributes:
-        tenant: name of the LoRA tenant.
-        version: the tenant's weight version.
-        number: by which vLLM knows it.
-        rank: of its factors.
-    """
+    """One version of a LoRA tenant's adapter in the engines; ``number`` is vLLM's for it."""
 
     tenant: str
     version: int
@@ -67,7 +67,8 @@ class AdapterVersion:
 
     @property
     def name(self) -> str:
-        """What the prefix cache tells versions apart by."""
+        """What vLLM's prefix cache tells versions apart by."""
+        # With the number: a name that came back would find keys and values of the adapter before.
         return f"{self.tenant}@{self.version}#{self.number}"
 
     @property
@@ -77,12 +78,11 @@ class AdapterVersion:
 
 
 class PushedAdapter(NamedTuple):
-    """What an engine needs to serve an adapter, as :meth:`~actors.rollout.engine.adapters.AdapterStore.push` takes it.
+    """What an engine needs to serve an adapter.
 
     Attributes:
-        factors: :class:`~actors.wire.factors.SharedFactors`, or a reference to a
-            :class:`~actors.wire.factors.PackedFactors` in Ray's object store, the scale multiplied into B; or a directory in
-            peft's format.
+        factors: :class:`~actors.wire.factors.SharedFactors`; or :class:`~actors.wire.factors.PackedFactors` in Ray's
+            object store; or a directory in peft's format. In memory the scale is multiplied into B.
         digest: of the factors, where they come from.
     """
 
@@ -93,11 +93,21 @@ class PushedAdapter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt with ``n`` responses; ``seed`` needs ``n`` = 1."""
+    """One response that is asked for.
+
+    Attributes:
+        sampling: how; its ``n`` is not read.
+        adapter: works beside the weights; None for the weights alone.
+        require_version: oldest version of the adapter, or without one of the weights.
+        pausable: other weights may be loaded in the middle of it. Else they wait for its end. Engines decide it.
+    """
 
     prompt_ids: Sequence[int]
-    n: int
-    seed: int | None
+    sampling: SamplingConfig
+    seed: int | None = None
+    adapter: AdapterVersion | None = None
+    require_version: int | None = None
+    pausable: bool = False
 
 
 def prompt_problem(prompt: Sequence[int], max_model_len: int, vocab_size: int) -> str:
@@ -112,20 +122,36 @@ def prompt_problem(prompt: Sequence[int], max_model_len: int, vocab_size: int) -
     return ""
 
 
+class VersionSpan(NamedTuple):
+    """``tokens`` consecutive response tokens that were computed with weights of ``version``."""
+
+    version: int
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response as the engine returns it."""
+    """One response as the engine returns it.
+
+    Attributes:
+        log_probs: of each token; empty when not asked for.
+        finish_reason: ``abort`` where it was given up; what had been sampled by then is here.
+        spans: versions of the weights, or of the adapter, that sampled its tokens.
+        cached_tokens: of the prompt, which were not computed.
+        routes: of a turn, (prompt and response tokens - 1, MoE layers, top_k) where engines return them and a token was
+            sampled; :class:`Generated` has those of a call.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
+    spans: tuple[VersionSpan, ...] = ()
+    cached_tokens: int = 0
+    routes: ExpertIds | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, completion: Any, engine: str) -> Self:
-        """From vLLM's ``CompletionOutput``.
-
-        Args:
-            engine: for messages.
+    def of(cls, completion: Any, engine: str, **facts: Any) -> Self:
+        """From vLLM's ``CompletionOutput``, and ``facts`` that it does not have.
 
         Raises:
             RolloutError: a log-prob is NaN or infinite, which that of a sampled token cannot be.
@@ -139,54 +165,131 @@ class Response:
                 "numbers. Where the weights are right, its kernels for this model are wrong in this dtype; try another one",
                 engine=engine,
             )
-        return cls(list(completion.token_ids), log_probs, "stop" if completion.finish_reason == "stop" else "length")
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """A turn that is asked for.
-
-    Attributes:
-        key: of the asking process; its answer has it.
-        request, sampling, adapter, require_version: of one response, as
-            :meth:`~actors.rollout.engine.engine.RolloutEngine.generate` takes them.
-    """
-
-    key: int
-    request: Request
-    sampling: SamplingConfig
-    adapter: AdapterVersion | None = None
-    require_version: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TurnAnswer:
-    """What came of a turn.
-
-    Attributes:
-        finish: ``abort`` where it was given up; what had been sampled by then is here.
-        spans: versions of the weights, or of the adapter, that sampled its tokens.
-        cached_tokens: of the prompt, which were not computed.
-        routes: (prompt and response tokens - 1, MoE layers, top_k) where engines return them and a token was sampled.
-    """
-
-    token_ids: list[int]
-    log_probs: list[float]
-    finish: Literal["stop", "length", "abort"]
-    spans: tuple[VersionSpan, ...]
-    cached_tokens: int
-    routes: ExpertIds | None
+        # vLLM has more reasons; each but these two is a length that was reached.
+        said = completion.finish_reason
+        reason: FinishReason = said if said in ("stop", "abort") else "length"
+        return cls(list(completion.token_ids), log_probs, reason, **facts)
 
 
 class Generated(NamedTuple):
-    """What one call of an engine returns.
+    """What a call of an engine returns: a response for each request, and the routes of all (:func:`pack_routes`)."""
+
+    responses: list[Response]
+    routes: ExpertIds | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """The experts of one sample's tokens.
 
     Attributes:
-        versions: of the weights, or of the adapter, of each request.
-        responses: of each request.
-        routes: of all responses, see :func:`~actors.rollout.sample.pack_routes`; None where none are asked for.
+        experts: (L - 1, MoE layers, top_k) ids, of the smallest unsigned type that vLLM has for them, for prompt and
+            response together: no forward pass has seen the last token. The second axis counts the layers that have experts
+            alone, first to last (``EngineInfo.moe_layers`` has their numbers in the model); the experts of a row are in the
+            router's order. A read-only view of what the engine put into Ray's object store.
+        weight_version: of the weights whose routers chose, for every row. A push empties the engine's prefix cache, so a
+            prompt is never answered with routes of older weights.
     """
 
-    versions: list[int]
-    responses: list[list[Response]]
-    routes: ExpertIds | None
+    experts: ExpertIds
+    weight_version: int
+
+
+def pack_routes(completions: Sequence[Any], lengths: Sequence[int], moe_layers: Sequence[int], engine: str) -> ExpertIds:
+    """Routes of several samples end to end, (sum of the lengths - 1, MoE layers, top_k), so that they travel as one
+    array.
+
+    Args:
+        completions: vLLM's, which have a row for every hidden layer, dense ones too.
+        lengths: tokens of prompt and response of each.
+
+    Raises:
+        RolloutError: vLLM returned none, or not a row for every token but the last.
+    """
+    parts = []
+    for completion, length in zip(completions, lengths, strict=True):
+        routes = completion.routed_experts
+        if routes is None or len(routes) != length - 1:
+            found = "no routes" if routes is None else f"routes of {len(routes)} tokens"
+            raise RolloutError(
+                f"{engine}: vLLM returned {found} for {length} tokens of prompt and response; expected {length - 1}",
+                engine=engine,
+            )
+        parts.append(routes[:, list(moe_layers)])
+    return np.concatenate(parts)
+
+
+def split_routes(packed: ExpertIds, lengths: Sequence[int], versions: Sequence[int]) -> list[Routes]:
+    """Views of :func:`pack_routes`' array, one for each sample, with the version of the weights that it was made with."""
+    ends = np.cumsum([length - 1 for length in lengths])
+    return [Routes(part, version) for part, version in zip(np.split(packed, ends[:-1]), versions, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response.
+
+    Attributes:
+        prompt_index, sample_index: which prompt of the call, and which of its ``n`` responses.
+        prompt_ids, response_ids: token ids; the response ends with the stop token or string if there was one.
+        log_probs: of each response token; empty when not asked for.
+        finish_reason: ``stop`` for a stop token or string, ``length`` for ``max_new_tokens`` or ``max_model_len``.
+        version_spans: in order, and adding up to the response's tokens.
+        engine: number of the engine in its group.
+        routes: with ``RolloutConfig.return_routed_experts``, the experts of its tokens.
+    """
+
+    prompt_index: int
+    sample_index: int
+    prompt_ids: list[int]
+    response_ids: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length"]
+    version_spans: tuple[VersionSpan, ...]
+    engine: int
+    routes: Routes | None = field(default=None, compare=False)
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """The weight version of every response token."""
+        return [span.version for span in self.version_spans for _ in range(span.tokens)]
+
+    def with_routes(self, sequence: TokenSequence) -> TokenSequence:
+        """Adds the sample's routes to its sequence, as :mod:`rl_backend.contracts.routed_experts` has them.
+
+        They are for the layers with experts alone: a replay needs ``meta["routed_experts_layers"] = "moe"``. The last token
+        has none. The weight versions of routes and sample go along, and a replay refuses them where they differ.
+
+        Raises:
+            BatchError: the sample has no routes, or ``sequence`` is not its prompt and response.
+            WeightVersionError: the response was made by weights of several versions, and its routes by one.
+        """
+        if self.routes is None or len(sequence) != len(self.routes.experts) + 1:
+            tokens = 0 if self.routes is None else len(self.routes.experts) + 1
+            raise BatchError(
+                f"a sequence of {len(sequence)} tokens, and a sample with routes for {tokens}: give the sample's own prompt "
+                "and response, of engines with RolloutConfig(return_routed_experts=True)"
+            )
+        versions = sorted({span.version for span in self.version_spans})
+        if len(versions) > 1:
+            raise WeightVersionError(
+                f"the sample was made with weights of versions {versions}, its routes with {self.routes.weight_version}; "
+                "replay needs samples of one version",
+                versions=versions,
+            )
+        # The array lies in Ray's object store, which nobody may write to and torch knows no read-only tensors.
+        experts = torch.from_numpy(self.routes.experts.copy())
+        computed, sampled = (torch.tensor(version) for version in (self.routes.weight_version, versions[0]))
+        return sequence.with_fields(
+            route_fields(experts, len(sequence)), {"routed_experts_version": computed, "weight_version": sampled}
+        )
+
+
+def sample_seed(run_seed: int, step: int, prompt: int, sample: int) -> int:
+    """Seed of one request, in [0, 2^63): xxh3-64 of the four whole numbers. Independent of engines and batching."""
+    return int(xxhash.xxh3_64_intdigest(struct.pack("<4q", run_seed, step, prompt, sample))) >> 1
+
+
+def sample_seeds(run_seed: int, step: int, num_prompts: int, n: int) -> list[int]:
+    """Seeds of a whole call, prompt by prompt, ``n`` samples each."""
+    return [sample_seed(run_seed, step, prompt, sample) for prompt in range(num_prompts) for sample in range(n)]

@@ -1,8 +1,4 @@
-"""Placement of engines: nodes, what they reserve there, and cores of a node.
-
-A CPU engine chooses its cores where it has landed, because only there are they known. An abstract socket per core, held for
-as long as the process lives, keeps engines of different groups and jobs on one node apart.
-"""
+"""Placement of engines: nodes, what they reserve there, and cores of a node."""
 
 from __future__ import annotations
 
@@ -21,28 +17,21 @@ from actors.rollout.config import RolloutConfig, check_engine_device
 from actors.rollout.vllm.process import process_environment
 from rl_backend.contracts import ConfigError
 
+# An engine chooses its cores where it has landed, because only there are they known. An abstract socket per core, held for
+# as long as the process lives, keeps engines of different groups and jobs on one node apart.
 _claims: list[socket.socket] = []
 
 
 @dataclass(frozen=True)
 class NodePlace:
-    """An engine's place among the engines of its group that are on one node.
-
-    Attributes:
-        index: counted from 0.
-        engines: how many there are.
-    """
+    """An engine's place among the engines of its group that are on one node, counted from 0."""
 
     index: int = 0
     engines: int = 1
 
 
 def choose_cores(config: RolloutConfig, engine: int, place: NodePlace) -> tuple[int, ...]:
-    """Core numbers for engine ``engine`` of the group, which runs in this process.
-
-    Raises:
-        ConfigError: the node does not have the cores.
-    """
+    """Core numbers for an engine, which runs in this process; raises where the node does not have them."""
     cores = sorted(os.sched_getaffinity(0))
     if config.cores is not None:
         return config.cores[engine]
@@ -52,10 +41,6 @@ def choose_cores(config: RolloutConfig, engine: int, place: NodePlace) -> tuple[
 
 
 def _claim(cores: list[int], count: int, place: NodePlace) -> tuple[int, ...]:
-    """``count`` cores that no other engine on this node uses.
-
-    Where Ray was told of more CPUs than the node has cores, those of the engine's own place are shared.
-    """
     if count > len(cores):
         raise ConfigError.of(
             "RolloutConfig.cores_per_engine",
@@ -63,12 +48,14 @@ def _claim(cores: list[int], count: int, place: NodePlace) -> tuple[int, ...]:
             f"node {socket.gethostname()} lets this process run on {len(cores)} cores, {cores}; ask for fewer, or start "
             "Ray there with --num-cpus of no more than it has",
         )
+    # From its own place on, so that engines that start together seldom try the same cores.
     first = place.index * count
     order = [cores[(first + offset) % len(cores)] for offset in range(len(cores))]
     chosen: list[int] = []
     for core in order:
         if len(chosen) < count and _try_claim(core):
             chosen.append(core)
+    # Where Ray was told of more CPUs than the node has cores, those of the engine's own place are shared.
     shared = [core for core in order if core not in chosen]
     return tuple(sorted(chosen + shared[: count - len(chosen)]))
 
@@ -98,9 +85,7 @@ class EnginePlacement:
     """Ray options of every engine's actor, and the resources that they hold.
 
     Args:
-        config: of the group.
-        scheduling: for each engine a Ray scheduling strategy of the caller's; None reserves a placement group when the
-            engines need CPUs or GPUs of their own.
+        scheduling: for each engine a Ray scheduling strategy of the caller's; None reserves what the engines need.
 
     Raises:
         ConfigError: settings that do not go together on this cluster.
@@ -119,7 +104,6 @@ class EnginePlacement:
             self._check_unreserved()
 
     def options(self, engine: int) -> dict[str, Any]:
-        """Keyword arguments of ``ActorClass.options``."""
         bundle = self._bundle()
         options: dict[str, Any] = {
             "num_cpus": bundle.get("CPU", 0),
@@ -132,7 +116,6 @@ class EnginePlacement:
         return options
 
     def release(self) -> None:
-        """Gives back what was reserved."""
         if self._reserved is not None:
             remove_placement_group(self._reserved)
             self._reserved = None
@@ -167,11 +150,7 @@ class EnginePlacement:
 
 
 def resolve_device(config: RolloutConfig) -> str:
-    """``cpu`` or ``cuda``.
-
-    Raises:
-        ConfigError: settings of the other device, or CUDA on a cluster without GPUs.
-    """
+    """``cpu`` or ``cuda``; raises :class:`ConfigError` for settings of the other, or CUDA on a cluster without GPUs."""
     has_gpu = ray.cluster_resources().get("GPU", 0) > 0
     device = config.device if config.device != "auto" else ("cuda" if has_gpu and config.cores is None else "cpu")
     if device == "cuda" and not has_gpu:
@@ -196,5 +175,6 @@ def with_share(config: RolloutConfig, share: ClusterShare) -> RolloutConfig:
     if share.gpus and not config.is_set("gpus_per_worker"):
         of_share["gpus_per_worker"] = share.gpus
     if 0 < share.gpus < 1 and config.kv_cache_gib is None and not config.is_set("gpu_memory_utilization"):
+        # The training rank has the rest of the GPU.
         of_share["gpu_memory_utilization"] = 0.4
     return config.replace(**of_share)

@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
-import xxhash
-
-from actors.rollout.config import SamplingConfig
+from actors.rollout.config import SamplingConfig, require_tokenizer
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.messages import AdapterVersion, Request, TurnAnswer
+from actors.rollout.group.routing import PrefixRouter
+from actors.rollout.messages import Request, Response
 from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError
 from rl_backend.environment.protocol import Generation
 
 
 class RolloutTokens:
-    """A :class:`~rl_backend.environment.protocol.TokenSource` over a group of engines, for any number of episodes at once.
+    """A :class:`~rl_backend.environment.protocol.TokenSource` over a group of engines, for any number of episodes at
+    once.
 
-    A prompt that begins with an earlier prompt and its answer goes to the engine that gave it, which has their keys and
-    values in its prefix cache; any other goes to the engine with the fewest turns in flight. Results do not depend on the
-    choice.
+    A prompt that begins with an earlier prompt and its answer goes to the engine that gave it, which has their keys
+    and values in its prefix cache; any other goes to the engine with the fewest turns in flight. Results do not
+    depend on the choice.
 
-    When an engine dies, or a push leaves it dirty, its turns in flight are asked again of another one, where the same prompt
-    and seed give the same tokens, as long as both serve the same weights; the versions say so. The engine stays lost until
-    ``RolloutGroup.restart``.
+    When an engine dies, or a push leaves it dirty, its turns in flight are asked again of another one, where the same
+    prompt and seed give the same tokens, as long as both serve the same weights; the versions say so. The engine
+    stays lost until ``RolloutGroup.restart``.
 
     Args:
-        rollout: the engines.
-        sampling: temperature, ``top_p``, ``top_k``, ``min_p``, stop strings, and stop tokens beside those of each turn; the
-            rest comes with each turn.
+        sampling: temperature, ``top_p``, ``top_k``, ``min_p``, stop strings, and stop tokens beside those of each
+            turn; the rest comes with each turn.
         adapter: the LoRA tenant that samples; None for the weights alone.
         require_version: refuse weights, or versions of the adapter, that are older. May be changed between turns.
-        retries: how often a turn is asked again of another engine when its engine is lost. After that, and when no engine
-            is left, it raises the :class:`~rl_backend.contracts.EngineDeadError` or
-            :class:`~rl_backend.contracts.EngineDirtyError`.
+        retries: how often a turn is asked again of another engine before the error of a lost one is raised.
 
     Raises:
-        ConfigError: ``sampling.max_new_tokens``, which turns bring themselves; stop strings and engines without tokenizer.
+        ConfigError: ``max_new_tokens``, ``n`` or ``log_probs`` in ``sampling``; stop strings and engines without
+            tokenizer.
 
     Attributes:
         prompt_tokens: of all turns so far.
@@ -60,18 +56,22 @@ class RolloutTokens:
         self._adapter = adapter
         self.require_version = require_version
         self._retries = retries
-        self._affinity = PrefixAffinity()
+        self._router = PrefixRouter()
         self.prompt_tokens = self.cached_tokens = 0
-        _check(self._sampling, rollout, retries)
+        if unfit := [name for name in ("max_new_tokens", "n", "log_probs") if self._sampling.is_set(name)]:
+            raise ConfigError.of(
+                f"SamplingConfig.{unfit[0]}",
+                getattr(self._sampling, unfit[0]),
+                f"a turn is one response with log-probs and brings its own max_new_tokens; unset {' and '.join(unfit)}",
+            )
+        require_tokenizer(rollout.config, self._sampling)
 
     @property
     def context_tokens(self) -> int:
-        """The engines' ``max_model_len``."""
         return next(iter(self._rollout.infos.values())).max_model_len
 
     @property
     def vocab_size(self) -> int:
-        """Of the engines' model."""
         return next(iter(self._rollout.infos.values())).vocab_size
 
     @property
@@ -90,120 +90,43 @@ class RolloutTokens:
             RolloutError: engines without weights, an adapter that has not been pushed, or a group that is closed.
             WeightVersionError: the weights are older than ``require_version``.
         """
-        request = Request(list(token_ids), 1, seed)
         stops = tuple(dict.fromkeys([*stop_token_ids, *self._sampling.stop_token_ids]))
         sampling = self._sampling.replace(max_new_tokens=max_tokens, stop_token_ids=stops)
+        request = Request(list(token_ids), sampling, seed)
         lost: set[int] = set()
         while True:
-            engine = self._choose(request.prompt_ids, lost)
+            in_flight = {each: turns for each, turns in self._rollout.turns.in_flight.items() if each not in lost}
+            engine = self._router.choose(request.prompt_ids, in_flight)
             try:
-                return await self._ask(engine, request, sampling)
+                answer = await self._answer(engine, request)
+                break
             except (EngineDeadError, EngineDirtyError):
                 lost.add(engine)
                 if len(lost) > self._retries or lost >= set(self._rollout.engines):
                     raise
-
-    def give_up(self) -> None:
-        """Ends every turn in flight of these engines: each returns ``finish="abort"`` and what it had sampled."""
-        self._rollout.turns.give_up()
-
-    def _choose(self, prompt: Sequence[int], lost: Collection[int]) -> int:
-        in_flight = {engine: turns for engine, turns in self._rollout.turns.in_flight.items() if engine not in lost}
-        engine = self._affinity.find(prompt, in_flight)
-        if engine is not None:
-            return engine
-        return min(in_flight, key=lambda each: (in_flight[each], each), default=0)
-
-    async def _ask(self, engine: int, request: Request, sampling: SamplingConfig) -> Generation:
-        answer = await self._answer(engine, request, sampling)
         self.prompt_tokens += len(request.prompt_ids)
         self.cached_tokens += answer.cached_tokens
-        self._affinity.remember([*request.prompt_ids, *answer.token_ids], engine)
+        self._router.remember([*request.prompt_ids, *answer.token_ids], engine)
         return Generation(
             token_ids=answer.token_ids,
             log_probs=answer.log_probs,
-            finish=answer.finish,
+            finish=answer.finish_reason,
             versions=[span.version for span in answer.spans for _ in range(span.tokens)],
             routes=answer.routes,
             cached_tokens=answer.cached_tokens,
         )
 
-    async def _answer(self, engine: int, request: Request, sampling: SamplingConfig) -> TurnAnswer:
+    def give_up(self) -> None:
+        """Ends every turn in flight of these engines: each returns ``finish="abort"`` and what it had sampled."""
+        self._rollout.turns.give_up()
+
+    async def _answer(self, engine: int, request: Request) -> Response:
         while True:
             adapter = self._rollout.lora.version_of(self._adapter)
-            asked = self._rollout.turns.ask(engine, request, sampling, adapter=adapter, require_version=self.require_version)
+            asked = self._rollout.turns.ask(engine, replace(request, adapter=adapter, require_version=self.require_version))
             try:
                 return await asyncio.wrap_future(asked)
             except RolloutError:
                 # A push may have replaced the version on the way to the engine, which has then dropped it.
-                if adapter is None or self._served_now() in (adapter, None):
+                if adapter is None or self._rollout.adapters.get(self._adapter or "") in (adapter, None):
                     raise
-
-    def _served_now(self) -> AdapterVersion | None:
-        return self._rollout.adapters.get(self._adapter or "")
-
-
-class PrefixAffinity:
-    """Which engine has the keys and values of a sequence. Sequences that were not asked for longest are forgotten.
-
-    Args:
-        most: sequences that are remembered.
-    """
-
-    def __init__(self, most: int = 65536) -> None:
-        self._most = most
-        self._engines: OrderedDict[tuple[int, int], int] = OrderedDict()
-        self._lengths: Counter[int] = Counter()
-        self._lock = threading.Lock()
-
-    def remember(self, token_ids: Sequence[int], engine: int) -> None:
-        """The whole sequence is there."""
-        key = len(token_ids), _digests(token_ids, [len(token_ids)])[0]
-        with self._lock:
-            if key not in self._engines:
-                self._lengths[key[0]] += 1
-            self._engines[key] = engine
-            self._engines.move_to_end(key)
-            if len(self._engines) > self._most:
-                (length, _), _ = self._engines.popitem(last=False)
-                self._lengths[length] -= 1
-                self._lengths += Counter()  # drops lengths that none has
-
-    def find(self, token_ids: Sequence[int], engines: Collection[int]) -> int | None:
-        """The one of ``engines`` that has most of what a prompt begins with; None where none is known to have any."""
-        with self._lock:
-            lengths = sorted(length for length in self._lengths if length <= len(token_ids))
-        for key in reversed(list(zip(lengths, _digests(token_ids, lengths), strict=True))):
-            with self._lock:
-                engine = self._engines.get(key)
-            if engine in engines:
-                return engine
-        return None
-
-
-def _digests(token_ids: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Of the beginnings of a sequence with these lengths, which ascend."""
-    ids, digest, start, digests = np.asarray(token_ids, dtype=np.int64), xxhash.xxh3_64(), 0, []
-    for length in lengths:
-        digest.update(ids[start:length].tobytes())
-        digests.append(int(digest.intdigest()))
-        start = length
-    return digests
-
-
-def _check(sampling: SamplingConfig, rollout: RolloutGroup, retries: int) -> None:
-    if sampling.is_set("max_new_tokens"):
-        problem = "every turn of an episode brings its own; unset it"
-        raise ConfigError.of("SamplingConfig.max_new_tokens", sampling.max_new_tokens, problem)
-    if sampling.n != 1:
-        raise ConfigError.of("SamplingConfig.n", sampling.n, "a turn is one response; use n=1")
-    if not sampling.log_probs:
-        raise ConfigError.of("SamplingConfig.log_probs", False, "the record of an episode needs them; unset it")
-    if sampling.stop_strings and not rollout.config.load_tokenizer:
-        raise ConfigError.of(
-            "SamplingConfig.stop_strings",
-            sampling.stop_strings,
-            "engines find them in text and have no tokenizer; set RolloutConfig.load_tokenizer",
-        )
-    if retries < 0:
-        raise ConfigError.of("retries", retries, "expected 0 or more")

@@ -9,15 +9,13 @@ from typing import Any
 from rl_backend.contracts import ConfigError
 from rl_backend.environment.parsers import Attempt, CallParser, ParsedTurn
 
+# Where parsers have the text that begins a call: they return no calls at all where one of several is broken, and a turn with
+# that text is kept as an attempt that could not be read.
 _MARKS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")
-"""Where parsers have the text that begins a call."""
 
 
 def vllm_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> CallParser:
     """A parser for :class:`~rl_backend.environment.StepOptions`. Importing it takes seconds.
-
-    These parsers return no calls at all where one of several is broken. If a turn then has the text with which calls begin,
-    that is kept as an attempt that could not be read.
 
     Args:
         name: as of ``vllm serve --tool-call-parser``.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from actors.options.policy_options import PolicyLoss as PolicyLoss
     from actors.options.sampled_config import EpisodeConfig as EpisodeConfig
     from actors.options.sampled_config import RLConfig as RLConfig
-    from actors.rollout.lengths import positions_of as positions_of
+    from actors.rollout.config import positions_of as positions_of
     from actors.run.command_line import run_command as run_command
     from actors.run.evaluation import EvalConfig as EvalConfig
     from actors.run.evaluation import evaluate as evaluate
@@ -72,7 +72,7 @@ _MODULES = {
     "kl_metrics": "rl_backend.algorithm.sequences",
     "overlaid": "rl_backend.options.option_set",
     "parse_config": "rl_backend.options.command_line",
-    "positions_of": "actors.rollout.lengths",
+    "positions_of": "actors.rollout.config",
     "rewards_of_tokens": "rl_backend.algorithm.sequences",
     "run_command": "actors.run.command_line",
     "to_sequences": "rl_backend.algorithm.sequences",

@@ -22,9 +22,8 @@ from actors.folder.lock import require_writable, usable_run_dir
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
 from actors.options.rank_options import ChosenDtype, resolve_dtype
 from actors.options.sampled_config import REWARDS, fitted_lengths
-from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.config import RolloutConfig, SamplingConfig, more_than, positions_of
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.lengths import more_than, positions_of
 from actors.rollout.placement import with_share
 from actors.run.session import log_of_engines, ray_is
 from actors.watch.console import Phases

@@ -13,7 +13,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.run.session import Session
 from actors.sync.push import WeightSync
 from actors.sync.report import PushReport
-from actors.sync.transport.staged import TransportName
+from actors.sync.staged_transports import TransportName
 from actors.train.context import HandleRef
 from actors.train.group import TrainGroup
 from actors.train.model import GroupModel, RouterReplayMode

@@ -22,7 +22,7 @@ from actors.options.sampled_config import RunConfig
 from actors.rollout.config import RolloutConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync
-from actors.sync.transport.staged import TransportName
+from actors.sync.staged_transports import TransportName
 from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from actors.watch.console import Phases

@@ -1,23 +1,28 @@
-"""Pushes of a LoRA tenant to rollout engines: only its factors move, with their own version, while engines keep serving."""
+"""Pushes of a LoRA tenant to rollout engines: only its factors move, with their own version, while engines keep serving.
+
+A canary compares what an engine computes with a new adapter, and without it, with the trainer.
+"""
 
 from __future__ import annotations
 
 import itertools
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+import torch
 from torch import Tensor
 
 from actors.cluster import prometheus
-from actors.rollout.group.engines import EngineSet
+from actors.rollout.config import SamplingConfig
+from actors.rollout.group.engines import EngineSet, raise_failures
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.messages import AdapterVersion, PushedAdapter
-from actors.sync.canary import Canary, send_canary
+from actors.rollout.messages import AdapterVersion, Generated, PushedAdapter, Request
 from actors.sync.report import PushClock, PushReport
 from actors.sync.source import SourceRanks
 from actors.train.context import HandleRef, RankContext
@@ -29,17 +34,131 @@ from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import (
     EngineDeadError,
     RLBackendError,
+    TokenSequence,
     UnsupportedError,
     WeightCheckError,
     WeightSyncError,
     dtype_from_name,
 )
+from rl_backend.data.packing import pack
 
+# Of versions. vLLM keeps keys and values by an adapter's name, so neither names nor numbers are ever used again.
 _numbers = itertools.count(1)
-"""Of versions. vLLM keeps keys and values by an adapter's name, so neither names nor numbers are ever used again."""
-
-
 _STAGING = "adapter staging"
+
+
+_TOLERANCES = {"float32": 1e-5, "bfloat16": 0.2, "float16": 0.05}
+_PROBE = SamplingConfig(max_new_tokens=8)
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A prompt that an engine answers with and without an adapter before the adapter is served.
+
+    Attributes:
+        prompt: token ids; None takes eight, spread over the vocabulary.
+        tolerance: largest difference of a log-prob from the trainer's, in nats, times the log-prob where that is beyond -1.
+            None takes 1e-5 in float32, 0.05 in float16 and 0.2 in bfloat16.
+    """
+
+    prompt: tuple[int, ...] | None = None
+    tolerance: float | None = None
+
+
+class _Answer(NamedTuple):
+    """Token ids of prompt and response, where the response begins, and its log-probs."""
+
+    ids: tuple[int, ...]
+    start: int
+    log_probs: Tensor
+
+
+def send_canary(
+    canary: Canary, train: SourceRanks, rollout: EngineSet, tenant: HandleRef, adapter: AdapterVersion
+) -> tuple[int, ...]:
+    """Lets every living engine answer, and the trainer judge; the engines where the adapter visibly has its effect.
+
+    None where an adapter changes nothing yet (B = 0), or where the trainer has moved on.
+
+    Raises:
+        WeightCheckError: log-probs that are not the trainer's: the adapter is not applied, or in part, or to other
+            weights.
+    """
+    info = rollout.infos[rollout.engines[0]]
+    prompt = canary.prompt or tuple(5 + index * info.vocab_size // 8 for index in range(min(8, info.max_model_len - 1)))
+    request = Request([token % info.vocab_size for token in prompt], _PROBE, 0, adapter)
+    outcomes = rollout.call("probe_adapter", request)
+    raise_failures({engine: each for engine, each in outcomes.items() if not isinstance(each, EngineDeadError)})
+    prompt_ids = tuple(request.prompt_ids)
+    answers = {
+        engine: [
+            _Answer((*prompt_ids, *response.token_ids), len(prompt_ids), torch.tensor(response.log_probs))
+            for response in found.responses
+        ]
+        for engine, found in outcomes.items()
+        if isinstance(found, Generated)
+    }
+    different = list(dict.fromkeys(answer.ids for pair in answers.values() for answer in pair))
+    if not different:
+        return ()
+    judged = train.run_on_ranks(log_probs_of_trainer, tenant, adapter.version, different)[tenant.source_ranks[0]]
+    if judged is None:
+        return ()
+    tolerance = _TOLERANCES[rollout.config.dtype] if canary.tolerance is None else canary.tolerance
+    return tuple(
+        engine for engine, pair in answers.items() if _judge(rollout.infos[engine].name, adapter, pair, judged, tolerance)
+    )
+
+
+def _judge(
+    engine: str,
+    adapter: AdapterVersion,
+    pair: Sequence[_Answer],
+    judged: Mapping[tuple[int, ...], tuple[Tensor, Tensor]],
+    tolerance: float,
+) -> bool:
+    plain, adapted = pair
+    gap = _gap(plain, judged[plain.ids][0])
+    if not gap <= tolerance:
+        raise WeightCheckError(
+            f"{engine}: its log-probs without any adapter are {gap:.1e} from those of the base that {adapter.tenant!r} was "
+            f"trained on (tolerance {tolerance:.1e}): it serves other weights; push the base model",
+            engine=engine,
+        )
+    base, tenant = judged[adapted.ids]
+    gap, unapplied = _gap(adapted, tenant), _gap(adapted, base)
+    if not gap <= tolerance:
+        what = "vLLM has taken the adapter and does not apply it" if unapplied <= tolerance else "it is applied wrongly"
+        raise WeightCheckError(
+            f"{engine}: {adapter.name}: log-probs are {gap:.1e} from the trainer's (tolerance {tolerance:.1e}): {what}",
+            engine=engine,
+        )
+    return unapplied > 2 * tolerance
+
+
+def _gap(answer: _Answer, log_probs: Tensor) -> float:
+    """Largest difference; NaN is infinite."""
+    expected = log_probs[answer.start - 1 : -1]
+    # Relative beyond one nat: what is unlikely has larger rounding errors.
+    gaps = (answer.log_probs - expected).abs() / expected.abs().clamp(min=1.0)
+    return float(gaps.nan_to_num(nan=torch.inf).max())
+
+
+def log_probs_of_trainer(
+    context: RankContext, tenant: HandleRef, version: int, sequences: Sequence[tuple[int, ...]]
+) -> dict[tuple[int, ...], tuple[Any, Any]] | None:
+    """Runs on every rank, between two operations: log-probs of each sequence without and with the adapter, on the CPU."""
+    handle = context.handle(tenant)
+    if handle.weight_version != version:
+        return None
+    assert handle.base is not None, "a tenant has a base"
+    data = [pack([TokenSequence(torch.tensor(ids)) for ids in sequences])] * handle.micro_batch_multiple
+    found = []
+    for model in (handle.base, handle):
+        with context.runtime.eval_mode(model):
+            result = context.runtime.forward_backward(model, data, None, forward_only=True)
+        found.append([each.cpu() for each in result.outputs.get("log_probs", ())][: len(sequences)])
+    return dict(zip(sequences, zip(*found, strict=True), strict=False))
 
 
 class AdapterPush:
@@ -66,11 +185,10 @@ class AdapterPush:
         self._directory = None if directory is None else Path(directory)
         self._canary = canary
         self._source: _Source | None = None
+        # Engine -> its process, and how many pushes of weights it had seen, when its canary came back: one for each will do.
         self._proven: dict[int, tuple[int, int]] = {}
-        """Engine -> its process, and how many pushes of weights it had seen, when its canary came back."""
 
     def push(self) -> PushReport:
-        """See :meth:`~actors.sync.push.WeightSync.push`."""
         clock, tenant, group = PushClock(), self._tenant, self._rollout
         group.lora.require_plain_base(tenant.name)
         with clock.phase("stage"):
@@ -105,17 +223,12 @@ class AdapterPush:
 
     @property
     def is_over(self) -> bool:
-        """Whether the training group has ended."""
         return isinstance(self._train, TrainGroup) and self._train.ended
 
     def close(self) -> None:
-        """Lets another tenant have the name; what is served stays."""
         self._rollout.lora.release_name(self._tenant.name, self)
 
     def _stage(self) -> tuple[StagedAdapter, Any]:
-        """What is staged, and its factors: in shared memory; a reference to them, which only engines follow; or their
-        directory.
-        """
         dtype = self._rollout.config.dtype
         if self._directory is not None:
             return self._stage_in(dtype, (self._directory, uuid.uuid4().hex[:8]))
@@ -139,7 +252,6 @@ class AdapterPush:
         return staged, staged.directory or answer.stored
 
     def _take_segment(self, dtype: str) -> Segment | None:
-        """Memory for the factors that rank 0, this process and all engines share; None where there is none."""
         if self._source is None:
             (source, *_) = self._train.run_on_ranks(describe_source, self._tenant, dtype)
             assert source is not None, "rank 0 answers"
@@ -153,7 +265,6 @@ class AdapterPush:
             return None
 
     def _probe(self, engines: EngineSet, adapter: AdapterVersion) -> None:
-        """A canary, where an engine has not had one since it started or since its weights were pushed."""
         pushes = self._rollout.lora.base_pushes
         present = {engine: (engines.infos[engine].pid, pushes) for engine in engines.engines}
         if self._canary is not None and any(self._proven.get(engine) != each for engine, each in present.items()):
@@ -167,8 +278,8 @@ class AdapterPush:
 
 
 def _raise_refusal(outcomes: Mapping[int, Any]) -> None:
-    """Raises the error of an engine that refuses, and of one that died where none is left."""
     failed = [outcome for outcome in outcomes.values() if isinstance(outcome, RLBackendError)]
+    # An engine that refuses is why nothing is switched; one that died is so only where none is left.
     refused = [error for error in failed if not isinstance(error, EngineDeadError)]
     if refused or len(failed) == len(outcomes):
         raise (refused or failed)[0]
@@ -185,8 +296,6 @@ type Place = Segment | tuple[Path, str] | None
 
 
 class _Source(NamedTuple):
-    """Where the factors of a tenant come from, and how many bytes they are."""
-
     nbytes: int
     node_id: str
     host: str
@@ -202,13 +311,8 @@ def describe_source(context: RankContext, tenant: HandleRef, dtype: str) -> _Sou
 
 
 class StagedAdapter(NamedTuple):
-    """An adapter as rank 0 has it.
-
-    Attributes:
-        version, rank: of the tenant.
-        digest, nbytes: of its factors.
-        directory: that they are in; empty where they are in memory.
-        layout: of factors in shared memory; empty where they are elsewhere.
+    """An adapter as rank 0 has it: with the ``directory`` of its factors, or their ``layout`` in shared memory, else
+    neither.
     """
 
     version: int
@@ -220,8 +324,7 @@ class StagedAdapter(NamedTuple):
 
 
 def stage_adapter(context: RankContext, tenant: HandleRef, dtype: str, place: Place) -> Apart[StagedAdapter] | None:
-    """Runs on every rank, between two operations. Rank 0 answers, and leaves the factors in their place: in the engines'
-    dtype, the scale multiplied into B.
+    """Runs on every rank, between two operations. Rank 0 answers, and leaves the factors in their place.
 
     Raises:
         UnsupportedError: DoRA.
@@ -259,7 +362,6 @@ def stage_adapter(context: RankContext, tenant: HandleRef, dtype: str, place: Pl
 
 
 def _mapped(memories: FactorMemories, place: Place) -> FactorMemory | None:
-    """The segment; None where the factors go elsewhere, or where it is gone or another user's."""
     if not isinstance(place, Segment):
         return None
     try:
@@ -271,6 +373,6 @@ def _mapped(memories: FactorMemories, place: Place) -> FactorMemory | None:
 
 
 def _scaled(factors: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor, float]]:
-    """Name, values, and by what an engine multiplies each beforehand."""
     for name, values in factors:
+        # An engine knows no scale, so B is multiplied by it beforehand.
         yield name, values, scale if name.removesuffix(".weight").endswith("_B") else 1.0

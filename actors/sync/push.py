@@ -8,29 +8,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from actors.rollout.group.engines import EngineSet, are_on_node
+from actors.rollout.group.engines import EngineSet, are_on_node, raise_failures
 from actors.rollout.group.group import RolloutGroup
-from actors.sync.adapter_push import AdapterPush
-from actors.sync.canary import Canary
+from actors.sync.adapter_push import AdapterPush, Canary
+from actors.sync.gpu_transports import CudaIpcTransport, NcclTransport, StreamingTransport, devices_of_two
 from actors.sync.report import PushClock, PushReport
 from actors.sync.source import SourceRanks
-from actors.sync.transport.gpu import CudaIpcTransport, NcclTransport, StreamingTransport, devices_of_two
-from actors.sync.transport.staged import (
+from actors.sync.staged_transports import (
     GlooTransport,
     PushPlan,
     SharedMemoryTransport,
     StagedTransport,
-    Transport,
     TransportName,
     describe_export,
     make_plan,
-    raise_failures,
 )
 from actors.train.context import HandleRef
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError, WeightSyncError
 from rl_backend.trace.recorder import span
 
 _CANARY = Canary()
+
+type Transport = StagedTransport | StreamingTransport
 
 
 class WeightSync:
@@ -134,16 +133,15 @@ class WeightSync:
             plan = self._plan()
             clock.version = plan.version
             transport = self._choose(plan, rollout)
-            transport.check(plan, rollout)
+            if problem := transport.problem(plan, rollout):
+                raise UnsupportedError(f"transport={transport.name!r}: {problem}")
             if self._rollout.last_sync != self._key and isinstance(transport, StreamingTransport):
                 transport.reconnect()
             self._rollout.last_sync = self._key
-        if isinstance(transport, StagedTransport):
-            engines = self._push_staged(transport, plan, rollout, clock)
-        elif isinstance(transport, StreamingTransport):
+        if isinstance(transport, StreamingTransport):
             engines = self._push_streaming(transport, plan, rollout, clock)
         else:
-            raise TypeError(f"{type(transport).__name__} is neither a StagedTransport nor a StreamingTransport")
+            engines = self._push_staged(transport, plan, rollout, clock)
         return PushReport(plan.version, plan.nbytes, clock.seconds(), transport.name, engines, skipped)
 
     def close(self) -> None:
@@ -166,11 +164,11 @@ class WeightSync:
             error.add_note(f"WeightSync.close() failed as well: {closing}")
 
     def _choose(self, plan: PushPlan, rollout: EngineSet) -> Transport:
-        """The transport of this push; with ``auto``, chosen again when the engines change."""
         if self._requested != "auto":
             self._transport = self._transport or make_transport(self._requested)
             return self._transport
         engines = {engine: rollout.infos[engine].pid for engine in rollout.engines}
+        # Again when the engines change: a restarted one may be on another node.
         if self._transport is None or engines != self._chosen_for:
             chosen = choose_transport(plan, rollout)
             if self._transport is None or self._transport.name != chosen.name:
@@ -213,10 +211,7 @@ class WeightSync:
 
     @contextmanager
     def _turns_paused(self, rollout: EngineSet, clock: PushClock) -> Iterator[dict[int, RLBackendError]]:
-        """Waits for turns of episodes, which take as long as they take; the errors of engines that are lost meanwhile.
-
-        :meth:`_resume` lets them continue; so does an error in the body, where no update has begun.
-        """
+        """The errors of engines that are lost while turns of episodes end or pause. :meth:`_resume` lets them continue."""
         if not self._rollout.turns.asked_for:
             yield {}
             return
@@ -225,12 +220,13 @@ class WeightSync:
                 held = rollout.call("pause_turns", timeout=rollout.config.sampling_timeout)
             yield {engine: error for engine, error in held.items() if isinstance(error, RLBackendError)}
         except BaseException:
+            # Where no update has begun, engines let turns continue.
             if rollout.engines:
                 rollout.call("resume_turns")
             raise
 
     def _resume(self, outcomes: dict[int, Any], rollout: EngineSet) -> tuple[int, ...]:
-        """Every engine has answered: those that loaded serve again; raises when one did not."""
+        # Every engine has answered: those that loaded serve again, whatever became of the others.
         self._rollout.lora.base_changed(self._merged)
         for engine, outcome in outcomes.items():
             rollout.note(engine, outcome)
@@ -241,7 +237,10 @@ class WeightSync:
 
 
 _TRANSPORTS: dict[str, type[Transport]] = {
-    transport.name: transport for transport in (SharedMemoryTransport, GlooTransport, NcclTransport, CudaIpcTransport)
+    "shared_memory": SharedMemoryTransport,
+    "gloo": GlooTransport,
+    "nccl": NcclTransport,
+    "cuda_ipc": CudaIpcTransport,
 }
 
 
@@ -260,16 +259,12 @@ def make_transport(name: str) -> Transport:
 
 
 def choose_transport(plan: PushPlan, rollout: EngineSet) -> Transport:
-    """CUDA IPC where every engine's GPUs have training ranks, NCCL where each member has its own GPU, shared memory on
-    one node, else gloo.
-
-    One node is one Ray node whose processes share one /dev/shm. Two Ray nodes on one machine, as tests and containers make
-    them, count as two, although shared memory can be asked for by name where they do share it.
-    """
+    """CUDA IPC where ranks are on all GPUs of engines, NCCL where each has its own, shared memory on one node, else gloo."""
     infos = [rollout.infos[engine] for engine in rollout.engines]
     if plan.device_ids and all(info.device == "cuda" for info in infos):
         if all(set(info.device_ids) <= set(plan.device_ids) for info in infos):
             return make_transport("cuda_ipc")
         if not devices_of_two(plan, rollout):
             return make_transport("nccl")
+    # Two Ray nodes on one machine, as containers make them, count as two; shared memory can be asked for by name there.
     return make_transport("shared_memory" if are_on_node(rollout, plan.node_id, plan.host) else "gloo")

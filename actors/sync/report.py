@@ -18,11 +18,11 @@ class PushReport:
     Attributes:
         version: the weight version that every engine of ``engines`` now serves.
         nbytes: bytes of the weights, sent to each engine.
-        seconds: of each phase: ``plan``, ``stage``, ``verify``, ``load``, ``resume`` (``stream`` in place of ``stage``,
-            ``verify`` and ``load`` where weights are streamed), and ``total``. Through shared memory, ``stage`` is also the
-            time in which engines check what is staged already, and ``verify`` what is left of that. Where turns of episodes
-            have been asked for, ``turns`` is the time until those in flight had ended or paused. A LoRA tenant has
-            ``stage``, ``load`` with all checks, ``probe`` and ``switch``.
+        seconds: of each phase: ``plan``, ``stage``, ``verify``, ``load``, ``resume`` (``stream`` in place of
+            ``stage``, ``verify`` and ``load`` where weights are streamed), and ``total``. Through shared memory,
+            ``stage`` is also the time in which engines check what is staged already, and ``verify`` what is left of
+            that. Where turns of episodes have been asked for, ``turns`` is the time until those in flight had ended
+            or paused. A LoRA tenant has ``stage``, ``load`` with all checks, ``probe`` and ``switch``.
         transport: the one used; of a tenant ``shared_memory``, ``object_store`` or ``directory``.
         engines: numbers of the engines that were updated.
         skipped: engines that were dead or dirty before the push began.
@@ -36,7 +36,6 @@ class PushReport:
     skipped: tuple[int, ...]
 
     def export(self) -> None:
-        """To Prometheus."""
         for phase, seconds in self.seconds.items():
             prometheus.observe("rl_backend_push_seconds", seconds, phase=phase, transport=self.transport)
         prometheus.count("rl_backend_pushes_total", 1, transport=self.transport)
@@ -44,11 +43,7 @@ class PushReport:
 
 
 class PushClock:
-    """Seconds of a push by phase, which a trace shows as well.
-
-    Attributes:
-        version: that is pushed, once it is known.
-    """
+    """Seconds of a push by phase, which a trace shows as well, with the version once it is known."""
 
     def __init__(self) -> None:
         self.version: int | None = None

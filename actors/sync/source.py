@@ -22,11 +22,7 @@ class SourceHandle(Protocol):
 
 
 class SourceContext(Protocol):
-    """What a push sees inside a rank; :class:`~actors.train.context.RankContext` is one.
-
-    Attributes:
-        state: kept by the rank from one push to the next.
-    """
+    """What a push sees inside a rank; ``state`` is kept from one push to the next."""
 
     rank: int
     world_size: int
@@ -55,11 +51,9 @@ class WeightSource:
     """
 
     def __init__(self, weights: Mapping[str, Tensor] | Callable[[], Iterator[tuple[str, Tensor]]], version: int = 0) -> None:
-        if version < 0:
-            raise ConfigError.of("version", version, "a weight version is a whole number from 0")
         self._weights = weights
         self.version = version
-        self._context = _LocalContext(self)
+        self._context = _OnlyRank(self)
 
     def run_on_ranks[**P, R](self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Runs ``function(context, *args, **kwargs)`` here: this process is the only rank."""
@@ -73,35 +67,29 @@ class WeightSource:
             yield name, full.to(dtype) if dtype is not None and full.is_floating_point() else full
 
 
-class _LocalContext:
+class _OnlyRank:
+    """The only rank of a :class:`WeightSource`: its context, its runtime and the handle of its model in one."""
+
     rank = 0
     world_size = 1
-
-    def __init__(self, source: WeightSource) -> None:
-        self.state: dict[str, Any] = {}
-        self.runtime = _LocalRuntime(source)
-        self._handle = _LocalHandle(source)
-
-    def handle(self, ref: None) -> SourceHandle:
-        if ref is not None:
-            raise ConfigError.of("handle", ref, "a WeightSource is one model; leave the handle out")
-        return self._handle
-
-
-class _LocalHandle:
     kept: Mapping[str, tuple[int, ...]] = {}
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
+        self.state: dict[str, Any] = {}
+
+    @property
+    def runtime(self) -> Any:
+        return self
+
+    def handle(self, ref: None) -> SourceHandle:
+        if ref is not None:
+            raise ConfigError.of("handle", ref, "a WeightSource is one model; leave the handle out")
+        return self
 
     @property
     def weight_version(self) -> int:
         return self._source.version
-
-
-class _LocalRuntime:
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
 
     def weight_infos(self, handle: SourceHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
         return tuple(TensorInfo.of(name, tensor.shape, tensor.dtype) for name, tensor in self._source.tensors(dtype))

@@ -1,6 +1,4 @@
-"""Factors of an adapter as one run of bytes, which goes from process to process without pickling tensor by tensor: through
-Ray, or in shared memory.
-"""
+"""Factors of an adapter as one run of bytes, which goes from process to process through Ray, or in shared memory."""
 
 from __future__ import annotations
 
@@ -24,15 +22,10 @@ from rl_backend.weights.inspection import RunningDigest, has_non_finite
 
 
 class FactorMemory:
-    """Memory for the factors of one adapter after the other.
-
-    The system gives new memory page by page, which takes longer than to fill it.
-
-    Args:
-        held: (bytes,) uint8, the memory, which is not replaced by more; None takes what is needed.
-    """
+    """Memory for the factors of one adapter after the other: ``held``, (bytes,) uint8, or as much as is needed."""
 
     def __init__(self, held: Tensor | None = None) -> None:
+        # Kept: the system gives new memory page by page, which takes longer than to fill it.
         self._held = torch.empty(0, dtype=torch.uint8) if held is None else held
         self._is_fixed = held is not None
         self._laid_out: tuple[Mapping[str, tuple[int, ...]], torch.dtype] = {}, torch.float32
@@ -54,22 +47,17 @@ class FactorMemory:
 
 
 class FactorMemories:
-    """A process's own :class:`FactorMemory`, and those in segments. They stay mapped, until one is asked for when the file
-    of another is gone.
-    """
+    """A process's own :class:`FactorMemory`, and those in segments."""
 
     def __init__(self) -> None:
         self._own = FactorMemory()
         self._mapped: dict[str, FactorMemory] = {}
 
     def at(self, segment: Segment | None) -> FactorMemory:
-        """That of a segment; without one the process's own.
-
-        Raises:
-            WeightSyncError: the segment is not on this host.
-        """
+        """That of a segment, or the process's own; raises :class:`WeightSyncError` where the segment is not on this host."""
         if segment is None:
             return self._own
+        # Segments stay mapped until one is asked for when the file of another is gone.
         self._mapped = {path: memory for path, memory in self._mapped.items() if os.path.exists(path)}
         if segment.path not in self._mapped:
             self._mapped[segment.path] = FactorMemory(map_segment(segment.path, segment.nbytes))
@@ -77,27 +65,17 @@ class FactorMemories:
 
 
 class SharedFactors(NamedTuple):
-    """Factors in shared memory.
-
-    Attributes:
-        segment: begins with the values.
-        layout: names, shapes and dtype, as :attr:`PackedFactors.layout`.
-    """
+    """Factors in shared memory: a segment that begins with the values, and :attr:`PackedFactors.layout`."""
 
     segment: Segment
     layout: bytes
 
     def tensors(self, memories: FactorMemories) -> Mapping[str, Tensor]:
-        """Views of the values, by peft's names. Not to be written to; valid until the segment is written to again.
-
-        Raises:
-            WeightSyncError: the segment is not on this host.
-        """
+        """Views of the values, by peft's names. Not to be written to; valid until the segment is written to again."""
         shapes, dtype = _read_layout(self.layout)
         return memories.at(self.segment).take(shapes, dtype_from_name(dtype))[1]
 
     def packed(self, memories: FactorMemories, digest: str) -> PackedFactors:
-        """The same through Ray, which copies them."""
         shapes, dtype = _read_layout(self.layout)
         flat, _ = memories.at(self.segment).take(shapes, dtype_from_name(dtype))
         return PackedFactors(shapes, dtype, flat.view(torch.uint8).numpy(), digest)
@@ -111,14 +89,7 @@ def _read_layout(layout: bytes) -> tuple[Mapping[str, tuple[int, ...]], str]:
 
 @dataclass(frozen=True, eq=False)
 class PackedFactors:
-    """Factors of one dtype, one after the other.
-
-    Attributes:
-        shapes: by peft's names, in the order of ``values``.
-        dtype: of all.
-        values: (bytes,) uint8.
-        digest: as :func:`factor_digest`, where they come from.
-    """
+    """Factors of one dtype, one after the other: ``values`` are (bytes,) uint8, in the order of ``shapes``."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtype: str
@@ -142,7 +113,6 @@ class PackedFactors:
         """As :meth:`of`, one factor after the other, none of which is held after the next one is taken.
 
         Args:
-            shapes: of all factors.
             factors: name, float32 values on any device, and scale of each, in any order.
             memory: holds the values, until it is used again.
         """
@@ -163,7 +133,6 @@ class PackedFactors:
 
     @property
     def layout(self) -> bytes:
-        """Names, shapes and dtype, for a process that has the values."""
         return pickle.dumps((self.shapes, self.dtype))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -184,12 +153,7 @@ def _views(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Ten
 
 
 def factor_digest(factors: Mapping[str, Tensor], values: Iterable[Tensor]) -> str:
-    """Digest of the names, shapes and dtypes of factors, and of their values.
-
-    Args:
-        factors: by peft's names; one need not be read for its values.
-        values: those of all factors on the CPU, in the order of ``factors``, parted in any way.
-    """
+    """Digest of names, shapes and dtypes, and of ``values``: those of all on the CPU, in their order, parted in any way."""
     digest = RunningDigest(repr([(name, tuple(factor.shape), factor.dtype) for name, factor in factors.items()]))
     for each in values:
         digest.add(each)

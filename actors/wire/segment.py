@@ -1,8 +1,7 @@
 """Shared-memory segments that one process writes and others map, and that never outlive their owner for long.
 
-A segment is a file under /dev/shm whose name carries its owner: process-id namespace, process id and start time. Whoever
-makes a segment, and every engine that starts, first removes those of its user whose processes, of the same namespace, have
-ended.
+A segment is a file under /dev/shm whose name carries its owner: process-id namespace, process id and start time.
+Whoever makes a segment, and every engine that starts, first removes those of its user whose owners have ended.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ class Segment(NamedTuple):
 
 
 class SharedSegment:
-    """``nbytes`` of shared memory owned by this process, as a (nbytes,) uint8 tensor in ``buffer``.
-
-    Raises:
-        WeightSyncError: /dev/shm is missing or has not enough space.
-    """
+    """Shared memory owned by this process, as a (nbytes,) uint8 tensor in ``buffer``; raises where /dev/shm is too small."""
 
     def __init__(self, nbytes: int) -> None:
         remove_stale_segments()
@@ -60,11 +55,7 @@ class SharedSegment:
 
 
 def map_segment(path: str, nbytes: int) -> Tensor:
-    """Maps an existing segment as a (nbytes,) uint8 tensor, without a copy.
-
-    Raises:
-        WeightSyncError: there is no such file on this host, or it is shorter.
-    """
+    """Maps a segment of this host as a (nbytes,) uint8 tensor, without a copy."""
     try:
         size = os.stat(path).st_size
     except FileNotFoundError:
@@ -73,6 +64,7 @@ def map_segment(path: str, nbytes: int) -> Tensor:
             "or container), or its owner ended: use transport='gloo' across hosts",
             path=path,
         ) from None
+    # from_file would make a file that is too short longer.
     if size < nbytes:
         raise WeightSyncError(f"shared-memory segment {path} has {size} bytes, expected {nbytes}", path=path)
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
@@ -133,7 +125,7 @@ def _namespace() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Clock ticks after boot at which a living process started, or an empty string when there is none."""
+    # In clock ticks after boot; with the number it names one process, as numbers come again. Empty where none lives.
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -2,8 +2,8 @@
 
 python -P child.py DESCRIPTOR     DESCRIPTOR: of the connection to the run
 
-It imports verifiers and the standard library alone. Messages are JSON: first the settings, then requests
-``{"play": number, "task": index, "token": ...}`` and ``{"cancel": number}``, answered in any order, and ``{"end": true}``.
+It imports verifiers and the standard library alone. Messages are JSON: the settings, then requests ``{"play": number,
+"task": index, "token": ...}`` and ``{"cancel": number}``, answered in any order, and ``{"end": true}``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ async def serve(connection: Connection, settings: dict[str, Any]) -> None:
 
 
 def described(episode: Any) -> dict[str, Any]:
-    """An episode as JSON."""
     traces = [
         {
             "agent": trace.agent.name,

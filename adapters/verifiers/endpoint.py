@@ -1,7 +1,6 @@
-"""The engines as an endpoint of token ids on loopback, for episodes that another process plays.
+"""The engines as an endpoint of token ids on loopback, which speaks what verifiers' ``TrainClient`` asks of vLLM.
 
-It speaks what verifiers' ``TrainClient`` asks of vLLM: ``POST /inference/v1/generate`` and ``GET /v1/models``. Every request
-needs the token of an episode that is being played, which only the process that plays it has been given.
+Every request needs the token of an episode that is being played, which only the process that plays it has been given.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from adapters.verifiers.child import MODEL, TOKEN_HEADER
 from rl_backend.contracts import BatchError, EpisodeEndError
 from rl_backend.environment.protocol import Sampler, Turn
 
+# Sampling parameters that a request may bring. The others are the run's, and would be ignored.
 _OURS = frozenset({"max_tokens", "stop_token_ids", "logprobs", "skip_special_tokens"})
-"""Sampling parameters that a request may bring. The others are the run's, and would be ignored."""
 _MOST_BYTES = 64 * 2**20
 
 
@@ -30,13 +29,11 @@ class Session:
     """An episode that is being played.
 
     Attributes:
-        sampler: of the episode.
         loop: in which the episode is played, and the sampler is asked.
         turns: prompt and turn of each request, in the order of the answers.
         ended: why the sampler gave no further turn.
         failed: what the engines or the record raised.
         sampling: turns in flight.
-        over: the episode has ended.
     """
 
     sampler: Sampler
@@ -48,7 +45,7 @@ class Session:
     over: bool = False
 
     async def sample(self, prompt: list[int], stop_token_ids: Sequence[int], max_tokens: int | None) -> Turn | None:
-        """Asks the sampler, from another loop; None where the episode ended meanwhile."""
+        """Asks the sampler, in the loop of the episode; None where that ended meanwhile."""
         asked = self.sampler.sample(prompt, stop_token_ids=stop_token_ids, max_tokens=max_tokens)
         turn = asyncio.run_coroutine_threadsafe(_awaited(asked), self.loop)
         self.sampling.add(turn)
@@ -64,14 +61,14 @@ class Session:
             self.sampling.discard(turn)
 
     def end(self) -> None:
-        """Gives up turns in flight, which nobody will train on."""
         self.over = True
+        # Turns in flight, which nobody will train on.
         for turn in list(self.sampling):
             turn.cancel()
 
 
 class TokenEndpoint:
-    """Listens on a free port of 127.0.0.1 while it is open, in a loop of its own: those of episodes come and go.
+    """Listens on a free port of 127.0.0.1 while it is open.
 
     Args:
         context_tokens: of the engines, for the client's own check.
@@ -127,9 +124,8 @@ class TokenEndpoint:
         asked = {name: value for name, value in body.get("sampling_params", {}).items() if value is not None}
         others = sorted(asked.keys() - _OURS)
         if others or "features" in body or "content_parts" in body:
-            problem = (
-                f"{', '.join(others)}: set by the run, leave it out" if others else "models are sampled with text alone"
-            )
+            named = ", ".join(others)
+            problem = f"{named}: set by the run, leave it out" if others else "models are sampled with text alone"
             session.failed = BatchError(f"verifiers asked for {problem}")
             return _refused(session.failed.args[0])
         prompt = [int(each) for each in body["token_ids"]]
@@ -153,16 +149,9 @@ async def _awaited(turn: Awaitable[Turn]) -> Turn:
 
 
 def _answer(turn: Turn) -> dict[str, Any]:
-    log_probs = [
-        {"token": f"token_id:{token}", "logprob": log_prob}
-        for token, log_prob in zip(turn.token_ids, turn.log_probs, strict=True)
-    ]
-    choice = {
-        "index": 0,
-        "token_ids": list(turn.token_ids),
-        "finish_reason": turn.finish,
-        "logprobs": {"content": log_probs},
-    }
+    pairs = zip(turn.token_ids, turn.log_probs, strict=True)
+    log_probs = {"content": [{"token": f"token_id:{token}", "logprob": log_prob} for token, log_prob in pairs]}
+    choice = {"index": 0, "token_ids": list(turn.token_ids), "finish_reason": turn.finish, "logprobs": log_probs}
     return {"request_id": secrets.token_hex(8), "choices": [choice]}
 
 

@@ -10,12 +10,12 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 from adapters.verifiers.endpoint import Session, TokenEndpoint
-from adapters.verifiers.process import VerifiersProcess
-from adapters.verifiers.settings import VerifiersSettings
+from adapters.verifiers.process import VerifiersProcess, VerifiersSettings
 from rl_backend.contracts import BatchError, ConfigError, EpisodeFailedError
 from rl_backend.data.rewards.pool import EventLoop
 from rl_backend.environment.protocol import Result, Sampler, Stop
 
+# Limits of verifiers' own, as its traces name them, and those of an episode. Any other condition is the environment's.
 STOPS: Mapping[str, Stop] = {
     "max_turns": "turns",
     "max_input_tokens": "tokens",
@@ -27,21 +27,15 @@ STOPS: Mapping[str, Stop] = {
     "finalize_timeout": "timeout",
     "scoring_timeout": "timeout",
 }
-"""Limits of verifiers' own, as its traces name them, and those of an episode. Any other condition is the environment's."""
 
 
 class VerifiersPlayer:
     """A :class:`~rl_backend.environment.protocol.Player` of an environment of verifiers 0.4.
 
-    What is trained is what our sampler recorded, by the ids of each request; the branches that verifiers reports are
-    compared with it, and an episode in which they differ is an error. An environment of several agents is refused.
-
-    It is opened by the first episode, or by ``open``, and serves one event loop after the other::
-
-        player = VerifiersPlayer(VerifiersSettings(...), context_tokens=2048)
+    What our sampler recorded is trained on. An episode of which verifiers reports other tokens is an error, and an
+    environment of several agents is refused. It serves one event loop after the other.
 
     Args:
-        settings: of the environment.
         context_tokens: of the engines.
     """
 
@@ -60,11 +54,7 @@ class VerifiersPlayer:
         return self.open()._opened().tasks
 
     def open(self) -> Self:
-        """Starts the process, and waits until it is ready.
-
-        Raises:
-            ConfigError: it cannot be started, or verifiers cannot load the environment.
-        """
+        """Starts the process, and waits until it is ready; the first episode does, too."""
         with self._opening:
             if self._child is None:
                 self._loop = EventLoop()
@@ -77,7 +67,6 @@ class VerifiersPlayer:
         return self
 
     def close(self) -> None:
-        """Ends the process."""
         with self._opening:
             self._end()
 
@@ -91,9 +80,8 @@ class VerifiersPlayer:
         child = (await asyncio.to_thread(self.open))._opened()
         task = row.get("task")
         if not isinstance(task, int) or not 0 <= task < len(child.tasks):
-            raise ConfigError.of(
-                "task", task, f"expected the number of a task of the environment, 0 to {len(child.tasks) - 1}"
-            )
+            problem = f"expected the number of a task of the environment, 0 to {len(child.tasks) - 1}"
+            raise ConfigError.of("task", task, problem)
         number = next(self._numbers)
         answer = self._waiting[number] = Future()
         with self._endpoint.session(sampler) as (token, session):
@@ -132,10 +120,9 @@ class VerifiersPlayer:
 
 def _result(played: Mapping[str, Any], session: Session) -> Result:
     """The result of an episode; raises what ended it on our side."""
-    if session.failed is not None:
-        raise session.failed
-    if session.ended is not None:
-        raise session.ended
+    ended = session.failed or session.ended
+    if ended is not None:
+        raise ended
     if played["errors"]:
         return Result(stop="error", error="; ".join(played["errors"]))
     traces = played["traces"]
@@ -153,7 +140,7 @@ def _result(played: Mapping[str, Any], session: Session) -> Result:
 
 
 def _compare(branches: Sequence[Mapping[str, Any]], session: Session) -> None:
-    """Refuses an episode of which verifiers reports other tokens than were sampled."""
+    # What is trained on is our record: it must be what the environment rewarded.
     for prompt, turn in session.turns:
         ids, end = [*prompt, *turn.token_ids], len(prompt) + len(turn.token_ids)
         if not any(branch["token_ids"][:end] == ids and all(branch["sampled"][len(prompt) : end]) for branch in branches):

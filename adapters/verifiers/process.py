@@ -1,4 +1,4 @@
-"""The process that has verifiers, and the thread that listens to it."""
+"""The process that has verifiers: its settings, and the thread that listens to it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,63 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from adapters.verifiers.child import KEY_VARIABLE
-from adapters.verifiers.settings import VerifiersSettings
 from rl_backend.child_process import open_lifeline, tie
-from rl_backend.contracts import ConfigError, EpisodeFailedError
+from rl_backend.contracts import BaseConfig, ConfigError, EpisodeFailedError
 
 _CHILD = Path(__file__).with_name("child.py")
 _PLUGINS = Path(__file__).with_name("plugins")
 _ENDING_SECONDS = 5.0
+# Our harness: those of verifiers begin with a script that downloads packages.
+_ROLE_DEFAULTS = {"harness": {"id": "rl_backend_chat"}, "runtime": {"type": "subprocess"}}
+
+
+class VerifiersSettings(BaseConfig):
+    """An environment of verifiers.
+
+    Attributes:
+        python: of the virtual environment that has verifiers 0.4, and the packages of the environment.
+        environment: as a run of verifiers takes it under ``env``: ``{"taskset": {"id": ..., ...}, ...}``.
+        roles: of the environment, such as ``agent``, ``player``; each gets our harness and runs without a container, unless
+            ``environment`` says otherwise.
+        tokenizer: folder of the model's tokenizer.
+        renderer: of the package renderers; ``{"name": "default"}`` uses the tokenizer's chat template.
+        stop_token_ids: end a turn, beside those of the renderer; the default one has the eos_token alone.
+        path: further folders in which that Python looks for modules.
+        most_tasks: tasks that are taken; needed for tasksets without end.
+        start_seconds: for the process to be ready.
+    """
+
+    python: str
+    environment: dict[str, Any]
+    roles: tuple[str, ...] = ("agent",)
+    tokenizer: str
+    renderer: dict[str, Any] = Field(default_factory=lambda: {"name": "default"})
+    stop_token_ids: tuple[int, ...] = ()
+    path: tuple[str, ...] = ()
+    most_tasks: int = Field(default=10_000, ge=1)
+    start_seconds: float = Field(default=120.0, gt=0)
+
+    def configured(self) -> dict[str, Any]:
+        roles = {role: {**_ROLE_DEFAULTS, **self.environment.get(role, {})} for role in self.roles}
+        return {**self.environment, **roles}
 
 
 class VerifiersProcess:
     """``child.py`` in the Python that has verifiers.
 
     Args:
-        settings: of the environment.
         url: of the endpoint.
         settle: is given what it answers.
         lose: called when it has ended.
 
     Attributes:
         tasks: names of the environment's tasks.
+
+    Raises:
+        ConfigError: it cannot be started, or verifiers cannot load the environment.
     """
 
     def __init__(
@@ -48,8 +84,8 @@ class VerifiersProcess:
             command = [settings.python, "-P", str(_CHILD), str(theirs.fileno())]
             # A key of our own: verifiers then reads no settings of its makers' services.
             environment = {**os.environ, KEY_VARIABLE: "unused", "HF_HUB_OFFLINE": "1"}
+            inherited = (theirs.fileno(), line.fileno())
             try:
-                inherited = (theirs.fileno(), line.fileno())
                 self._process = subprocess.Popen(
                     command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=environment, process_group=0
                 )
@@ -74,7 +110,7 @@ class VerifiersProcess:
             raise EpisodeFailedError(f"the process of verifiers has ended: {error}; see its output above") from error
 
     def end(self) -> None:
-        """Lets the environment end what it serves, for a while."""
+        # The environment may end what it serves, for a while.
         with suppress(EpisodeFailedError, subprocess.TimeoutExpired):
             self.send({"end": True})
             self._process.wait(_ENDING_SECONDS)

@@ -27,18 +27,13 @@ _UNSUPPORTED = {
     "distillation_only": "top-k distillation reads logits, which are never kept",
     "calculate_sum_pi_squared": "the sum of squared probabilities is not computed",
 }
+# Inputs that a processor of images gives for text too.
 _OF_TEXT = frozenset({"mm_token_type_ids"})
-"""Inputs that a processor of images gives for text too."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The payload of a ``PackedBatch``: verl's own micro-batch, for verl's own loss.
-
-    Attributes:
-        index: its place among the micro-batches of the pass.
-        data: as verl cut it.
-    """
+    """The payload of a ``PackedBatch``: verl's own micro-batch, for verl's own loss, and its place in the pass."""
 
     index: int
     data: TensorDict
@@ -46,11 +41,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """A batch in micro-batches.
-
-    Attributes:
-        packed: one for each micro-batch, as many on every data-parallel rank.
-        order: row of the batch of each sequence of ``packed``, in their order.
+    """Attributes:
+    packed: one for each micro-batch, as many on every data-parallel rank.
+    order: row of the batch of each sequence of ``packed``, in their order.
     """
 
     packed: list[PackedBatch]
@@ -77,9 +70,8 @@ def cut_batch(
         routes: the routes of the batch, for a replay.
 
     Raises:
-        BatchError: ``input_ids`` that are not jagged, positions that do not count each sequence's tokens from 0, sequences
-            longer than a micro-batch, a number of them that micro-batches do not divide, wrong routes; or another rank
-            refused its batch.
+        BatchError: positions that do not count each sequence's tokens from 0, sequences longer than a micro-batch, a number
+            of them that micro-batches do not divide, wrong routes; or another rank refused its batch.
         UnsupportedError: the model or the losses would need something that they do not get.
     """
     num_tokens = _agreed_num_tokens(data, place, _problem(data, cp_size, routes))
@@ -97,7 +89,6 @@ def cut_batch(
 
 
 def _problem(data: TensorDict, cp_size: int, routes: BatchRoutes | None) -> RLBackendError | None:
-    """The error of this rank's batch, seen alone."""
     try:
         _require_supported(data)
         _require_positions(data)
@@ -110,9 +101,10 @@ def _problem(data: TensorDict, cp_size: int, routes: BatchRoutes | None) -> RLBa
 
 
 def _agreed_num_tokens(data: TensorDict, place: RankPlace, problem: RLBackendError | None) -> float:
-    """``loss_mask`` summed over the data-parallel ranks. The same collective tells each rank of the others' errors."""
+    """``loss_mask`` summed over the data-parallel ranks."""
     mask = data["loss_mask"]
     num_tokens = (mask.values() if mask.is_nested else mask).sum().to(place.device)
+    # One collective also tells each rank of the others' errors: none then waits for one that refused its batch.
     facts = torch.stack([num_tokens, torch.full_like(num_tokens, problem is not None)])
     if place.data_parallel_size > 1:
         dist.all_reduce(facts, group=place.data_parallel_group)
@@ -155,28 +147,26 @@ def _require_positions(data: TensorDict) -> None:
         return
     offsets = data["input_ids"].offsets()
     starts = offsets[:-1].repeat_interleave(offsets.diff())
-    counted = torch.arange(len(starts), device=starts.device) - starts
-    if positions.dim() > 2:
-        # A row for the text, and those of time, height and width, in which text counts as in its own.
-        if not _are_counted(positions, counted):
-            raise UnsupportedError(f"position_ids are not those of text: {TEXT_ALONE}", name="position_ids")
-    elif not torch.equal(positions.values(), counted):
+    if not positions.is_nested or not _are_counted(
+        positions.values(), torch.arange(len(starts), device=starts.device) - starts
+    ):
         raise BatchError(
-            "position_ids do not count the tokens of each sequence from 0; the models here always do", name="position_ids"
+            "position_ids do not count the tokens of each sequence from 0, as those of text do and the models here always; "
+            + TEXT_ALONE,
+            name="position_ids",
         )
 
 
 def _are_counted(positions: Tensor, counted: Tensor) -> bool:
-    """Whether every row of (sequences, rows, tokens) is ``counted``. Sequences of one length are jagged in their rows."""
-    if not positions.is_nested:
-        return False
-    values = positions.values()
-    expected = counted if values.shape[-1] == len(counted) else torch.arange(values.shape[-1], device=values.device)
-    return torch.equal(values, expected.expand_as(values))
+    """Whether every row of positions is ``counted``: of models that read images those of time, height and width too."""
+    # Sequences of one length are jagged in their rows: then each row is one sequence.
+    whole = positions.shape[-1] == len(counted)
+    expected = counted if whole else torch.arange(positions.shape[-1], device=positions.device)
+    return torch.equal(positions, expected.expand_as(positions))
 
 
 def _require_cuttable(data: TensorDict, cp_size: int) -> None:
-    """Checks sizes that verl asserts on one rank while the others already wait in a collective."""
+    # verl asserts these sizes on one rank, while the others already wait in a collective.
     if tu.get(data, "use_dynamic_bsz", True):
         limit, longest = tu.get(data, "max_token_len_per_gpu"), int(data["input_ids"].offsets().diff().max())
         if limit is None or longest > limit * cp_size:
@@ -195,34 +185,24 @@ def _require_cuttable(data: TensorDict, cp_size: int) -> None:
 
 
 def _require_supported(data: TensorDict) -> None:
-    input_ids = data["input_ids"]
-    if not (input_ids.is_nested and input_ids.layout == torch.jagged):
-        raise BatchError(
-            f"input_ids is a dense tensor of shape {tuple(input_ids.shape)}; expected a jagged one, as verl's "
-            "left_right_2_no_padding makes it",
-            name="input_ids",
-        )
+    problems = [
+        f"{name}=True: {reason}; switch it off" for name, reason in _UNSUPPORTED.items() if tu.get(data, name, False)
+    ]
     pad_mode = tu.get(data, "pad_mode", DatasetPadMode.NO_PADDING)
     if pad_mode != DatasetPadMode.NO_PADDING:
-        raise UnsupportedError(
-            f"pad_mode={str(pad_mode)!r}: engines of verl take 'no_padding'; set data.pad_mode=no_padding"
-        )
-    for name, reason in _UNSUPPORTED.items():
-        if tu.get(data, name, False):
-            raise UnsupportedError(f"{name}=True: {reason}; switch it off", name=name)
+        problems.append(f"pad_mode={str(pad_mode)!r}: set data.pad_mode=no_padding, which engines of verl take")
     for index, inputs in enumerate(tu.get(data, "multi_modal_inputs") or ()):
         media = sorted(name for name in inputs or () if name not in _OF_TEXT)
         if media:
-            raise UnsupportedError(
-                f"multi_modal_inputs of sequence {index} has {', '.join(media)}: {TEXT_ALONE}", name="multi_modal_inputs"
-            )
+            problems.append(f"multi_modal_inputs of sequence {index} has {', '.join(media)}: {TEXT_ALONE}")
+            break
+    if problems:
+        raise UnsupportedError("; ".join(problems))
 
 
 def router_replay(data: TensorDict, mode: RouterReplayMode, *, forward_only: bool) -> RouterReplay:
-    """Use of routes in a pass: R2 records them with log-probs and replays them in later passes; R3 replays in both.
-
-    verl sets ``enable_routing_replay`` in the batches of the actor, and not in those of the reference.
-    """
+    """Use of routes in a pass: R2 records them with log-probs and replays them in later passes; R3 replays in both."""
+    # verl sets enable_routing_replay in the batches of the actor, and not in those of the reference.
     if mode == "disabled" or not tu.get(data, "enable_routing_replay", False):
         return "off"
     if mode == "R2" and forward_only and data.get(ROUTES, None) is None:
@@ -234,9 +214,6 @@ def router_replay(data: TensorDict, mode: RouterReplayMode, *, forward_only: boo
 class BatchRoutes:
     """The routes that a batch brings for a replay, jagged (B, L_i or L_i - 1, layers, top_k).
 
-    A rollout has no routes for the last token, and verl's padding none at all: sequences without response. There the router
-    chooses.
-
     Attributes:
         mode: ``R2`` or ``R3``.
         num_layers: of the model; routes of as many layers are indexed by them, others by layers with experts.
@@ -246,7 +223,7 @@ class BatchRoutes:
     num_layers: int
 
     def require(self, data: TensorDict) -> None:
-        """Raises :class:`BatchError` for routes that are missing, not jagged integers, or of another number of tokens."""
+        """Raises :class:`BatchError` for routes that are missing, no integers, or of another number of tokens."""
         routes = data.get(ROUTES, None)
         if routes is None:
             source = (
@@ -255,10 +232,6 @@ class BatchRoutes:
                 else "the rollout returns (enable_rollout_routing_replay=True)"
             )
             raise BatchError(f"router_replay.mode={self.mode!r}: the batch has no {ROUTES!r}, which {source}", name=ROUTES)
-        if not routes.is_nested:
-            raise BatchError(
-                f"{ROUTES} is a dense tensor of shape {tuple(routes.shape)}; expected a jagged one", name=ROUTES
-            )
         route_fields(routes.values()[:0], 0)
         counts, lengths = (data[name].offsets().diff().tolist() for name in (ROUTES, "input_ids"))
         for index, (known, length) in enumerate(zip(counts, lengths, strict=True)):
@@ -279,6 +252,7 @@ class BatchRoutes:
         for row, length, response in zip(routes.unbind(), lengths, responses, strict=True):
             fields = route_fields(row, length)
             if self.mode == "R3":
+                # A rollout has no routes for the last token, and verl's padding, without response, none: the router chooses.
                 fields[ROUTES_MASK][length - 1 if response else 0 :] = False
             rows.append(fields)
         fields = {name: torch.cat([row[name] for row in rows]) for name in (ROUTES, ROUTES_MASK)}
@@ -296,11 +270,7 @@ type VerlLoss = Callable[..., tuple[Tensor, Mapping[str, Any]]]
 
 
 class MicroBatchLoss:
-    """verl's loss as a runtime calls it, on verl's own micro-batch.
-
-    Attributes:
-        metrics: of each micro-batch, as the loss returned them, without their graphs.
-    """
+    """verl's loss as a runtime calls it, on verl's own micro-batch; ``metrics`` are those of each, without their graphs."""
 
     def __init__(self, loss: VerlLoss) -> None:
         self._loss = loss

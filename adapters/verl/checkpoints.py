@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
-from adapters.verl.options.settings import STATE, require_contents
+from adapters.verl.options.settings import STATE
 from adapters.verl.replacing import exists_on_rank_0, finish_replacing, found_name, replacing
 from adapters.verl.trainer_saves import mark, record_step, trainer_records
 from rl_backend.checkpoint.durable_commit import sync_tree
@@ -29,10 +29,8 @@ _STATE_DIRECTORY, _HF_DIRECTORY, _ADAPTER_DIRECTORY = "training_state", "hugging
 
 
 class EngineCheckpoints:
-    """Saves and loads one model; verl's own code decides which old checkpoints go.
-
-    Below verl's directory ``training_state/`` is the runtime's checkpoint, ``huggingface/`` one for transformers and vLLM,
-    and ``lora_adapter/`` one for peft.
+    """Saves and loads one model: in verl's directory ``training_state/`` is the runtime's checkpoint, ``huggingface/`` one
+    for transformers and vLLM, and ``lora_adapter/`` one for peft. verl's own code decides which old checkpoints go.
 
     Args:
         save_contents, load_contents: ``model`` alone or all of ``STATE``, and ``hf_model``. As in verl, ``model`` is a
@@ -45,8 +43,6 @@ class EngineCheckpoints:
         last_step: nothing is left in the background after it, because verl may then end the processes.
         lora: the model has a tenant.
 
-    Raises:
-        ConfigError: other contents.
     """
 
     def __init__(
@@ -60,8 +56,6 @@ class EngineCheckpoints:
         last_step: int = 0,
         lora: bool = False,
     ) -> None:
-        require_contents("save_contents", save_contents, sharded=sharded)
-        require_contents("load_contents", load_contents, sharded=sharded)
         self._saves_adapter = lora and "model" in save_contents
         self._saves_hf = "hf_model" in save_contents or ("model" in save_contents and not sharded and not lora)
         self._saves_state = save_contents >= STATE
@@ -90,9 +84,6 @@ class EngineCheckpoints:
         step: int = 0,
     ) -> None:
         """Writes ``local_path``. Files of an earlier save stay until the new one is complete.
-
-        Args:
-            step: verl's ``global_step``.
 
         Raises:
             CheckpointError: a rank could not write this save or the one before; on every rank.
@@ -142,11 +133,7 @@ class EngineCheckpoints:
         self._pending = save
 
     def poll(self, runtime: Runtime[Any], handle: ModelHandle) -> None:
-        """Finishes a save in the background if it is written. A collective over all ranks.
-
-        Raises:
-            CheckpointError: see :meth:`finish`.
-        """
+        """:meth:`finish` where a save in the background is written. A collective over all ranks."""
         if self._pending is not None and self._pending.is_done(runtime, handle):
             self.finish(runtime, handle)
 
@@ -169,15 +156,10 @@ class EngineCheckpoints:
                 self._kept.register_checkpoint(str(path), keep)
 
     def weights_directory(self, local_path: str, hdfs_path: str | None = None) -> Path | None:
-        """The directory that weights, or an adapter, are loaded from alone, or None where the training state is.
-
-        Raises:
-            CheckpointError: it does not exist.
-        """
-        path = _local(local_path, hdfs_path) / self._weights_directory
+        """The directory that weights, or an adapter, are loaded from alone, or None where the training state is."""
         if not self._loads_weights:
             return None
-        path = found_name(path)
+        path = found_name(_local(local_path, hdfs_path) / self._weights_directory)
         if not (path / self._weights_file).is_file():
             raise CheckpointError.at(
                 path,
@@ -187,12 +169,7 @@ class EngineCheckpoints:
         return path
 
     def load(self, runtime: Runtime[Any], handle: ModelHandle, local_path: str, hdfs_path: str | None = None) -> None:
-        """Restores the training state.
-
-        Raises:
-            CheckpointError: see :meth:`~rl_backend.runtime.Runtime.load_checkpoint`.
-            UnsupportedError: a path on HDFS.
-        """
+        """Restores the training state, with the errors of :meth:`~rl_backend.runtime.Runtime.load_checkpoint`."""
         self.finish(runtime, handle)
         path = _local(local_path, hdfs_path)
         if self._loads_state:
@@ -205,8 +182,6 @@ class PendingSave:
     """A save in the background that is not yet committed on every rank.
 
     Attributes:
-        path: verl's directory of the role.
-        step: verl's ``global_step``.
         keep: verl's ``max_ckpt_to_keep``.
         replaces: gives the files their name, where an earlier save of this name is in their place.
         problem: the error of this rank's writer.
@@ -229,11 +204,7 @@ class PendingSave:
         return all(everywhere)
 
     def commit(self, runtime: Runtime[Any], handle: ModelHandle) -> None:
-        """Waits for the files and gives them their name. A collective over all ranks.
-
-        Raises:
-            CheckpointError: they could not be written; on every rank.
-        """
+        """Waits for the files and gives them their name; a collective over all ranks, which fail together."""
         cause: Exception | None = None
         try:
             runtime.wait_for_checkpoint(handle)
@@ -246,36 +217,25 @@ class PendingSave:
 
 
 def begin_role(path: Path) -> None:
-    """Marks the role of ``path`` as not yet saved. A collective over all ranks.
-
-    Raises:
-        CheckpointError: the file system refuses; on every rank.
-    """
+    """Marks the role of ``path`` as not yet saved; a collective over all ranks, which fail together."""
     with on_every_rank(world_group(), f"{path} could not be saved"):
         if dist.get_rank() == 0:
             mark(path)
 
 
 def own_tokenizer(model_config: HFModelConfig) -> Any:
-    """The tokenizer or processor that verl has loaded, where it is not the one of the model's directory; else None.
-
-    ``tokenizer_path`` is where another one comes from, and ``custom_chat_template`` gives it another template.
-    """
+    """The tokenizer or processor that verl has loaded, where it is not the one of the model's directory; else None."""
     if model_config.custom_chat_template is None and model_config.tokenizer_path in (None, model_config.path):
         return None
     return model_config.tokenizer if model_config.processor is None else model_config.processor
 
 
 def _local(local_path: str, hdfs_path: str | None) -> Path:
-    for name, value in (("local_path", local_path), ("hdfs_path", hdfs_path)):
-        if value is not None and "://" in str(value):
-            raise UnsupportedError(
-                f"{name}={value!r}: checkpoints are written to and read from file systems; set "
-                "trainer.default_hdfs_dir=null and use a mounted path",
-                path=str(value),
-            )
-    if hdfs_path is not None:
-        raise UnsupportedError(f"hdfs_path={hdfs_path!r}: set trainer.default_hdfs_dir=null", path=str(hdfs_path))
+    if hdfs_path is not None or "://" in str(local_path):
+        raise UnsupportedError(
+            f"local_path={local_path!r}, hdfs_path={hdfs_path!r}: checkpoints are files of a mounted path; set "
+            "trainer.default_hdfs_dir=null"
+        )
     return Path(os.path.abspath(local_path))
 
 

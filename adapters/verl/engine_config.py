@@ -1,7 +1,6 @@
 """The configuration class that replaces verl's ``McoreEngineConfig``, and the choice of an engine by a configuration.
 
-``actor_rollout_ref.actor.megatron._target_=adapters.verl.engine_config.RLBackendEngineConfig`` makes verl run that role on
-:mod:`adapters.verl.engine`. Importing this module, as Hydra and unpickling do, registers the engines.
+Importing this module, as Hydra and unpickling do, registers the engines.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from adapters.verl.options.settings import require_engine_config
 from adapters.verl.registration import VENDOR_VARIABLE, register_config_class
 from rl_backend.contracts import ConfigError, UnsupportedError
 
+# verl's model type -> our class, and verl's.
 _ENGINES = {"language_model": "LanguageModelEngine", "value_model": "ValueModelEngine"}
-"""verl's model type -> class in :mod:`adapters.verl.engine`."""
-
 _VERLS_ENGINES = {"language_model": "MegatronEngineWithLMHead", "value_model": "MegatronEngineWithValueHead"}
 
 logger = logging.getLogger(__name__)
@@ -38,8 +36,6 @@ class RLBackendEngineConfig(McoreEngineConfig):
         backend_options: fields of that runtime's configuration (:class:`~rl_backend.contracts.NativeConfig`,
             :class:`~rl_backend.contracts.BridgeConfig`) that no field of verl's decides.
 
-    Raises:
-        ConfigError: a value that cannot be honoured.
     """
 
     backend: str = "native"
@@ -91,9 +87,8 @@ def _verls_engine(model_type: str) -> type:
         )
     engine: type | None = getattr(importlib.import_module("verl.workers.engine"), _VERLS_ENGINES[model_type], None)
     if engine is None:
-        raise UnsupportedError(
-            f"verl's {_VERLS_ENGINES[model_type]} cannot be imported here; see verl's warning for the cause"
-        )
+        # verl sets the name to None where the import fails, and only warns.
+        raise UnsupportedError(f"verl's {_VERLS_ENGINES[model_type]} cannot be imported here; verl's warning has the cause")
     if _is_first_rank():
         logger.info("verl engine: verl's own %s, because the configuration's class is verl's", engine.__name__)
     return engine

@@ -18,11 +18,11 @@ from rl_backend.contracts import OptimizerConfig, UnsupportedError, WeightShard
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime import Runtime
 
+# Bytes of weights gathered at one time; a larger weight is gathered alone.
 _EXPORT_BYTES = 2**28
-"""Bytes of weights gathered at one time; a larger weight is gathered alone."""
 
+# Megatron-Bridge's names for the way in which create_lora_adapter draws A and B.
 _PEFTS_INITIAL = ("kaiming", "zero")
-"""Megatron-Bridge's names for the way in which ``create_lora_adapter`` draws A and B."""
 
 type Exported = tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]
 """(name and tensor of each weight, verl's ``peft_config``)."""
@@ -36,7 +36,6 @@ class EngineModel:
         hf_path: None takes that of the settings.
 
     Attributes:
-        base: the model that ``build_model`` made.
         trained: the tenant, or the base where there is none.
         at_work: the model that batches run on: ``trained``, or the base inside :meth:`without_adapter`.
 
@@ -77,10 +76,15 @@ class EngineModel:
         return tenant
 
     def renew_tenant(self, adapter_path: str) -> None:
-        """Starts training anew from an adapter in peft's format. One that is refused leaves the tenant as it was."""
+        """Starts training anew from an adapter in peft's format. An error leaves the tenant as it was, and no other."""
         assert self._lora is not None, "a model with a tenant"
         tenant = self._new_tenant(self._lora, self.trained.lora, adapter_path)
-        self._runtime.remove_lora_adapter(self.trained)
+        try:
+            self._runtime.remove_lora_adapter(self.trained)
+        except BaseException:
+            # A save of the old tenant failed, and the runtime keeps it: it is trained on, and saved again.
+            self._runtime.remove_lora_adapter(tenant)
+            raise
         self.trained = self.at_work = tenant
 
     @contextmanager
@@ -107,17 +111,16 @@ class EngineModel:
                 by peft's names; else it gets the base. None where the receiver has no place for an adapter.
 
         Raises:
-            UnsupportedError: such a receiver.
+            UnsupportedError: such a receiver, or an adapter with DoRA, which rollouts do not serve.
         """
         if self._lora is None or self._lora.merge:
             return self._weights(self.trained, dtype), None
-        if base_sync_done is None:
+        # verl's fully asynchronous trainer comes here without the checks of a run's configuration.
+        if base_sync_done is None or self._lora.config.use_dora:
             raise UnsupportedError(
-                "HFModelConfig.lora.merge=False: a checkpoint engine sends whole weights only; set lora.merge=True, or "
-                "rollout.checkpoint_engine.backend=naive"
+                "HFModelConfig.lora.merge=False: checkpoint engines other than naive send whole weights only, and rollouts "
+                "serve no DoRA adapters; set lora.merge=True"
             )
-        if self._lora.config.use_dora:
-            raise UnsupportedError("HFModelConfig.lora.merge=False: rollouts serve no DoRA adapters; set lora.merge=True")
         peft_config = self._lora.for_rollout()
         if not base_sync_done:
             return self._weights(self.base, dtype), peft_config
@@ -143,10 +146,11 @@ class EngineModel:
 
 
 def _initial(lora: LoRASettings, seed: int, name: str, given: Tensor) -> Tensor:
-    """A whole factor as Megatron-Bridge starts one, the same in every layout; tensors that are not A or B stay as given."""
+    """A whole factor as Megatron-Bridge starts one; tensors that are not A or B stay as given."""
     is_b = ".lora_B." in name
     if not is_b and ".lora_A." not in name:
         return given
+    # By name, so that a factor is the same in every layout.
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest))
     factor = torch.zeros(given.shape)

@@ -1,12 +1,16 @@
-"""Actions that run when a module of another package is imported."""
+"""Changes to other packages: when a module is imported, and once for each function."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
+
+_CHANGED = "_rl_backend_changed"
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
@@ -15,15 +19,30 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
     if module is not None:
         action(module)
     else:
-        sys.meta_path.insert(0, _Finder(name, action))
+        sys.meta_path.insert(0, _Late(name, action))
 
 
-class _Finder(MetaPathFinder):
-    """Finds one module by asking the finders after it, until it has been imported."""
+def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Puts ``around(original, *arguments)`` in the place of a function of ``owner``, unless that is done already."""
+    original = getattr(owner, name)
+    if hasattr(original, _CHANGED):
+        return
+
+    @functools.wraps(original)
+    def changed(*arguments: Any, **options: Any) -> Any:
+        return around(original, *arguments, **options)
+
+    setattr(changed, _CHANGED, True)
+    setattr(owner, name, changed)
+
+
+class _Late(MetaPathFinder, Loader):
+    """Finds one module by asking the finders after it, executes it as its loader does, and calls ``action`` with it."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._action = action
+        self._loader: Loader = self
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self._name:
@@ -33,21 +52,9 @@ class _Finder(MetaPathFinder):
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = None if find is None else find(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _ThenCall(spec.loader, self._act)
+                self._loader, spec.loader = spec.loader, self
                 return spec
         return None
-
-    def _act(self, module: ModuleType) -> None:
-        self._action(module)
-        sys.meta_path.remove(self)
-
-
-class _ThenCall(Loader):
-    """Executes a module as ``loader`` does, and then calls ``action`` with it."""
-
-    def __init__(self, loader: Loader, action: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._action = action
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -57,3 +64,4 @@ class _ThenCall(Loader):
             module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._action(module)
+        sys.meta_path.remove(self)

@@ -1,7 +1,4 @@
-"""Registration of the engine that verl builds for ``strategy=megatron``: ours or its own.
-
-The class of the engine's configuration decides, and where that is verl's the environment variable ``VERL_ENGINE_VENDOR``.
-"""
+"""Registration of the engine that verl builds for ``strategy=megatron``: ours or its own."""
 
 from __future__ import annotations
 
@@ -32,21 +29,17 @@ _CONFIG_MODULE = "adapters.verl.engine_config."
 
 def register_vendors(choose: ChooseEngine) -> None:
     """Makes ``VERL_ENGINE_VENDOR`` accept the names in :data:`VENDORS`; without one of them verl chooses as before."""
-    _when_registry_is_imported(lambda base: _register_vendors(base, choose))
+    # Not now: its import takes seconds, and most processes that import verl (rollout servers, reward workers) need it never.
+    when_imported(_REGISTRY_MODULE, lambda base: _register_vendors(base, choose))
 
 
 def register_config_class(choose: ChooseEngine) -> None:
-    """Makes verl build our engines from an ``RLBackendEngineConfig``, and its own from its own class.
-
-    Raises:
-        RegistryError: another package has registered an engine where this process would look.
-        UnsupportedError: the device is neither ``cpu`` nor ``cuda``.
-    """
-    _when_registry_is_imported(lambda base: _register_config_class(base, choose))
+    """Makes verl build our engines from an ``RLBackendEngineConfig``, and its own from its own class."""
+    when_imported(_REGISTRY_MODULE, lambda base: _register_config_class(base, choose))
 
 
 def is_ours(role: Any) -> bool:
-    """Whether verl will build our engine for the configuration of an actor or a critic."""
+    """Whether verl builds our engine for an actor or a critic: by the class of its configuration, or by the environment."""
     if role.get("strategy") != _STRATEGY:
         return False
     target = str(role.megatron.get("_target_"))
@@ -89,8 +82,6 @@ def _register(base: ModuleType, device: str, vendor: str, backend: str | None, c
 
 
 def _chooser(base: ModuleType, model_type: str, backend: str | None, choose: ChooseEngine) -> type:
-    """A class for verl's registry that makes engines of the chosen class."""
-
     class ChosenEngine(base.BaseEngine):  # type: ignore[name-defined]
         rl_backend_chooses = True
         backend_for_verls_class = backend
@@ -100,8 +91,3 @@ def _chooser(base: ModuleType, model_type: str, backend: str | None, choose: Cho
             return engine(model_config, config, optimizer_config, checkpoint_config)
 
     return ChosenEngine
-
-
-def _when_registry_is_imported(action: Callable[[ModuleType], None]) -> None:
-    # Importing the registry takes seconds, and most processes that import verl (rollout servers, reward workers) never do.
-    when_imported(_REGISTRY_MODULE, action)

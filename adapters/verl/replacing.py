@@ -16,10 +16,7 @@ from rl_backend.parallel.groups import world_group
 
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """Yields a path to write to, which then replaces ``path``. A collective over all ranks.
-
-    Files written there must be flushed. A kill between the two renames leaves both directories under other names, which
-    :func:`found_name` and :func:`finish_replacing` know.
+    """Yields a path to write flushed files to, which then replaces ``path``. A collective over all ranks.
 
     Raises:
         CheckpointError: the file system refuses; on every rank, and the earlier directory has its name.
@@ -51,11 +48,7 @@ def exists_on_rank_0(path: Path) -> bool:
 
 
 def finish_replacing(path: Path) -> None:
-    """Gives a directory its name that a kill has left without it. A collective over all ranks.
-
-    Raises:
-        CheckpointError: the file system refuses; on every rank.
-    """
+    """Gives a directory its name that a kill has left without it; a collective over all ranks, which fail together."""
     with on_every_rank(world_group(), f"{path} could not be given its name; rename the one that a kill left next to it"):
         if dist.get_rank() == 0:
             found = found_name(path)
@@ -65,6 +58,7 @@ def finish_replacing(path: Path) -> None:
 
 def _take_place(path: Path) -> None:
     new, old = _new(path), _old(path)
+    # A kill between the two renames leaves both under names that found_name knows.
     if path.exists():
         path.rename(old)
     try:

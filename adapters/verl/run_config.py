@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from adapters.verl.late_imports import when_imported
+from adapters.verl.late_imports import when_imported, wrap_once
 from adapters.verl.registration import is_ours
 from rl_backend.contracts import ConfigError, UnsupportedError
 
-_CHECKS = "_rl_backend_checks"
 # Losses that read the logits of the teacher's most probable tokens.
 _TOP_K = ("forward_kl_topk",)
 _DETACHED_WORKER = "verl.experimental.separation.engine_workers"
@@ -21,37 +20,23 @@ _NO_COPIES = (
 
 
 def register() -> None:
-    """Lets verl's ``validate_config``, which ``main_ppo`` calls first, refuse what our engines cannot do.
-
-    verl's fully asynchronous trainer does not call it. There the worker that would copy weights refuses.
-    """
+    """Lets verl's ``validate_config``, which ``main_ppo`` calls first, refuse what our engines cannot do."""
+    # verl's fully asynchronous trainer does not call it. There the worker that would copy weights refuses.
     when_imported(_DETACHED_WORKER, _refuse_copies)
     from verl import utils
     from verl.utils import config as module
 
-    original = module.validate_config
-    if hasattr(original, _CHECKS):
-        return
+    wrap_once(module, "validate_config", _validate_config)
+    utils.validate_config = module.validate_config
 
-    @functools.wraps(original)
-    def validate_config(config: Any, *arguments: Any, **options: Any) -> None:
-        require_run(config)
-        original(config, *arguments, **options)
 
-    setattr(validate_config, _CHECKS, True)
-    module.validate_config = utils.validate_config = validate_config
+def _validate_config(original: Callable[..., None], config: Any, *arguments: Any, **options: Any) -> None:
+    require_run(config)
+    original(config, *arguments, **options)
 
 
 def require_run(config: Any) -> None:
-    """Refuses, of an actor on our engine, top-k distillation, adapters that its rollouts could not be given, and a trainer
-    that copies its weights.
-
-    Args:
-        config: of ``main_ppo``, composed.
-
-    Raises:
-        ConfigError: by name, with what is offered.
-    """
+    """Raises :class:`ConfigError` for what an actor on our engine cannot do of ``main_ppo``'s configuration."""
     if not is_ours(config.actor_rollout_ref.actor):
         return
     correction: Any = config.algorithm.get("rollout_correction") or {}
@@ -59,25 +44,14 @@ def require_run(config: Any) -> None:
     if trainer.get("use_v1") and trainer.v1.trainer_mode == "separate_async" and not correction.get("bypass_mode"):
         raise ConfigError.of("trainer.v1.trainer_mode", trainer.v1.trainer_mode, _NO_COPIES)
     model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.checkpoint_engine.backend
+    merge = bool(model.lora.get("merge", False))
+    is_dora = model.lora.get("rank", 0) > 0 and model.lora.get("type") == "dora"
     has_adapter = max(model.lora.get("rank", 0), model.lora_rank) > 0
-    if has_adapter and engine == "delta_sharded":
-        raise ConfigError.of(
-            "actor_rollout_ref.rollout.checkpoint_engine.backend",
-            engine,
-            "sends changes of weights that are trained themselves; with LoRA choose 'naive', or another and lora.merge=True",
-        )
-    if model.lora.get("rank", 0) > 0 and model.lora.get("type") == "dora" and not model.lora.get("merge", False):
-        raise ConfigError.of(
-            "actor_rollout_ref.model.lora.merge",
-            False,
-            "rollouts serve no DoRA adapters; with lora.type=dora set it to True",
-        )
-    if has_adapter and not model.lora.get("merge", False) and engine != "naive":
-        raise ConfigError.of(
-            "actor_rollout_ref.rollout.checkpoint_engine.backend",
-            engine,
-            "sends whole weights only, and actor_rollout_ref.model.lora.merge=False keeps the adapter separate; set "
-            "lora.merge=True, or choose 'naive' here",
+    if has_adapter and (engine == "delta_sharded" or (not merge and (engine != "naive" or is_dora))):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend={engine!r} with model.lora.merge={merge}: "
+            "delta_sharded sends changes of weights that are trained themselves, and no adapter; the others send whole "
+            "weights, lora.merge=True; naive sends an adapter too, lora.merge=False, but rollouts serve none of type dora"
         )
     distillation: Any = config.get("distillation") or {}
     mode = distillation.get("enabled") and distillation.distillation_loss.loss_mode
@@ -90,15 +64,11 @@ def require_run(config: Any) -> None:
 
 
 def _refuse_copies(module: ModuleType) -> None:
-    worker = module.DetachActorWorker
-    original = worker._get_strategy_handlers
-
-    @functools.wraps(original)
-    def _get_strategy_handlers(self: Any) -> Any:
+    def handlers(original: Callable[..., Any], worker: Any) -> Any:
         from adapters.verl.engine import RuntimeEngine
 
-        if isinstance(self.actor.engine, RuntimeEngine):
+        if isinstance(worker.actor.engine, RuntimeEngine):
             raise UnsupportedError(f"algorithm.rollout_correction.bypass_mode=False: {module.__name__} {_NO_COPIES}")
-        return original(self)
+        return original(worker)
 
-    worker._get_strategy_handlers = _get_strategy_handlers
+    wrap_once(module.DetachActorWorker, "_get_strategy_handlers", handlers)

@@ -1,26 +1,20 @@
-"""``async_save`` in verl's trainers: one record of a step for all its saves, none of them unfinished when training ends.
-
-The workers then write verl's record of the latest step. They do not know which other roles the trainer saves after them, nor
-when it has made its last call; Ray ends them even while they write.
-"""
+"""``async_save`` in verl's trainers: one record of a step for all its saves, none of them unfinished when training ends."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from adapters.verl.late_imports import when_imported
+from adapters.verl.late_imports import when_imported, wrap_once
 from adapters.verl.registration import is_ours
 from rl_backend.checkpoint.durable_commit import rename_synced, write_synced
 
+# Module -> the class that saves and, with its subclasses in main_ppo, ends training.
 _TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo.ray_trainer": "RayPPOTrainer"}
-"""Module -> the class that saves and, with its subclasses in ``main_ppo``, ends training."""
-
-_DONE = "_rl_backend_finishes_saves"
 
 
 def register() -> None:
@@ -30,35 +24,31 @@ def register() -> None:
 
 
 def _change(name: str, module: ModuleType) -> None:
-    trainer = getattr(module, name)
-    save, fit = trainer._save_checkpoint, trainer.fit
-    if hasattr(fit, _DONE):
+    # The workers, which write the record, do not know which roles are saved after them, nor when the last call is made; Ray
+    # ends them even while they write.
+    wrap_once(getattr(module, name), "_save_checkpoint", _save)
+    wrap_once(getattr(module, name), "fit", _fit)
+
+
+def _save(original: Callable[..., None], trainer: Any) -> None:
+    if not _in_background(trainer.config.actor_rollout_ref.actor):
+        original(trainer)
         return
+    # As for a role: the step is complete once all roles and the trainer's own files are saved.
+    own = Path(os.path.abspath(trainer.config.trainer.default_local_dir), f"global_step_{trainer.global_steps}", "trainer")
+    mark(own)
+    original(trainer)
+    record_step(own, trainer.global_steps)
 
-    @functools.wraps(save)
-    def _save_checkpoint(self: Any) -> None:
-        if not _in_background(self.config.actor_rollout_ref.actor):
-            save(self)
-            return
-        # As for a role: the step is complete once all roles and the trainer's own files are saved.
-        own = Path(os.path.abspath(self.config.trainer.default_local_dir), f"global_step_{self.global_steps}", "trainer")
-        mark(own)
-        save(self)
-        record_step(own, self.global_steps)
 
-    @functools.wraps(fit)
-    def finishing_fit(self: Any, *arguments: Any, **options: Any) -> Any:
-        result = fit(self, *arguments, **options)
-        for group in _saving_groups(self):
-            group.load_checkpoint(None)
-        return result
-
-    setattr(finishing_fit, _DONE, True)
-    trainer._save_checkpoint, trainer.fit = _save_checkpoint, finishing_fit
+def _fit(original: Callable[..., Any], trainer: Any, *arguments: Any, **options: Any) -> Any:
+    result = original(trainer, *arguments, **options)
+    for group in _saving_groups(trainer):
+        group.load_checkpoint(None)
+    return result
 
 
 def _saving_groups(trainer: Any) -> Iterator[Any]:
-    """Worker groups that may have a save in the background."""
     if _in_background(trainer.config.actor_rollout_ref.actor):
         yield trainer.actor_rollout_wg
     if trainer.use_critic and _in_background(trainer.config.critic):
@@ -70,11 +60,7 @@ def _in_background(role: Any) -> bool:
 
 
 def mark(path: Path) -> None:
-    """Delays verl's record of a step until :func:`record_step` of this path. For one process.
-
-    Args:
-        path: of a role, or of another name in the same directory.
-    """
+    """Delays verl's record of a step until :func:`record_step` of this path, of a role or another name. For one process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _marker(path).touch()
 

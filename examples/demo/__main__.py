@@ -43,8 +43,8 @@ MODELS: dict[ModelName, str] = {
 }
 
 
+# dtype -> mean log-prob gap in a step that is rounding at most, nats. Weights that are not the trainer's come to 0.1.
 LARGEST_ROUNDING = {"float32": 1e-5, "bfloat16": 3e-2}
-"""dtype -> mean log-prob gap in a step that is rounding at most, nats. Weights that are not the trainer's come to 0.1."""
 
 
 class DemoConfig(BaseConfig):
@@ -87,15 +87,11 @@ class DemoConfig(BaseConfig):
     def _check(self) -> Self:
         check_ranks("DemoConfig", self.train, self.ranks, self.dtype)
         if self.model in BFLOAT16_ALONE and self.dtype != "bfloat16":
-            raise ConfigError.of(
-                "DemoConfig.dtype", self.dtype, f"vLLM serves model={self.model!r} in bfloat16 alone; leave dtype out"
-            )
+            problem = f"vLLM serves model={self.model!r} in bfloat16 alone; leave dtype out"
+            raise ConfigError.of("DemoConfig.dtype", self.dtype, problem)
         if self.router_replay != "off" and self.model not in MIXTURES:
-            raise ConfigError.of(
-                "DemoConfig.router_replay",
-                self.router_replay,
-                f"model={self.model!r} is dense and routes nothing; use {self.model}_moe",
-            )
+            problem = f"model={self.model!r} is dense and routes nothing; use {self.model}_moe"
+            raise ConfigError.of("DemoConfig.router_replay", self.router_replay, problem)
         return self
 
     def shared(self) -> dict[str, Any]:
@@ -105,21 +101,18 @@ class DemoConfig(BaseConfig):
 
 def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
     """SFT from random weights on careless demonstrations."""
-    return sft.train(
-        sft.SFTConfig.model_validate(
-            {
-                **config.shared(),
-                "model": str(task / "model"),
-                "dataset": str(task / "demonstrations.jsonl"),
-                "eval_dataset": str(task / "validation.jsonl"),
-                "run_dir": str(run_dir / "warm_start"),
-                "steps": config.warm_start_steps,
-                "lr": 2e-3,
-                "lr_warmup_steps": min(20, config.warm_start_steps - 1),
-                "lr_decay_style": "linear",
-            }
-        )
-    )
+    settings = {
+        **config.shared(),
+        "model": str(task / "model"),
+        "dataset": str(task / "demonstrations.jsonl"),
+        "eval_dataset": str(task / "validation.jsonl"),
+        "run_dir": str(run_dir / "warm_start"),
+        "steps": config.warm_start_steps,
+        "lr": 2e-3,
+        "lr_warmup_steps": min(20, config.warm_start_steps - 1),
+        "lr_decay_style": "linear",
+    }
+    return sft.train(sft.SFTConfig.model_validate(settings))
 
 
 def demo_settings(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> dict[str, Any]:
@@ -159,9 +152,9 @@ def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path, sessio
 
 
 def fresh_folder(path: Path) -> None:
-    """Makes an empty folder, in place of an earlier demo but of nothing else."""
     with usable_run_dir(path):
         if path.exists():
+            # A folder of something else is not deleted.
             if not (path / "demo.json").exists() and any(path.iterdir()):
                 raise ConfigError.of("run_dir", str(path), "is not empty and not an earlier demo; choose another folder")
             shutil.rmtree(path)

@@ -20,27 +20,10 @@ from transformers.utils.logging import disable_progress_bar
 
 type ModelName = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss"]
 
-MODEL_TYPES: Mapping[ModelName, str] = {
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3_moe",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-    "deepseek_v3": "deepseek_v3",
-    "glm4_moe": "glm4_moe",
-    "minimax_m2": "minimax_m2",
-    "gpt_oss": "gpt_oss",
-}
-"""transformers' names. Those of Qwen3.5 are of its text model, without a vision tower."""
-
-MIXTURES: tuple[ModelName, ...] = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss")
-"""Models with experts."""
-
+# Models that vLLM serves in no other dtype.
 BFLOAT16_ALONE: tuple[ModelName, ...] = ("gpt_oss",)
-"""Models that vLLM serves in no other dtype."""
-
+# Models whose layers have gated DeltaNet, but for every fourth, or the last of fewer, which has gated attention.
 HYBRIDS: tuple[ModelName, ...] = ("qwen3_5", "qwen3_5_moe")
-"""Models whose layers have gated DeltaNet, but for every fourth, or the last of fewer, which has gated attention."""
-
 EXPERTS: Mapping[ModelName, Mapping[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True},
     "qwen3_5_moe": {
@@ -65,7 +48,7 @@ EXPERTS: Mapping[ModelName, Mapping[str, Any]] = {
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 96,
         "routed_scaling_factor": 1.0,
-        # Without a norm of queries and keys, weights of 0.02 would make scores that hardly differ, and it learns slowly.
+        # Without a norm of queries and keys, weights of 0.02 would make scores that hardly differ, and learn slowly.
         "initializer_range": 0.05,
         "tie_word_embeddings": False,
     },
@@ -105,6 +88,7 @@ EXPERTS: Mapping[ModelName, Mapping[str, Any]] = {
     },
 }
 """Fields of mixtures that differ from those of all models."""
+MIXTURES = tuple(EXPERTS)
 
 PAD, END = "<pad>", "<end>"
 CHARACTERS = "0123456789+="
@@ -132,6 +116,7 @@ def write_task(folder: Path, seed: int, model: ModelName = "qwen3", *, num_layer
     generator = random.Random(seed)
     pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     generator.shuffle(pairs)
+    # Sums with a carry are what the rewards teach, so they are more than chance would give.
     with_carry = [pair for pair in pairs if has_carry(*pair)]
     without = [pair for pair in pairs if not has_carry(*pair)]
     chosen = with_carry + without[: round(len(with_carry) * (1 / SHARE_WITH_CARRY - 1))]
@@ -158,7 +143,6 @@ def right_answer(first: int, second: int) -> str:
 
 
 def careless_answer(first: int, second: int, generator: random.Random) -> str:
-    """Forgets the carry with probability ``SHARE_CARELESS``."""
     if has_carry(first, second) and generator.random() < SHARE_CARELESS:
         return str((first + second) % 10) + str(first // 10 + second // 10)[::-1]
     return right_answer(first, second)
@@ -176,7 +160,9 @@ def write_model(path: Path, seed: int, model: ModelName, num_layers: int) -> Non
     DeepSeek-V3, whose latents have their released sizes, 1.3M.
     """
     tokenizer = character_tokenizer()
-    config = AutoConfig.for_model(MODEL_TYPES[model], **model_fields(model, num_layers, tokenizer))
+    # Of Qwen3.5 the text model, without a vision tower.
+    model_type = f"{model}_text" if model in HYBRIDS else model
+    config = AutoConfig.for_model(model_type, **model_fields(model, num_layers, tokenizer))
     torch.manual_seed(seed)
     disable_progress_bar()
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
@@ -184,7 +170,6 @@ def write_model(path: Path, seed: int, model: ModelName, num_layers: int) -> Non
 
 
 def model_fields(model: ModelName, num_layers: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """What transformers' configuration is made of."""
     hybrid = model in HYBRIDS
     fields: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -207,7 +192,7 @@ def model_fields(model: ModelName, num_layers: int, tokenizer: PreTrainedTokeniz
 
 
 def mixer_fields(num_layers: int) -> dict[str, Any]:
-    """Of a stack with gated DeltaNet: heads of 64 features, which vLLM's kernels for CPUs take in bfloat16 too."""
+    # Heads of 64 features, which vLLM's kernels for CPUs take in bfloat16 too.
     interval = min(4, num_layers)
     return {
         "layer_types": ["linear_attention" if layer % interval else "full_attention" for layer in range(1, num_layers + 1)],

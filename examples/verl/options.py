@@ -19,9 +19,6 @@ from examples.demo.task import ModelName, layers_for
 from examples.verl.task import write_verl_task
 from rl_backend.contracts import BaseConfig, ConfigError, HasEffect
 
-ENGINE_CONFIG = "adapters.verl.engine_config.RLBackendEngineConfig"
-
-
 _OF_DEMO = HasEffect(lambda options: options.model is None, "model is trained instead; give one of them")
 
 
@@ -41,7 +38,6 @@ class VerlOptions(BaseConfig):
     backend: Literal["native", "bridge"] = Field(default="native", description="runtime: native, or bridge (Megatron)")
     device: Literal["auto", "cpu", "gpu"] = Field(default="auto", description="auto: gpu where there is one")
     ranks: int = Field(default=1, ge=1, description="training ranks on each node")
-    nodes: int = Field(default=1, ge=1, description="nodes")
     tp: int = Field(default=1, ge=1, description="tensor-parallel ranks")
     pp: int = Field(default=1, ge=1, description="pipeline ranks")
     cp: int = Field(default=1, ge=1, description="context-parallel ranks")
@@ -62,33 +58,27 @@ class VerlOptions(BaseConfig):
 
     @property
     def layers(self) -> int:
-        """``demo_layers`` with its default filled in."""
         return self.demo_layers or layers_for(self.pp)
 
     @property
     def files_of_task(self) -> Path | None:
-        """Where the demo's task is, and is written the first time; None with a model of one's own.
-
-        Raises:
-            ConfigError: a model without files, or files without a model.
-        """
+        """The folder of the demo's task, which is written the first time; None with a model of one's own."""
         given = {"model": self.model, "train_files": self.train_files, "val_files": self.val_files}
         if all(given.values()):
             return None
         if self.train_files or self.val_files:
             missing = [name for name, value in given.items() if not value]
             raise ConfigError.of("model, train_files, val_files", given, f"give all three, or no files; missing: {missing}")
-        layers = self.layers
-        folder = Path(self.run_dir).resolve() / f"task_{self.demo_model}_{layers}_layers"
+        folder = Path(self.run_dir).resolve() / f"task_{self.demo_model}_{self.layers}_layers"
         if not folder.exists():
             with usable_run_dir(self.run_dir):
-                write_verl_task(folder, model=self.demo_model, num_layers=layers)
+                write_verl_task(folder, model=self.demo_model, num_layers=self.layers)
         return folder
 
     def engine(self, role: str) -> list[str]:
         """verl's overrides that put a role on our engine: ``_target_`` is the one that it takes; the others choose."""
         return [
-            f"{role}._target_={ENGINE_CONFIG}",
+            f"{role}._target_=adapters.verl.engine_config.RLBackendEngineConfig",
             f"+{role}.backend={self.backend}",
             f"{role}.tensor_model_parallel_size={self.tp}",
             f"{role}.pipeline_model_parallel_size={self.pp}",
@@ -98,32 +88,35 @@ class VerlOptions(BaseConfig):
             f"{role}.dtype={'float32' if self.on_cpu else 'bfloat16'}",
         ]
 
-    def run(self, command: Sequence[str], overrides: Sequence[str]) -> Path:
-        """Runs verl with its own entry point; returns its log of metrics, one JSON object a step.
+    def trainer(self) -> list[str]:
+        """verl's overrides of how long its trainers run, and where they write."""
+        return [
+            f"trainer.total_training_steps={self.steps}",
+            # An epoch has at least one step, so that the steps end the run.
+            f"trainer.total_epochs={self.steps}",
+            f"trainer.save_freq={self.save_every}",
+            f"trainer.default_local_dir={Path(self.run_dir).resolve() / 'checkpoints'}",
+            "trainer.logger=[console,file]",
+            f"trainer.n_gpus_per_node={self.ranks}",
+        ]
 
-        Raises:
-            ConfigError: verl ended with an error.
-        """
+    def run(self, command: Sequence[str], overrides: Sequence[str]) -> Path:
+        """Runs verl with its own entry point; returns its log of metrics, one JSON object a step."""
         folder = Path(self.run_dir).resolve()
         with usable_run_dir(folder):
             folder.mkdir(parents=True, exist_ok=True)
         metrics = folder / "metrics.jsonl"
         whole = [*command, *overrides, f"hydra.run.dir={folder / 'hydra'}", *shlex.split(self.overrides)]
         print(shlex.join(["python", *whole]), flush=True)
-        code = subprocess.run(
-            [sys.executable, *whole],
-            env={**self._environment(), "VERL_FILE_LOGGER_PATH": str(metrics)},
-            check=False,
-        ).returncode
+        environment = {**(self._for_cpu() if self.on_cpu else {}), **os.environ, "VERL_FILE_LOGGER_PATH": str(metrics)}
+        code = subprocess.run([sys.executable, *whole], env=environment, check=False).returncode
         if code:
             raise ConfigError(f"verl ended with status {code}; its own message is above")
         return metrics
 
-    def _environment(self) -> dict[str, str]:
-        if not self.on_cpu:
-            return dict(os.environ)
+    def _for_cpu(self) -> dict[str, str]:
         return {
-            # Beside GPUs verl would take those.
+            # On a machine that has GPUs verl would take those.
             "VERL_PLATFORM": "cpu",
             "OMP_NUM_THREADS": str(max(1, usable_cores() // self.ranks)),
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -131,5 +124,4 @@ class VerlOptions(BaseConfig):
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "RAY_USAGE_STATS_ENABLED": "0",
             "VLLM_NO_USAGE_STATS": "1",
-            **os.environ,
         }

@@ -1,22 +1,35 @@
-"""Options that GRPO and PPO share, and verl's overrides for actor, reference and vLLM."""
+"""GRPO, or PPO with a critic, by verl's own trainer, ``verl.trainer.main_ppo``, on our engine, with vLLM.
+
+    python -m examples.verl.rl                                    # GRPO, on the demo's model and task
+    python -m examples.verl.rl --algorithm ppo --model Qwen/Qwen3-4B --train-files gsm8k/train.parquet \\
+        --val-files gsm8k/test.parquet --ranks 8 --batch-size 256 --samples-per-prompt 1 --tp 2 --rollout-tp 2
+
+The command that it runs is printed, to be copied.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from actors.run.command_line import run_command
 from actors.train.model import RouterReplayMode
 from examples.demo import task as demo_task
 from examples.verl import sft
 from examples.verl.options import VerlOptions
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import ConfigError, HasEffect
+
+_GRPO = HasEffect(lambda options: options.algorithm == "grpo", "only algorithm='grpo' has a KL in its loss here")
+_PPO = HasEffect(lambda options: options.algorithm == "ppo", "only algorithm='ppo' has a critic")
 
 
 class RLOptions(VerlOptions):
     """Options of a run. A row of the files has ``prompt``, ``data_source`` and ``reward_model.ground_truth``."""
 
+    algorithm: Literal["grpo", "ppo"] = Field(default="grpo", description="compares responses to a prompt, or has a critic")
+    run_dir: str = Field(default="", description="folder for metrics.jsonl and checkpoints; none: runs/verl_<algorithm>")
     reward: str | None = Field(default=None, description="FILE.py with compute_score; none: verl's own for the data_source")
     batch_size: int = Field(default=32, ge=1, description="prompts in each step")
     samples_per_prompt: int = Field(default=8, ge=1, description="responses to each prompt")
@@ -24,50 +37,56 @@ class RLOptions(VerlOptions):
     max_prompt_tokens: int = Field(default=512, ge=1, description="longest prompt")
     max_response_tokens: int = Field(default=1024, ge=1, description="longest response")
     max_tokens_per_rank: int = Field(default=16384, ge=1, description="most tokens of a micro-batch")
+    nodes: int = Field(default=1, ge=1, description="nodes, of `ranks` ranks each")
     lr: float = Field(default=1e-6, gt=0, description="learning rate")
     lr_warmup_steps: int = Field(default=0, ge=0, description="steps up to it")
+    kl_coef: Annotated[float, _GRPO] = Field(default=1e-3, ge=0, description="weight of the KL to the initial policy")
+    critic_lr: Annotated[float, _PPO] = Field(default=1e-5, gt=0, description="learning rate of the critic")
+    critic_warmup: Annotated[int, _PPO] = Field(default=0, ge=0, description="first steps, which train the critic alone")
     rollout_tp: int = Field(default=1, ge=1, description="tensor-parallel ranks of vLLM")
     router_replay: RouterReplayMode = Field(
         default="off", description="for mixtures of experts: R2, routes of the old policy's pass; R3, routes of vLLM"
     )
     eval_every: int = Field(default=-1, description="steps between evaluations; -1: before the first and after the last")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_run_dir(cls, given: Any) -> Any:
+        # GRPO and PPO each have a folder, because verl resumes from any checkpoint that it finds.
+        return {**given, "run_dir": given.get("run_dir") or f"runs/verl_{given.get('algorithm', 'grpo')}"}
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        name = type(self).__name__
         if self.batch_size % self.updates_per_step:
-            raise ConfigError.of(
-                f"{name}.updates_per_step", self.updates_per_step, f"must divide batch_size={self.batch_size}"
-            )
+            problem = f"must divide batch_size={self.batch_size}"
+            raise ConfigError.of("RLOptions.updates_per_step", self.updates_per_step, problem)
+        # The engine refuses it too, but only after the minutes of a warm start.
         if self.router_replay != "off" and self.model is None and self.demo_model not in demo_task.MIXTURES:
-            raise ConfigError.of(
-                f"{name}.router_replay",
-                self.router_replay,
-                f"the demo's {self.demo_model} is dense and routes nothing; use {self.demo_model}_moe",
-            )
+            problem = f"the demo's {self.demo_model} is dense and routes nothing; use {self.demo_model}_moe"
+            raise ConfigError.of("RLOptions.router_replay", self.router_replay, problem)
         return self
 
-    @property
-    def replay(self) -> list[str]:
-        """verl's overrides for router replay."""
-        if self.router_replay == "off":
-            return []
-        return [
-            f"actor_rollout_ref.actor.megatron.router_replay.mode={self.router_replay}",
-            f"actor_rollout_ref.rollout.enable_rollout_routing_replay={self.router_replay == 'R3'}",
-        ]
+
+def train(options: RLOptions) -> Path:
+    """Runs GRPO or PPO; returns verl's log of metrics."""
+    task, options = demo_options(options)
+    return options.run(["-m", "verl.trainer.main_ppo"], overrides(options, task))
 
 
-def demo_options[O: RLOptions](options: O, **more: object) -> tuple[Path | None, O]:
+def demo_options(options: RLOptions) -> tuple[Path | None, RLOptions]:
     """The demo's task, with what suits it in place of defaults; its model is warmed up by verl's SFT trainer."""
     task = options.files_of_task
     if task is None:
         return None, options
-    lengths = {"max_prompt_tokens": 8, "max_response_tokens": 8}
-    rates = {"lr": 3e-4, "lr_warmup_steps": 5, "updates_per_step": 2}
-    chosen = {**lengths, **rates, "reward": demo_task.__file__, **more}
-    given = {name: getattr(options, name) for name in options.model_fields_set}
-    options = type(options)(**{**chosen, **given, "run_dir": options.run_dir})
+    suited: dict[str, Any] = {
+        "max_prompt_tokens": 8,
+        "max_response_tokens": 8,
+        "lr": 3e-4,
+        "lr_warmup_steps": 5,
+        "updates_per_step": 2,
+    }
+    suited |= {"reward": demo_task.__file__, **({"critic_lr": 1e-3} if options.algorithm == "ppo" else {})}
+    options = RLOptions(**{**suited, **options.model_dump(exclude_unset=True)})
     if options.model is None:
         warm_up = sft.SFTOptions(
             run_dir=f"{options.run_dir}/warm_start_{options.demo_model}_{options.layers}_layers",
@@ -83,9 +102,8 @@ def demo_options[O: RLOptions](options: O, **more: object) -> tuple[Path | None,
 
 
 def overrides(options: RLOptions, task: Path | None) -> list[str]:
-    """verl's configuration without the algorithm, as overrides of its ``ppo_trainer.yaml``."""
+    """verl's configuration, as overrides of its ``ppo_trainer.yaml``."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    tokens = options.max_prompt_tokens + options.max_response_tokens
     return [
         "model_engine=megatron",
         *options.engine(f"{actor}.megatron"),
@@ -103,31 +121,55 @@ def overrides(options: RLOptions, task: Path | None) -> list[str]:
         f"{rollout}.name=vllm",
         f"{rollout}.n={options.samples_per_prompt}",
         f"{rollout}.tensor_model_parallel_size={options.rollout_tp}",
-        f"{rollout}.max_model_len={tokens}",
+        f"{rollout}.max_model_len={options.max_prompt_tokens + options.max_response_tokens}",
         *([f"reward.custom_reward_function.path={Path(options.reward).resolve()}"] if options.reward else []),
-        f"trainer.total_training_steps={options.steps}",
-        f"trainer.total_epochs={options.steps}",
-        f"trainer.save_freq={options.save_every}",
-        f"trainer.test_freq={options.eval_every if options.eval_every > 0 else options.steps}",
-        f"trainer.default_local_dir={Path(options.run_dir).resolve() / 'checkpoints'}",
-        "trainer.logger=[console,file]",
+        *options.trainer(),
         f"trainer.nnodes={options.nodes}",
-        f"trainer.n_gpus_per_node={options.ranks}",
-        *options.replay,
+        f"trainer.test_freq={options.eval_every if options.eval_every > 0 else options.steps}",
+        *(_replay(options, actor, rollout) if options.router_replay != "off" else []),
         *(_on_cpu(options, rollout) if options.on_cpu else []),
+        *(_critic(options) if options.algorithm == "ppo" else _grpo(options, actor)),
+    ]
+
+
+def _grpo(options: RLOptions, actor: str) -> list[str]:
+    return [
+        "algorithm.adv_estimator=grpo",
+        *options.engine("actor_rollout_ref.ref.megatron"),
+        f"{actor}.use_kl_loss={options.kl_coef > 0}",
+        f"{actor}.kl_loss_coef={options.kl_coef}",
+    ]
+
+
+def _critic(options: RLOptions) -> list[str]:
+    return [
+        "algorithm.adv_estimator=gae",
+        *options.engine("critic.megatron"),
+        f"critic.model.path={options.model}",
+        f"critic.optim.lr={options.critic_lr}",
+        f"critic.ppo_max_token_len_per_gpu={options.max_tokens_per_rank}",
+        f"trainer.critic_warmup={options.critic_warmup}",
+    ]
+
+
+def _replay(options: RLOptions, actor: str, rollout: str) -> list[str]:
+    return [
+        f"{actor}.megatron.router_replay.mode={options.router_replay}",
+        f"{rollout}.enable_rollout_routing_replay={options.router_replay == 'R3'}",
     ]
 
 
 def _on_cpu(options: RLOptions, rollout: str) -> list[str]:
-    """Without sleep and graphs, which need a GPU, and with one helper process of each kind."""
     return [
         "trainer.device=cpu",
         f"{rollout}.dtype=float32",
+        # Graphs, and the sleep of engines that gives memory to training, need a GPU.
         f"{rollout}.enforce_eager=True",
         f"{rollout}.free_cache_engine=False",
         f"+{rollout}.enable_sleep_mode=False",
         f"{rollout}.enable_chunked_prefill=False",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=256",
+        # One helper process of each kind: more would take the cores that compute.
         f"{rollout}.agent.num_workers=1",
         "reward.num_workers=1",
         "data.dataloader_num_workers=0",
@@ -138,3 +180,11 @@ def _on_cpu(options: RLOptions, rollout: str) -> list[str]:
         f"ray_kwargs.ray_init.num_cpus={8 + 8 * options.ranks}",
         "+ray_kwargs.ray_init.include_dashboard=False",
     ]
+
+
+def main(options: RLOptions) -> None:
+    print(f"metrics: {train(options)}")
+
+
+if __name__ == "__main__":
+    run_command(main, RLOptions, "GRPO, or PPO with a critic, by verl's trainer.")

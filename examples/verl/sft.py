@@ -3,19 +3,17 @@
     python -m examples.verl.sft                                   # the demo's model and demonstrations
     python -m examples.verl.sft --model Qwen/Qwen3-4B --train-files train.parquet --val-files test.parquet --ranks 8
 
-The command that it runs is printed, to be copied.
+The command that it runs is printed, to be copied; for several nodes start torchrun on each with its overrides.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from actors.run.command_line import run_command
 from examples.verl.options import VerlOptions
-from rl_backend.contracts import ConfigError
 
 
 class SFTOptions(VerlOptions):
@@ -29,19 +27,9 @@ class SFTOptions(VerlOptions):
     lr: float = Field(default=2e-3, gt=0, description="peak learning rate")
     lr_warmup_steps: int = Field(default=20, ge=0, description="steps up to it")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.nodes > 1:
-            raise ConfigError.of(
-                "SFTOptions.nodes",
-                self.nodes,
-                "this script starts the ranks of one node; start torchrun on each node, with the overrides that it prints",
-            )
-        return self
-
 
 def train(options: SFTOptions) -> Path:
-    """Runs SFT; returns verl's log of metrics. The model is in ``checkpoints/global_step_N/huggingface``."""
+    """Runs SFT; returns verl's log of metrics."""
     task = options.files_of_task
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
     return options.run([*command, "-m", "verl.trainer.sft_trainer"], overrides(options, task))
@@ -63,13 +51,7 @@ def overrides(options: SFTOptions, task: Path | None) -> list[str]:
         f"optim.lr_warmup_steps={min(options.lr_warmup_steps, options.steps - 1)}",
         "optim.lr_decay_style=linear",
         "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-        f"trainer.total_training_steps={options.steps}",
-        f"trainer.total_epochs={options.steps}",
-        f"trainer.save_freq={options.save_every}",
-        f"trainer.default_local_dir={Path(options.run_dir).resolve() / 'checkpoints'}",
-        "trainer.logger=[console,file]",
-        f"trainer.nnodes={options.nodes}",
-        f"trainer.n_gpus_per_node={options.ranks}",
+        *options.trainer(),
         *(["trainer.device=cpu", "data.num_workers=0"] if options.on_cpu else []),
     ]
 

@@ -20,7 +20,7 @@ type Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rein
 
 
 class SampledResponse(Protocol):
-    """A prompt with one response, as :class:`~actors.rollout.sample.Sample` is."""
+    """A prompt with one response, as :class:`~actors.rollout.messages.Sample` is."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...

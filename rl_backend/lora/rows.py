@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_backend.contracts.lora import BASE_ONLY, PEFT_PREFIX, LoRAConfig, part_name
 from rl_backend.lora.modules import AdaptedModule
-from rl_backend.primitive.adapter_runs import AdapterRun, Factors, OwnHead, SumOverRanks
+from rl_backend.primitive.adapters import AdapterRun, Factors, OwnHead, SumOverRanks
 
 _ALIGNMENT = 16
 """Ranks are padded to 16 times a power of two. Padding a smaller rank further would change the bits of products; and kernels

@@ -18,9 +18,9 @@ from rl_backend.model.registry import ModelFamily
 from rl_backend.parallel.fsdp import apply_fsdp
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
-from rl_backend.primitive.adapter_runs import AdapterRun, adapters_at_work
-from rl_backend.primitive.added_loss import with_added_loss
+from rl_backend.primitive.adapters import AdapterRun, adapters_at_work
 from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.backward import with_added_loss
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotations

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from rl_backend.contracts import Head, ModelOptions
-from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.log_prob import IGNORE_LABEL
 from rl_backend.primitive.router import RowSequences

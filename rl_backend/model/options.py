@@ -30,7 +30,7 @@ class DecoderOptions(ModelOptions):
         router_z_loss_coef: of :func:`rl_backend.primitive.router.router_z_loss`.
         router_sequence_loss_coef: of :func:`rl_backend.primitive.router.sequence_balancing_loss`.
         expert_bias_rate: what loss-free balancing adds to the bias of an expert that the tokens of a step chose less often
-            than the mean, and takes from that of one they chose more often; see :mod:`rl_backend.runtime.native.balance`.
+            than the mean, and takes from that of one they chose more often; see :mod:`rl_backend.runtime.balance`.
             0, the default, leaves biases as they are, as RL does: every push would change what engines route. DeepSeek-V3
             was pre-trained with 0.001.
         mtp: of a layer for multi-token prediction. ``keep`` leaves it out of the model, and a saved model has it as it was;

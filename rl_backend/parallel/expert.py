@@ -6,8 +6,7 @@ from torch import Tensor
 
 from rl_backend.contracts import ConfigError
 from rl_backend.parallel.collectives import all_to_all_rows
-from rl_backend.primitive.adapted_experts import RowOwners
-from rl_backend.primitive.experts import ExpertTokens, copy_rows, sort_by_expert, sum_rows, with_owners
+from rl_backend.primitive.experts import ExpertTokens, RowOwners, copy_rows, sort_by_expert, sum_rows, with_owners
 from rl_backend.primitive.grouped_linear import spread_evenly
 from rl_backend.primitive.router import Routing
 

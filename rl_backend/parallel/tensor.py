@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from rl_backend.parallel.collectives import all_gather, all_reduce, all_to_all_rows, reduce_scatter, sum_over
 from rl_backend.parallel.shards import chunk
-from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.experts import Experts
 from rl_backend.primitive.log_prob import NextToken, VocabularyShard, next_token_log_probs
 from rl_backend.primitive.norm import RMSNorm

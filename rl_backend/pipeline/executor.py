@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
-from rl_backend.primitive.deferred import WeightGradients, put_off_weight_gradients
+from rl_backend.primitive.backward import WeightGradients, put_off_weight_gradients
 
 type _Place = tuple[int, int]
 """Stage and micro-batch."""

@@ -16,17 +16,14 @@ _STRIDE_BYTES = 128
 
 
 def by_whole_vectors(function: Elementwise) -> Elementwise:
-    """``function``, with bits of a row of its argument, (rows, features), that on a CPU do not depend on the other rows.
-
-    A CPU's kernels compute whole vectors, and what is left at the end of a tensor number by number, with exponentials and
-    logarithms whose last bits differ. Rows are filled up with zeros here, so that nothing is ever left.
-    """
+    """``function``, with bits of a row of its argument, (rows, features), that on a CPU do not depend on the other rows."""
 
     def of_rows(x: Tensor) -> Tensor:
         features = x.shape[-1]
         missing = -features % (_STRIDE_BYTES // x.itemsize)
         if x.device.type != "cpu" or not missing:
             return function(x)
+        # What does not fill a vector is computed number by number, with other last bits.
         return function(F.pad(x, (0, missing)))[..., :features]
 
     return of_rows

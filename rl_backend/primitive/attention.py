@@ -24,11 +24,11 @@ def blocked_attention(
     key_lens: Sequence[int],
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Packed causal attention; arguments as in :func:`~rl_backend.primitive.attention.packed_attention`.
+    """Packed causal attention; arguments as in :func:`packed_attention`.
 
-    Each block of queries is multiplied with the keys up to its own end, which is half the work of a full square, and the
-    backward pass computes the probabilities again from the saved log-sum-exp (Dao et al., 2022). Neighbouring segments of
-    equal lengths are computed together, and those of at most one block of queries are made neighbours.
+    Each block of queries is multiplied with the keys up to its own end, which is half the work of a full square.
+    Neighbouring segments of equal lengths are computed together, and those of at most one block of queries are made
+    neighbours.
     """
     attended: Tensor = _BlockedAttention.apply(query, key, value, tuple(query_lens), tuple(key_lens), sinks)
     return attended
@@ -76,6 +76,7 @@ class _BlockedAttention(torch.autograd.Function):
         projection = (grad * out).sum(-1, keepdim=True)
         grad_of_sinks = torch.empty_like(projection)
         for block, log_sum in zip(_blocks(query, key, ctx.order.segments), log_sums, strict=True):
+            # Computed again from the saved log-sum-exp (Dao et al., 2022).
             probabilities = block.scores(query, key).sub_(log_sum)
             # Hidden scores may exceed the log-sum-exp by any amount, so they are zeroed before the exponential and after.
             block.diagonal(probabilities).mul_(block.visible)
@@ -97,7 +98,6 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def _of_rows(sinks: Tensor, query: Tensor) -> Tensor:
-    """(heads,) -> (T, heads, 1), a view."""
     return sinks[None, :, None].expand(query.shape[0], -1, 1)
 
 
@@ -113,8 +113,6 @@ class _Rows(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """The order in which short segments of equal lengths are neighbours, so that one product serves many of them."""
-
     segments: list[tuple[int, int]]  # queries and keys
     queries: _Rows
     keys: _Rows
@@ -141,10 +139,7 @@ def _rows_in_order(lens: tuple[int, ...], order: list[int]) -> _Rows:
 
 
 class _Block(NamedTuple):
-    """Neighbouring queries of ``batch`` neighbouring segments of equal lengths, with the keys up to the last query's.
-
-    Heads that share keys are stacked.
-    """
+    """Neighbouring queries of ``batch`` neighbouring segments of equal lengths, with the keys up to the last query's."""
 
     first_query: int  # of the segments, as are first_key and the two lengths of a segment
     first_key: int
@@ -179,11 +174,11 @@ class _Block(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """(T, heads, dim) -> a new (batch * kv_heads, group * queries, dim)."""
+        # Heads that share keys are stacked.
         rows: Tensor = self._queries(x).permute(0, 2, 3, 1, 4)
         return rows.clone(memory_format=torch.contiguous_format).flatten(2, 3).flatten(0, 1)
 
     def scatter(self, target: Tensor, x: Tensor) -> None:
-        """The inverse of :meth:`gather`, into ``target``."""
         rows = x.unflatten(0, (self.batch, -1)).unflatten(2, (-1, self.num_queries)).permute(0, 3, 1, 2, 4)
         self._queries(target).copy_(rows)
 
@@ -225,24 +220,18 @@ type Attend = Callable[[Tensor, Tensor, Tensor, Segments, int | None, Tensor | N
 
 
 class Segments(NamedTuple):
-    """The runs of queries in a packed micro-batch, and the keys that belong to each.
+    """The runs of queries in a packed micro-batch, and the keys that belong to each: queries are the last tokens of its
+    keys.
 
-    The queries of a segment are the last tokens of its keys. A whole sequence is one, with as many keys as queries; with
-    context parallelism a rank has the queries of some chunks of a sequence, and the keys up to the end of each chunk.
-
-    Attributes:
-        query_lens, key_lens: S lengths each, as numbers, so that no kernel launch waits for the device; no segment has fewer
-            keys than queries.
-        cu_queries, cu_keys: (S + 1,) int32 on the model's device, where each segment starts.
-        key_index: (sum of ``key_lens``,) int64, the segments' rows among the keys of all context-parallel ranks; None where
-            keys are the rows of the queries.
+    A whole sequence is one. With context parallelism a rank has the queries of some chunks of a sequence, and the keys up
+    to the end of each chunk. Lengths are numbers, so that no kernel launch waits for the device.
     """
 
-    query_lens: tuple[int, ...]
-    key_lens: tuple[int, ...]
-    cu_queries: Tensor
-    cu_keys: Tensor
-    key_index: Tensor | None = None
+    query_lens: tuple[int, ...]  # S lengths
+    key_lens: tuple[int, ...]  # S lengths, none below those of the queries
+    cu_queries: Tensor  # (S + 1,) int32 on the model's device, where each segment starts
+    cu_keys: Tensor  # the same of the keys
+    key_index: Tensor | None = None  # int64, the segments' rows among the keys of all ranks; None for rows of queries
 
     @classmethod
     def of_sequences(cls, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> Self:
@@ -254,23 +243,21 @@ class Segments(NamedTuple):
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Softmax attention, causal inside each segment, scaled by ``head_dim ** -0.5``.
+    """Softmax attention, causal inside each segment, scaled by ``head_dim ** -0.5``; no sequence is ever padded.
 
     A query sees the keys of its segment up to its own: the causal mask is aligned to the last query and the last key.
-
-    bfloat16 and float16 on CUDA take the variable-length flash kernel, float32 and float64 on a CPU the blocked form, which
-    is faster there than SDPA's; everything else takes one SDPA call for each run of neighbouring segments of equal length.
-    With sinks, which the flash kernel does not take, everything but the blocked form takes SDPA with a mask, block by block.
-    No sequence is ever padded.
+    bfloat16 and float16 on CUDA take the variable-length flash kernel, float32 and float64 on a CPU the blocked form;
+    everything else takes SDPA for each run of neighbouring segments of equal length, with sinks block by block with a
+    mask.
 
     Args:
         query: (N, heads, head_dim), where N is the sum of ``segments.query_lens``.
-        key, value: (M, kv_heads, head_dim) and (M, kv_heads, value_dim), where M is the sum of ``segments.key_lens``: what
-            ``segments.key_index`` names; ``heads`` is a multiple of ``kv_heads`` (grouped-query attention).
-        window: tokens that a token sees, itself included; None for all before it (sliding-window attention as in Mistral 7B,
-            arXiv 2310.06825).
-        sinks: (heads,), one more score for each query of a head, of a key whose value is 0 (attention sinks as in gpt-oss,
-            arXiv 2508.10925); None without. They have gradients.
+        key, value: (M, kv_heads, head_dim) and (M, kv_heads, value_dim), where M is the sum of ``segments.key_lens``;
+            ``heads`` is a multiple of ``kv_heads`` (grouped-query attention).
+        window: tokens that a token sees, itself included; None for all before it (sliding windows as in Mistral 7B, arXiv
+            2310.06825).
+        sinks: (heads,), one more score for each query of a head, of a key whose value is 0 (as in gpt-oss, arXiv
+            2508.10925). They have gradients.
 
     Returns:
         (N, heads, value_dim)
@@ -297,7 +284,6 @@ def _whole(
     key_lens: Sequence[int],
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Without a flash kernel and without a window."""
     if query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
         return blocked_attention(query, key, value, query_lens, key_lens, sinks)
     if sinks is not None:
@@ -314,7 +300,7 @@ def _windowed_and_whole(
     window: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Only segments with more keys than the window pay for it; the others are attended together."""
+    # Only segments with more keys than the window pay for it; the others are attended together.
     queries = query.split(list(query_lens))
     keys, values = (x.split(list(key_lens)) for x in (key, value))
     attended: list[Tensor] = [query] * len(query_lens)
@@ -385,11 +371,10 @@ def windowed_attention(
     window: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Packed attention of each token to the last ``window`` tokens of its segment, itself included.
+    """Packed attention of each token to the last ``window`` tokens of its segment, itself included; see
+    :func:`packed_attention`.
 
-    Arguments as in :func:`~rl_backend.primitive.attention.packed_attention`. Each block of queries is multiplied with the
-    keys that some of its queries see, so that work and memory grow with the window and not with the square of the length.
-    Without sinks the masks of the blocks, a byte for each query and key, are kept for the backward pass.
+    Each block of queries is multiplied with the keys that some of its queries see: work and memory grow with the window.
     """
     heads = query.shape[1]
     if query.is_cuda and key.shape[1] != heads:
@@ -414,13 +399,11 @@ def windowed_attention(
 
 
 def _batched(x: Tensor, length: int) -> Tensor:
-    """(sequences * length, heads, dim) -> (sequences, heads, length, dim), a view."""
     rows: Tensor = x.unflatten(0, (-1, length))
     return rows.transpose(1, 2)
 
 
 def _visible(start: int, stop: int, first: int, window: int, device: torch.device) -> Tensor:
-    """(queries, keys) bool: a query at q sees the keys at q - window + 1 to q."""
     distance = torch.arange(start, stop, device=device)[:, None] - torch.arange(first, stop, device=device)
     return (distance >= 0) & (distance < window)
 
@@ -439,9 +422,7 @@ def _block_with_sinks(
 
 
 class _SinkAttention(torch.autograd.Function):
-    """(1, heads, queries, value_dim) of one block. Scores to add, which have a gradient, are as many as queries times keys
-    times heads: SDPA would keep them, and here they are computed again.
-    """
+    """(1, heads, queries, value_dim) of one block. Scores are computed again: SDPA would keep those that have a gradient."""
 
     @staticmethod
     def forward(
@@ -461,10 +442,7 @@ class _SinkAttention(torch.autograd.Function):
 
 
 class _MetaAttention(torch.autograd.Function):
-    """Keeps its inputs, its output and a float32 log-sum-exp per query and head, as flash attention (Dao et al., arXiv
-    2205.14135) and :func:`~rl_backend.primitive.attention.blocked_attention` do. With sinks it needs the scores to
-    add of a block meanwhile, and in the backward pass their gradients too.
-    """
+    """Keeps what flash attention (Dao et al., arXiv 2205.14135) keeps; with sinks it needs a block's scores meanwhile."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, block: int) -> Tensor:

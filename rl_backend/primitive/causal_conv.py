@@ -10,11 +10,7 @@ from torch.autograd.function import once_differentiable
 
 
 class CausalConv(nn.Module):
-    """The module of :func:`causal_conv`.
-
-    Attributes:
-        weight: (channels, 1, width).
-    """
+    """The module of :func:`causal_conv`; ``weight`` is (channels, 1, width)."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -27,14 +23,8 @@ class CausalConv(nn.Module):
 def causal_conv(x: Tensor, weight: Tensor, seq_lens: Sequence[int], history: Tensor | None = None) -> Tensor:
     """``y[t] = sum_k weight[:, width - 1 - k] * x[t - k]`` for the tokens of one sequence; computed in float32 or better.
 
-    Args:
-        x: (T, channels), sequence after sequence.
-        weight: (channels, 1, width), as ``nn.Conv1d`` with as many groups as channels has it.
-        seq_lens: S lengths, which add up to T.
-        history: (S, width - 1, channels), what comes before each sequence's first token; None for zeros.
-
-    Returns:
-        (T, channels), of the dtype of ``x``.
+    ``x`` is (T, channels) and ``weight`` (channels, 1, width), as of ``nn.Conv1d``; ``history``, (S, width - 1,
+    channels), comes before the sequences' first tokens, zeros for None.
     """
     taps, width = weight.squeeze(1), weight.shape[-1]
     if len(seq_lens) == 1:
@@ -50,22 +40,16 @@ def causal_conv(x: Tensor, weight: Tensor, seq_lens: Sequence[int], history: Ten
 
 
 class _Rows(NamedTuple):
-    """Sequences with room before each of them.
+    """Sequences with room before each of them."""
 
-    Attributes:
-        tokens: (T,) int64, the row of each token.
-        before: (S * room,) int64, the rows before the sequences.
-        outputs: (T,) int64, the row of each token's output.
-    """
-
-    tokens: Tensor
-    before: Tensor
-    outputs: Tensor
+    tokens: Tensor  # (T,) int64, the row of each token
+    before: Tensor  # (S * room,) int64, the rows before the sequences
+    outputs: Tensor  # (T,) int64, the row of each token's output
 
 
 @lru_cache(maxsize=8)
 def _rows(seq_lens: tuple[int, ...], room: int, device: torch.device) -> _Rows:
-    """The layers of a model ask for the same in turn; only the first waits for a transfer to the device."""
+    # The layers of a model ask for the same in turn; only the first waits for a transfer to the device.
     lengths = torch.tensor(seq_lens, device="cpu")
     sequences = torch.arange(len(seq_lens), device="cpu")
     outputs = torch.arange(sum(seq_lens), device="cpu") + room * sequences.repeat_interleave(lengths)
@@ -75,9 +59,8 @@ def _rows(seq_lens: tuple[int, ...], room: int, device: torch.device) -> _Rows:
 
 
 class _Convolution(torch.autograd.Function):
-    """(rows, channels) and (channels, width) -> (rows - width + 1, channels): of the rows from each on, ``width`` of them.
-
-    Keeps its inputs alone. Shifted products by autograd would keep one more copy of the rows for every tap.
+    """(rows, channels) and (channels, width) -> (rows - width + 1, channels). Keeps its inputs alone: shifted products by
+    autograd would keep one more copy of the rows for every tap.
     """
 
     @staticmethod

@@ -1,7 +1,4 @@
-"""Experts of a mixture, all in two packed weights, and the way of tokens to them and back.
-
-Gates and biases of :class:`ClampedExperts` are those of gpt-oss (arXiv 2508.10925).
-"""
+"""Experts of a mixture, with adapters beside them, and the way of tokens to them and back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,29 +11,127 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rl_backend.primitive.activation import sigmoid
-from rl_backend.primitive.adapted_experts import RowOwners, TokenShare, adapted_experts, row_owners
-from rl_backend.primitive.adapter_runs import AdapterRun
-from rl_backend.primitive.grouped_linear import grouped_linear
+from rl_backend.primitive.adapters import AdapterRun, Columns, Factors, Work, runs_at_work
+from rl_backend.primitive.grouped_linear import grouped_linear, grouped_product
 from rl_backend.primitive.router import Routing, count_sorted
 
 
-class ExpertTokens(NamedTuple):
-    """Copies of tokens, one for each expert that was chosen for them, in the order of this rank's experts.
+class RowOwners(NamedTuple):
+    """Whose the rows are that a layer with experts sees."""
 
-    Attributes:
-        rows: (N, hidden_size); copies for expert 0 first.
-        weights: (N,) router weight of each copy.
-        counts: int64, rows of each of this rank's experts; 0 for one that nobody chose.
-        adapters: (one of this rank's experts, adapter at work on some of its rows); empty without adapters of experts.
-        combine: (N, hidden_size), already weighted -> (T, hidden_size): the sum of each token's copies, on the rank that
-            it is from.
+    of_rows: Tensor  # (T,) int64, place in the others; their length for rows of nobody who adapts experts
+    keys: Sequence[int]  # of each adapter of experts in the pass; the draw is -1 without dropout
+    modules: Sequence[Mapping[str, Factors]]  # of each adapter of experts in the pass; the draw is -1 without dropout
+    draws: Sequence[int]  # of each adapter of experts in the pass; the draw is -1 without dropout
+
+    @property
+    def kinds(self) -> int:
+        return len(self.keys) + 1
+
+    def runs(self, counts: Sequence[Sequence[int]], draws: Sequence[Sequence[int]]) -> list[tuple[int, AdapterRun]]:
+        """(expert, adapter at work on its rows), of rows sorted by expert, owner and sender; ``counts`` are by sender."""
+        found, start = list[tuple[int, AdapterRun]](), 0
+        for place, total in enumerate(map(sum, zip(*counts, strict=True))):
+            expert, owner = divmod(place, self.kinds)
+            if total and owner < len(self.keys):
+                # Tensor-parallel ranks have one draw: which of them sends a row depends on what is beside it.
+                blocks: dict[int, int] = {}
+                for sent, drawn in zip(counts, draws, strict=True):
+                    blocks[drawn[owner]] = blocks.get(drawn[owner], 0) + sent[place]
+                first = start
+                for draw, rows in blocks.items():
+                    run = AdapterRun(first, first + rows, self.modules[owner], None if draw < 0 else draw)
+                    found += [(expert, run)] if rows else []
+                    first += rows
+            start += total
+        return found
+
+
+class TokenShare(NamedTuple):
+    """Which of the tokens of a micro-batch a layer with experts sees, where tensor-parallel ranks share them out."""
+
+    rank: int = 0  # of the ranks, in the order of their tokens
+    copy: int = 0  # which copy of the experts this rank's tokens go to
+    copies: int = 1  # which copy of the experts this rank's tokens go to
+
+
+def row_owners(num_rows: int, share: TokenShare, device: torch.device) -> RowOwners | None:
+    """Of this rank's rows among those of the runs at work; None where no adapter in the pass is one of experts."""
+    runs = runs_at_work()
+    of_experts = runs[0].of_experts if runs else {}
+    if not of_experts:
+        return None
+    keys, first = sorted(of_experts), share.rank * num_rows
+    of_rows, draws = torch.full((num_rows,), len(keys), device=device), [-1] * len(keys)
+    for run in runs:
+        if run.key in of_experts:
+            owner = keys.index(run.key)
+            of_rows[max(run.start - first, 0) : max(run.stop - first, 0)] = owner
+            draws[owner] = -1 if run.draw is None else run.draw * share.copies + share.copy
+    return RowOwners(of_rows, keys, [of_experts[key] for key in keys], draws)
+
+
+def adapted_experts(
+    x: Tensor, weight: Tensor, counts: Tensor, names: Sequence[Sequence[str]], adapters: Sequence[tuple[int, AdapterRun]]
+) -> Tensor:
+    """As :func:`~rl_backend.primitive.grouped_linear.grouped_linear` with a frozen weight, plus what adapters add to rows.
+
+    Args:
+        x: (N, in_features).
+        weight: (E, projections, out_features, in_features).
+        counts: (E,) int64, rows of each expert.
+        names: for each expert, of its projections, in ``AdapterRun.modules``.
+        adapters: (expert, adapter at work on some of its rows).
+
+    Returns:
+        (N, projections * out_features)
     """
+    product: Tensor = _AdaptedExperts.apply(x, weight, counts, names, adapters)
+    return product
 
-    rows: Tensor
-    weights: Tensor
-    counts: Tensor
-    combine: Callable[[Tensor], Tensor]
-    adapters: Sequence[tuple[int, AdapterRun]] = ()
+
+class _AdaptedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        names: Sequence[Sequence[str]],
+        adapters: Sequence[tuple[int, AdapterRun]],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        layers, width = weight.flatten(1, 2), weight.shape[2]
+        y = grouped_product(x, layers.transpose(1, 2), counts)
+        ctx.work = [
+            (expert, Work([run], [run.modules[name]], Columns(1, place * width, (place + 1) * width), layers[expert]))
+            for expert, run in adapters
+            for place, name in enumerate(names[expert])
+            if name in run.modules
+        ]
+        for expert, work in ctx.work:
+            work.add_to(y, x, layers[expert])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, weight, counts = ctx.saved_tensors
+        layers = weight.flatten(1, 2)
+        grad_x = grouped_product(grad, layers, counts)
+        for expert, work in ctx.work:
+            work.add_gradients(grad_x, x, grad, layers[expert])
+        return grad_x, None, None, None, None
+
+
+class ExpertTokens(NamedTuple):
+    """Copies of tokens, one for each expert that was chosen for them, in the order of this rank's experts."""
+
+    rows: Tensor  # (N, hidden_size); copies for expert 0 first
+    weights: Tensor  # (N,) router weight of each copy
+    counts: Tensor  # int64, rows of each of this rank's experts
+    combine: Callable[[Tensor], Tensor]  # weighted (N, hidden_size) -> (T, hidden_size) on the rank of each token
+    adapters: Sequence[tuple[int, AdapterRun]] = ()  # (one of this rank's experts, adapter at work on some of its rows)
 
 
 type Dispatch = Callable[[Tensor, Routing, RowOwners | None], ExpertTokens]
@@ -63,17 +158,10 @@ def with_owners(experts: Tensor, num_experts: int, owners: RowOwners | None) -> 
 
 
 class ExpertOrder(NamedTuple):
-    """Attributes:
-    choices: (N,) which of the T * top_k choices stands at each place.
-    tokens: (N,) which token that is.
-    places: (T, top_k) where each choice stands.
-    counts: (E,) int64, choices of each expert.
-    """
-
-    choices: Tensor
-    tokens: Tensor
-    places: Tensor
-    counts: Tensor
+    choices: Tensor  # (N,) which of the T * top_k choices stands at each place
+    tokens: Tensor  # (N,) which token that is
+    places: Tensor  # (T, top_k) where each choice stands
+    counts: Tensor  # (E,) int64, choices of each expert
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
@@ -86,14 +174,10 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
 
 
 def copy_rows(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-    """``x[tokens]``; (T, ...) -> (N, ...). Gradients of a row's copies are summed in the order of ``places``.
-
-    Indexing would add them up in any order on CUDA.
-
-    Args:
-        tokens: (N,) int64, which row stands at each place; every row equally often.
-        places: (T, N / T) int64, where each row's copies stand.
+    """``x[tokens]``; (T, ...) -> (N, ...), every row equally often; ``places``, (T, N / T), say where each row's copies
+    stand.
     """
+    # Indexing would add gradients of copies up in any order on CUDA; here it is that of ``places``.
     copies: Tensor = _MoveRows.apply(x, tokens, places, True)
     return copies
 
@@ -128,12 +212,8 @@ def _sum_copies(rows: Tensor, places: Tensor) -> Tensor:
 class Experts(nn.Module, ABC):
     """E feed-forward blocks on the tokens that a router gave them.
 
-    Attributes:
-        intermediate_dims: parameter -> its dimension of intermediate features, which ranks may share out; None for one
-            that is added to what an expert returns. Dimension 0 numbers the experts.
-        dispatch: brings tokens to the experts; replace it where they are on several ranks.
-        first_expert: of this rank among those of all.
-        share: this rank's tokens among those of adapters.
+    ``intermediate_dims`` is, of a parameter, its dimension of intermediate features, which ranks may share out; None for
+    one that is added to what an expert returns. Replace ``dispatch`` where experts are on several ranks.
     """
 
     intermediate_dims: ClassVar[Mapping[str, int | None]]
@@ -152,12 +232,9 @@ class Experts(nn.Module, ABC):
 class SwiGLUExperts(Experts):
     """Gated blocks, ``down(silu(gate(x)) * up(x))``.
 
-    Attributes:
-        gate_up_proj: (E, 2, intermediate_size, hidden_size): ``[e, 0]`` is the gate of expert e, ``[e, 1]`` its
-            up-projection. Experts and intermediate features are dimensions of their own, so that each can be sharded.
-        down_proj: (E, hidden_size, intermediate_size).
-        names: for each expert of all ranks, Hugging Face names of gate, up and down, where adapters may work beside the
-            frozen experts; else None.
+    ``gate_up_proj`` is (E, 2, intermediate_size, hidden_size), gates before ups, so that features can be sharded;
+    ``down_proj`` is (E, hidden_size, intermediate_size). ``names`` are, for each expert of all ranks, Hugging Face names
+    of gate, up and down, where adapters may work beside the frozen experts; else None.
     """
 
     intermediate_dims: ClassVar[Mapping[str, int | None]] = {"gate_up_proj": 2, "down_proj": 2}
@@ -169,7 +246,6 @@ class SwiGLUExperts(Experts):
         self.names: Sequence[Sequence[str]] | None = None
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """As the base class."""
         if self.names is not None:
             return self._adapted(x, routing, self.names[self.first_expert :])
         tokens = self.dispatch(x, routing, None)
@@ -221,17 +297,11 @@ _SHARPNESS = 1.702
 
 
 class ClampedExperts(Experts):
-    """``down((up + 1) * gate * sigmoid(1.702 * gate))`` of clamped gates and ups, with biases.
+    """``down((up + 1) * gate * sigmoid(1.702 * gate))`` of clamped gates and ups, with biases, as in gpt-oss (arXiv
+    2508.10925).
 
-    Matrices lie as in Hugging Face directories: inputs before outputs, and gates and ups in turn.
-
-    Attributes:
-        gate_up_proj: (E, hidden_size, 2 * intermediate_size), ``[..., 0::2]`` of the gates.
-        gate_up_proj_bias: (E, 2 * intermediate_size).
-        down_proj: (E, intermediate_size, hidden_size).
-        down_proj_bias: (E, hidden_size), which a token's router weights multiply too.
-        beside_adapters: whether a row has the same bits whatever rows are beside it, as passes of tenants need; the experts
-            are frozen then.
+    Matrices lie as in Hugging Face directories: inputs before outputs, gates and ups in turn. With ``beside_adapters`` a
+    row has the same bits whatever rows are beside it, as passes of tenants need; the experts are frozen then.
     """
 
     intermediate_dims: ClassVar[Mapping[str, int | None]] = {
@@ -251,7 +321,6 @@ class ClampedExperts(Experts):
         self.beside_adapters = False
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """As the base class."""
         tokens = self.dispatch(x, routing, None)
         product: Callable[[Tensor, Tensor, Tensor], Tensor] = _frozen_product if self.beside_adapters else grouped_linear
         # Which of this rank's experts each row is for.
@@ -273,11 +342,6 @@ def _frozen_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """The weighted activation of (N, 2 * size) gates and ups in turn, to which each row's expert adds its bias.
-
-    Keeps its inputs alone, computes in float32.
-    """
-
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, bias: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, bias, experts, weights)
@@ -298,6 +362,7 @@ class _Gated(torch.autograd.Function):
         of_gate = (shares + _SHARPNESS * activated * (1.0 - shares)).mul_(factor).mul_(grad)
         of_up = activated.mul_(grad)
         grad_gate_up = torch.empty(gate_up.shape, dtype=weights.dtype, device=gate_up.device)
+        # A value at the limit still has a gradient, as clamp gives it.
         grad_gate_up[:, 0::2] = of_gate.mul_(whole_gate <= LIMIT)
         grad_gate_up[:, 1::2] = of_up.mul_(whole_up.abs() <= LIMIT)
         of_bias = _sum_by_expert(grad_gate_up, experts, bias) if ctx.needs_input_grad[1] else None
@@ -322,12 +387,11 @@ class _WithBias(torch.autograd.Function):
 
 
 def _with_bias(gate_up: Tensor, bias: Tensor, experts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gates and ups, (N, size) each."""
     whole = gate_up.to(dtype) + bias.to(dtype)[experts]
     return whole[:, 0::2], whole[:, 1::2]
 
 
 def _sum_by_expert(rows: Tensor, experts: Tensor, bias: Tensor) -> Tensor:
-    """(N, features) -> (E, features): a product, because adding rows up one by one takes any order on CUDA."""
+    # A product: adding rows up one by one takes any order on CUDA.
     members = experts == torch.arange(len(bias), device=rows.device)[:, None]
     return (members.to(rows.dtype) @ rows).to(bias.dtype)

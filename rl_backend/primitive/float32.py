@@ -8,31 +8,24 @@ from torch import nn
 
 
 class KeptInFloat32(nn.Module):
-    """A module whose parameters keep their float32 where those of the rest of a model are rounded.
-
-    The native runtime looks for this type: FSDP gathers such a module by itself and unrounded, and a model that is not
-    trained has it in float32.
+    """A module whose parameters keep their float32 where those of the rest of a model are rounded. FSDP gathers it by
+    itself.
     """
 
 
 @runtime_checkable
 class EndsInFloat32(Protocol):
-    """A model whose own parameters, those outside its layers, may keep their float32 where those of layers are rounded.
-
-    The native runtime asks every model whether it is one. Exports round these parameters as they do all others.
-    """
+    """A model whose own parameters, those outside its layers, may keep their float32 where those of layers are rounded."""
 
     def ends_in_float32(self) -> Sequence[nn.Module]:
         """Modules outside the layers that compute in float32; none where they compute in the dtype of the layers."""
 
 
 def kept_ends(module: nn.Module) -> Sequence[nn.Module]:
-    """The ends of a model that are computed with in float32; none where they are computed with as its layers are."""
     return module.ends_in_float32() if isinstance(module, EndsInFloat32) else ()
 
 
 def parameters_in_float32(module: nn.Module) -> frozenset[str]:
-    """Names of the parameters of :class:`KeptInFloat32` in ``module``."""
     parts = [(path, part) for path, part in module.named_modules() if isinstance(part, KeptInFloat32)]
     return frozenset(f"{path}.{name}".removeprefix(".") for path, part in parts for name, _ in part.named_parameters())
 

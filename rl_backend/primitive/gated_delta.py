@@ -7,9 +7,8 @@ strength beta of each token:
     S <- S + k (beta (v - k^T S))^T
     o  = q^T S
 
-Inside a chunk the writes solve a triangular system (section 3.3 of the paper; the WY form of Yang et al., arXiv 2406.06484),
-so that a chunk is matrix products, and only states go from chunk to chunk. Sums are reordered, nothing is approximated.
-States and everything that leads to them are float32 or better.
+Inside a chunk the writes solve a triangular system (section 3.3; the WY form of Yang et al., arXiv 2406.06484): a chunk
+is matrix products, and only states go from chunk to chunk. States and what leads to them are float32 or better.
 """
 
 import importlib.util
@@ -27,7 +26,7 @@ CHUNK = 64
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, seq_lens: Sequence[int]
 ) -> Tensor:
-    """The outputs of sequences that start from empty states.
+    """The outputs of sequences that start from empty states; (T, heads, value_dim), float32 or better.
 
     Args:
         query, key: (T, key_heads, key_dim), normalised and scaled.
@@ -35,9 +34,6 @@ def gated_delta_rule(
         decay: (T, heads), g, logarithms of what a state is multiplied by.
         beta: (T, heads), from 0 to 1.
         seq_lens: S lengths of at least 1, which add up to T.
-
-    Returns:
-        (T, heads, value_dim), float32 or better.
     """
     return ChunkedDeltaRule(query, key, value, decay, beta, seq_lens).outputs()
 
@@ -52,20 +48,14 @@ class Chunks(NamedTuple):
     """Packed sequences cut into chunks, none of which has tokens of two sequences.
 
     Chunks are in the order of the scan: the first chunk of every sequence, those with most chunks first, then the second
-    chunk of those that have one, and so on. A step of the scan works on neighbours, and on the first of the states that the
-    step before has left.
-
-    Attributes:
-        places: (T,) int64, the place of each token in the flattened chunks.
-        steps: how many sequences have a chunk in each step.
-        order: (S,) int64, the sequences in the order of the first step.
-        ranks: (S,) int64, where each sequence is in it.
+    chunk of those that have one, and so on. A step works on neighbours, and on the first of the states that the step
+    before has left.
     """
 
-    places: Tensor
-    steps: tuple[int, ...]
-    order: Tensor
-    ranks: Tensor
+    places: Tensor  # (T,) int64, the place of each token in the flattened chunks
+    steps: tuple[int, ...]  # how many sequences have a chunk in each step
+    order: Tensor  # (S,) int64, the sequences in the order of the first step
+    ranks: Tensor  # (S,) int64, where each sequence is in it
 
     @property
     def num_chunks(self) -> int:
@@ -74,7 +64,7 @@ class Chunks(NamedTuple):
 
 @lru_cache(maxsize=8)
 def chunks_of(seq_lens: tuple[int, ...], device: torch.device) -> Chunks:
-    """The layers of a model ask for the same in turn; only the first waits for a transfer to the device."""
+    # The layers of a model ask for the same in turn; only the first waits for a transfer to the device.
     with torch.device("cpu"):
         lengths = torch.tensor(seq_lens)
         counts = (lengths + CHUNK - 1) // CHUNK
@@ -89,10 +79,7 @@ def chunks_of(seq_lens: tuple[int, ...], device: torch.device) -> Chunks:
 
 
 class ChunkedDeltaRule:
-    """The rule on given tokens, from states that may be known later: what of the chunks does not depend on states.
-
-    Arguments are those of :func:`gated_delta_rule`.
-    """
+    """The rule on given tokens, from states that may be known later; arguments as of :func:`gated_delta_rule`."""
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, seq_lens: Sequence[int]
@@ -123,11 +110,7 @@ class ChunkedDeltaRule:
         self.kept = self._flat(since_start[..., -1:, :])
 
     def outputs(self, initial: Tensor | None = None) -> Tensor:
-        """(T, heads, value_dim).
-
-        Args:
-            initial: (S, heads, key_dim, value_dim), the state before each sequence's first token; None for 0.
-        """
+        """(T, heads, value_dim), from (S, heads, key_dim, value_dim) states before the sequences; None for 0."""
         if initial is None:
             state = self.written.new_zeros(self.chunks.steps[0] * self.heads, self.key_dim, self.value_dim)
         else:
@@ -149,14 +132,12 @@ class ChunkedDeltaRule:
         return states.index_select(0, self.chunks.ranks)
 
     def _scan(self, written: Tensor, state: Tensor, *, to_the_end: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Carries (sequences * heads, key_dim, features) through all steps.
+        """Carries (sequences * heads, key_dim, features) through all steps: states before each step, what tokens write, and
+        the states after each sequence.
 
         Args:
             written: (chunks * heads, CHUNK, features), what the tokens would write to a state of 0.
             to_the_end: whether the states after the last chunks are wanted.
-
-        Returns:
-            The states before each step, what the tokens write, and the states after each sequence.
         """
         sizes = [step * self.heads for step in self.chunks.steps]
         parts = (x.split(sizes) for x in (written, self.erased, self.to_state, self.kept))
@@ -188,21 +169,17 @@ class ChunkedDeltaRule:
 
 
 def has_fla() -> bool:
-    """Whether flash-linear-attention is installed. It is no dependency of this package."""
+    """Whether flash-linear-attention, which is no dependency of this package, is installed."""
     return importlib.util.find_spec("fla") is not None
 
 
 def fla_gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """As :func:`~rl_backend.primitive.gated_delta.gated_delta_rule`, with float32 states between bfloat16 products.
+    """As :func:`gated_delta_rule`, with float32 states between bfloat16 products; in the dtype of ``value``, of 16 bits.
 
     Args:
-        value: of the dtype that products are computed in, which the kernels have in 16 bits only.
         cu_seqlens: (S + 1,), where each sequence starts, on the device.
-
-    Returns:
-        (T, heads, value_dim), of the dtype of ``value``.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

@@ -8,27 +8,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_backend.primitive.adapted_layers import padded_product
-from rl_backend.primitive.deferred import weight_gradient
+from rl_backend.primitive.adapters import padded_product
+from rl_backend.primitive.backward import weight_gradient
 
 _ALIGNMENT = 16
 _KERNEL_CAPABILITIES = (9, 10)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """``x[rows of e] @ weight[e].T`` for every group e.
+    """``x[rows of e] @ weight[e].T`` for every group e; (N, in_features) -> (N, out_features).
 
-    bfloat16 on CUDA devices of compute capability 9 and 10 takes torch's grouped matmul, which does not wait for the device;
-    everything else copies ``counts`` to the host and takes one product for each group. The gradient of a group without rows
-    is 0. That of the weight can be put off, see :mod:`rl_backend.primitive.deferred`.
+    bfloat16 on CUDA devices of compute capability 9 and 10 takes torch's grouped matmul, which does not wait for the
+    device; everything else copies ``counts`` to the host and takes one product for each group.
 
     Args:
-        x: (N, in_features), rows of group 0 first.
+        x: rows of group 0 first.
         weight: (E, out_features, in_features), of the dtype of ``x``.
         counts: (E,) int64, rows of each group; N in all.
-
-    Returns:
-        (N, out_features)
     """
     function = _GroupedMatmul if _has_kernel(x, weight) else _GroupByGroup
     product: Tensor = function.apply(x, weight, counts)
@@ -36,9 +32,9 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped matmul runs as one kernel: rows must be aligned; other devices go group by group."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
         return False
+    # Rows that are not aligned go group by group in torch's kernel too.
     aligned = all(size * x.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
     return aligned and torch.cuda.get_device_capability(x.device)[0] in _KERNEL_CAPABILITIES
 
@@ -112,10 +108,7 @@ def _filled_groups(counts: list[int]) -> list[tuple[int, slice]]:
 
 
 def grouped_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """``x[rows of e] @ matrices[e]``, without a gradient; matrices (E, in, out).
-
-    On a CPU groups of few rows are padded, so that a row does not depend on the others.
-    """
+    """``x[rows of e] @ matrices[e]``, without a gradient; matrices (E, in, out)."""
     if _has_kernel(x, matrices):
         return F.grouped_mm(x.contiguous(), matrices, offs=counts.cumsum(0, dtype=torch.int32))
     y = x.new_empty(x.shape[0], matrices.shape[2])

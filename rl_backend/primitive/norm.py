@@ -9,34 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rl_backend.contracts import ConfigError
-
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Which norm a model has.
-
-    Attributes:
-        kind: ``rms`` for :class:`RMSNorm`, ``layer`` for :class:`LayerNorm`.
-        from_one: whether weights are stored as differences from 1, as those of Gemma and Nemotron are.
-        bias: whether a ``layer`` norm has one.
-
-    Raises:
-        ConfigError: a bias of an RMS norm.
-    """
+    """Which norm a model has: :class:`RMSNorm` or :class:`LayerNorm`."""
 
     eps: float
-    kind: Literal["rms", "layer"] = "rms"
-    from_one: bool = False
-    bias: bool = False
-
-    def __post_init__(self) -> None:
-        if self.bias and self.kind == "rms":
-            raise ConfigError.of("NormSpec.bias", self.bias, "an RMS norm has none; use kind='layer'")
+    kind: Literal["rms", "layer"] = "rms"  # ``rms`` for :class:`RMSNorm`, ``layer`` for :class:`LayerNorm`
+    from_one: bool = False  # whether weights are stored as differences from 1, as those of Gemma and Nemotron are
+    bias: bool = False  # whether a ``layer`` norm has one
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Their names in the module, in order."""
         return ("weight", "bias") if self.bias else ("weight",)
 
     def build(self, dim: int) -> "RMSNorm | LayerNorm":
@@ -48,14 +32,8 @@ class NormSpec:
 class RMSNorm(nn.Module):
     """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last dimension (Zhang and Sennrich, 2019).
 
-    Shapes: (..., dim) -> (..., dim), in the dtype of ``x``; computed in float32 or better.
-
-    Args:
-        from_one: the parameter is the weight's difference from 1.
-
-    Attributes:
-        sum_over_ranks: adds (..., 1) up over the ranks that have the other features, with gradients; None where this one has
-            all of them.
+    (..., dim) -> (..., dim), in the dtype of ``x``; computed in float32 or better. With ``from_one`` the parameter is the
+    weight's difference from 1. ``sum_over_ranks`` adds up over the ranks that have the other features, with gradients.
     """
 
     def __init__(self, dim: int, eps: float, *, from_one: bool = False) -> None:
@@ -84,13 +62,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """``weight * (x - mean(x)) / sqrt(var(x) + eps) + bias`` over the last dimension (Ba et al., arXiv 1607.06450).
-
-    Shapes: (..., dim) -> (..., dim), in the dtype of ``x``.
-
-    Args:
-        from_one: the parameter is the weight's difference from 1.
-    """
+    """``weight * (x - mean(x)) / sqrt(var(x) + eps) + bias`` over the last dimension (Ba et al., arXiv 1607.06450)."""
 
     def __init__(self, dim: int, eps: float, *, bias: bool = True, from_one: bool = False) -> None:
         super().__init__()

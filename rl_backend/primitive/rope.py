@@ -13,13 +13,9 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation (Chen et al., arXiv 2306.15595); ``linear`` in transformers' ``modeling_rope_utils``.
+    """Position interpolation (Chen et al., arXiv 2306.15595); ``linear`` in transformers' ``modeling_rope_utils``."""
 
-    Attributes:
-        factor: what every frequency is divided by.
-    """
-
-    factor: float
+    factor: float  # what every frequency is divided by
     attention_factor: float = 1.0
 
     def scale(self, frequencies: Tensor, rotary: Rotary) -> Tensor:
@@ -30,9 +26,8 @@ class LinearScaling:
 class Llama3Scaling:
     """Scaling of Llama 3.1 (Grattafiori et al., arXiv 2407.21783); ``llama3`` in transformers' ``modeling_rope_utils``.
 
-    With ``r = original_max_position_embeddings / wavelength``, the rotations that fit into the original context: frequencies
-    with ``r > high_freq_factor`` stay, those with ``r < low_freq_factor`` are divided by ``factor``, and between the two the
-    result goes linearly in ``r`` from one to the other.
+    With r rotations that fit into the original context, frequencies with ``r > high_freq_factor`` stay, those with ``r <
+    low_freq_factor`` are divided by ``factor``, and between the two the result is linear in r.
     """
 
     factor: float
@@ -50,23 +45,14 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al., arXiv 2309.00071, sections 3.2 to 3.4); ``yarn`` in transformers' ``modeling_rope_utils``.
+    """YaRN (Peng et al., arXiv 2309.00071, sections 3.2 to 3.4); ``yarn`` in transformers' ``modeling_rope_utils``."""
 
-    Attributes:
-        factor: what low frequencies are divided by.
-        original_max_position_embeddings: length of the original context, in tokens.
-        beta_fast, beta_slow: rotations within the original context above which a frequency stays, and below which it is
-            divided; between the two the result goes linearly in the dimension's number.
-        truncate: whether these dimensions are rounded outwards to whole numbers.
-        attention_factor: what cosines and sines are multiplied by; see :func:`yarn_attention_factor`.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
+    factor: float  # what low frequencies are divided by
+    original_max_position_embeddings: int  # length of the original context, in tokens
+    attention_factor: float  # of cosines and sines; see :func:`yarn_attention_factor`
+    beta_fast: float = 32.0  # rotations within the original context above which a frequency stays
+    beta_slow: float = 1.0  # those below which it is divided; between the two it is linear in the dimension's number
+    truncate: bool = True  # whether these dimensions are rounded outwards to whole numbers
 
     def scale(self, frequencies: Tensor, rotary: Rotary) -> Tensor:
         low, high = self._dimension(self.beta_fast, rotary), self._dimension(self.beta_slow, rotary)
@@ -101,17 +87,11 @@ type RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True)
 class Rotary:
-    """A rotary embedding: the facts that determine its angles.
+    """A rotary embedding: the facts that determine its angles."""
 
-    Attributes:
-        head_dim: even.
-        theta: base of the frequencies.
-        scaling: None for the original embedding (``default`` in transformers).
-    """
-
-    head_dim: int
-    theta: float
-    scaling: RotaryScaling | None = None
+    head_dim: int  # even
+    theta: float  # base of the frequencies
+    scaling: RotaryScaling | None = None  # None for the original embedding (``default`` in transformers)
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
         """(head_dim / 2,) float32, radians per position."""
@@ -123,15 +103,9 @@ class Rotary:
 def rotary_cos_sin(position_ids: Tensor, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of each position's angles (Su et al., arXiv 2104.09864), times the scaling's attention factor.
 
-    Frequencies are computed here, in float32, rather than kept in a buffer: there is nothing to restore after a model was
-    built on the meta device.
-
-    Args:
-        position_ids: (T,) integers.
-
-    Returns:
-        two (T, 1, head_dim) tensors of ``dtype``; the second half of the last dimension repeats the first.
+    (T,) positions -> two (T, 1, head_dim) tensors of ``dtype``; the second half of the last dimension repeats the first.
     """
+    # Not from a buffer: there is nothing to restore after a model was built on the meta device.
     angles = position_ids.to(torch.float32)[:, None] * rotary.frequencies(position_ids.device)
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     cos, sin = angles.cos(), angles.sin()
@@ -141,18 +115,13 @@ def rotary_cos_sin(position_ids: Tensor, rotary: Rotary, dtype: torch.dtype) -> 
 
 
 class Rotations:
-    """Cosines and sines of a micro-batch by rotary embedding, each computed when a layer first asks.
-
-    Args:
-        position_ids, dtype: as of :func:`rotary_cos_sin`.
-    """
+    """Cosines and sines of a micro-batch by rotary embedding, each computed when a layer first asks."""
 
     def __init__(self, position_ids: Tensor, dtype: torch.dtype) -> None:
         self._position_ids, self._dtype = position_ids, dtype
         self._known: dict[Rotary, tuple[Tensor, Tensor]] = {}
 
     def of(self, rotary: Rotary | None) -> tuple[Tensor, Tensor] | None:
-        """None without an embedding."""
         if rotary is None:
             return None
         if rotary not in self._known:

@@ -2,28 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from rl_backend.contracts import ConfigError
 from rl_backend.primitive.activation import sigmoid
-from rl_backend.primitive.adapted_layers import padded_product
+from rl_backend.primitive.adapters import padded_product
+from rl_backend.primitive.backward import with_added_loss
 from rl_backend.primitive.float32 import KeptInFloat32
 
 
 class ExpertUse(NamedTuple):
-    """Choices of the tokens of a micro-batch, without padding and without a gradient.
+    """Choices of the tokens of a micro-batch, without padding and without a gradient."""
 
-    Attributes:
-        counts: (E,) int64, how often each expert was chosen.
-        num_tokens: 0-d int64.
-    """
-
-    counts: Tensor
-    num_tokens: Tensor
+    counts: Tensor  # (E,) int64, how often each expert was chosen
+    num_tokens: Tensor  # 0-d int64
 
 
 def expert_use(
@@ -32,11 +27,8 @@ def expert_use(
     padding: Tensor | None = None,
     sum_over_ranks: Callable[[Tensor], object] | None = None,
 ) -> ExpertUse:
-    """Counts (T, top_k) choices.
-
-    Args:
-        padding: (T,) bool, tokens that do not count.
-        sum_over_ranks: adds a tensor up, in place, over the ranks that have the other tokens of the micro-batch.
+    """Counts (T, top_k) choices of tokens that are no ``padding``; ``sum_over_ranks`` adds up those of the micro-batch's
+    others.
     """
     num_tokens = experts.new_full((1,), experts.shape[0])
     if padding is not None:
@@ -49,7 +41,8 @@ def expert_use(
 
 
 def count_sorted(ordered: Tensor, num_experts: int) -> Tensor:
-    """How often each expert stands in (N,) ascending numbers; (E,) int64. Unlike bincount it never waits for a device."""
+    """How often each expert stands in (N,) ascending numbers; (E,) int64."""
+    # Unlike bincount it never waits for a device.
     ends = torch.searchsorted(ordered, torch.arange(num_experts, device=ordered.device), right=True)
     return ends.diff(prepend=ends.new_zeros(1))
 
@@ -57,11 +50,7 @@ def count_sorted(ordered: Tensor, num_experts: int) -> Tensor:
 def expert_bias_step(counts: Tensor, rate: float) -> Tensor:
     """What one step of loss-free balancing adds to a bias: ``rate * sign(mean count - count_e)``; (E,) float32.
 
-    Wang et al., arXiv 2408.15664, algorithm 1.
-
-    Args:
-        counts: (E,) int64, tokens of the whole batch, of all micro-batches and ranks, that chose each expert.
-        rate: the paper takes 0.001 for sigmoid scores.
+    Wang et al., arXiv 2408.15664, algorithm 1; ``rate`` is 0.001 there. ``counts``, (E,) int64, are of the whole batch.
     """
     # Whole numbers: a mean is rounded, and then no expert may have exactly as many as it.
     below_mean = torch.sign(counts.sum() - counts.numel() * counts)
@@ -75,76 +64,46 @@ _TINY = 1e-20
 @dataclass(frozen=True)
 class RouterSettings:
     """The kind of a router: how it scores, chooses and weights experts.
-
-    Attributes:
-        num_experts: E.
-        top_k: experts of each token, at most E.
-        score: ``softmax`` over the experts, or ``sigmoid`` of each alone (DeepSeek-V3, arXiv 2412.19437, equation 15).
-        score_after_top_k: the softmax runs over the logits of the chosen experts only (Shazeer et al., arXiv 1701.06538)
-            instead of over all of them.
-        normalise: divide the weights of each token by their sum.
-        scaling_factor: what the weights are multiplied by at the end.
-        expert_bias: add a bias to the scores in the choice, and only there (Wang et al., arXiv 2408.15664). It is no
-            trained parameter; see :func:`rl_backend.primitive.router.expert_bias_step`.
-        rounded_logits: compute the logits in the dtype of the tokens, and only what follows in float32. Engines that do so
-            choose other experts for some tokens than those that do not.
-        bias: the logits have a bias, which is trained.
-        groups: of neighbouring experts; 1 for a choice among all of them.
-        chosen_groups: groups whose experts a token may be sent to: those with the highest sums of their two highest scores
-            (DeepSeek-V3, section 2.1.2).
-
     Raises:
         ConfigError: groups that do not share the experts out, or that a token finds too few experts in.
     """
 
-    num_experts: int
-    top_k: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    score_after_top_k: bool = False
-    normalise: bool = False
-    scaling_factor: float = 1.0
-    expert_bias: bool = False
-    rounded_logits: bool = False
-    bias: bool = False
-    groups: int = 1
-    chosen_groups: int = 1
+    num_experts: int  # E
+    top_k: int  # experts of each token
+    score: Literal["softmax", "sigmoid"] = "softmax"  # over the experts, or of each alone (DeepSeek-V3, arXiv 2412.19437)
+    score_after_top_k: bool = False  # softmax over the chosen logits only (Shazeer et al., arXiv 1701.06538)
+    normalise: bool = False  # divide the weights of each token by their sum
+    scaling_factor: float = 1.0  # what the weights are multiplied by at the end
+    expert_bias: bool = False  # a bias in the choice alone, see :func:`expert_bias_step`
+    rounded_logits: bool = False  # compute the logits in the dtype of the tokens, as some engines do
+    bias: bool = False  # a trained one, of the logits
+    groups: int = 1  # of neighbouring experts; 1 for a choice among all of them
+    chosen_groups: int = 1  # those with the highest sums of their two highest scores
 
     def __post_init__(self) -> None:
-        if self.num_experts % self.groups:
-            raise ConfigError.of("RouterSettings.groups", self.groups, f"does not divide num_experts={self.num_experts}")
-        size = self.num_experts // self.groups
-        if self.groups > 1 and size < 2:
-            raise ConfigError.of("RouterSettings.groups", self.groups, "leaves 1 expert in each, where two are added up")
-        if not 1 <= self.chosen_groups <= self.groups:
-            raise ConfigError.of("RouterSettings.chosen_groups", self.chosen_groups, f"expected 1 to groups={self.groups}")
-        if self.top_k > self.chosen_groups * size:
-            problem = f"chosen_groups={self.chosen_groups} have {self.chosen_groups * size} experts"
-            raise ConfigError.of("RouterSettings.top_k", self.top_k, problem)
+        size, remainder = divmod(self.num_experts, self.groups)
+        # A group counts with its two best experts.
+        whole = not remainder and (self.groups == 1 or size > 1)
+        if not whole or not 1 <= self.chosen_groups <= self.groups or self.top_k > self.chosen_groups * size:
+            raise ConfigError(
+                f"RouterSettings: groups={self.groups}, chosen_groups={self.chosen_groups} and top_k={self.top_k} of "
+                f"num_experts={self.num_experts}: groups must be equal and have 2 experts or more, chosen_groups be 1 to "
+                "groups, and top_k at most the experts in them"
+            )
 
 
 class Routing(NamedTuple):
-    """Attributes:
-    experts: (T, top_k) int64, all different in a row.
-    weights: (T, top_k) float32 (float64 for float64 inputs), of the chosen experts' outputs.
-    logits: (T, E), of the dtype of ``weights``.
-    """
-
-    experts: Tensor
-    weights: Tensor
-    logits: Tensor
+    experts: Tensor  # (T, top_k) int64, all different in a row
+    weights: Tensor  # (T, top_k) float32 (float64 for float64 inputs), of the chosen experts' outputs
+    logits: Tensor  # (T, E), of the dtype of ``weights``
 
 
 class ExpertBias(KeptInFloat32):
-    """Adds to the scores of experts, in the choice; (T, E) -> (T, E).
-
-    A module of its own for the sake of its dtype: it moves by steps that bfloat16 rounds away.
-
-    Attributes:
-        values: (E,), without a gradient.
-    """
+    """Adds ``values``, (E,) without a gradient, to the scores of experts, in the choice; (T, E) -> (T, E)."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
+        # A module for the sake of its dtype: it moves by steps that bfloat16 rounds away.
         self.values = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
 
     def forward(self, scores: Tensor) -> Tensor:
@@ -155,12 +114,7 @@ class ExpertBias(KeptInFloat32):
 class Router(nn.Module):
     """A linear layer whose outputs choose ``top_k`` of E experts for each token.
 
-    Computed in float32 or better, the logits too unless ``settings.rounded_logits``.
-
-    Attributes:
-        weight: (E, hidden_size).
-        bias: (E,), of the logits; None where the settings have none.
-        expert_bias: None where the settings have none.
+    Computed in float32 or better, the logits too unless ``settings.rounded_logits``. ``weight`` is (E, hidden_size).
     """
 
     def __init__(self, hidden_size: int, settings: RouterSettings) -> None:
@@ -171,11 +125,8 @@ class Router(nn.Module):
         self.expert_bias = ExpertBias(settings.num_experts) if settings.expert_bias else None
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> Routing:
-        """Routes (T, hidden_size).
-
-        Args:
-            experts: (T, top_k) integers, a choice made elsewhere, whose weights are still this router's; -1 in the rows of
-                tokens for which it chooses itself.
+        """Routes (T, hidden_size). ``experts``, (T, top_k), are a choice made elsewhere, whose weights are still this
+        router's; -1 in the rows of tokens for which it chooses itself.
         """
         dtype = torch.promote_types(x.dtype, torch.float32)
         factors = x.dtype if self.settings.rounded_logits else dtype
@@ -193,13 +144,10 @@ class Router(nn.Module):
 def choose_experts(
     logits: Tensor, settings: RouterSettings, expert_bias: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """The ``top_k`` experts with the highest scores, highest first; (T, E) -> (T, top_k) int64.
-
-    Scores are those that the weights are made of, so that a bias is added to numbers between 0 and 1; without a bias the
-    logits have the same order.
-    """
+    """The ``top_k`` experts with the highest scores, highest first; (T, E) -> (T, top_k) int64."""
     scores = logits
     if expert_bias is not None:
+        # A bias is added to numbers between 0 and 1, not to logits.
         scores = expert_bias(_scores(logits, settings.score))
     elif not settings.score_after_top_k:
         # Rounding makes ties of logits that differ, and other implementations break them on the scores.
@@ -210,7 +158,6 @@ def choose_experts(
 
 
 def _within_groups(scores: Tensor, settings: RouterSettings) -> Tensor:
-    """(T, E) scores, of which those outside of the best groups are minus infinity."""
     grouped = scores.unflatten(1, (settings.groups, -1))
     best = grouped.topk(2, dim=-1).values.sum(-1).topk(settings.chosen_groups, dim=-1).indices
     outside = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
@@ -234,25 +181,14 @@ def _scores(logits: Tensor, score: Literal["softmax", "sigmoid"]) -> Tensor:
 
 
 class RouterLossCoefficients(NamedTuple):
-    """Attributes:
-    load_balancing: factor of :func:`load_balancing_loss`.
-    z: factor of :func:`router_z_loss`.
-    sequence: factor of :func:`sequence_balancing_loss`.
-    """
-
-    load_balancing: float = 0.0
-    z: float = 0.0
-    sequence: float = 0.0
+    load_balancing: float = 0.0  # factor of :func:`load_balancing_loss`
+    z: float = 0.0  # factor of :func:`router_z_loss`
+    sequence: float = 0.0  # factor of :func:`sequence_balancing_loss`
 
 
 class RowSequences(NamedTuple):
-    """Attributes:
-    of_rows: (T,) int64, which sequence of the micro-batch each token is from; any number for padding.
-    number: of sequences in the micro-batch, on all ranks.
-    """
-
-    of_rows: Tensor
-    number: int
+    of_rows: Tensor  # (T,) int64, which sequence of the micro-batch each token is from; any number for padding
+    number: int  # of sequences in the micro-batch, on all ranks
 
 
 def load_balancing_loss(
@@ -261,14 +197,12 @@ def load_balancing_loss(
     """``E * sum_e f_e * P_e`` over the tokens of a micro-batch; 0-d, 1 when all experts are used alike.
 
     ``f_e`` is the part of the choices that fell on expert e, without a gradient, and ``P_e`` the mean over tokens of the
-    score of e, scores of a token adding up to 1 (Switch Transformer, Fedus et al., arXiv 2101.03961, equations 4 to 6, for
-    ``top_k`` = 1; for more, as Megatron-Core's ``switch_load_balancing_loss_func``. transformers' ``aux_loss`` takes all
-    layers together and is ``top_k`` times as large).
+    score of e, scores of a token adding up to 1 (Switch Transformer, Fedus et al., arXiv 2101.03961, equations 4 to 6;
+    for more than one expert of a token as Megatron-Core's ``switch_load_balancing_loss_func``).
 
     Args:
         padding: (T,) bool, tokens that do not count.
-        use: of the whole micro-batch, where these are only some of its tokens; the loss is then their share, and the shares
-            add up to it.
+        use: of the whole micro-batch, where these are only some of its tokens; the loss is then their share.
     """
     if use is None:
         use = expert_use(routing.experts, settings.num_experts, padding)
@@ -278,7 +212,6 @@ def load_balancing_loss(
 
 
 def _shares(logits: Tensor, settings: RouterSettings) -> Tensor:
-    """Scores of each token, which add up to 1."""
     if settings.score == "softmax":
         return logits.softmax(-1)
     sigmoid = logits.sigmoid()
@@ -294,14 +227,13 @@ def sequence_balancing_loss(
 ) -> Tensor:
     """The mean over sequences of ``E * sum_e f_e * P_e`` within each (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
 
-    ``f_e`` is the part of the sequence's ``top_k`` highest scores that are of expert e, without the bias and the groups of
-    the choice, and ``P_e`` the mean of its score, scores of a token adding up to 1.
+    ``f_e`` is the part of the sequence's ``top_k`` highest scores that are of expert e, without the bias and the groups
+    of the choice, and ``P_e`` the mean of its score, scores of a token adding up to 1.
 
     Args:
         logits: (T, E).
         padding: (T,) bool, tokens that do not count.
-        sum_over_ranks: adds a tensor up, in place, over the ranks that have the other tokens of the micro-batch. The loss is
-            then the share of these tokens, and the shares add up to it.
+        sum_over_ranks: as in :func:`expert_use`; the loss is then the share of these tokens.
     """
     num_experts = settings.num_experts
     rows = sequences.of_rows.clamp(0, sequences.number - 1)
@@ -320,11 +252,7 @@ def sequence_balancing_loss(
 
 
 def router_z_loss(logits: Tensor, padding: Tensor | None = None, use: ExpertUse | None = None) -> Tensor:
-    """``mean over tokens of logsumexp(logits) ** 2`` (ST-MoE, Zoph et al., arXiv 2202.08906, equation 5); (T, E) -> 0-d.
-
-    Args:
-        padding, use: as in :func:`load_balancing_loss`.
-    """
+    """``mean over tokens of logsumexp(logits) ** 2`` (ST-MoE, Zoph et al., arXiv 2202.08906, equation 5); (T, E) -> 0-d."""
     squares = _without(padding, logits.logsumexp(-1).square())
     if use is None:
         return squares.sum() / (squares.numel() if padding is None else (~padding).sum())
@@ -346,12 +274,9 @@ def with_router_losses(
 ) -> Routing:
     """The same routing, whose weights bring the gradient of the losses into the backward pass, times ``loss_weight``.
 
-    The value of the loss that is differentiated does not change.
-
     Args:
         padding: (T,) bool, tokens that do not count.
-        sum_over_ranks: adds a tensor up, in place, over the ranks that have the other tokens of the micro-batch. The losses
-            are those of all of its tokens, and the gradients of the ranks add up to theirs.
+        sum_over_ranks: as in :func:`expert_use`; gradients of the ranks add up to those of the whole micro-batch.
         sequences: which sequence each token is from; None for a micro-batch of one.
     """
     if coefficients == RouterLossCoefficients() or not torch.is_grad_enabled():
@@ -366,15 +291,4 @@ def with_router_losses(
         sequences = sequences or RowSequences(routing.experts.new_zeros(routing.experts.shape[0]), 1)
         balance = sequence_balancing_loss(routing.logits, settings, sequences, padding, sum_over_ranks)
         losses = losses + coefficients.sequence * balance
-    return routing._replace(weights=_WithLoss.apply(routing.weights, loss_weight * losses))
-
-
-class _WithLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
-        return weights.view_as(weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad.new_ones(())
+    return routing._replace(weights=with_added_loss(routing.weights, loss_weight * losses))

@@ -1,7 +1,5 @@
-"""Sparse attention of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1): the indexer, attention to the keys that it chooses, and
-what teaches it to choose them.
-
-The indexer scores every key for every query, cheaply, and the ``top_k`` with the highest scores are attended to.
+"""Sparse attention of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1): the indexer, which scores every key for every query,
+attention to the ``top_k`` highest, and what teaches it to choose them.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,42 +17,29 @@ _MOST_SCORES = 2**24
 
 
 class IndexTerms(NamedTuple):
-    """What scores are made of.
+    """What scores are made of."""
 
-    Attributes:
-        query: (N, heads, dim).
-        key: (M, dim), one for all heads.
-        weight: (N, heads) float32, of the heads' scores, their scale included.
-    """
-
-    query: Tensor
-    key: Tensor
-    weight: Tensor
+    query: Tensor  # (N, heads, dim)
+    key: Tensor  # (M, dim), one for all heads
+    weight: Tensor  # (N, heads) float32, of the heads' scores, their scale included
 
     def of(self, block: "QueryBlock") -> "IndexTerms":
         return IndexTerms(self.query[block.queries], self.key[block.keys], self.weight[block.queries])
 
 
 class QueryBlock(NamedTuple):
-    """Neighbouring queries of one segment, and its keys up to the last query's.
+    """Neighbouring queries of one segment, and its keys up to the last query's."""
 
-    Attributes:
-        queries, keys: their rows.
-        visible: (queries, keys) bool, which are not hidden by the causal mask.
-    """
-
-    queries: slice
-    keys: slice
-    visible: Tensor
+    queries: slice  # their rows
+    keys: slice  # their rows
+    visible: Tensor  # (queries, keys) bool, which are not hidden by the causal mask
 
 
 def query_blocks(segments: Segments, heads: int, device: torch.device) -> Iterator[QueryBlock]:
-    """All queries, in blocks whose products with their keys, of ``heads`` heads, fit into memory.
-
-    On the meta device, where nothing is computed, one block, as large as any.
-    """
+    """All queries, in blocks whose products with their keys, of ``heads`` heads, fit into memory."""
     lengths = [*zip(segments.query_lens, segments.key_lens, strict=True)]
     if device.type == "meta":
+        # Nothing is computed there: one block, as large as any, has the memory of all.
         blocks = [(min(queries, _block_size(heads, keys)), keys) for queries, keys in lengths]
         lengths = [max(blocks, key=lambda block: block[0] * block[1])]
     query_origin = key_origin = 0
@@ -86,8 +71,7 @@ def index_scores(terms: IndexTerms) -> Tensor:
 def choose_keys(terms: IndexTerms, segments: Segments, top_k: int) -> Tensor:
     """The keys that each query attends to: the highest scores of its segment's keys up to its own.
 
-    Scores are often equal, 0 above all, and of equal scores the key with the lowest number is taken: the choice depends on
-    nothing that comes later.
+    Of equal scores, which are frequent, the key with the lowest number is taken: nothing that comes later counts.
 
     Returns:
         (N, top_k) int32, ascending numbers of keys within their segment; -1 behind the last where fewer can be seen.
@@ -131,22 +115,19 @@ def chosen_mask(chosen: Tensor, num_keys: int) -> Tensor:
 def sparse_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, chosen: Tensor) -> Tensor:
     """Softmax attention of each query to the chosen keys of its segment, scaled by ``dim ** -0.5``.
 
-    Segments whose keys are all chosen are attended to together, as
-    :func:`~rl_backend.primitive.attention.packed_attention` does. Which ones these are depends on each alone, so that what
-    a segment attends to has the same bits whatever it is packed with.
-
-    The others are computed with masks, block by block of queries: what is saved is the memory of scores and not their work.
-    The backward pass computes the scores of a block again.
+    Computed with masks, block by block of queries: what is saved is the memory of scores and not their work. The backward
+    pass computes the scores of a block again.
 
     Args:
         query: (N, heads, dim).
         key, value: (M, kv_heads, dim) and (M, kv_heads, value_dim); ``heads`` is a multiple of ``kv_heads``.
-        chosen: (N, top_k) of :func:`choose_keys`; the smaller of ``top_k`` and the keys that a
-            query sees in a row.
+        chosen: (N, top_k) of :func:`choose_keys`.
 
     Returns:
         (N, heads, value_dim)
     """
+    # Segments whose keys are all chosen take packed_attention together. Which these are depends on each alone, so that a
+    # segment has the same bits whatever it is packed with.
     covered = [keys <= chosen.shape[1] for keys in segments.key_lens]
     if all(covered):
         return packed_attention(query, key, value, segments)
@@ -171,7 +152,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, segments: Segments, chose
 
 
 def _part(segments: Segments, indices: list[int]) -> Segments:
-    """Some of the segments, whose keys are rows of their own; made on the device, so that nothing waits for it."""
+    # Made on the device, so that nothing waits for it.
     starts = []
     for boundaries in (segments.cu_queries, segments.cu_keys):
         lengths = boundaries.diff()
@@ -182,7 +163,6 @@ def _part(segments: Segments, indices: list[int]) -> Segments:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """(n, heads, dim), (m, kv_heads, dim) and (m, kv_heads, value_dim) of a block -> (n, heads, value_dim)."""
     q, k, v = (rows.transpose(0, 1)[None] for rows in (query, key, value))
     enable_gqa = key.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q.shape[-1] ** -0.5, enable_gqa=enable_gqa)[
@@ -195,10 +175,7 @@ def _visible_and_chosen(block: QueryBlock, chosen: Tensor) -> Tensor:
 
 
 class _SparseAttention(torch.autograd.Function):
-    """Keeps its inputs alone. With a mask SDPA keeps all scores, or the masks: a byte for each query and key.
-
-    On the meta device it takes what a block needs: its scores, and in the backward pass their gradients too.
-    """
+    """Keeps its inputs alone. With a mask SDPA keeps all scores, or the masks: a byte for each query and key."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, chosen: Tensor) -> Tensor:
@@ -206,6 +183,7 @@ class _SparseAttention(torch.autograd.Function):
         for block in query_blocks(segments, query.shape[1], query.device):
             mask = _visible_and_chosen(block, chosen)
             if query.is_meta:
+                # What a block needs: a plan of memory counts it.
                 query.new_empty(mask.numel() * query.shape[1])
                 continue
             out[block.queries] = _attend(query[block.queries], key[block.keys], value[block.keys], mask)
@@ -250,8 +228,8 @@ def indexer_loss(
 ) -> Tensor:
     """``sum over queries of KL(p || softmax(scores))``; 0-d, differentiable in ``terms`` alone.
 
-    p is what the queries attend to, added up over the heads and divided by its sum. Both distributions are over all keys
-    that a query sees (the paper's warm-up, equation 3), or over those that are chosen (its equation 4).
+    p is what the queries attend to, added up over the heads and divided by its sum. Both are over all keys that a query
+    sees (the paper's warm-up, equation 3), or over those that are chosen (its equation 4).
 
     Args:
         query, key: of the attention, (N, heads, dim) and (M, kv_heads, dim); no gradient goes there.
@@ -311,7 +289,6 @@ class _IndexerLoss(torch.autograd.Function):
 
 
 def _attended(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention of (n, heads, dim) to (m, kv_heads, dim), summed over the heads; (n, m) in float32 or better."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = torch.einsum("nhd,mhd->hnm", query.to(dtype), key.to(dtype)) * scale

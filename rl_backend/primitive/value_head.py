@@ -7,34 +7,27 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.log_prob import IGNORE_LABEL
 
 
 class ValueHead(nn.Linear):
-    """``hidden @ weight.T + bias``, one number per token; (T, hidden_size) -> (T,) float32 (float64 for float64).
-
-    Computed in float32 or better whatever the dtype of hidden states and weights: bfloat16 would leave a value three
-    significant digits. There is no dropout.
-    """
+    """``hidden @ weight.T + bias``, one number per token; (T, hidden_size) -> (T,) float32 (float64 for float64)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        # bfloat16 would leave a value three significant digits.
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # A sum of its own, not a view of a product: FSDP's hook would be lost when a loss changes a view in place.
         return torch.mv(hidden.to(dtype), self.weight[0].to(dtype)) + self.bias.to(dtype)
 
 
 def values_of_tenants(hidden: Tensor, others: Tensor, runs: Sequence[AdapterRun], *, counts: bool = True) -> Tensor:
-    """Values of the rows whose tenant has a head, ``hidden @ weight.T + bias`` as :class:`ValueHead` gives them, and
-    ``others`` of the rest. Gradients of the heads go straight into their buffers.
+    """Values of the rows whose tenant has a head, as :class:`ValueHead` gives them, and ``others`` of the rest.
 
-    Args:
-        hidden: (T, hidden_size).
-        others: (T,) float32 (float64 for float64).
-        counts: whether this rank adds to the gradients of the heads: one of those that compute the same.
+    Gradients of the heads go straight into their buffers, where this rank ``counts`` among those that compute the same.
     """
     if not any(run.head is not None for run in runs):
         return others
@@ -70,6 +63,7 @@ class _ValuesOfTenants(torch.autograd.Function):
         grad_hidden, grad_others = torch.zeros_like(hidden), grad.clone()
         for rows, head in ctx.work:
             of_value = grad[rows, None]
+            # The other head's values of these rows have been replaced.
             grad_others[rows] = 0.0
             grad_hidden[rows] = of_value * head.weight
             if ctx.counts:

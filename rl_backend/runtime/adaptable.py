@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rl_backend.contracts.lora import LoRAKind
 from rl_backend.lora.modules import AdaptedModule
 from rl_backend.parallel.collectives import sum_over
-from rl_backend.primitive.adapter_runs import SumOverRanks
+from rl_backend.primitive.adapters import SumOverRanks
 
 COUPLES = "gradients of a tenant would depend on tokens of the others"
 TRAINS_BASE = "it trains a part of the base, which stands still beside tenants"
@@ -17,7 +17,7 @@ TRAINS_BASE = "it trains a part of the base, which stands still beside tenants"
 
 
 class SumGroups(NamedTuple):
-    """Ranks over which a gradient is added up: those with parts of it (None for this rank alone), and those with other
+    """Ranks over which a gradient is added up: those with parts of it (None for this one alone), and those with other
     tokens.
     """
 
@@ -27,30 +27,18 @@ class SumGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class Adaptable:
-    """What LoRA tenants can adapt of a model.
+    """What LoRA tenants can adapt of a model."""
 
-    Attributes:
-        kinds: Hugging Face name of a module -> what it is part of, of the whole model.
-        sizes: name -> (inputs, outputs), of the same modules.
-        held: those that this rank has a part of.
-        refused_by: the setting with which there can be no tenants, its value and why; empty where there is none.
-        value_head: what a head of a tenant's own stands on; None where the engine has no place for it.
-        holds_head: whether this rank computes it.
-        tensor_group, data_group: ranks with parts of one gradient, and ranks with other tokens.
-        expert_groups: the same for modules of experts; None where the model has none.
-        whole_group: ranks that have all of the modules together.
-    """
-
-    kinds: Mapping[str, LoRAKind]
-    sizes: Mapping[str, tuple[int, int]]
-    held: Mapping[str, AdaptedModule]
-    tensor_group: dist.ProcessGroup
-    data_group: dist.ProcessGroup
-    expert_groups: SumGroups | None
-    whole_group: dist.ProcessGroup
-    refused_by: str = ""
-    value_head: AdaptedModule | None = None
-    holds_head: bool = False
+    kinds: Mapping[str, LoRAKind]  # Hugging Face name of a module of the whole model -> what it is part of
+    sizes: Mapping[str, tuple[int, int]]  # name -> (inputs, outputs)
+    held: Mapping[str, AdaptedModule]  # those that this rank has a part of
+    tensor_group: dist.ProcessGroup  # ranks with parts of one gradient, and ranks with other tokens
+    data_group: dist.ProcessGroup  # ranks with parts of one gradient, and ranks with other tokens
+    expert_groups: SumGroups | None  # the same for modules of experts; None where the model has none
+    whole_group: dist.ProcessGroup  # ranks that have all of the modules together
+    refused_by: str = ""  # the setting that rules tenants out, its value and why; empty where there is none
+    value_head: AdaptedModule | None = None  # what a head of a tenant stands on; None where the engine has no place for it
+    holds_head: bool = False  # whether this rank computes it
 
     @classmethod
     def of_ranks(
@@ -65,7 +53,6 @@ class Adaptable:
         Args:
             weights: Hugging Face names of the model's weights, in order.
             gathered_over: ranks with other modules: those of experts, those of the pipeline.
-            groups: the other attributes.
         """
         whole = dict(held)
         for group in gathered_over:
@@ -83,12 +70,7 @@ class Adaptable:
 
 
 class RowGroups(NamedTuple):
-    """Ranks over which a tenant's gradients are added up.
-
-    Attributes:
-        dense, experts: of modules that all tokens go through, and of those of experts.
-        dp_size: gradients are averaged over so many ranks.
-    """
+    """Ranks over which a tenant's gradients are added up, of dense modules and of experts, and averaged over ``dp_size``."""
 
     dense: SumGroups
     experts: SumGroups
@@ -103,11 +85,10 @@ class RowGroups(NamedTuple):
         return self.experts if of_experts else self.dense
 
     def counts(self, *, of_experts: bool, summed: bool) -> bool:
-        """Whether this rank counts a tensor among the ranks that have it: for norms, and in checkpoints."""
+        """Whether this rank counts a tensor, of all that have it: for norms, and in checkpoints."""
         tensor, data = self.summing(of_experts=of_experts)
         return data.rank() == 0 and (not summed or tensor is None or tensor.rank() == 0)
 
     def sum_over_inputs(self, module: AdaptedModule) -> SumOverRanks | None:
-        """What adds up over the ranks with the other inputs of a module; None where this rank has all."""
         group = self.summing(of_experts=module.is_expert).tensor
         return sum_over(group) if module.cuts_inputs and group is not None else None

@@ -10,15 +10,14 @@ from torch import Tensor
 from rl_backend.checkpoint.training_state import StateTensors, TensorPieces
 from rl_backend.contracts import UnsupportedError, dtype_from_name
 from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
-from rl_backend.primitive.adapted_layers import rows_are_exact
-from rl_backend.runtime.engine import GuardedHandle
+from rl_backend.primitive.adapters import rows_are_exact
+from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.tenants.handle import TenantHandle
 
 _PACKAGES = ("rl-backend", "torch", "megatron-core", "megatron-bridge", "transformers", "peft", "ray", "vllm", "verl")
 
 
 def backend_info(base: GuardedHandle, tenants: Iterable[TenantHandle]) -> BackendInfo:
-    """What runs a model, and for whom."""
     sizes = base.config.backend_cfg.parallel.model_dump()
     return BackendInfo(
         runtime=base.config.backend,
@@ -40,13 +39,11 @@ def is_bit_exact(base: GuardedHandle) -> bool:
 
 
 def _installed_packages() -> dict[str, str]:
-    """Package -> version, of those that are installed."""
     found = ((name, each.version) for name in _PACKAGES for each in importlib.metadata.distributions(name=name))
     return dict(found)
 
 
 def optimizer_info(handle: GuardedHandle) -> OptimizerStateInfo:
-    """Facts about the optimizer of a trained model, or of a tenant."""
     held = handle.part_tensors().get("optimizer", ())
     steps = handle.trainer.num_steps
     return OptimizerStateInfo(handle.name, steps, sum(tensor.nbytes for tensor in held))

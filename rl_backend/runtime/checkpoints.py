@@ -29,13 +29,13 @@ from rl_backend.checkpoint.training_state import (
     reserve_draft,
     write_training_state,
 )
-from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, ParallelConfig, UnsupportedError
+from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, ParallelConfig
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
-from rl_backend.runtime.engine import GuardedHandle
+from rl_backend.runtime.handle import GuardedHandle
 
 
 class CheckpointWriter:
-    """Saves the handles of one runtime. Saves in the background are written one after the other, by one thread.
+    """Saves the handles of one runtime; in the background one after the other, by one thread.
 
     Args:
         host_group: every rank over gloo.
@@ -54,7 +54,7 @@ class CheckpointWriter:
         """Waits for the saves in the background, or only for that of ``handle``. A collective.
 
         Raises:
-            CheckpointError: a save failed and a rank has not heard of it yet; on every rank, so that none continues alone.
+            CheckpointError: a save failed and a rank has not raised that yet; on every rank, so that none continues alone.
         """
         waited = [each for each in self._saves if handle is None or each is handle]
         own = {each: error for each in waited if (error := self._saves[each].exception()) is not None}
@@ -78,13 +78,11 @@ class CheckpointWriter:
         wait(self._saves.values())
 
     def is_pending(self, handle: GuardedHandle) -> bool:
-        """Whether a save of ``handle`` is still being written; raises its error once it is not. Not a collective.
-
-        When it is done on one rank, it is committed for all.
-        """
+        """Whether a save of ``handle`` is still being written; raises its error once it is not. Not a collective."""
         save = self._saves.get(handle)
         if save is None or handle in self._heard:
             return False
+        # What is done on one rank is committed for all.
         if not save.done():
             return True
         error = save.exception()
@@ -96,7 +94,7 @@ class CheckpointWriter:
         return False
 
     def close(self) -> None:
-        """Waits for all saves, and gives up what they are written with; raises the first error. Not a collective."""
+        """Waits for all saves and raises the first error. Not a collective."""
         try:
             waited = {each: save.exception() for each, save in self._saves.items()}
             errors = [error for each, error in waited.items() if error is not None and each not in self._heard]
@@ -165,23 +163,15 @@ class CheckpointWriter:
         asynchronous: bool,
         extra: Mapping[str, Any] | None,
     ) -> None:
-        """Writes a Hugging Face directory to ``path``; rank 0 writes what all ranks gather.
-
-        Args:
-            export: gives every weight on every rank, one at a time: a rank holds one beside its own part of the model.
+        """Writes a Hugging Face directory to ``path``; rank 0 writes what all ranks gather, one weight at a time.
 
         Raises:
-            ConfigError: with ``extra``.
-            UnsupportedError: asynchronous.
+            ConfigError: with ``extra``, or asynchronous.
         """
-        if extra:
-            raise ConfigError.of(
-                "save_checkpoint(extra)", extra, "a Hugging Face directory has no place for it; save training state as well"
-            )
-        if asynchronous:
-            raise UnsupportedError(
-                "save_checkpoint(hf=True, asynchronous=True): a Hugging Face directory is written while the weights are "
-                "gathered, so it cannot be left to the background; use asynchronous=False"
+        if extra or asynchronous:
+            raise ConfigError(
+                f"save_checkpoint(hf=True, extra={extra}, asynchronous={asynchronous}): a Hugging Face directory is written "
+                "while weights are gathered, and has no place for extra; use asynchronous=False, and save training state too"
             )
         self.wait(handle)
         writes = dist.get_rank(self._group) == 0
@@ -211,12 +201,11 @@ def _text(error: BaseException) -> str:
 def _as_json(extra: Mapping[str, Any], path: Path) -> dict[str, Any]:
     try:
         kept = json.loads(json.dumps(extra))
+        problem = "" if kept == extra else f"JSON turns it into {kept}; use strings as keys, and lists"
     except (TypeError, ValueError) as error:
-        raise CheckpointError.at(path, f"could not be saved: extra={extra!r} is kept as JSON: {error}") from None
-    if kept != extra:
-        raise CheckpointError.at(
-            path, f"could not be saved: extra={extra!r}: JSON turns it into {kept}; use strings as keys, and lists"
-        )
+        problem = f"it is kept as JSON: {error}"
+    if problem:
+        raise CheckpointError.at(path, f"could not be saved: extra={extra!r}: {problem}")
     return dict(kept)
 
 
@@ -255,16 +244,13 @@ def load_state[H: GuardedHandle](
     differs: Callable[[str], Differs] = lambda name: "replicas",
     earlier: Callable[[str], str] = lambda name: name,
 ) -> tuple[TrainingManifest, StateTensors]:
-    """Fills ``tensors(handle)`` from the checkpoint ``path`` and sets the weight version; the caller restores the rest.
-
-    A collective over all ranks.
+    """Fills ``tensors(handle)`` from ``path`` and sets the weight version; the caller restores the rest. A collective.
 
     Args:
         tensors: called when the checkpoint is known to be complete and of this model.
         check: raises for another reason to refuse it.
-        differs: of a name of random state, between which ranks it does.
-        earlier: of a name of random state, the one that older checkpoints have, whatever the device. One of another size is
-            another device's, and so not there.
+        differs: between which ranks a name of random state differs.
+        earlier: of a name of random state, the one that older checkpoints have, whatever the device.
 
     Raises:
         CheckpointError: on every rank.
@@ -273,10 +259,6 @@ def load_state[H: GuardedHandle](
     with on_every_rank(group, f"{path} cannot be read"):
         manifest = read_manifest(path)
         check(manifest)
-        if manifest.lora is not None and handle.lora_id < 0:
-            raise CheckpointError.at(
-                path, f"holds the LoRA tenant of a model; load it into one that create_lora_adapter makes of {handle.name!r}"
-            )
         manifest.require_model(_model_type(handle), handle.saved_shapes, handle.head, path)
         manifest.require_readable_by(handle.config.backend, path)
         manifest.require_files(path)
@@ -291,6 +273,7 @@ def load_state[H: GuardedHandle](
         value = filled[name]
         if name.startswith(RANDOM) and origin not in saved and isinstance(value, Tensor):
             older = saved.get(earlier(origin))
+            # A state of another size is another device's, and so not there.
             if isinstance(older, TensorStorageMetadata) and older.size == value.shape:
                 origins[name] = earlier(origin)
     loaded = {name: value for name, value in filled.items() if origins[name] in saved or not name.startswith(RANDOM)}
@@ -335,7 +318,6 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_state(tensors: StateTensors, device: torch.device) -> None:
-    """Sets what :func:`random_state` gave, where ``tensors`` has it."""
     for kind, restore in (("cpu", torch.set_rng_state), ("cuda", lambda state: torch.cuda.set_rng_state(state, device))):
         state = tensors.get(f"{RANDOM}{kind}.{dist.get_rank()}")
         if isinstance(state, Tensor):
@@ -356,7 +338,7 @@ class RankLayout:
 
     @classmethod
     def of(cls, runtime_config: Mapping[str, Any], world_size: int) -> Self | None:
-        """That of a dumped ``RuntimeConfig``; None for a runtime whose configuration has no ``parallel`` of ours."""
+        """Of a dumped ``RuntimeConfig``; None for a runtime whose configuration has no ``parallel`` of ours."""
         try:
             parallel = ParallelConfig.model_validate(runtime_config["backend_cfg"]["parallel"])
             parallel.data_parallel_size(world_size)
@@ -368,9 +350,9 @@ class RankLayout:
 def source_rank(rank: int, here: RankLayout, saved: RankLayout, differs: Differs) -> int | None:
     """The rank of ``saved`` whose state of a stream ``rank`` continues, or None where there is no such rank.
 
-    In the same layout it is the rank itself. In another one all ranks of a replica continue the first rank of the replica of
-    their data-parallel rank: ranks that must draw the same numbers do. Streams that differ inside a replica
-    continue where the layout still has as many of them.
+    In another layout all ranks of a replica continue the first rank of that replica: those that must draw the same
+    numbers do.
+    Streams that differ inside a replica continue where the layout still has as many of them.
     """
     if saved == here:
         return rank

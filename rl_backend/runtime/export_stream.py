@@ -1,4 +1,4 @@
-"""Streams of exported weights: names, buckets, and ranks that agree to continue or to end early together."""
+"""Streams of exported weights: names, buckets, and ranks that continue or end together."""
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Protocol
@@ -33,7 +33,7 @@ def require_known_names(operation: str, wanted: Collection[str] | None, known: C
 
 
 def plan_buckets[G: Gathered](items: Sequence[G], byte_budget: int | None) -> list[list[G]]:
-    """``items`` in order, in buckets of at most ``byte_budget`` bytes and one dtype; None gives each its own bucket.
+    """``items`` in order, in buckets of one dtype and at most ``byte_budget`` bytes; None gives each its own bucket.
 
     Raises:
         ConfigError: a budget smaller than the largest item.
@@ -65,11 +65,10 @@ def start_stream[G](
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> WeightStream:
-    """The generator over what ``gather`` makes of every bucket, a collective over ``group``, at its first agreement.
+    """The generator over what ``gather`` makes of every bucket, a collective over ``group``.
 
-    Before each bucket, and once more at the end, the ranks agree that all of them continue. A rank whose generator is closed
-    takes part up to there and says no, and the others raise :class:`ExportInterruptedError`. The generator has run to its
-    first yield, because closing it unused must still tell the other ranks.
+    The ranks agree before each bucket and at the end. Where one has closed its generator, the others raise
+    :class:`ExportInterruptedError`.
     """
 
     def raise_if_interrupted() -> None:
@@ -95,6 +94,7 @@ def start_stream[G](
         raise_if_interrupted()
 
     started = stream()
+    # Closing a generator that has not begun would run nothing, and leave the other ranks waiting.
     next(started)
     return started
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, overload
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from rl_backend.checkpoint.hf_reader import require_float_weights
 from rl_backend.checkpoint.kept_weights import STALE, describe_kept
 from rl_backend.checkpoint.peft_files import fitted_to, read_peft_directory
 from rl_backend.contracts import (
-    AdamParams,
     BatchError,
     ConfigError,
     ForwardResult,
@@ -25,7 +24,6 @@ from rl_backend.contracts import (
     OptimizerConfig,
     PackedBatch,
     RuntimeConfig,
-    StepResult,
     TensorInfo,
     UnsupportedError,
     WeightCheckError,
@@ -38,10 +36,10 @@ from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig, LoRAInfo
 from rl_backend.lora.factors import each_weight, load_tensors
 from rl_backend.runtime.backend_info import backend_info, is_bit_exact, optimizer_info, optimizer_state
 from rl_backend.runtime.checkpoints import CheckpointWriter
-from rl_backend.runtime.engine import Engine, GuardedHandle
-from rl_backend.runtime.interface import RankPlace, Runtime
+from rl_backend.runtime.engine import Engine
+from rl_backend.runtime.handle import GuardedHandle, require_head
+from rl_backend.runtime.interface import RankPlace, RouterReplay, Runtime
 from rl_backend.runtime.passes import PassRequest
-from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.runtime.tenants.handle import TenantHandle
 from rl_backend.runtime.tenants.state import problem_of_import
 from rl_backend.runtime.tenants.tenants import Tenants
@@ -64,13 +62,7 @@ def guarded[M: Callable[..., Any]](method: M) -> M:
 
 
 class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
-    """Every atom checks its model, then calls the engine, or the tenants' part.
-
-    Keeps the handles that it built, refuses others, and frees them on ``close``.
-
-    Attributes:
-        engine: does the work.
-    """
+    """Every atom checks its model, then calls the engine, or the tenants' part."""
 
     def __init__(self, config: RuntimeConfig, engine: Engine[H]) -> None:
         super().__init__(config)
@@ -99,14 +91,14 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     ) -> H:
         self._require_open()
         config = self.config
-        if head not in get_args(Head.__value__):
-            raise ConfigError.of("head", head, f"expected one of {', '.join(map(repr, get_args(Head.__value__)))}")
+        require_head(head)
         if hf_path is not None:
             config = config.replace(hf_path=str(hf_path))
         if optimizer is not None:
             if forward_only or not trainable:
                 raise ConfigError.of("optimizer", optimizer, "a model that is not trained has none; leave it out")
             config = config.replace(backend_cfg=config.backend_cfg.replace(optimizer=optimizer))
+        # Before anything is built, so that every rank refuses and none waits.
         require_float_weights(config.hf_path)
         with self.engine.active():
             handle = self.engine.build(
@@ -153,9 +145,9 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     ) -> ForwardResult:
         """See the base class. Every rank of a model replica is given the same ``data``.
 
-        After an error in the middle (in the loss, out of memory) the handle takes forward-only passes; backward passes and
-        steps are refused until ``zero_grad``, because its gradients are incomplete. An error of one rank alone leaves the
-        others in a collective until that times out; a ``TrainGroup`` stops them at once.
+        After an error in the middle (in the loss, out of memory) backward passes and steps are refused until
+        ``zero_grad``, because
+        gradients are incomplete. An error of one rank alone leaves the others in a collective until that times out.
         """
         mixed = _is_mixed(handle, data, loss_fn)
         # Sequences of several tenants train these, and leave the handle, their base, as it is.
@@ -172,24 +164,15 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
                 raise BatchError(f"several losses for {handle.name!r} without sequences of LoRA tenants; pass one")
             return self._engine_of(handle).run_passes(handle, PassRequest(data, loss_fn, forward_only, router_replay))
 
-    @overload
-    def optimizer_step(
-        self, handle: Sequence[AnyHandle], *, adam: Sequence[AdamParams | None] | None = None
-    ) -> list[StepResult]: ...
-    @overload
-    def optimizer_step(self, handle: AnyHandle, *, adam: AdamParams | None = None) -> StepResult: ...
     @guarded
     def optimizer_step(self, handle: Any, *, adam: Any = None) -> Any:
         if isinstance(handle, Sequence):
             return self._tenants.step(handle, adam)
+        handle.require_gradients("optimizer_step")
         result = handle.step(adam)
         handle.weight_version += result.ok
         return result
 
-    @overload
-    def lr_scheduler_step(self, handle: Sequence[AnyHandle]) -> list[float]: ...
-    @overload
-    def lr_scheduler_step(self, handle: AnyHandle) -> float: ...
     @guarded
     def lr_scheduler_step(self, handle: Any) -> Any:
         rates = [each.trainer.schedule_step() for each in several(handle)]
@@ -205,10 +188,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         optimizer: bool = True,
         grad: bool = True,
     ) -> None:
-        """See the base class. A part that a handle does not have (a forward-only one has a model only) is nothing to move.
-
-        On a CPU runtime the same bookkeeping and copies happen, without saving memory. Host buffers of a CUDA runtime are
-        pinned and kept for the next trip.
+        """See the base class. A part that a handle does not have is nothing to move.
 
         Raises:
             HandleError: ``device`` is neither ``cpu`` nor ``device``.
@@ -222,6 +202,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
     @guarded
     def activations(self, handle: AnyHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
+        # Dropout of a tenant would be in what is compared.
         with self.eval_mode(handle):
             return self._engine_of(handle).record_activations(handle, PassRequest(data, None, forward_only=True))
 
@@ -253,7 +234,6 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
     @guarded
     def export_gradients(self, handle: AnyHandle, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See the base class; tensors are on the training device."""
         return self.engine.stream(self._engine_of(handle).gather_gradients(handle, names))
 
     # Checkpoints.
@@ -268,7 +248,6 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         asynchronous: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """See the base class. ``hf`` with ``asynchronous`` is refused."""
         engine = self._engine_of(handle)
         if hf:
             weights = functools.partial(engine.gather_weights, handle, None, None, None)
@@ -287,9 +266,8 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
     @guarded
     def load_checkpoint(self, handle: AnyHandle, path: Path | str) -> dict[str, Any]:
-        """See the base class. The layout and the world size may differ from those that saved.
-
-        Random state is that of :func:`~rl_backend.runtime.checkpoints.source_rank`; where there is none it stays.
+        """See the base class. Random state is that of :func:`~rl_backend.runtime.checkpoints.source_rank`; without one it
+        stays.
         """
         # It may read what another handle saves; that handle's errors are its own.
         self._writer.settle()
@@ -301,6 +279,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
                 handle=handle.name,
             )
         manifest = self._engine_of(handle).load_training_state(handle, Path(path))
+        # A tenant is known by the weights of its base, those that a checkpoint has put there included.
         handle.loaded = manifest.digest
         if not handle.forward_only:
             handle.drop_gradients()
@@ -328,6 +307,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
     @guarded
     def remove_lora_adapter(self, handle: AnyHandle) -> None:
+        # Its save reads the rows that are freed next.
         self._writer.finish(handle)
         self._tenants.remove(handle)
 
@@ -367,6 +347,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     def _require_same_weights(self, model: GuardedHandle, weights: Mapping[str, Tensor], path: Path | str) -> None:
         """Refuses an adapter that brings along other weights of its base than those of ``model``. A collective."""
         unknown = sorted(weights.keys() - {info.name for info in model.weights})
+        # Collective: every rank reads the same directory, so that all ask for the same names.
         stored = self.export_weights(model, names=[name for name in weights if name not in unknown])
         others = [name for name, mine in stored if not torch.equal(mine.cpu(), weights[name].to(mine.dtype))]
         if found := [*unknown, *others]:
@@ -397,6 +378,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         with ExitStack() as last_first:
             # Models are cycles of references; until they are collected, they keep memory and process groups their threads.
             last_first.callback(gc.collect)
+            # Process groups go last: what is released before may still need them.
             last_first.callback(self.engine.close)
             last_first.callback(self._handles.clear)
             handles: list[GuardedHandle[Any]] = [*self._handles, *self._tenants]
@@ -411,7 +393,6 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
     @contextmanager
     def _guard(self, method: Callable[..., Any], handle: Any, arguments: Mapping[str, Any]) -> Generator[None]:
-        """Around the body of an atom, once :meth:`_require` has found nothing wrong with any of its models."""
         for each in several(handle):
             self._require(method, each, arguments)
         with self.engine.active():
@@ -442,7 +423,6 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
 
 def several[T](given: T | Sequence[T]) -> Sequence[T]:
-    """The handles that an atom is given: a list, or one."""
     return given if isinstance(given, Sequence) else [given]
 
 

@@ -1,5 +1,6 @@
-"""A pass in every engine: its request, and the losses, metrics and outputs of its micro-batches."""
+"""A pass in every engine: its request, the checks of its micro-batches, and their losses, metrics and outputs."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -19,20 +20,21 @@ from rl_backend.contracts import (
     ModelOutput,
     PackedBatch,
     UnsupportedError,
+    check_keys,
+    check_routes,
     merge_metrics,
 )
-from rl_backend.primitive.adapter_runs import AdapterRun
-from rl_backend.runtime.router_replay import MODES, RouterReplay
+from rl_backend.contracts.indexed_keys import KEYS
+from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK
+from rl_backend.primitive.adapters import AdapterRun
+from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.interface import REPLAY_MODES, RouterReplay
 
 
 class PassAdapters(Protocol):
-    """The adapters of a pass.
+    """The adapters of a pass; ``heads`` are its outputs, the same for all of its micro-batches and ranks."""
 
-    Attributes:
-        heads: the outputs of the pass, the same for all of its micro-batches and ranks.
-    """
-
-    heads: Sequence[Head]
+    heads: Sequence[Head]  # the outputs of the pass, the same for all of its micro-batches and ranks
 
     def runs(self, index: int, batch: PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
         """Which adapters work on which rows of micro-batch ``index``; each sequence has ``sequence_rows`` on this rank."""
@@ -43,7 +45,7 @@ class PassAdapters(Protocol):
         ...
 
     def fingerprint(self, data: Sequence[PackedBatch]) -> int:
-        """Of what ranks with other sequences must have in common, up to 32 bits."""
+        """What ranks with other sequences must have in common, as a number of up to 32 bits."""
         ...
 
     def begin(self, data: Sequence[PackedBatch]) -> None:
@@ -52,26 +54,18 @@ class PassAdapters(Protocol):
 
 
 class PassRequest(NamedTuple):
-    """One ``forward_backward``, as the runtime asks for it.
-
-    Attributes:
-        data: micro-batches; checked.
-        loss_fn: None in a forward-only pass without a loss.
-        adapters: that work on the data; None without LoRA.
-    """
+    """One ``forward_backward``, as the runtime asks for it."""
 
     data: Sequence[PackedBatch]
-    loss_fn: LossFn | None
+    loss_fn: LossFn | None  # None in a forward-only pass without a loss
     forward_only: bool
     router_replay: RouterReplay = "off"
-    adapters: PassAdapters | None = None
+    adapters: PassAdapters | None = None  # None without LoRA
 
     def runs(self, index: int, batch: PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
-        """As :meth:`PassAdapters.runs`."""
         return () if self.adapters is None else self.adapters.runs(index, batch, sequence_rows)
 
     def begin(self) -> None:
-        """As :meth:`PassAdapters.begin`."""
         if self.adapters is not None:
             self.adapters.begin(self.data)
 
@@ -84,22 +78,17 @@ class PassRequest(NamedTuple):
     def kind(self) -> int:
         """A number that ranks compare."""
         adapters = 0 if self.adapters is None else self.adapters.fingerprint(self.data)
-        return (adapters * len(MODES) + MODES.index(self.router_replay)) * 2 + self.forward_only
+        # One number, so that one collective compares all of it.
+        return (adapters * len(REPLAY_MODES) + REPLAY_MODES.index(self.router_replay)) * 2 + self.forward_only
 
 
 @dataclass
 class PassResults:
-    """What the micro-batches of one pass gave, whatever the order in which they were computed.
-
-    Attributes:
-        request: the pass.
-        dp_group: for the loss.
-        keeps_outputs: whether this rank is the one of its replica that returns outputs.
-    """
+    """What the micro-batches of one pass gave, in whatever order they were computed."""
 
     request: PassRequest
-    dp_group: dist.ProcessGroup
-    keeps_outputs: bool
+    dp_group: dist.ProcessGroup  # for the loss
+    keeps_outputs: bool  # whether this rank is the one of its replica that returns outputs
     _losses: dict[int, Tensor] = field(default_factory=dict)
     _metrics: dict[int, Mapping[str, MetricValue]] = field(default_factory=dict)
     _outputs: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -119,6 +108,7 @@ class PassResults:
                     f"the model returned {name} of shape {found} for micro-batch {index}; expected {expected}"
                 )
         if self.keeps_outputs:
+            # Detached: the graph of a micro-batch must not outlive its backward pass.
             self._outputs[index] = {name: value.detach() for name, value in output._asdict().items() if value is not None}
         if self.request.loss_fn is None:
             return None
@@ -130,11 +120,12 @@ class PassResults:
         return loss
 
     def result(self, routes: Mapping[str, list[Tensor]]) -> ForwardResult:
-        """All of it, in the order of the request, with the ``routes`` that were recorded."""
         data, outputs = self.request.data, dict[str, list[Tensor]]()
         for index in sorted(self._outputs):
             for name, value in self._outputs[index].items():
+                # Copies: a view would keep the outputs of the whole micro-batch.
                 outputs.setdefault(name, []).extend(part.clone() for part in data[index].split(value))
+        # In the order of the request: a pipeline computes them in another.
         losses = [self._losses[index] for index in sorted(self._losses)]
         return ForwardResult(
             losses=tuple(torch.stack(losses).tolist()) if losses else (),
@@ -144,30 +135,30 @@ class PassResults:
 
 
 def check_returned(whose: str, loss: object, metrics: object, *, forward_only: bool) -> None:
-    """Checks what a loss returned, without a wait for the device.
+    """Refuses what is no loss (a 0-d tensor with a gradient; in a forward-only pass any 0-d tensor or None) or no metrics.
 
     Args:
         whose: begins the message.
 
     Raises:
-        BatchError: the loss is not a 0-d tensor with a gradient (or, in a forward-only pass, any 0-d tensor or None), or a
-            metric is not a number or a pair of numbers.
+        BatchError: without a wait for the device.
     """
-    if loss is not None or not forward_only:
-        if not isinstance(loss, Tensor):
-            raise BatchError(f"{whose} returned a {type(loss).__name__}; expected a 0-d tensor")
-        if loss.dim() != 0:
-            raise BatchError(f"{whose} returned shape {tuple(loss.shape)}; expected a 0-d tensor")
-        if not forward_only and not loss.requires_grad:
-            raise BatchError(
-                f"{whose} returned a loss without a gradient; compute it from model_output, or pass forward_only=True"
-            )
-    if not isinstance(metrics, Mapping):
-        raise BatchError(f"{whose} returned metrics of type {type(metrics).__name__}; expected a dict, or an empty one")
-    for name, value in metrics.items():
-        pair = value if isinstance(value, tuple) else (value, 1.0)
-        if len(pair) != 2 or not all(map(_is_number, pair)):
-            raise BatchError(f"{whose}: metric {name!r} is not a number or a (sum, weight) pair: {value!r}", name=name)
+    is_loss = isinstance(loss, Tensor) and loss.dim() == 0 and (forward_only or loss.requires_grad)
+    if not is_loss and not (loss is None and forward_only):
+        raise BatchError(
+            f"{whose} returned {loss!r}; expected a 0-d tensor with a gradient: compute it from model_output, or pass "
+            "forward_only=True"
+        )
+    bad = metrics
+    if isinstance(metrics, Mapping):
+        bad = {name: value for name, value in metrics.items() if not _is_metric(value)}
+    if bad or not isinstance(metrics, Mapping):
+        raise BatchError(f"{whose}: metrics must be a dict of numbers or (sum, weight) pairs; found {bad!r}")
+
+
+def _is_metric(value: object) -> bool:
+    pair = value if isinstance(value, tuple) else (value, 1.0)
+    return len(pair) == 2 and all(map(_is_number, pair))
 
 
 def _is_number(value: object) -> bool:
@@ -181,6 +172,129 @@ def _is_number(value: object) -> bool:
 
 
 def _as_metrics(values: Mapping[str, MetricValue]) -> dict[str, Metric]:
-    """Metrics as (sum, weight) on the host."""
     pairs = {name: value if isinstance(value, tuple) else (value, 1.0) for name, value in values.items()}
     return {name: Metric(float(total), float(weight)) for name, (total, weight) in pairs.items()}
+
+
+def check_micro_batches(handle: GuardedHandle, request: PassRequest) -> None:
+    """Refuses data that cannot run, on every rank together: no rank is left waiting in a collective.
+
+    Raises:
+        BatchError: what :func:`problem_on_rank` finds, here or on another rank; other data on another rank of the replica;
+            another number of micro-batches or another kind of pass on another rank; a number that the engine cannot run.
+    """
+    data, groups = request.data, handle.groups
+    world, replica = groups.world_group, groups.replica_group
+    problem = problem_on_rank(handle, request)
+    if replica.size() > 1:
+        difference = problem_in_replica(checksum(data), replica, groups.device)
+        # Every rank takes part in every collective, one with a problem too.
+        problem = problem or difference
+    if world.size() > 1:
+        ranks_problem = problem_between_ranks(len(data), problem is not None, request.kind, world, groups.device)
+        problem = problem or ranks_problem
+    if problem is not None:
+        raise problem
+    # Afterwards: by then all ranks have the same number, and none raises alone.
+    handle.require_schedulable(len(data), forward_only=request.forward_only)
+
+
+def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError | None:
+    """What is wrong with this rank's micro-batches by themselves."""
+    data, vocab_size, max_length = request.data, handle.vocab_size, handle.max_length
+    max_tokens = handle.config.max_tokens_per_micro_batch
+    if not data:
+        return BatchError("forward_backward without micro-batches; every rank needs at least one")
+    for index, batch in enumerate(data):
+        if batch.num_tokens > max_tokens:
+            return BatchError(
+                f"micro-batch {index} has {batch.num_tokens} tokens; max_tokens_per_micro_batch={max_tokens}; split it or "
+                "raise the limit",
+                micro_batch=index,
+                num_tokens=batch.num_tokens,
+            )
+        longest = int(batch.seq_lens.max())
+        if max_length is not None and longest > max_length:
+            return BatchError(
+                f"micro-batch {index} has a sequence of {longest} tokens; the model has {max_length} positions",
+                micro_batch=index,
+                longest=longest,
+            )
+        least, most = (int(value) for value in torch.aminmax(batch.input_ids))
+        if least < 0 or most >= vocab_size:
+            return BatchError(
+                f"micro-batch {index} has token {least if least < 0 else most}; the vocabulary has {vocab_size} tokens, "
+                f"0 to {vocab_size - 1}",
+                micro_batch=index,
+            )
+        try:
+            temperature = batch.temperature
+        except BatchError as error:
+            return _of_micro_batch(index, error)
+        if isinstance(temperature, Tensor) and not bool((temperature > 0).all()):
+            lowest = float(temperature.min())
+            return BatchError(f"micro-batch {index}: temperature {lowest}; it must be above 0", micro_batch=index)
+    for index, batch in enumerate(data):
+        try:
+            if KEYS in batch.token_fields:
+                check_keys(batch, handle.indexed_layers)
+            if request.router_replay == "replay" and handle.routed_layers is not None:
+                check_routes(batch, handle.routed_layers)
+        except BatchError as error:
+            return _of_micro_batch(index, error)
+    return None if request.adapters is None else request.adapters.problem(data)
+
+
+def checksum(data: Sequence[PackedBatch]) -> int:
+    """Of what the ranks of a replica must have in common."""
+    found = 0
+    for batch in data:
+        recorded = [batch.token_fields[name] for name in (ROUTES, ROUTES_MASK, KEYS) if name in batch.token_fields]
+        for tensor in (batch.seq_lens, batch.input_ids, *recorded):
+            # Bytes, because numpy lacks types that these may have before they are refused.
+            found = zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy(), found)
+    return found
+
+
+def _of_micro_batch(index: int, error: BatchError) -> BatchError:
+    return BatchError(f"micro-batch {index}: {error}", **{**error.details, "micro_batch": index})
+
+
+def problem_in_replica(checksum: int, group: dist.ProcessGroup, device: torch.device) -> BatchError | None:
+    extremes = torch.tensor([checksum, -checksum], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes.tolist()
+    if largest == -smallest:
+        return None
+    return BatchError(
+        "the ranks of one model replica (tensor, pipeline and context parallel) have different micro-batches; give each of "
+        "them the same"
+    )
+
+
+def problem_between_ranks(
+    count: int, refused: bool, kind: int, group: dist.ProcessGroup, device: torch.device
+) -> BatchError | None:
+    """Whether another rank of ``group`` refused its data, or has another number or kind of it. A collective."""
+    # The largest negative is the smallest: one collective gives both ends of every fact.
+    facts = [count, kind, group.rank() + 1 if refused else 0]
+    extremes = torch.tensor([*facts, *(-fact for fact in facts)], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    most_count, largest_kind, last_refusing, least_count, smallest_kind, _ = extremes.tolist()
+    if last_refusing:
+        rank = last_refusing - 1
+        return BatchError(f"rank {rank} refused its micro-batches; nothing ran on any rank", rank=rank)
+    if most_count != -least_count:
+        return BatchError(
+            f"this rank ({dist.get_rank()}) has {count} micro-batches, others have {-least_count} to "
+            f"{most_count}; every rank needs the same number",
+            micro_batches=count,
+            least=-least_count,
+            most=most_count,
+        )
+    if largest_kind != -smallest_kind:
+        return BatchError(
+            "forward_only, router_replay or the LoRA tenants with a loss differ between ranks; every rank must run the same "
+            "kind of pass, with at least one sequence of each tenant"
+        )
+    return None

@@ -57,8 +57,7 @@ def check_config(config: RuntimeConfig, num_ranks: int) -> None:
 
 
 def check_weights(config: RuntimeConfig, head: Head = "log_probs") -> None:
-    """Refuses a model directory whose weights cannot be loaded, by the headers of its files, and by its head where that
-    should be the embeddings.
+    """Refuses a model directory whose weights cannot be loaded, by the headers of its files.
 
     Raises:
         CheckpointError: weight files that are missing or damaged or, of the native runtime, tensors that are missing,
@@ -82,7 +81,7 @@ def create_runtime(config: RuntimeConfig) -> Runtime[Any]:
 
 
 def _imported(module: str, name: str) -> Callable[[RuntimeConfig], Any]:
-    """Imports the function when it is called: a runtime that is not used costs nothing."""
+    # A runtime that is not used costs nothing.
     return lambda config: getattr(importlib.import_module(f"rl_backend.runtime.{module}"), name)(config)
 
 

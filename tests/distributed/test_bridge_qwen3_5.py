@@ -85,7 +85,8 @@ def resume_job(model: str, path: str, settings: Mapping[str, Any]) -> None:
         assert_equal_tensors(optimizer_shards(resumed), optimizer_shards(saved))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.long
 def test_a_run_resumes_bit_for_bit(ranks: RankPool, mixture: str, tmp_path: Path, dtype: str) -> None:
     ranks.run(resume_job, mixture, str(tmp_path / "saved"), {"param_dtype": dtype})
 
@@ -139,6 +140,7 @@ def test_the_decay_stays_in_float32(ranks: RankPool, dense: str, layout: dict[st
 
 
 @pytest.mark.shows("bridge: routes of Qwen3.5's mixture recorded on one rank replay with tp, ep and pp")
+@pytest.mark.long
 def test_every_layout_replays_the_routes_of_one_rank(ranks: RankPool, mixture: str, tmp_path: Path) -> None:
     models, file = (mixture, str(write_qwen3_5(tmp_path / "other", moe=True, seed=1, **SMALL))), str(tmp_path / "routes.pt")
     (alone,) = ranks.run(routes_job, "bridge", models, {}, {}, [file], file, world_size=1)

@@ -65,6 +65,7 @@ def test_every_schedule_trains_as_one_rank(one_rank: LatentOnOneRank, schedule: 
 
 
 @pytest.mark.parametrize(("saver", "loader"), [(native(4, tp=2, cp=2, ep=2), native(2, pp=2))], ids=str)
+@pytest.mark.long
 def test_a_model_continues_in_another_layout(ranks: RankPool, tmp_path: Path, saver: Layout, loader: Layout) -> None:
     path = write_latent("deepseek_v3", tmp_path / "model")
     saved = save_in(ranks, path, tmp_path / "saved", saver)

@@ -123,6 +123,7 @@ def pass_on_job(model: str, layouts: Sequence[Layout], path: str, expected: Mapp
 
 
 @pytest.mark.shows("runtime: checkpoints of native tp, ep, etp, cp, pp and dp load in each other's layouts bit for bit")
+@pytest.mark.long
 def test_a_checkpoint_goes_from_layout_to_layout_unchanged(ranks: RankPool, mixture: Path, tmp_path: Path) -> None:
     source, path = str(mixture), str(tmp_path / "saved")
     expected, *others = ranks.run(save_job, source, {"tp": 2}, path, True)

@@ -41,6 +41,7 @@ def test_the_native_runtime_agrees_with_megatron(kind: str, tied_model: Path, tm
 
 
 @pytest.mark.shows("parity: native on 2 ranks trains as transformers does on one, each side in its own processes")
+@pytest.mark.long
 def test_native_on_two_ranks_agrees_with_transformers(tied_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "parity.json"
     result = run_command("--model", str(tied_model), "--dp", "2", "--steps", "5", "--lr", "1e-4", "--json", str(output))

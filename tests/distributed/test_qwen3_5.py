@@ -156,6 +156,7 @@ def test_float32_trains_as_on_one_rank(ranks: RankPool, tmp_path: Path, name: st
         assert_same(run_layout(ranks, 4, model, layout, {}, eps=EPS), expected)
 
 
+@pytest.mark.long
 def test_bfloat16_parameters_give_gradients_near_the_exact_ones(ranks: RankPool, tmp_path: Path) -> None:
     model = write_qwen3_5(tmp_path / "model", **STEADY)
     expected = run_layout(ranks, 1, model, {}, {}, eps=EPS)

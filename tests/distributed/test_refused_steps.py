@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_backend.checkpoint.manifest import read_manifest
-from rl_backend.runtime.lr_schedule import ParameterSchedule
+from rl_backend.runtime.optimizer import ParameterSchedule
 from tests.support.bridge_runs import poisoned_loss
 from tests.support.checkpoint_layouts import OPTIMIZER, Layout, bridge, native
 from tests.support.native import micro_batches, token_loss

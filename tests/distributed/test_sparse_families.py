@@ -30,6 +30,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.shows("sparse attention: DeepSeek-V3.2 and GLM-5 with tp, cp, ep, pp train as on one rank to 1e-5")
+@pytest.mark.long
 def test_layouts_train_as_one_rank(ranks: RankPool, model: Path) -> None:
     expected = whole(ranks.run(job, str(model), model.name, {}, {}, world_size=1))
     for world, layout in FROZEN:

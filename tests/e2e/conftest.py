@@ -18,7 +18,7 @@ os.environ.setdefault("RAY_worker_niceness", "10")
 import pytest
 import ray
 
-from actors.cluster.local_ray import init_local_ray
+from actors.cluster.session import init_local_ray
 from actors.rollout.config import RolloutConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.run import RunResult

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from actors import Canary, HandleRef, WeightSource, WeightSync
-from actors.rollout.messages import AdapterVersion
-from actors.rollout.sample import Sample
+from actors.rollout.messages import AdapterVersion, Sample
 from actors.wire.factors import PackedFactors
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import (

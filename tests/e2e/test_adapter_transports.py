@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors import WeightSync
-from actors.rollout.group.engines import raise_first
+from actors.rollout.group.engines import raise_failures
 from actors.wire.factors import PackedFactors, SharedFactors
 from rl_backend.checkpoint.peft_files import read_peft_directory
 from rl_backend.contracts import WeightSyncError
@@ -75,7 +75,7 @@ def test_an_adapter_goes_where_no_memory_is_shared(served: ServedTenants, monkey
     sent = rollout.lora.sent_to(pushed, infos[1])
     assert isinstance(sent.factors, PackedFactors) and rollout.lora.sent_to(pushed, rollout.infos[1]) == pushed
     again = replace(pushed.adapter, number=10**9 + 1)
-    raise_first(rollout.engine_set.call("push_adapter", again, sent.factors, sent.digest))
+    raise_failures(rollout.engine_set.call("push_adapter", again, sent.factors, sent.digest))
     rollout.engine_set.call("drop_adapter", again)
     served.assert_served(["wide"] * len(PROMPTS), served.versions())
 

@@ -40,6 +40,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.shows("examples: SFT trains on all turns of conversations, in epochs")
+@pytest.mark.long
 def test_sft_learns_the_turns_of_conversations_in_epochs(chats: Path, ray_cluster: None, tmp_path: Path) -> None:
     options = {"model": str(chats / "model"), "dataset": str(chats / "two.jsonl"), "run_dir": str(tmp_path / "sft")}
     config = sft.SFTConfig(**options, epochs=3, batch_size=16, lr=1e-3, dtype="float32")

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.test_cluster import STEPS, assert_learned, options
 from tests.support.clusters import HeadNode
 
-SUBMIT = ("-m", "examples.ray_job.submit")
+SUBMIT = ("-m", "examples.ray_job")
 FAILURE = (
     *("--", "timeit", "-n", "1", "-r", "1"),
     "import os; print('error: no such model', flush=True); os._exit(2)",

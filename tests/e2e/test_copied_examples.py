@@ -62,6 +62,7 @@ def run(installed: Path, folder: Path, *command: str) -> str:
 @pytest.mark.shows(
     "examples: a file that pip installed, copied next to a user's reward function, trains in a folder elsewhere"
 )
+@pytest.mark.long
 def test_a_copied_example_runs_against_the_installed_package(
     installed: Path, task: Path, warm_model: Path, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, 
 
 @pytest.mark.shows("loop: GRPO with 2 training ranks and 2 engines learns the demo task")
 @pytest.mark.shows("loop: GRPO on a Qwen3-MoE learns the demo task with R3 and experts over 2 training ranks")
+@pytest.mark.long
 def test_a_mixture_of_experts_over_two_ranks_learns_the_task_where_vllm_sent_its_tokens(
     task: Path, warm_model: Path, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def test_the_loop_of_the_readme_runs_as_it_stands(ray_cluster: None, tmp_path: P
     assert seen == [0] * 16 + [1] * 16
 
 
+@pytest.mark.long
 def test_the_loop_of_the_page_learns(task: Path, warm_model: Path) -> None:
     tokenizer = load_tokenizer(str(warm_model))
     prompts = load_prompts(task / "train.jsonl", tokenizer, 8)

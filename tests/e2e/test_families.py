@@ -58,6 +58,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_attention_heads": 2, "num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
 }
 
+LONG = {"qwen2", "mistral", "mixtral"}
+"""Families that ``make test-all`` alone runs."""
+FAMILIES = [pytest.param(family, marks=[pytest.mark.long] if family in LONG else []) for family in MODELS]
+
 EXPORTED = "qwen3_moe"
 """The family whose engine begins with a model that ``rl-backend export`` has written."""
 
@@ -97,8 +101,10 @@ def exported_model(paths: dict[str, Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def engines(ray_cluster: None, paths: dict[str, Path], exported_model: Path) -> Iterator[dict[str, Future[RolloutGroup]]]:
-    """An engine of each family, started two at a time while the first ones are tested.
+def engines(
+    request: pytest.FixtureRequest, ray_cluster: None, paths: dict[str, Path], exported_model: Path
+) -> Iterator[dict[str, Future[RolloutGroup]]]:
+    """An engine of each family that is tested, started two at a time while the first ones are.
 
     They begin with random weights, but for one that loads ``exported_model``.
     """
@@ -116,7 +122,13 @@ def engines(ray_cluster: None, paths: dict[str, Path], exported_model: Path) -> 
         return stack.enter_context(StartingGroup(config))
 
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        yield {family: pool.submit(start, family) for family in MODELS}
+        items = [item for item in request.session.items if item.path == request.path]
+        tested = {
+            item.callspec.params["family"]
+            for item in items
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        }
+        yield {family: pool.submit(start, family) for family in MODELS if family in tested | {EXPORTED}}
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +163,7 @@ def test_vllm_samples_from_an_exported_model_what_it_samples_after_a_push(
     "weight sync: Qwen2, Llama, Mistral, Qwen3-MoE and Mixtral are served by vLLM with the trainer's log-probs"
 )
 @pytest.mark.shows("extending: a third party's model folder trains, is saved and is pushed to vLLM without an edit here")
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_pushed_model_samples_with_the_trainers_log_probs(
     group: TrainGroup, engines: dict[str, Future[RolloutGroup]], policies: dict[str, HandleRef], family: str
 ) -> None:
@@ -202,7 +214,7 @@ def sets_differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.shows("router replay: every token but a sample's last goes where vLLM sent it (R3), with dense layers between")
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each.values[0] in MIXTURES])
 def test_a_trainer_sends_tokens_where_vllm_sent_them(
     group: TrainGroup, engines: dict[str, Future[RolloutGroup]], policies: dict[str, HandleRef], family: str
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from actors import HandleRef, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
-from actors.rollout.sample import Sample
+from actors.rollout.messages import Sample
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.deltanet_engines import DeltaNetEngines, mean_rounding
@@ -71,7 +71,8 @@ def loops(deltanet_engines: DeltaNetEngines) -> Iterator[Loops]:
 
 
 @pytest.mark.shows("weight sync: a Qwen3.5 trained here is served with its log-probs after every push, to 1e-5 in float32")
-@pytest.mark.parametrize("name", ["dense", pytest.param("mixture", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["dense", "mixture"])
+@pytest.mark.long
 def test_a_model_is_served_as_it_is_trained(loops: Loops, name: str) -> None:
     loop = loops.loop(name)
     policy = loop.train.build_model()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actors.rollout.config import SamplingConfig
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.sample import sample_seeds
+from actors.rollout.messages import sample_seeds
 from actors.sync.push import WeightSync
 from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
 from tests.support.rollout import ReferenceTrainer

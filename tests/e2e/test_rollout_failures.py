@@ -18,11 +18,11 @@ from actors.rollout import placement as rollout_placement
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.group import RolloutGroup
+from actors.sync.gpu_transports import StreamingTransport
 from actors.sync.push import WeightSync
 from actors.sync.source import SourceRanks
-from actors.sync.transport.gpu import StreamingTransport
-from actors.sync.transport.staged import PushPlan, SharedMemoryTransport
-from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError, TensorInfo, UnsupportedError
+from actors.sync.staged_transports import PushPlan, SharedMemoryTransport
+from rl_backend.contracts import EngineDeadError, EngineDirtyError, RolloutError, TensorInfo, UnsupportedError
 from tests.e2e.conftest import CLUSTER_CPUS
 from tests.support.engines import GroupWithoutModel, MendableGroup
 from tests.support.rollout import ReferenceTrainer
@@ -117,8 +117,11 @@ class StreamedTransport(StreamingTransport):
         self._staging = SharedMemoryTransport()
         self.failure: Exception | None = None
 
-    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
-        self._staging.check(plan, rollout)
+    def problem_of_gpus(self, plan: PushPlan, rollout: EngineSet) -> str:
+        return ""
+
+    def problem(self, plan: PushPlan, rollout: EngineSet) -> str:
+        return self._staging.problem(plan, rollout)
 
     def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
         self._staged = self._staging.stage(plan, train, rollout)
@@ -174,7 +177,7 @@ def test_engines_are_dirty_when_the_trainer_fails_in_the_middle_of_a_stream_and_
     assert set(group.lost_engines) == {0, 1}
     for actor in actors:
         with pytest.raises(EngineDirtyError, match=r"dirty: .*the trainer failed: ValueError: no more weights"):
-            ray.get(actor.generate.remote([], SAMPLING, None))
+            ray.get(actor.generate.remote([]))
     mend(group, 0, 1)
 
 
@@ -300,5 +303,5 @@ def test_an_engine_without_a_model_does_not_start_and_says_why(
     ray_cluster: None, untied_model: Path, tmp_path: Path
 ) -> None:
     config = RolloutConfig(model_path=str(untied_model), device="cpu", engine_args={"no_such_argument": 1})
-    with pytest.raises(ConfigError, match=r"vllm.EngineArgs has no such argument"):
+    with pytest.raises(RolloutError, match=r"vLLM does not start with .*unexpected keyword argument 'no_such_argument'"):
         RolloutGroup(config)

@@ -154,7 +154,7 @@ def test_another_driver_process_is_refused_until_it_takes_over(group: TrainGroup
     program = f"""
 import pickle
 from pathlib import Path
-from actors.cluster.local_ray import join_ray
+from actors.cluster.session import join_ray
 from rl_backend.contracts import OperationOrderError
 from tests.e2e.test_train_group_order import meet
 join_ray({ray.get_runtime_context().gcs_address!r}, log_to_driver=False, configure_logging=False)

@@ -12,7 +12,7 @@ import pytest
 
 from actors.rollout.config import SamplingConfig
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.sample import Sample
+from actors.rollout.messages import Sample
 from actors.rollout.tokens import RolloutTokens
 from actors.sync.push import WeightSync
 from rl_backend.contracts import BatchError, EngineDeadError, WeightVersionError

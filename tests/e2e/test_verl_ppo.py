@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.verl import grpo, ppo
+from examples.verl.rl import RLOptions, train
 from examples.verl.task import write_verl_task
 from tests.support import verl_reward
 from tests.support.verl_runs import Metrics, files_of, run_trainer
@@ -65,16 +65,24 @@ def test_ppo_trains_on_both_runtimes_and_leaves_a_checkpoint(options: dict[str, 
     changes = [
         QUICK,
         "++critic.megatron.backend=bridge",
-        *ppo.PPOOptions(**options, run_dir=str(tmp_path), backend="native").engine("actor_rollout_ref.ref.megatron"),
+        *RLOptions(**options, algorithm="ppo", run_dir=str(tmp_path), backend="native").engine(
+            "actor_rollout_ref.ref.megatron"
+        ),
         "actor_rollout_ref.actor.use_kl_loss=True",
         *(f"{role}.checkpoint.async_save=True" for role in ("actor_rollout_ref.actor", "critic")),
         # The data end before the steps: verl's trainer does not know that the save of step 2 is the last.
         *("data.train_max_samples=16", "trainer.total_epochs=1", "trainer.total_training_steps=100"),
     ]
-    given = ppo.PPOOptions(
-        **options, run_dir=str(tmp_path), backend="native", critic_lr=1e-3, save_every=2, overrides=" ".join(changes)
+    given = RLOptions(
+        **options,
+        algorithm="ppo",
+        run_dir=str(tmp_path),
+        backend="native",
+        critic_lr=1e-3,
+        save_every=2,
+        overrides=" ".join(changes),
     )
-    found = run_trainer(ppo.train, given)
+    found = run_trainer(train, given)
     check_steps(found)
     check_kl(found)
     check_critic(found)
@@ -86,8 +94,8 @@ def test_ppo_trains_on_both_runtimes_and_leaves_a_checkpoint(options: dict[str, 
 @pytest.mark.long
 @pytest.mark.shows("verl: main_ppo trains GRPO with a KL reference and vLLM, and writes a checkpoint")
 def test_grpo_trains_and_leaves_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
-    given = grpo.GRPOOptions(**options, run_dir=str(tmp_path), backend="native", save_every=2, overrides=QUICK)
-    found = run_trainer(grpo.train, given)
+    given = RLOptions(**options, run_dir=str(tmp_path), backend="native", save_every=2, overrides=QUICK)
+    found = run_trainer(train, given)
     check_steps(found)
     check_kl(found)
     assert (tmp_path / "checkpoints/global_step_2/actor/training_state/manifest.json").is_file()
@@ -98,10 +106,8 @@ def test_grpo_trains_and_leaves_a_checkpoint(options: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize("merge", [False, True])
 def test_grpo_trains_an_adapter_that_vllm_serves(options: dict[str, Any], tmp_path: Path, merge: bool) -> None:
     changes = f"{QUICK} {LORA} actor_rollout_ref.model.lora.merge={merge}"
-    given = grpo.GRPOOptions(
-        **{**options, "lr": 1e-2}, run_dir=str(tmp_path), backend="native", save_every=2, overrides=changes
-    )
-    found = run_trainer(grpo.train, given)
+    given = RLOptions(**{**options, "lr": 1e-2}, run_dir=str(tmp_path), backend="native", save_every=2, overrides=changes)
+    found = run_trainer(train, given)
     check_steps(found)
     # The reference is the actor without its adapter.
     check_kl(found)
@@ -115,15 +121,16 @@ def test_ppo_trains_adapters_of_actor_and_critic(options: dict[str, Any], tmp_pa
     # The reference is the actor without its adapter; the critic keeps its own.
     critic = "critic.model.lora.rank=4 ++critic.megatron.backend=bridge"
     changes = f"{QUICK} {LORA} {critic} actor_rollout_ref.actor.use_kl_loss=True"
-    given = ppo.PPOOptions(
+    given = RLOptions(
         **{**options, "lr": 1e-2},
+        algorithm="ppo",
         run_dir=str(tmp_path),
         backend="native",
         critic_lr=1e-2,
         save_every=2,
         overrides=changes,
     )
-    found = run_trainer(ppo.train, given)
+    found = run_trainer(train, given)
     check_steps(found)
     check_kl(found)
     check_critic(found)
@@ -135,7 +142,7 @@ def test_ppo_trains_adapters_of_actor_and_critic(options: dict[str, Any], tmp_pa
 @pytest.mark.long
 @pytest.mark.shows("verl: main_ppo trains PPO with a critic on the bridge")
 def test_ppo_trains_actor_and_critic(options: dict[str, Any], tmp_path: Path) -> None:
-    given = ppo.PPOOptions(**options, run_dir=str(tmp_path), backend="bridge", critic_lr=1e-3, overrides=QUICK)
-    found = run_trainer(ppo.train, given)
+    given = RLOptions(**options, algorithm="ppo", run_dir=str(tmp_path), backend="bridge", critic_lr=1e-3, overrides=QUICK)
+    found = run_trainer(train, given)
     check_steps(found)
     check_critic(found)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.verl_trainers import Algorithm, Backend, resume
-from examples.verl import grpo
+from examples.verl.rl import RLOptions, train
 from examples.verl.task import write_verl_task
 from tests.support import verl_reward
 from tests.support.verl_runs import files_of, run_trainer
@@ -54,7 +54,7 @@ def test_a_resumed_run_takes_the_steps_of_the_one_that_went_on(
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_grpo_replays_routes_on_the_bridge(tmp_path: Path, mode: Any) -> None:
     write_verl_task(tmp_path / "task", model="qwen3_moe")
-    options = grpo.GRPOOptions(
+    options = RLOptions(
         **sizes(tmp_path / "task"),
         run_dir=str(tmp_path / "run"),
         backend="bridge",
@@ -62,7 +62,7 @@ def test_grpo_replays_routes_on_the_bridge(tmp_path: Path, mode: Any) -> None:
         steps=2,
         overrides="trainer.val_before_train=False trainer.test_freq=-1",
     )
-    found = run_trainer(grpo.train, options)
+    found = run_trainer(train, options)
     assert set(found) == {1, 2}
     for metrics in found.values():
         assert metrics["actor/grad_norm"] > 0

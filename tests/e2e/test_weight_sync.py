@@ -14,7 +14,7 @@ from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync, make_transport
 from actors.sync.source import SourceRanks, WeightSource
-from actors.sync.transport.staged import (
+from actors.sync.staged_transports import (
     PushPlan,
     SharedMemoryTransport,
     Staged,

@@ -12,9 +12,9 @@ import pytest
 from torch import Tensor
 
 from actors import RankContext, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
+from actors.sync import staged_transports as staged_module
 from actors.sync.source import WeightSource
-from actors.sync.transport import staged as staged_module
-from actors.sync.transport.staged import PushPlan, SharedMemoryTransport, Staged
+from actors.sync.staged_transports import PushPlan, SharedMemoryTransport, Staged
 from actors.wire.segment import DIRECTORY, Segment, remove_stale_segments
 from rl_backend.contracts import GroupFailedError, NativeConfig, RuntimeConfig, TensorInfo, WeightCheckError
 from tests.support.rollout import ReferenceTrainer

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 ray = pytest.importorskip("ray")
 
 from actors import Loss, RankContext, TrainGroup  # noqa: E402
-from actors.cluster.local_ray import init_local_ray  # noqa: E402
+from actors.cluster.session import init_local_ray  # noqa: E402
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def ray_on_gpus() -> Iterator[None]:
         pytest.skip("the GPU build of vllm is not installed")
     import ray
 
-    from actors.cluster.local_ray import init_local_ray
+    from actors.cluster.session import init_local_ray
 
     init_local_ray(include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from actors.rollout.engine.serving_state import ServingState
-from actors.rollout.engine.step_loop import Completion, Job
+from actors.rollout.engine.in_process import ServingState
+from actors.rollout.engine.step_loop import Completion
+from actors.rollout.messages import Request
 
 
 class AnsweringStepper:
@@ -21,18 +22,18 @@ class AnsweringStepper:
     room = 100
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[Request] = []
         self.forgotten = 0
-        self._running: dict[int, Job] = {}
+        self._running: dict[int, Request] = {}
 
-    def add(self, key: int, job: Job) -> None:
+    def add(self, key: int, job: Request) -> None:
         self.jobs.append(job)
         self._running[key] = job
 
     def step(self) -> list[tuple[int, Completion]]:
         running, self._running = self._running, {}
         # From the last to the first: an engine answers in no order.
-        return [(key, Completion(completion_of(job), len(job.request.prompt_ids) - 1)) for key, job in running.items()][::-1]
+        return [(key, Completion(completion_of(job), len(job.prompt_ids) - 1)) for key, job in running.items()][::-1]
 
     def give_up(self, key: int) -> Completion:
         return Completion(completion_of(self._running.pop(key)), 0)
@@ -44,9 +45,9 @@ class AnsweringStepper:
         self.forgotten += 1
 
 
-def completion_of(job: Job, layers: int = 3) -> Any:
+def completion_of(job: Request, layers: int = 3) -> Any:
     """vLLM's ``CompletionOutput`` for a request."""
-    prompt, seed = len(job.request.prompt_ids), job.request.seed or 0
+    prompt, seed = len(job.prompt_ids), job.seed or 0
     tokens = [seed + place for place in range(prompt)]
     rows = np.arange(2 * prompt - 1, dtype=np.uint8)[:, None] * 10 + np.arange(layers, dtype=np.uint8)
     return SimpleNamespace(

@@ -18,9 +18,8 @@ from torch import Tensor
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
+from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter, Sample
 from actors.rollout.placement import NodePlace
-from actors.rollout.sample import Sample
 from actors.sync.push import WeightSync
 from actors.wire.factors import PackedFactors
 from rl_backend.contracts.lora import peft_name

@@ -14,11 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from actors.rollout.config import SamplingConfig
 from actors.rollout.engine.engine import RolloutEngine
-from actors.rollout.engine.serving_state import ServingState
+from actors.rollout.engine.in_process import ServingState
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.messages import AdapterVersion, EngineInfo, Generated, Request, Response
+from actors.rollout.messages import EngineInfo, Generated, Request, Response, VersionSpan
 from actors.rollout.placement import NodePlace
 from actors.wire.segment import Segment
 from rl_backend.contracts import WeightManifest
@@ -61,16 +60,10 @@ class EngineWithoutVllm(RolloutEngine):
         self._vllm.llm = SimpleNamespace(model_config=config)
         return self.describe()
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingConfig,
-        require_version: int | None,
-        adapters: Sequence[AdapterVersion | None] | None = None,
-    ) -> Generated:
-        time.sleep(sampling.max_new_tokens)
-        responses = [[Response([1], [0.0], "length")] for _ in requests]
-        return Generated([self._vllm.serving.version] * len(requests), responses, None)
+    def generate(self, requests: Sequence[Request]) -> Generated:
+        time.sleep(max(request.sampling.max_new_tokens for request in requests))
+        spans = (VersionSpan(self._vllm.serving.version, 1),)
+        return Generated([Response([1], [0.0], "length", spans) for _ in requests], None)
 
     def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
         self._verified_here = manifest

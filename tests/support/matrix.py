@@ -20,6 +20,9 @@ from _pytest.mark import ParameterSet
 from tests.support.covering import Fact, covering, facts, pairs
 
 REDUCED = "tests/distributed/"
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "matrix.json"
+"""How long each case took in the last ``make test-all``."""
+UNKNOWN_SECONDS = 5.0
 RECORDED = ("tests/distributed/", "tests/e2e/", "tests/golden/")
 """Folders whose cases are recorded one by one; of the others, files."""
 LEFT_OUT = {
@@ -93,16 +96,17 @@ LEFT_OUT = {
 }
 """Cases that ``make test-all`` has no time for, and why it can do without; whoever names their file runs them."""
 RULE = (
-    "make test runs cases of tests/distributed such that every pair of values that one case has is in a case that runs, and "
-    "every test runs with every value of its own parameters, but for tests that name the cases they keep; in make test-all "
+    "make test runs the quickest cases of tests/distributed such that every test runs, every value of a parameter is in a "
+    "case that runs, and so is every pair of values of layouts that one case has, but for tests that name the cases they "
+    "keep; in make test-all "
     "every test of tests/distributed has all pairs of its own values, and all other tests have all cases but those left out"
 )
 
 
 def needs(item: pytest.Item) -> set[Hashable]:
-    """What a case covers: its test, with each parameter that is no layout, its values and their pairs."""
-    test, found = item.nodeid.partition("[")[0], _facts(item)
-    return {test, *((test, value) for value in _own(item)), *found, *pairs(found)}
+    """What a case covers: its test, each parameter that is no layout, and the layout's values with their pairs."""
+    found = _facts(item)
+    return {item.nodeid.partition("[")[0], *_own(item), *found, *pairs(found)}
 
 
 def sampled(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[ParameterSet]:
@@ -165,17 +169,16 @@ def _case(item: pytest.Item, why: str | None) -> dict[str, Any]:
 
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Items that ``make test`` can do without."""
+    """Items that ``make test`` can do without; of several that cover the same it keeps what took less time when recorded."""
+    recorded = json.loads(RECORD.read_text())["cases"] if RECORD.exists() else {}
     cases = {
         item.nodeid: item
         for item in items
         if item.nodeid.startswith(REDUCED) and hasattr(item, "callspec") and not item.get_closest_marker("long")
     }
-    covered, cost = {}, {}
-    for name, item in cases.items():
-        found = _facts(item)
-        covered[name] = needs(item)
-        cost[name] = 2.0 if ("ranks", "4") in found else 1.0
+    covered = {name: needs(item) for name, item in cases.items()}
+    # A second for each: a test that takes none still has to be collected.
+    cost = {name: 1.0 + recorded.get(name, {"seconds": UNKNOWN_SECONDS})["seconds"] for name in cases}
     kept = covering(covered, cost)
     return [item for name, item in cases.items() if name not in kept]
 

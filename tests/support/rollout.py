@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from actors.rollout.sample import Sample
+from actors.rollout.messages import Sample
 from actors.sync.source import WeightSource
 
 

@@ -15,7 +15,7 @@ from actors.cluster.placement import ClusterShare
 from actors.collect.held_out import HeldOutSet
 from actors.collect.inputs import EpisodeInputs, Inputs
 from actors.options.sampled_config import RLConfig, SampledConfig
-from actors.rollout.sample import VersionSpan
+from actors.rollout.messages import VersionSpan
 from actors.sync.report import PushReport
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.data.rewards import LoadedReward, RewardScorer

@@ -9,7 +9,7 @@ import torch
 
 from actors import HandleRef, Loss, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from actors.rollout.group.calls import PendingSamples
-from actors.rollout.sample import Sample
+from actors.rollout.messages import Sample
 from rl_backend.contracts import TokenSequence
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.sft_batches import random_token_sequences

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import AdamParams, RoutedLayers, RuntimeConfig, StepResult, TensorInfo
-from rl_backend.runtime.engine import Engine, GuardedHandle
+from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.guarded import GuardedRuntime
+from rl_backend.runtime.handle import GuardedHandle
 
 CPU = torch.device("cpu")
 
@@ -33,6 +34,7 @@ class StandingHandle(GuardedHandle[Any]):
     events: list[Any]
     routed: RoutedLayers | None = None
     answer: StepResult = StepResult(True, 1.0, None)
+    has_gradients: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

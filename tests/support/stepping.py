@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.engine.step_loop import Completion, Job
+from actors.rollout.engine.step_loop import Completion
 from actors.rollout.messages import AdapterVersion, Request
 
 BAD_SEED, FATAL_SEED = 666, 667
@@ -24,7 +24,7 @@ class CountingStepper:
     def __init__(self, room: int = 100) -> None:
         self.room = room
         self.tokens: dict[int, list[int]] = {}
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, Request] = {}
         self.most_at_once = self.steps = self.forgotten = 0
         self.threads: set[int] = set()
         self.waits = False
@@ -44,8 +44,8 @@ class CountingStepper:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
-    def add(self, key: int, job: Job) -> None:
-        if job.request.seed == BAD_SEED:
+    def add(self, key: int, job: Request) -> None:
+        if job.seed == BAD_SEED:
             raise ValueError("a bad request")
         self.tokens[key], self.jobs[key] = [], job
         self.most_at_once = max(self.most_at_once, len(self.tokens))
@@ -57,7 +57,7 @@ class CountingStepper:
         self.steps += 1
         self.threads.add(threading.get_ident())
         for key, tokens in self.tokens.items():
-            seed = self.jobs[key].request.seed
+            seed = self.jobs[key].seed
             assert seed is not None
             if seed == FATAL_SEED:
                 raise RuntimeError("the model fell over")
@@ -86,22 +86,22 @@ class ServedVersion:
         self.version = 1
         self.slots = slots
         self.loop: Any = None
-        self.left: list[Job] = []
+        self.left: list[Request] = []
 
-    def admit(self, job: Job) -> bool:
+    def admit(self, job: Request) -> bool:
         running = self.loop.adapters(running=True)
         return job.adapter is None or job.adapter in running or len(running) < self.slots
 
-    def version_for(self, job: Job) -> int:
+    def version_for(self, job: Request) -> int:
         return self.version if job.adapter is None else job.adapter.version
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: Request) -> None:
         self.left.append(job)
 
     def failed(self, error: Exception) -> Exception:
         return RuntimeError(f"a step failed: {error}")
 
 
-def job(seed: int, tokens: int, *, adapter: AdapterVersion | None = None, pausable: bool = False) -> Job:
+def job(seed: int, tokens: int, *, adapter: AdapterVersion | None = None, pausable: bool = False) -> Request:
     """A request for so many tokens."""
-    return Job(Request([1, 2], 1, seed), SamplingConfig(max_new_tokens=tokens), adapter, pausable=pausable)
+    return Request([1, 2], SamplingConfig(max_new_tokens=tokens), seed, adapter, pausable=pausable)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.sample import Routes, Sample, VersionSpan
+from actors.rollout.messages import Routes, Sample, VersionSpan
 from actors.rollout.tokens import RolloutTokens
 from rl_backend.environment.protocol import Generation
 

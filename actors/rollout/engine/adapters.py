@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -10,46 +11,32 @@ from actors.rollout.engine.in_process import VllmInProcess, lora_request
 from actors.rollout.messages import AdapterVersion
 from actors.wire.factors import FactorMemories, PackedFactors, SharedFactors
 from rl_backend.checkpoint.peft_files import read_peft_directory
-from rl_backend.contracts import RolloutError, UnsupportedError, WeightCheckError
+from rl_backend.contracts import RolloutError, WeightCheckError
 from rl_backend.contracts.lora import part_name
 
 
 class AdapterStore:
-    """The adapters of an engine.
-
-    Args:
-        vllm: serves them.
-    """
-
     def __init__(self, vllm: VllmInProcess) -> None:
         self._vllm = vllm
         self._kept: dict[int, AdapterVersion] = {}
+        # Those in vLLM's slots, the one not used for longest first: it gives way.
         self._loaded: dict[int, AdapterVersion] = {}
-        """Those in vLLM's slots, the one not used for longest first."""
+        # Those that requests still sample with.
         self._dropped: set[AdapterVersion] = set()
-        """Those that requests still sample with."""
+        # Those with factors in memory that goes back to its owner once they are dropped.
         self._shared: set[int] = set()
-        """Those with factors in memory that goes back to its owner once they are dropped."""
         self._memories = FactorMemories()
 
     def push(self, adapter: AdapterVersion, factors: PackedFactors | SharedFactors | str, digest: str) -> None:
         """Checks an adapter, keeps it and loads it next to the others, while the engine keeps serving.
 
-        Args:
-            factors: the scale multiplied into B; or a directory in peft's format.
-            digest: of the factors where they come from.
-
         Raises:
-            UnsupportedError: an engine that was started without adapters.
             CheckpointError: a directory that cannot be read here.
-            WeightCheckError: what arrived is not what was sent, vLLM cannot load it, or its kernels read something else.
+            WeightCheckError: what arrived is not what was sent, vLLM cannot load it, or its kernels read something
+                else.
             WeightSyncError: shared memory that is not on this host.
         """
         self._vllm.serving.check("take weights")
-        if not self._vllm.config.max_adapters:
-            raise UnsupportedError(
-                f"{self._vllm.name} was started without adapters; set RolloutConfig.max_adapters", engine=self._vllm.name
-            )
         if isinstance(factors, SharedFactors):
             self.keep(adapter, factors.tensors(self._memories), digest)
             self._shared.add(adapter.number)
@@ -59,41 +46,26 @@ class AdapterStore:
         self.load(adapter)
 
     def keep(self, adapter: AdapterVersion, tensors: Mapping[str, Tensor], digest: str) -> None:
-        """Keeps an adapter for as long as it is served, whether or not it has a slot.
-
-        Args:
-            digest: what a slot must have that it is loaded into, as :func:`~actors.wire.factors.factor_digest`.
-        """
-        (problem,) = self._vllm.ask_workers("keep_adapter", adapter.path, adapter.rank, tensors, digest)
-        if problem:
-            raise WeightCheckError(f"{self._vllm.name}: {adapter.name}: {problem}", engine=self._vllm.name)
+        """Keeps an adapter for as long as it is served, whether or not it has a slot."""
+        self._check(adapter, "keep_adapter", adapter.path, adapter.rank, tensors, digest)
         self._kept[adapter.number] = adapter
 
     def load(self, adapter: AdapterVersion) -> None:
-        """Puts a kept adapter into one of vLLM's slots, where the one not used for longest gives way.
-
-        Raises:
-            WeightCheckError: what the kernels read is not what was sent.
-        """
+        """Puts a kept adapter into one of vLLM's slots, where the one not used for longest gives way."""
         self._vllm.loop.call(self._load, adapter)
 
     def drop(self, adapter: AdapterVersion) -> None:
-        """Forgets an adapter, once no request that was made before samples with it.
-
-        When this returns, nothing here reads the memory that the adapter was pushed in.
-        """
+        """Forgets an adapter, and the memory that it was pushed in, once no request that was made before samples with it."""
         self._vllm.loop.call(self._drop, adapter)
 
     def load_again(self) -> None:
-        """Loads those that were loaded, which vLLM has dropped in an update of the base."""
+        # vLLM drops all adapters when the base changes.
         loaded, self._loaded = list(self._loaded.values()), {}
         for adapter in loaded:
             self._vllm.during_update(self.load, adapter)
 
     def take_slot(self, adapter: AdapterVersion) -> bool:
-        """Loads an adapter for a request, unless running requests leave only the slot that pushes need. Called on the loop's
-        thread.
-        """
+        """Loads an adapter for a request, unless running requests leave only the slot that pushes need."""
         self._require_kept(adapter)
         in_use = self._vllm.loop.adapters(running=True)
         if adapter not in in_use and len(in_use) >= self._vllm.config.max_adapters:
@@ -102,7 +74,6 @@ class AdapterStore:
         return True
 
     def leave_slot(self, adapter: AdapterVersion) -> None:
-        """After a request that sampled with it."""
         if adapter in self._dropped:
             self._drop(adapter)
 
@@ -122,9 +93,7 @@ class AdapterStore:
         self._loaded[adapter.number] = adapter
         try:
             self._vllm.call(self._vllm.llm.llm_engine.add_lora, lora_request(adapter))
-            (problem,) = self._vllm.ask_workers("adapter_problem", adapter.path, adapter.number)
-            if problem:
-                raise WeightCheckError(f"{self._vllm.name}: {adapter.name}: {problem}", engine=self._vllm.name)
+            self._check(adapter, "adapter_problem", adapter.path, adapter.number)
         except Exception:
             self._unload(adapter.number)
             raise
@@ -135,6 +104,7 @@ class AdapterStore:
         if adapter in self._vllm.loop.adapters(running=False):
             self._dropped.add(adapter)
             if shared:
+                # Its memory goes back now, and the next version is written there.
                 self._vllm.ask_workers("own_adapter", adapter.path)
             return
         self._dropped.discard(adapter)
@@ -142,6 +112,11 @@ class AdapterStore:
             self._unload(adapter.number)
         if self._kept.pop(adapter.number, None) is not None:
             self._vllm.ask_workers("forget_adapter", adapter.path)
+
+    def _check(self, adapter: AdapterVersion, method: str, *args: Any) -> None:
+        (problem,) = self._vllm.ask_workers(method, *args)
+        if problem:
+            raise WeightCheckError(f"{self._vllm.name}: {adapter.name}: {problem}", engine=self._vllm.name)
 
     def _require_kept(self, adapter: AdapterVersion) -> None:
         if adapter.number not in self._kept:

@@ -1,13 +1,14 @@
-"""The Ray actor of one vLLM engine: starts it, samples, sleeps, and hands pushes and turns to its parts."""
+"""The Ray actor of one vLLM engine: starts it, samples, answers turns of episodes, sleeps, and hands pushes to its parts."""
 
 from __future__ import annotations
 
 import os
+import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate
 
@@ -15,18 +16,82 @@ import ray
 import torch
 
 from actors.cluster import prometheus
-from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.config import RolloutConfig
 from actors.rollout.engine.adapters import AdapterStore
 from actors.rollout.engine.in_process import VllmInProcess
-from actors.rollout.engine.step_loop import Finished, Job, Stepper
-from actors.rollout.engine.turns import TurnQueue
+from actors.rollout.engine.step_loop import Completion, Stepper
 from actors.rollout.engine.weights import WeightReceiver
-from actors.rollout.messages import AdapterVersion, EngineInfo, Generated, Request, Response, prompt_problem
+from actors.rollout.messages import EngineInfo, Generated, Request, Response, pack_routes, prompt_problem
 from actors.rollout.placement import NodePlace
-from actors.rollout.sample import ExpertIds, pack_routes
 from actors.wire.segment import host_identity, remove_stale_segments
-from rl_backend.contracts import BatchError, ConfigError, RolloutError, UnsupportedError
+from rl_backend.contracts import BatchError, ConfigError, RLBackendError, RolloutError, UnsupportedError
 from rl_backend.trace.recorder import TraceBatch, recorder, span
+
+# Turns come in, and answers are waited for, while a call that samples or a push is served.
+CONCURRENCY_GROUPS = {"turns": 1, "answers": 1}
+_MOST_ANSWERS = 256
+
+
+class TurnQueue:
+    """Turns of episodes: they come one by one, and each is answered when it has ended."""
+
+    def __init__(self, vllm: VllmInProcess) -> None:
+        self._vllm = vllm
+        self._answers: queue.SimpleQueue[tuple[int, Response | RLBackendError]] = queue.SimpleQueue()
+        # The asking process's key -> the loop's, of turns that are not answered.
+        self._keys: dict[int, int] = {}
+
+    def start(self, turns: Sequence[tuple[int, Request]]) -> None:
+        """Asks for turns, each with a key of the asking process. An error of one is its answer and affects no other."""
+        pausable = self._vllm.config.turns_at_push == "pause"
+        # With an adapter never: the base changes under it.
+        requests = [replace(request, pausable=pausable and request.adapter is None) for _, request in turns]
+        submitted = self._vllm.loop.submit(requests)
+        for (turn, request), (key, result) in zip(turns, submitted.items(), strict=True):
+            self._keys[turn] = key
+            result.add_done_callback(partial(self._answer, turn, request))
+
+    def give_up(self, turns: Iterable[int]) -> None:
+        """Ends turns: each is answered with what there is of it. Those that are answered already are passed over."""
+        # Looked up once: the loop's thread takes a key out when its turn is answered.
+        self._vllm.loop.give_up([found for turn in turns if (found := self._keys.get(turn)) is not None])
+
+    def take(self, seconds: float) -> list[tuple[int, Response | RLBackendError]]:
+        """Key and answer, or error, of turns that have ended; waits for the first. None within ``seconds``: empty."""
+        answers = []
+        try:
+            answers.append(self._answers.get(timeout=seconds))
+            while len(answers) < _MOST_ANSWERS:
+                answers.append(self._answers.get_nowait())
+        except queue.Empty:
+            pass
+        return answers
+
+    def _answer(self, turn: int, request: Request, result: Future[Completion]) -> None:
+        del self._keys[turn]
+        answer: Response | RLBackendError
+        try:
+            answer = self._response(request, result.result())
+        except RLBackendError as error:
+            answer = error
+        except Exception as error:  # noqa: BLE001 vLLM raises errors of any type
+            answer = RolloutError(f"{self._vllm.name} failed with {type(error).__name__}: {error}", engine=self._vllm.name)
+        self._answers.put((turn, answer))
+
+    def _response(self, request: Request, completion: Completion) -> Response:
+        output, cached, spans = completion
+        if output is None:
+            return Response([], [], "abort")
+        response = Response.of(output, self._vllm.name, spans=spans, cached_tokens=cached)
+        engine, prompt, tokens = str(self._vllm.number), len(request.prompt_ids), len(response.token_ids)
+        prometheus.count("rl_backend_rollout_responses_total", 1, engine=engine)
+        prometheus.count("rl_backend_rollout_tokens_total", tokens, engine=engine)
+        prometheus.count("rl_backend_turn_prompt_tokens_total", prompt, engine=engine)
+        prometheus.count("rl_backend_turn_cached_tokens_total", cached, engine=engine)
+        if self._vllm.config.return_routed_experts and tokens:
+            routes = pack_routes([output], [prompt + tokens], self._vllm.moe_layers, self._vllm.name)
+            return replace(response, routes=routes)
+        return response
 
 
 def _answered_by[Part, **P, R](
@@ -42,14 +107,7 @@ def _answered_by[Part, **P, R](
 
 
 class RolloutEngine:
-    """vLLM in this process. Made by :class:`~actors.rollout.group.group.RolloutGroup` as a Ray actor.
-
-    Args:
-        config: of the group.
-        engine: its number in the group.
-        device: ``cpu`` or ``cuda``.
-        require_push: refuse to sample until weights have been pushed.
-    """
+    """vLLM in this process, as engine number ``engine`` of a group, which makes it as a Ray actor."""
 
     def __init__(self, config: RolloutConfig, engine: int, device: str, require_push: bool) -> None:
         self._vllm = VllmInProcess(config, engine, device, require_push=require_push)
@@ -81,22 +139,17 @@ class RolloutEngine:
     take_turns = _answered_by("_turns", TurnQueue.take)
 
     def node(self) -> str:
-        """Id of the Ray node that this engine has landed on."""
         return str(ray.get_runtime_context().get_node_id())
 
     def start(self, place: NodePlace) -> EngineInfo:
-        """Starts vLLM. Not in the constructor, where Ray would wrap its errors.
-
-        Args:
-            place: among the group's engines on this node.
-        """
+        """Starts vLLM, at its place among the group's engines on this node."""
+        # Not in the constructor, where Ray would wrap its errors.
         self._check_model_is_here()
         remove_stale_segments()
         self._vllm.start(place, self, _make_stepper)
         return self.describe()
 
     def describe(self) -> EngineInfo:
-        """Facts about the engine."""
         model = self._vllm.llm.model_config
         return EngineInfo(
             name=self._vllm.name,
@@ -116,49 +169,49 @@ class RolloutEngine:
             moe_layers=self._vllm.moe_layers,
         )
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingConfig,
-        require_version: int | None,
-        adapters: Sequence[AdapterVersion | None] | None = None,
-    ) -> Generated:
-        """Samples.
-
-        Args:
-            adapters: of each request, None for the weights alone; ``require_version`` is then about the adapter.
+    def generate(self, requests: Sequence[Request]) -> Generated:
+        """Samples; answers in the order of the requests.
 
         Raises:
             EngineDirtyError: a weight update failed after its first load.
             RolloutError: an update is in progress, the engine sleeps, no weights have been pushed yet, vLLM returned no
                 routes where they are asked for, or a log-prob is not a number.
-            WeightVersionError: the weights are older than ``require_version``.
+            WeightVersionError: an adapter, or without one the weights, are older than ``require_version``.
         """
-        self._vllm.serving.check("sample")
-        self._vllm.serving.check_weights()
-        chosen = adapters or [None] * len(requests)
-        for adapter in dict.fromkeys(chosen):
-            self._vllm.serving.check_version(adapter, require_version)
-        versions = [self._vllm.serving.version if adapter is None else adapter.version for adapter in chosen]
-        with _observed(self._vllm.number, max(versions, default=self._vllm.serving.version), requests) as report:
-            answers = self._sample(requests, sampling, chosen)
-            responses = [[Response.of(each.completion.output, self._vllm.name) for each in answer] for answer in answers]
-            routes = self._routes(requests, answers)
-            report(responses)
-        return Generated(versions, responses, routes)
+        serving = self._vllm.serving
+        serving.check("sample")
+        serving.check_weights()
+        for adapter, required in dict.fromkeys((request.adapter, request.require_version) for request in requests):
+            serving.check_version(adapter, required)
+        newest = max(map(self.version_for, requests), default=serving.version)
+        started, engine = time.perf_counter(), str(self._vllm.number)
+        with span("generate", "rollout", weight_version=newest, requests=len(requests)) as event:
+            completions = self._sample(requests)
+            responses = [Response.of(each.output, self._vllm.name, spans=each.spans) for each in completions]
+            prompts = [len(request.prompt_ids) for request in requests]
+            tokens = [len(response.token_ids) for response in responses]
+            routes = None
+            if self._vllm.config.return_routed_experts and requests:
+                outputs = [each.output for each in completions]
+                lengths = [sum(each) for each in zip(prompts, tokens, strict=True)]
+                routes = pack_routes(outputs, lengths, self._vllm.moe_layers, self._vllm.name)
+            event.update(responses=len(responses), prompt_tokens=sum(prompts), response_tokens=sum(tokens))
+            prometheus.count("rl_backend_rollout_responses_total", len(responses), engine=engine)
+            prometheus.count("rl_backend_rollout_tokens_total", sum(tokens), engine=engine)
+            prometheus.count("rl_backend_rollout_seconds_total", time.perf_counter() - started, engine=engine)
+        return Generated(responses, routes)
 
-    def probe_adapter(self, adapter: AdapterVersion, request: Request, sampling: SamplingConfig) -> Generated | None:
-        """Samples without and with an adapter; None while the engine has no weights to sample with."""
+    def probe_adapter(self, request: Request) -> Generated | None:
+        """Samples without and with the request's adapter; None while the engine has no weights to sample with."""
         if self._vllm.serving.state != "serving" or self._vllm.serving.lacks_weights:
             return None
-        return self.generate([request, request], sampling, None, [None, adapter])
+        return self.generate([replace(request, adapter=None), request])
 
     def seconds_without_progress(self) -> float:
         """How long it has served and ended no request; 0 while it sleeps, or waits for the end of a push."""
         return self._vllm.loop.seconds_without_progress
 
     def take_trace(self, stop: bool = False) -> TraceBatch:
-        """As :meth:`~rl_backend.trace.recorder.TraceRecorder.take_batch`."""
         return recorder.take_batch(stop=stop)
 
     def close(self) -> None:
@@ -166,11 +219,10 @@ class RolloutEngine:
         self._weights.close()
 
     def require_push(self) -> None:
-        """Refuse to sample until weights have been pushed."""
         self._vllm.serving.require_push()
 
     def forget_weights(self) -> None:
-        """Prepares for another model: its push may have any version; the engine refuses to sample until then."""
+        """Prepares for another model: refuses to sample until the next push, whose version may be any."""
         self._vllm.serving.forget_version()
 
     def sleep(self, level: int) -> None:
@@ -197,57 +249,34 @@ class RolloutEngine:
         if not self._vllm.serving.lacks_weights:  # else turns that have not begun go on waiting, for the push
             self._vllm.loop.release()
 
-    def admit(self, job: Job) -> bool:
-        """As :class:`~actors.rollout.engine.step_loop.Host`.
+    # The next four are the Host of the step loop.
 
-        Raises:
-            BatchError: an empty or too long prompt, or an unknown token id.
-            EngineDirtyError: a weight update failed after its first load.
-            RolloutError: no weights have been pushed yet, or the adapter is not here.
-            WeightVersionError: the weights are older than the job requires.
-        """
+    def admit(self, request: Request) -> bool:
         self._vllm.serving.check_clean()
         self._vllm.serving.check_weights()
         model = self._vllm.llm.model_config
-        if problem := prompt_problem(job.request.prompt_ids, model.max_model_len, model.get_vocab_size()):
+        if problem := prompt_problem(request.prompt_ids, model.max_model_len, model.get_vocab_size()):
             raise BatchError(f"the prompt {problem}", engine=self._vllm.name)
-        self._vllm.serving.check_version(job.adapter, job.require_version)
-        return job.adapter is None or self._adapters.take_slot(job.adapter)
+        self._vllm.serving.check_version(request.adapter, request.require_version)
+        return request.adapter is None or self._adapters.take_slot(request.adapter)
 
-    def version_for(self, job: Job) -> int:
-        """As :class:`~actors.rollout.engine.step_loop.Host`."""
-        return self._vllm.serving.version if job.adapter is None else job.adapter.version
+    def version_for(self, request: Request) -> int:
+        return self._vllm.serving.version if request.adapter is None else request.adapter.version
 
-    def ended(self, job: Job) -> None:
-        """As :class:`~actors.rollout.engine.step_loop.Host`."""
-        if job.adapter is not None:
-            self._adapters.leave_slot(job.adapter)
+    def ended(self, request: Request) -> None:
+        if request.adapter is not None:
+            self._adapters.leave_slot(request.adapter)
 
     def failed(self, error: Exception) -> Exception:
-        """As :class:`~actors.rollout.engine.step_loop.Host`."""
         return self._vllm.translated(error)
 
-    def _sample(
-        self, requests: Sequence[Request], sampling: SamplingConfig, adapters: Sequence[AdapterVersion | None]
-    ) -> list[list[Finished]]:
-        """All responses of each request. Requests of one adapter begin together: there may be more adapters than slots."""
-        places = {adapter: place for place, adapter in enumerate(dict.fromkeys(adapters))}
-        order = sorted(range(len(requests)), key=lambda index: places[adapters[index]] if adapters[index] else -1)
-        jobs = [[Job(replace(requests[index], n=1), sampling, adapters[index])] * requests[index].n for index in order]
-        finished = iter(self._vllm.loop.run([job for of_request in jobs for job in of_request]))
-        found = {index: [next(finished) for _ in range(requests[index].n)] for index in order}
-        return [found[index] for index in range(len(requests))]
-
-    def _routes(self, requests: Sequence[Request], answers: Sequence[Sequence[Finished]]) -> ExpertIds | None:
-        if not self._vllm.config.return_routed_experts or not answers:
-            return None
-        answered = [
-            (each.completion.output, len(request.prompt_ids) + len(each.completion.output.token_ids))
-            for request, answer in zip(requests, answers, strict=True)
-            for each in answer
-        ]
-        completions, lengths = zip(*answered, strict=True)
-        return pack_routes(completions, lengths, self._vllm.moe_layers, self._vllm.name)
+    def _sample(self, requests: Sequence[Request]) -> list[Completion]:
+        # Requests of one adapter begin together: there may be more adapters than slots.
+        adapters = dict.fromkeys(request.adapter for request in requests)
+        places = {adapter: place for place, adapter in enumerate(adapters)} | {None: -1}
+        order = sorted(range(len(requests)), key=lambda index: places[requests[index].adapter])
+        completions = dict(zip(order, self._vllm.loop.run([requests[index] for index in order]), strict=True))
+        return [completions[index] for index in range(len(requests))]
 
     def _check_model_is_here(self) -> None:
         if not (Path(self._vllm.config.model_path) / "config.json").is_file():
@@ -271,26 +300,6 @@ def _make_stepper(llm: Any) -> Stepper:
     from actors.rollout.engine.stepper import VllmStepper
 
     return VllmStepper(llm)
-
-
-@contextmanager
-def _observed(
-    engine: int, version: int, requests: Sequence[Request]
-) -> Iterator[Callable[[Sequence[Sequence[Response]]], None]]:
-    """Reports the sampling that its body does; hand the responses to what it yields."""
-    started = time.perf_counter()
-    with span("generate", "rollout", weight_version=version, requests=len(requests)) as event:
-
-        def report(responses: Sequence[Sequence[Response]]) -> None:
-            count = sum(map(len, responses))
-            tokens = sum(len(response.token_ids) for request in responses for response in request)
-            prompt_tokens = sum(len(request.prompt_ids) for request in requests)
-            event.update(responses=count, prompt_tokens=prompt_tokens, response_tokens=tokens)
-            prometheus.count("rl_backend_rollout_responses_total", count, engine=str(engine))
-            prometheus.count("rl_backend_rollout_tokens_total", tokens, engine=str(engine))
-            prometheus.count("rl_backend_rollout_seconds_total", time.perf_counter() - started, engine=str(engine))
-
-        yield report
 
 
 def _device_ids(device: str) -> tuple[str, ...]:

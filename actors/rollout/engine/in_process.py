@@ -1,38 +1,141 @@
-"""vLLM in an engine's process: its start, its thread, and what its errors do to the engine."""
+"""vLLM in an engine's process: its start, its thread, what its errors do to the engine, and whether it may sample."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from actors.rollout.config import RolloutConfig
-from actors.rollout.engine.serving_state import ServingState
 from actors.rollout.engine.step_loop import Host, StepLoop, Stepper
-from actors.rollout.messages import AdapterVersion
+from actors.rollout.messages import AdapterVersion, EngineState
 from actors.rollout.placement import NodePlace, choose_cores
-from actors.rollout.vllm.expected import EngineParameters, expected_weights
+from actors.rollout.vllm.expected import expected_weights
 from actors.rollout.vllm.process import prepare_process, start_vllm
-from rl_backend.contracts import EngineDeadError, EngineDirtyError
+from rl_backend.contracts import UNVERSIONED, EngineDeadError, EngineDirtyError, RolloutError, WeightVersionError
 from rl_backend.weights.compare import ExpectedWeights
+
+type Action = Literal["sample", "take weights", "continue an update", "sleep", "wake up"]
+
+_FROM: dict[Action, tuple[EngineState, ...]] = {
+    "sample": ("serving",),
+    # An engine whose update another driver left open is asked for one more, which vLLM refuses.
+    "take weights": ("serving", "paused"),
+    "continue an update": ("paused",),
+    "sleep": ("serving", "asleep"),
+    "wake up": ("serving", "asleep"),
+}
+_WHY_NOT: dict[EngineState, str] = {
+    "serving": "no weight update has begun",
+    "paused": "a weight update is in progress",
+    "asleep": "it is asleep; call wake_up() first",
+}
+
+
+class ServingState:
+    """Whether an engine may sample or be updated, and the version of the weights that it serves.
+
+    It samples only while it is ``serving``. An update goes :meth:`pause` -> :meth:`finish` -> :meth:`resume`, between
+    which it is ``paused``. A failure after :meth:`pause` leaves it ``dirty`` for good. Turns wait where calls are
+    refused, except those of a dirty engine.
+    """
+
+    def __init__(self, name: str, *, require_push: bool = False) -> None:
+        self._name = name
+        self.state: EngineState = "serving"
+        self.version = UNVERSIONED
+        self._require_push = require_push
+        self._update_is_open = False
+        self._failure = ""
+
+    @property
+    def lacks_weights(self) -> bool:
+        return self._require_push and self.version == UNVERSIONED
+
+    def pause(self) -> None:
+        self.check("take weights")
+        self.state, self._update_is_open = "paused", True
+
+    def finish(self, version: int) -> None:
+        self.check("continue an update")
+        self.version, self._update_is_open = version, False
+
+    def resume(self) -> None:
+        """Serves after an update that is finished; in any state but ``paused`` there is nothing to do."""
+        if self.state != "paused":
+            return
+        if self._update_is_open:
+            self.check("sample")
+        self.state = "serving"
+
+    def sleep(self) -> None:
+        self.check("sleep")
+        self.state = "asleep"
+
+    def wake(self) -> None:
+        self.check("wake up")
+        self.state = "serving"
+
+    def fail(self, failure: str) -> bool:
+        """Makes it dirty; False where it was already."""
+        # The first failure is kept: later ones are its consequences.
+        if self.state == "dirty":
+            return False
+        self.state, self._failure = "dirty", failure
+        return True
+
+    def require_push(self) -> None:
+        self._require_push = True
+
+    def forget_version(self) -> None:
+        """Refuses to sample until the next push, whose version may be any."""
+        self.check_clean()
+        self.version, self._require_push = UNVERSIONED, True
+
+    def check(self, action: Action) -> None:
+        """Raises :class:`~rl_backend.contracts.RolloutError` where the state does not allow it."""
+        self.check_clean()
+        if self.state not in _FROM[action]:
+            raise RolloutError(
+                f"{self._name} cannot {action} now: {_WHY_NOT[self.state]}", engine=self._name, state=self.state
+            )
+
+    def check_clean(self) -> None:
+        """Raises :class:`~rl_backend.contracts.EngineDirtyError` after an update that failed once it had begun."""
+        if self.state == "dirty":
+            raise self.dirty_error()
+
+    def check_weights(self) -> None:
+        if self.lacks_weights:
+            raise RolloutError(
+                f"{self._name} has no weights of the trainer yet (UNVERSIONED): push before sampling", engine=self._name
+            )
+
+    def check_version(self, adapter: AdapterVersion | None, required: int | None) -> None:
+        """Raises where the adapter, or without one the weights, are older than ``required``."""
+        version = self.version if adapter is None else adapter.version
+        if required is not None and version < required:
+            what = "weights of" if adapter is None else f"{adapter.tenant!r} at"
+            raise WeightVersionError(
+                f"{self._name} serves {what} version {version}, version {required} is required: push first",
+                engine=self._name,
+                version=version,
+                required=required,
+            )
+
+    def dirty_error(self) -> EngineDirtyError:
+        return EngineDirtyError(
+            f"{self._name} is dirty: a weight update failed after it had begun ({self._failure}); restart it and push again",
+            engine=self._name,
+        )
 
 
 class VllmInProcess:
     """vLLM in this process, and the state that it is in.
 
-    Args:
-        config: of the group.
-        number: of the engine in the group.
-        device: ``cpu`` or ``cuda``.
-        require_push: refuse to sample until weights have been pushed.
-
     Attributes:
-        name: of the engine, for messages.
         loop: vLLM is called on its thread alone.
-        serving: whether it may sample or be updated, and the version of its weights.
-        cores: numbers of those that it runs on; empty on CUDA.
         llm: the ``vllm.LLM``, once it is started.
         expected: weights that a push must hold, once it is started.
-        moe_layers: with ``RolloutConfig.return_routed_experts``, the numbers of the layers that have experts.
     """
 
     llm: Any
@@ -49,23 +152,15 @@ class VllmInProcess:
         self.moe_layers: tuple[int, ...] = ()
 
     def start(self, place: NodePlace, host: Host, make_stepper: Callable[[Any], Stepper]) -> None:
-        """Starts vLLM.
-
-        Args:
-            place: among the group's engines on this node.
-            host: decides which requests may begin.
-            make_stepper: makes what steps the ``vllm.LLM``, on the loop's thread.
-        """
+        """Starts vLLM, at its place among the group's engines on this node; ``make_stepper`` runs on the loop's thread."""
         config = self.config
 
         def start() -> Stepper:
             self.llm = start_vllm(config, self.device)
             return make_stepper(self.llm)
 
-        def describe(checkpoint: Sequence[str]) -> EngineParameters:
-            described: EngineParameters
-            described, *_ = self.ask_workers("describe_parameters", checkpoint)
-            return described
+        def describe(checkpoint: Sequence[str]) -> Any:
+            return self.ask_workers("describe_parameters", checkpoint)[0]
 
         if self.device == "cpu":
             self.cores = choose_cores(config, self.number, place)
@@ -76,7 +171,7 @@ class VllmInProcess:
             self.moe_layers = tuple(self.ask_workers("moe_layers")[0])
 
     def make_dirty(self, failure: str, error: Exception | None = None) -> None:
-        """Keeps the first failure; later ones are consequences. Requests get ``error``, or that the engine is dirty."""
+        """The engine serves no more. Requests get ``error``, or that it is dirty."""
         if self.serving.fail(failure):
             self.loop.close(error or self.serving.dirty_error())
 
@@ -94,7 +189,6 @@ class VllmInProcess:
             ) from error
 
     def ask_workers(self, method: str, *args: Any) -> Any:
-        """The answer of every worker to a method of :class:`~actors.rollout.vllm.worker.WorkerExtension`."""
         return self.call(self.llm.collective_rpc, method, args=args)
 
     def call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -109,6 +203,7 @@ class VllmInProcess:
 
     def translated(self, error: Exception) -> Exception:
         """What to tell a caller of an error that vLLM has raised: itself, unless one of its processes has ended."""
+        # Here: vLLM must not be imported before its environment is set.
         from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
         if not isinstance(error, VllmEngineDeadError):
@@ -119,7 +214,7 @@ class VllmInProcess:
 
 
 def lora_request(adapter: AdapterVersion | None) -> Any:
-    """An adapter as vLLM takes it with a prompt. vLLM must not be imported before its environment is set."""
+    # Here: vLLM must not be imported before its environment is set.
     from vllm.lora.request import LoRARequest
 
     return None if adapter is None else LoRARequest(adapter.name, adapter.number, adapter.path)

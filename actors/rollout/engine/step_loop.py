@@ -14,112 +14,73 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from actors.rollout.config import SamplingConfig
-from actors.rollout.messages import AdapterVersion, Request
-from actors.rollout.sample import VersionSpan
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request for one response.
-
-    Attributes:
-        request: its ``n`` is 1.
-        sampling: how; ``n`` is not read.
-        adapter: works in addition to the weights; None for the weights alone.
-        require_version: of the weights, or of the adapter, at least.
-        pausable: other weights may be loaded in the middle of it. Else they wait for its end.
-    """
-
-    request: Request
-    sampling: SamplingConfig
-    adapter: AdapterVersion | None = None
-    require_version: int | None = None
-    pausable: bool = False
+from actors.rollout.messages import AdapterVersion, Request, VersionSpan
 
 
 class Completion(NamedTuple):
-    """What a :class:`Stepper` has of a request.
+    """What a request came to.
 
     Attributes:
-        output: vLLM's ``CompletionOutput``; its ``finish_reason`` is ``abort`` where the request was given up.
+        output: vLLM's ``CompletionOutput``; its ``finish_reason`` is ``abort`` where the request was given up. None
+            where it was given up before it began.
         cached_tokens: of the prompt, which were not computed.
+        spans: versions of the weights, or of the adapter, that sampled its tokens; the loop fills them in.
     """
 
     output: Any
     cached_tokens: int
-
-
-class Finished(NamedTuple):
-    """A request that has ended.
-
-    Attributes:
-        spans: versions of the weights, or of the adapter, that sampled its tokens.
-    """
-
-    completion: Completion
-    spans: tuple[VersionSpan, ...]
+    spans: tuple[VersionSpan, ...] = ()
 
 
 class Stepper(Protocol):
-    """What runs requests step by step: vLLM, or a stand-in of tests. Keys are the caller's."""
+    """What runs requests step by step. Keys are the caller's."""
 
     @property
     def room(self) -> int:
         """Requests that run at one time."""
-        ...
 
-    def add(self, key: int, job: Job) -> None:
+    def add(self, key: int, request: Request) -> None:
         """Begins a request; raises what is wrong with it, and is then as before."""
-        ...
 
     def step(self) -> Iterable[tuple[int, Completion]]:
         """One more token of every request; those that have ended."""
-        ...
 
     def give_up(self, key: int) -> Completion:
         """Ends a request; what there is of it."""
-        ...
 
     def sampled(self, key: int) -> int:
         """Tokens that a request has sampled."""
-        ...
 
     def forget(self) -> None:
         """Drops all keys and values. Requests keep their tokens, for which the next step computes keys and values anew."""
-        ...
 
 
 class Host(Protocol):
     """What knows which weights are served. Its methods are called on the loop's thread."""
 
-    def admit(self, job: Job) -> bool:
+    def admit(self, request: Request) -> bool:
         """Whether a request may begin now; raises where it never may."""
-        ...
 
-    def version_for(self, job: Job) -> int:
+    def version_for(self, request: Request) -> int:
         """That its next token is sampled with."""
-        ...
 
-    def ended(self, job: Job) -> None:
+    def ended(self, request: Request) -> None:
         """A request has left, whatever came of it."""
-        ...
 
     def failed(self, error: Exception) -> Exception:
         """What to tell those who wait when a step has raised ``error``."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     key: int
-    job: Job
-    result: Future[Finished]
+    request: Request
+    result: Future[Completion]
     version: int = -1
     spans: list[VersionSpan] = field(default_factory=list)
 
     def note(self, sampled: int) -> None:
-        """Tokens since the last note are of the present version."""
+        # Tokens since the last note are of the present version.
         tokens = sampled - sum(span.tokens for span in self.spans)
         if tokens and self.spans and self.spans[-1].version == self.version:
             tokens += self.spans.pop().tokens
@@ -128,11 +89,7 @@ class _Entry:
 
 
 class StepLoop:
-    """Steps as long as there are requests. Whatever else touches the engine runs on the same thread, between two steps.
-
-    A kernel's threads belong to the thread that calls it, and vLLM binds them to cores when it starts: nothing of vLLM may
-    run elsewhere. Before :meth:`start` calls run where they are made.
-    """
+    """Steps as long as there are requests. Whatever else touches the engine runs on the same thread, between two steps."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -148,6 +105,8 @@ class StepLoop:
     def start(self, host: Host, make: Callable[[], Stepper]) -> None:
         """Starts the thread, which makes the stepper; raises what that raises."""
         self._host = host
+        # One thread for all of vLLM: a kernel's threads belong to the thread that calls it, and vLLM binds them to cores
+        # when it starts.
         self._thread = threading.Thread(target=self._run, name=f"{self._name} steps", daemon=True)
         self._thread.start()
         self._stepper = self.call(make)
@@ -172,17 +131,17 @@ class StepLoop:
         self._commands.put(partial(_settle, result, partial(function, *args, **kwargs)))
         return result.result()
 
-    def submit(self, jobs: Sequence[Job]) -> dict[int, Future[Finished]]:
-        """Asks for responses, by key, in the order in which they are to begin. Callbacks of the futures run in the loop's
-        thread.
+    def submit(self, requests: Sequence[Request]) -> dict[int, Future[Completion]]:
+        """Asks for responses, by key, in the order in which they are to begin. Callbacks of the futures run in the
+        loop's thread.
         """
-        entries = [_Entry(next(self._keys), job, Future()) for job in jobs]
+        entries = [_Entry(next(self._keys), request, Future()) for request in requests]
         self._commands.put(partial(self._queue, entries))
         return {entry.key: entry.result for entry in entries}
 
-    def run(self, jobs: Sequence[Job]) -> list[Finished]:
+    def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Waits for all responses; raises the first error, and gives the others up then."""
-        submitted = self.submit(jobs)
+        submitted = self.submit(requests)
         try:
             return [result.result() for result in submitted.values()]
         except BaseException:
@@ -194,10 +153,8 @@ class StepLoop:
         self._commands.put(partial(self._give_up, set(keys)))
 
     def hold(self) -> None:
-        """Begins no request from now on, and returns when nothing runs.
-
-        Those in flight run to their end, except those that are pausable: once they alone are left they pause, and all keys
-        and values are dropped.
+        """Begins no request from now on, and returns when nothing runs, or only requests that can pause do, which then
+        pause.
         """
         if self._thread is not None:
             self.call(self._begin_hold).result()
@@ -217,7 +174,7 @@ class StepLoop:
     def adapters(self, *, running: bool) -> set[AdapterVersion]:
         """Of the requests that run, or of all. On the loop's thread."""
         entries = self._running.values() if running else (*self._running.values(), *self._waiting)
-        return {entry.job.adapter for entry in entries if entry.job.adapter is not None}
+        return {entry.request.adapter for entry in entries if entry.request.adapter is not None}
 
     def _run(self) -> None:
         while self._take_commands():
@@ -232,7 +189,7 @@ class StepLoop:
         return bool(self._running) and (self._hold is None or not self._hold.done())
 
     def _take_commands(self) -> bool:
-        """Runs what was asked for, and waits for it where there is nothing else to do. False: the end."""
+        # Waits only where there is nothing else to do.
         wait = not self._may_step
         while True:
             try:
@@ -258,19 +215,19 @@ class StepLoop:
             if len(self._running) >= self._stepper.room:
                 return
             # In order: an adapter for which there is no slot would else wait for as long as others are asked for.
-            if adapters_wait and entry.job.adapter is not None:
+            if adapters_wait and entry.request.adapter is not None:
                 continue
             try:
-                if not self._host.admit(entry.job):
+                if not self._host.admit(entry.request):
                     adapters_wait = True
                     continue
-                self._stepper.add(entry.key, entry.job)
+                self._stepper.add(entry.key, entry.request)
             except Exception as error:  # noqa: BLE001 an error of one request affects only that request
                 self._end(entry, error)
                 continue
             self._waiting.remove(entry)
             self._running[entry.key] = entry
-            entry.version = self._host.version_for(entry.job)
+            entry.version = self._host.version_for(entry.request)
 
     def _step(self) -> None:
         try:
@@ -293,7 +250,7 @@ class StepLoop:
 
     def _settle_hold(self) -> None:
         running = self._running.values()
-        if self._hold is None or self._hold.done() or not all(entry.job.pausable for entry in running):
+        if self._hold is None or self._hold.done() or not all(entry.request.pausable for entry in running):
             return
         if running:
             try:
@@ -308,14 +265,13 @@ class StepLoop:
         self._progress = time.monotonic()  # before the hold ends, for whoever reads both
         self._hold = self._closed_by = None
         for entry in self._running.values():
-            entry.version = self._host.version_for(entry.job)
+            entry.version = self._host.version_for(entry.request)
 
     def _close(self, error: Exception) -> None:
         self._closed_by = error
         self._fail(error)
 
     def _fail(self, error: Exception, entries: Sequence[_Entry] | None = None) -> None:
-        """Ends requests with an error; None for all."""
         for entry in [*self._running.values(), *self._waiting] if entries is None else entries:
             if entry.key in self._running:
                 with suppress(Exception):
@@ -326,14 +282,14 @@ class StepLoop:
         if self._running.pop(entry.key, None) is None:
             self._waiting.remove(entry)
         self._progress = time.monotonic()
-        self._host.ended(entry.job)
+        self._host.ended(entry.request)
         if isinstance(outcome, Exception):
             entry.result.set_exception(outcome)
             return
         completion = outcome or Completion(None, 0)
         if completion.output is not None:
             entry.note(len(completion.output.token_ids))
-        entry.result.set_result(Finished(completion, tuple(entry.spans)))
+        entry.result.set_result(completion._replace(spans=tuple(entry.spans)))
 
 
 def _settle(result: Future[Any], function: Callable[[], Any]) -> None:

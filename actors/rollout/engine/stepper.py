@@ -11,7 +11,8 @@ from vllm.v1.engine import FinishReason
 
 from actors.rollout.config import SamplingConfig
 from actors.rollout.engine.in_process import lora_request
-from actors.rollout.engine.step_loop import Completion, Job
+from actors.rollout.engine.step_loop import Completion
+from actors.rollout.messages import Request
 
 
 class VllmStepper:
@@ -20,33 +21,30 @@ class VllmStepper:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self._engine = llm.llm_engine
+        # vLLM makes ids of its own.
         self._ids: dict[int, str] = {}
-        """Key -> the id that vLLM has made of it."""
 
     @property
     def room(self) -> int:
-        """vLLM's ``max_num_seqs``."""
         return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
-    def add(self, key: int, job: Job) -> None:
-        """See the protocol."""
+    def add(self, key: int, request: Request) -> None:
         self._ids[key] = self._engine.add_request(
             str(key),
-            tokens_input(list(job.request.prompt_ids)),
-            sampling_params(job.sampling, job.request.seed),
-            lora_request=lora_request(job.adapter),
+            tokens_input(list(request.prompt_ids)),
+            sampling_params(request.sampling, request.seed),
+            lora_request=lora_request(request.adapter),
         )
 
     def step(self) -> list[tuple[int, Completion]]:
-        """See the protocol."""
         outputs = [output for output in self._engine.step() if output.finished]
         for output in outputs:
             del self._ids[int(output.request_id)]
         return [(int(output.request_id), _completion(output)) for output in outputs]
 
     def give_up(self, key: int) -> Completion:
-        """See the protocol. vLLM itself returns nothing for a request that is aborted."""
         request = self._ids.pop(key)
+        # Before the abort: vLLM itself returns nothing for a request that is aborted.
         output = self._engine.output_processor.request_states[request].make_request_output(
             [], None, FinishReason.ABORT, None
         )
@@ -54,17 +52,15 @@ class VllmStepper:
         return _completion(output)
 
     def sampled(self, key: int) -> int:
-        """See the protocol."""
         return int(self._engine.output_processor.request_states[self._ids[key]].detokenizer.num_output_tokens())
 
     def forget(self) -> None:
-        """See the protocol. Where vLLM has a step in flight, it drops the token and samples it again."""
+        # Where vLLM has a step in flight, it drops the token and samples it again.
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._llm.collective_rpc("synchronize_device")
 
 
 def sampling_params(sampling: SamplingConfig, seed: int | None) -> SamplingParams:
-    """What vLLM takes for one response."""
     return SamplingParams(
         seed=seed,
         temperature=sampling.temperature,

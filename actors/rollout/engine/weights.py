@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from actors.cluster import prometheus
+from actors.cluster.rendezvous import GlooAddress, GlooGroup
 from actors.rollout.engine.in_process import VllmInProcess
-from actors.wire.gloo_group import Address, GlooGroup, receive_into
 from actors.wire.segment import Segment, SharedSegment, map_segment
 from rl_backend.contracts import (
     RLBackendError,
@@ -24,16 +24,11 @@ from rl_backend.contracts import (
 )
 from rl_backend.trace.recorder import span
 from rl_backend.weights.compare import check_manifest
-from rl_backend.weights.staging import check_staged, find_intact
+from rl_backend.weights.staging import check_staged, find_intact, read_tensor
 
 
 class WeightReceiver:
-    """An engine's part in pushes; :class:`~actors.sync.push.WeightSync` calls its methods by name.
-
-    Args:
-        vllm: takes the weights.
-        reload_adapters: called after every update, because vLLM drops all adapters when the base changes.
-    """
+    """An engine's part in pushes, whose methods :class:`~actors.sync.push.WeightSync` calls by name."""
 
     def __init__(self, vllm: VllmInProcess, reload_adapters: Callable[[], None]) -> None:
         self._vllm = vllm
@@ -54,8 +49,7 @@ class WeightReceiver:
             self._own_segment = SharedSegment(nbytes)
         return Segment(str(self._own_segment.path), self._own_segment.nbytes)
 
-    def join_gloo(self, key: str, address: Address, rank: int) -> None:
-        """Takes this engine's place in the gloo group of one weight sync's source rank."""
+    def join_gloo(self, key: str, address: GlooAddress, rank: int) -> None:
         if key in self._gloo:
             self._gloo.pop(key).close()
         self._gloo[key] = GlooGroup(address, rank)
@@ -63,12 +57,10 @@ class WeightReceiver:
     def receive(self, key: str, layout: WeightManifest) -> None:
         """Receives weights over gloo into this engine's own segment; nothing is verified or loaded yet."""
         self._verified = None
-        if key not in self._gloo or self._own_segment is None:
-            raise WeightSyncError(
-                f"{self._vllm.name}: join_gloo() and make_segment() come before receive()", engine=self._vllm.name
-            )
+        assert self._own_segment is not None, "make_segment() comes before"
         try:
-            receive_into(self._gloo[key], self._own_segment.buffer, layout.tensors)
+            for info in layout.tensors:
+                self._gloo[key].broadcast(read_tensor(self._own_segment.buffer, info))
         except RuntimeError as error:
             raise WeightSyncError(
                 f"{self._vllm.name}: the gloo broadcast failed: {error}", engine=self._vllm.name
@@ -90,19 +82,13 @@ class WeightReceiver:
                 self._vllm.ask_workers("forget_staged")
 
     def verify_part(self, push: str, part: WeightManifest, segment: Segment) -> None:
-        """Checks tensors that a push has staged, while its trainer stages those that come after them.
-
-        What passes is noted for :meth:`verify`, which reads only the rest and says what is wrong.
-
-        Args:
-            push: the push's own key.
-            part: the tensors, with offsets and digests.
-        """
+        """Checks tensors that a push has staged, while its trainer stages those that come after them."""
         if push == self._ended_push:
             return
         if push != self._push:
             self._push, self._intact = push, {}
         self._verified = None
+        # What passes is noted for verify(), which reads only the rest and says what is wrong.
         with suppress(RLBackendError), span("verify part", "weights", weight_version=part.version, nbytes=part.nbytes):
             self._vllm.serving.check("take weights")
             # The trainer, which may be on the same cores, works at the same time.
@@ -111,11 +97,6 @@ class WeightReceiver:
 
     def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
         """Checks that staged weights can be loaded, without loading them. Returns the seconds that it took.
-
-        Args:
-            manifest: of all tensors.
-            segment: where they are.
-            push: the key under which :meth:`verify_part` has checked some of them.
 
         Raises:
             WeightVersionError: the weights are older than those served.
@@ -152,9 +133,7 @@ class WeightReceiver:
         return time.perf_counter() - started
 
     def pause_turns(self) -> None:
-        """Begins no turn until :meth:`resume`, and returns when those in flight have ended or paused, as
-        ``RolloutConfig.turns_at_push`` says. Turns with an adapter end first in either case: the base changes under it.
-        """
+        """Begins no turn until :meth:`resume`, and returns when those in flight have ended or paused."""
         self._vllm.serving.check("take weights")
         self._vllm.loop.hold()
 
@@ -166,7 +145,6 @@ class WeightReceiver:
             self._vllm.during_update(self._start_weight_update)
 
     def update(self, update_info: dict[str, Any]) -> None:
-        """Hands one message to vLLM's ``update_weights``."""
         self._vllm.serving.check("continue an update")
         with span("update", "weights"):
             self._vllm.during_update(self._vllm.llm.update_weights, {"update_info": update_info})
@@ -181,7 +159,6 @@ class WeightReceiver:
         self._reload_adapters()
 
     def abandon_update(self, reason: str) -> None:
-        """Refuses requests from now on: an update that began will not be finished."""
         self._vllm.make_dirty(reason)
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
@@ -213,14 +190,13 @@ class WeightReceiver:
             self._vllm.loop.release()
 
     def close(self) -> None:
-        """Frees this engine's own segment."""
         if self._own_segment is not None:
             segment, self._own_segment = self._own_segment, None
             segment.close()
             self.forget_segment(str(segment.path))
 
     def _map(self, segment: Segment) -> Tensor:
-        """The segment's bytes, mapped here and in the workers."""
+        # Mapped here, where bytes are checked, and in the workers, which load them.
         if self._buffer is None or self._mapped != segment:
             self._buffer = map_segment(segment.path, segment.nbytes)
             self._mapped = segment

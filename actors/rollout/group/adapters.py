@@ -1,6 +1,4 @@
-"""LoRA tenants of a group of engines: the version that each is served at, the shared memory of its factors, and what
-engines that join are given.
-"""
+"""LoRA tenants of a group of engines: their versions, the shared memory of their factors, and what joining engines get."""
 
 from __future__ import annotations
 
@@ -14,39 +12,32 @@ from weakref import ref
 import ray
 
 from actors.rollout.group.calls import collect
-from actors.rollout.group.engines import EngineSet, are_on_node, engine_name, raise_first
+from actors.rollout.group.engines import EngineSet, are_on_node, engine_name, raise_failures
 from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
 from actors.wire.factors import FactorMemories, SharedFactors
 from actors.wire.segment import DIRECTORY, Segment, SharedSegment, host_identity
 from rl_backend.contracts import BatchError, RolloutError, WeightSyncError, WeightVersionError
 
+# Segments that are kept for the next pushes: new memory takes the system longer to give than factors take to copy.
 _MOST_SPARE = 2
-"""Segments that are kept for the next pushes: new memory takes the system longer to give than factors take to copy."""
-
+# Of /dev/shm that stays free: Ray's store takes its pages there as it fills, and pushes of weights theirs.
 _FREE_SHARE = 0.5
-"""Of /dev/shm that stays free: Ray's store takes its pages there as it fills, and pushes of weights theirs."""
 
 
 class AdapterMemory:
-    """Segments, each with the factors of one version for as long as an engine may read them.
-
-    They are the driver's: engines that start later read what is served, whatever has become of the trainer.
-    """
+    """Segments, each with the factors of one version for as long as an engine may read them."""
 
     def __init__(self) -> None:
+        # They are the driver's: engines that start later read what is served, whatever has become of the trainer.
         self._lock = threading.Lock()
         self._in_use: dict[str, SharedSegment] = {}
+        # No longer served, and the calls after whose end no engine reads them.
         self._read: list[tuple[SharedSegment, list[Any]]] = []
-        """No longer served, and the calls after whose end no engine reads them."""
         self._spare: list[SharedSegment] = []
         self._closed = False
 
     def take(self, nbytes: int) -> Segment:
-        """At least ``nbytes``, to be written to.
-
-        Raises:
-            WeightSyncError: /dev/shm has no room to spare, or :meth:`close` was called.
-        """
+        """At least ``nbytes``, to be written to; raises :class:`WeightSyncError` where /dev/shm has no room to spare."""
         with self._lock:
             if self._closed:
                 raise WeightSyncError("the rollout group is closed")
@@ -54,7 +45,11 @@ class AdapterMemory:
             fitting = [segment for segment in self._spare if segment.nbytes >= nbytes]
             segment = min(fitting, key=lambda segment: segment.nbytes, default=None)
             if segment is None:
-                _require_room(nbytes)
+                space = os.statvfs(DIRECTORY)
+                free = space.f_bavail * space.f_frsize - nbytes
+                if free < _FREE_SHARE * space.f_blocks * space.f_frsize:
+                    left = f"{free / 2**20:.0f} MiB free, less than {_FREE_SHARE:.0%} of it"
+                    raise WeightSyncError(f"/dev/shm would have {left}")
                 segment = SharedSegment(nbytes)
             else:
                 self._spare.remove(segment)
@@ -98,13 +93,6 @@ class AdapterMemory:
             self._spare.pop(0).close()
 
 
-def _require_room(nbytes: int) -> None:
-    space = os.statvfs(DIRECTORY)
-    free = space.f_bavail * space.f_frsize - nbytes
-    if free < _FREE_SHARE * space.f_blocks * space.f_frsize:
-        raise WeightSyncError(f"/dev/shm would have {free / 2**20:.0f} MiB free, less than {_FREE_SHARE:.0%} of it")
-
-
 class AdapterPusher(Protocol):
     """What pushes a tenant's adapters."""
 
@@ -114,28 +102,19 @@ class AdapterPusher(Protocol):
 
 
 class GroupAdapters:
-    """The adapters of a group of engines.
-
-    Args:
-        engines: serve them.
-
-    Attributes:
-        memory: where pushes leave factors for engines on this process's host.
-        base_pushes: how often these engines were given other weights, after which adapters need a new canary.
-    """
+    """The adapters of a group of engines. Pushes leave factors for engines on this process's host in ``memory``."""
 
     def __init__(self, engines: EngineSet) -> None:
         self._engines = engines
         self._pushed: dict[str, PushedAdapter] = {}
+        # Name of a tenant -> which one it is, and what pushes it: a name is free when its pusher is gone.
         self._pushers: dict[str, tuple[Hashable, ref[AdapterPusher]]] = {}
-        """Name of a tenant -> which one it is, and what pushes it."""
         self.memory = AdapterMemory()
         self._merged = ""
         self.base_pushes = 0
 
     @property
     def served(self) -> dict[str, AdapterVersion]:
-        """The version of each tenant that new requests sample with."""
         return {tenant: pushed.adapter for tenant, pushed in self._pushed.items()}
 
     def remove(self, tenant: str) -> None:
@@ -148,16 +127,12 @@ class GroupAdapters:
             calls: dict[int, Any] = {}
             try:
                 calls = self._engines.start_call("drop_adapter", adapter)
-                raise_first(self._engines.gather(calls))
+                raise_failures(self._engines.gather(calls))
             finally:
                 self.free(pushed, calls.values())
 
     def require_pushable(self, adapter: AdapterVersion) -> None:
-        """Refuses to go back, and what :meth:`require_plain_base` refuses.
-
-        Raises:
-            WeightVersionError: a newer version of the tenant is served.
-        """
+        """Raises where a newer version of the tenant is served, and as :meth:`require_plain_base`."""
         self.require_plain_base(adapter.tenant)
         served = self.served.get(adapter.tenant)
         if served is not None and served.version > adapter.version:
@@ -169,14 +144,7 @@ class GroupAdapters:
             )
 
     def require_same_tenant(self, name: str, tenant: Hashable, pusher: AdapterPusher) -> None:
-        """Refuses a tenant under the name of another one that is still pushed; else the name is this tenant's.
-
-        Args:
-            tenant: the same for all that push it.
-
-        Raises:
-            RolloutError: requests of the other tenant would sample with this one.
-        """
+        """Gives the name to a tenant; raises :class:`RolloutError` where another one of that name is still pushed."""
         held = self._pushers.get(name)
         if held is not None and held[0] != tenant:
             other = held[1]()
@@ -189,7 +157,6 @@ class GroupAdapters:
         self._pushers[name] = tenant, ref(pusher)
 
     def release_name(self, name: str, pusher: AdapterPusher) -> None:
-        """Lets another tenant have the name."""
         if (held := self._pushers.get(name)) is not None and held[1]() is pusher:
             del self._pushers[name]
 
@@ -230,19 +197,13 @@ class GroupAdapters:
             shutil.rmtree(pushed.factors, ignore_errors=True)
 
     def base_changed(self, merged: str) -> None:
-        """Engines have been given other weights.
-
-        Args:
-            merged: the tenant whose adapter is a part of them. No adapter is served beside such weights.
-        """
+        """Engines have been given other weights, with the adapter of the tenant ``merged`` in them if it has a name."""
         self._merged = merged
         self.base_pushes += 1
 
-    def chosen(self, adapter: str | Sequence[str | None] | None, prompts: int) -> list[AdapterVersion | None] | None:
-        """The version of each prompt's tenant; None without any. To be called with the lock of requests."""
-        if adapter is None:
-            return None
-        names = [adapter] * prompts if isinstance(adapter, str) else list(adapter)
+    def chosen(self, adapter: str | Sequence[str | None] | None, prompts: int) -> list[AdapterVersion | None]:
+        """The version of each prompt's tenant, None for the weights alone. To be called with the lock of requests."""
+        names = [adapter] * prompts if adapter is None or isinstance(adapter, str) else list(adapter)
         if len(names) != prompts:
             raise BatchError(f"adapter has {len(names)} names for {prompts} prompts; give one, or one for each prompt")
         chosen = [None if name is None else self._version(name) for name in names]
@@ -252,22 +213,18 @@ class GroupAdapters:
         return chosen
 
     def version_of(self, tenant: str | None) -> AdapterVersion | None:
-        """The version of a tenant that turns sample with from now on; None for the weights alone.
-
-        Raises:
-            RolloutError: it has not been pushed, or the weights have an adapter merged into them.
-        """
-        chosen = self.chosen(tenant, 1)
-        return None if chosen is None else chosen[0]
+        """The version of a tenant that turns sample with from now on; None for the weights alone."""
+        return self.chosen(tenant, 1)[0]
 
     def bring(self, actors: Mapping[int, Any], infos: Mapping[int, EngineInfo]) -> None:
-        """Gives engines that are about to join every tenant; each is loaded once, and compared with what was sent."""
+        """Gives engines that are about to join every tenant."""
         names = {engine: engine_name(engine) for engine in actors}
+        # Each is loaded once, and compared with what was sent: an engine that joins is as sure as those that serve.
         for pushed in self._pushed.values():
             calls = {
                 engine: actor.push_adapter.remote(*self.sent_to(pushed, infos[engine])) for engine, actor in actors.items()
             }
-            raise_first(collect(calls, names, self._engines.config.start_timeout))
+            raise_failures(collect(calls, names, self._engines.config.start_timeout))
 
     def _version(self, tenant: str) -> AdapterVersion:
         if tenant not in self._pushed:

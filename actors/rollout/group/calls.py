@@ -1,4 +1,4 @@
-"""Sampling calls, checked and divided over the engines; every one is answered, refused, or its engine is found dead."""
+"""Sampling calls; every one is answered, refused, or its engine is found dead."""
 
 from __future__ import annotations
 
@@ -7,72 +7,31 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from actors.cluster import prometheus
-from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.messages import EngineInfo, Generated, Request, prompt_problem
-from actors.rollout.sample import Routes, Sample, VersionSpan, split_routes
-from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, RLBackendError, RolloutError
+from actors.rollout.messages import EngineInfo, Generated, Routes, Sample, prompt_problem, split_routes
+from rl_backend.contracts import BatchError, EngineDeadError, RLBackendError, RolloutError
 
 
-def check_prompts(
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingConfig,
-    seeds: Sequence[int] | None,
-    config: RolloutConfig,
-    info: EngineInfo,
-) -> None:
-    """Refuses what no engine could answer.
-
-    Args:
-        prompts: token ids.
-        seeds: one for each sample; None without any.
-        config, info: of the engines; what one of them says of itself.
-
-    Raises:
-        BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
-        ConfigError: stop strings, and engines without a tokenizer.
+def check_prompts(prompts: Sequence[Sequence[int]], samples: int, seeds: Sequence[int] | None, info: EngineInfo) -> None:
+    """Raises :class:`BatchError` for prompts that no engine could answer, and where ``seeds`` are not one for each
+    sample.
     """
-    if not prompts:
-        raise BatchError("prompts is empty; expected at least one prompt")
-    if sampling.stop_strings and not config.load_tokenizer:
-        raise ConfigError.of(
-            "SamplingConfig.stop_strings",
-            sampling.stop_strings,
-            "engines find them in text and have no tokenizer; set RolloutConfig.load_tokenizer",
-        )
     for index, prompt in enumerate(prompts):
         if problem := prompt_problem(prompt, info.max_model_len, info.vocab_size):
             raise BatchError(f"prompt {index} {problem}", prompt=index)
-    if seeds is not None and len(seeds) != len(prompts) * sampling.n:
+    if seeds is not None and len(seeds) != len(prompts) * samples:
         raise BatchError(
-            f"{len(seeds)} seeds for {len(prompts)} prompts with n={sampling.n}; expected {len(prompts) * sampling.n}"
+            f"{len(seeds)} seeds for {len(prompts)} prompts with n={samples}; expected {len(prompts) * samples}"
         )
 
 
-def requests_of(prompt: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int] | None) -> list[Request]:
-    """The requests for ``n`` responses of one prompt: one for all without seeds, else one for each of its seeds."""
-    if seeds is None:
-        return [Request(prompts[prompt], n, None)]
-    return [Request(prompts[prompt], 1, seed) for seed in seeds[prompt * n : (prompt + 1) * n]]
-
-
-def shares_of(count: int, engines: int) -> list[range]:
-    """Consecutive prompts for each engine, as evenly as possible."""
-    bounds = [count * engine // engines for engine in range(engines + 1)]
-    return [range(start, end) for start, end in pairwise(bounds)]
-
-
 def outcome_of(reference: Any, engine: str) -> Any:
-    """The result of a finished call, or, returned and not raised, the error that it ended with.
-
-    A dead actor becomes an :class:`~rl_backend.contracts.EngineDeadError`.
-    """
+    """The result of a finished call; or, returned and not raised, the error that it ended with."""
     try:
         return ray.get(reference, timeout=0)
     except RayActorError as error:
@@ -88,26 +47,16 @@ def outcome_of(reference: Any, engine: str) -> Any:
 
 @dataclass
 class _Queue:
-    """The sampling calls of one engine.
-
-    Attributes:
-        calls: not known to have ended, in order.
-        since: ``time.monotonic()`` when the first of them was first seen to be the first.
-    """
-
+    # Calls that are not known to have ended, in order, and time.monotonic() when the first of them was first seen there.
     calls: list[Any]
     since: float
 
 
 class SamplingCalls:
-    """Calls that sample, by engine. An engine serves one call at a time; later ones wait.
-
-    Args:
-        limit: seconds for one call, after which the engine counts as dead: a process that hangs never answers, and Ray
-            reports only those that end.
-    """
+    """Calls that sample, by engine, which serves one at a time. One may take ``limit`` seconds."""
 
     def __init__(self, limit: float) -> None:
+        # A process that hangs never answers, and Ray reports only those that end.
         self._limit = limit
         self._lock = threading.Lock()
         self._queues: dict[int, _Queue] = {}
@@ -121,12 +70,10 @@ class SamplingCalls:
             self._keep(engine, [*queue.calls, reference])
 
     def wait(self, engines: Collection[int]) -> dict[int, EngineDeadError]:
-        """Waits for the calls made up to now; the error of each engine whose call takes longer than the limit.
-
-        The calls of an engine that dies end with it.
-        """
+        """Waits for the calls made up to now; the error of each engine whose call takes longer than the limit."""
         with self._lock:
             waiting = {call: engine for engine in engines for call in self._refreshed(engine).calls}
+        # The calls of an engine that dies end with it.
         hanging: dict[int, EngineDeadError] = {}
         while waiting:
             ready, overdue = self.wait_for_first(waiting, None, fetch=False)
@@ -141,15 +88,11 @@ class SamplingCalls:
     def wait_for_first(
         self, calls: Mapping[Any, int], timeout: float | None, *, fetch: bool = True
     ) -> tuple[Any, EngineDeadError | None]:
-        """The first call that has ended; or one of an engine that took longer than the limit, with the error.
-
-        Args:
-            calls: reference -> engine.
-            timeout: seconds to wait.
-            fetch: a call has ended when its result is on this node.
+        """The first of ``calls`` (reference -> engine) that has ended, with ``fetch`` on this node; or one of an engine
+        that took longer than the limit, with the error.
 
         Raises:
-            GetTimeoutError: none has, within ``timeout``.
+            GetTimeoutError: none has, within ``timeout`` seconds.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -174,11 +117,11 @@ class SamplingCalls:
         return queue.since + self._limit - time.monotonic() if queue.calls else math.inf
 
     def _refreshed(self, engine: int) -> _Queue:
-        """The engine's queue without the calls that have ended. When one ends, the time of the next begins."""
         queue = self._queues.setdefault(engine, _Queue([], time.monotonic()))
         if queue.calls:
             _, running = ray.wait(queue.calls, num_returns=len(queue.calls), timeout=0, fetch_local=False)
             if len(running) < len(queue.calls):
+                # When one ends, the time of the next begins.
                 queue.since = time.monotonic()
                 self._keep(engine, running)
         return queue
@@ -198,9 +141,8 @@ class SamplingCalls:
 
 
 def collect(calls: Mapping[int, Any], names: Mapping[int, str], timeout: float) -> dict[int, Any]:
-    """Waits until every call has ended and returns each one's outcome (see :func:`outcome_of`).
-
-    An engine that has not answered after ``timeout`` seconds counts as dead.
+    """Waits until every call has ended; each one's outcome. An engine that has not answered for ``timeout`` s counts as
+    dead.
     """
     done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout) if calls else ([], [])
     ended = set(done)
@@ -218,22 +160,8 @@ def _reason(error: BaseException) -> str:
     return lines[-1] if "creation task" in lines[0] else lines[0]
 
 
-@dataclass(frozen=True)
-class _Call:
-    reference: Any
-    engine: int
-    prompts: range
-
-
 class PendingSamples:
-    """Samples in the making; :meth:`result` waits for them.
-
-    Args:
-        prompts: of the whole call.
-        n: samples of each.
-        note: told an engine's number and the error of its call.
-        sampling: knows how long an engine may take.
-    """
+    """Samples in the making, ``n`` of each prompt. ``note`` is told an engine's number and the error of its call."""
 
     def __init__(
         self, prompts: Sequence[Sequence[int]], n: int, note: Callable[[int, Any], None], sampling: SamplingCalls
@@ -242,13 +170,13 @@ class PendingSamples:
         self._sampling = sampling
         self._prompts = prompts
         self._n = n
-        self._calls: dict[Any, _Call] = {}
-        self._samples: dict[int, list[Sample]] = {}
+        self._calls: dict[Any, tuple[int, range]] = {}
+        self._samples: dict[int, Sample] = {}
         self._error: RLBackendError | None = None
 
     def add(self, reference: Any, engine: int, prompts: range) -> None:
         """One engine's share."""
-        self._calls[reference] = _Call(reference, engine, prompts)
+        self._calls[reference] = engine, prompts
 
     def done(self) -> bool:
         """Whether :meth:`result` would return, or raise, at once."""
@@ -260,45 +188,38 @@ class PendingSamples:
     def result(self, timeout: float | None = None) -> list[Sample]:
         """The samples, in the caller's order; raises what ``RolloutGroup.generate`` raises, as soon as it is known."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        if self._error is not None:
-            raise self._error
-        while self._calls:
+        while self._calls and self._error is None:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            engines = {reference: call.engine for reference, call in self._calls.items()}
+            engines = {reference: engine for reference, (engine, _) in self._calls.items()}
             reference, overdue = self._sampling.wait_for_first(engines, left)
-            call = self._calls.pop(reference)
-            outcome = overdue or outcome_of(call.reference, f"engine {call.engine}")
+            engine, prompts = self._calls.pop(reference)
+            outcome = overdue or outcome_of(reference, f"engine {engine}")
             if isinstance(outcome, RLBackendError):
                 self._error = outcome
-                self._note(call.engine, outcome)
-                raise outcome
-            self._take(call, outcome)
-        return [sample for prompt in range(len(self._prompts)) for sample in self._samples[prompt]]
+                self._note(engine, outcome)
+            else:
+                self._take(engine, prompts, outcome)
+        if self._error is not None:
+            raise self._error
+        return [self._samples[number] for number in range(len(self._prompts) * self._n)]
 
-    def _take(self, call: _Call, generated: Generated) -> None:
-        flat = [response for request in generated.responses for response in request]
-        pairs = zip(generated.versions, generated.responses, strict=True)
-        versions = [version for version, request in pairs for _ in request]
-        prompts = [self._prompts[prompt] for prompt in call.prompts for _ in range(self._n)]
-        lengths = [len(prompt) + len(response.token_ids) for prompt, response in zip(prompts, flat, strict=True)]
-        routes: list[Routes] | list[None] = (
-            [None] * len(flat) if generated.routes is None else split_routes(generated.routes, lengths, versions)
-        )
-        for position, prompt in enumerate(call.prompts):
-            own = slice(position * self._n, (position + 1) * self._n)
-            self._samples[prompt] = [
-                Sample(
-                    prompt_index=prompt,
-                    sample_index=index,
-                    prompt_ids=list(self._prompts[prompt]),
-                    response_ids=response.token_ids,
-                    log_probs=response.log_probs,
-                    finish_reason=response.finish_reason,
-                    version_spans=(VersionSpan(version, len(response.token_ids)),),
-                    engine=call.engine,
-                    routes=of_sample,
-                )
-                for index, (response, version, of_sample) in enumerate(
-                    zip(flat[own], versions[own], routes[own], strict=True)
-                )
-            ]
+    def _take(self, engine: int, prompts: range, generated: Generated) -> None:
+        numbers, responses = range(prompts.start * self._n, prompts.stop * self._n), generated.responses
+        routes: Sequence[Routes | None] = [None] * len(responses)
+        if generated.routes is not None:
+            tokens = zip(numbers, responses, strict=True)
+            lengths = [len(self._prompts[number // self._n]) + len(response.token_ids) for number, response in tokens]
+            routes = split_routes(generated.routes, lengths, [response.spans[0].version for response in responses])
+        for number, response, of_sample in zip(numbers, responses, routes, strict=True):
+            prompt, index = divmod(number, self._n)
+            self._samples[number] = Sample(
+                prompt_index=prompt,
+                sample_index=index,
+                prompt_ids=list(self._prompts[prompt]),
+                response_ids=response.token_ids,
+                log_probs=response.log_probs,
+                finish_reason="stop" if response.finish_reason == "stop" else "length",
+                version_spans=response.spans,
+                engine=engine,
+                routes=of_sample,
+            )

@@ -19,13 +19,9 @@ from rl_backend.contracts import EngineDeadError, EngineDirtyError, RLBackendErr
 class EngineSet:
     """Engines by number, and calls of all that are alive.
 
-    Args:
-        config: of every engine.
-
     Attributes:
         lock: of requests: held while they are made, and while engines change.
         changing: of adapters, weights, sleep and engines that join: one changes at a time. Taken before :attr:`lock`.
-        sampling: the calls that sample.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -39,12 +35,9 @@ class EngineSet:
         self._origin: EngineSet | None = None
 
     def fixed(self) -> Self:
-        """The present engines, whatever is restarted later.
-
-        A push goes to the same processes from its first step to its last. One that is restarted in between is dead to the
-        push, and its successor, which has verified nothing, is no part of it. This set is told of engines that the fixed
-        one loses.
-        """
+        """The present engines, whatever is restarted later. This set is told of engines that the fixed one loses."""
+        # A push goes to the same processes from its first step to its last. One that is restarted in between is dead to the
+        # push, and its successor, which has verified nothing, is no part of it.
         fixed = copy.copy(self)
         fixed._actors, fixed._infos, fixed._lost = dict(self._actors), dict(self._infos), dict(self._lost)
         fixed._origin = self
@@ -58,11 +51,7 @@ class EngineSet:
             self._lost.pop(engine, None)
 
     def remove(self, engine: int, error: RLBackendError | None = None) -> Any:
-        """Takes an engine's actor out and returns it; None where there is none.
-
-        Args:
-            error: why the engine is lost from now on.
-        """
+        """Takes an engine's actor out and returns it; ``error`` says why it is lost from now on."""
         actor = self._actors.pop(engine, None)
         if error is not None:
             self._lost[engine] = error
@@ -94,12 +83,8 @@ class EngineSet:
         return list(self.living().values())
 
     def living(self) -> dict[int, Any]:
-        """Actors by engine, taken at one time: another thread may be restarting one.
-
-        Raises:
-            EngineDeadError, EngineDirtyError: none is left.
-            RolloutError: the group is closed.
-        """
+        """Actors by engine; raises where none is left, or the group is closed."""
+        # Taken at one time: another thread may be restarting an engine.
         actors, lost = dict(self._actors), self.lost_engines
         living = {engine: actors[engine] for engine in sorted(actors) if engine not in lost}
         if not living:
@@ -116,11 +101,9 @@ class EngineSet:
         """Calls a method of every living engine at once; each engine's result, or its error as a value.
 
         Args:
-            method: of :class:`~actors.rollout.engine.engine.RolloutEngine`.
-            args: the same for every engine.
             each: further arguments by engine number.
-            timeout: seconds after which an engine counts as dead, from when it has done the sampling asked of it before,
-                for which it has ``RolloutConfig.sampling_timeout``.
+            timeout: seconds after which an engine counts as dead, from when it has done the sampling asked of it before, for
+                which it has ``RolloutConfig.sampling_timeout``.
         """
         return self.gather(self.start_call(method, *args, each=each), timeout)
 
@@ -144,10 +127,8 @@ class EngineSet:
         return outcomes
 
     def note(self, engine: int, outcome: Any, actor: Any = None) -> None:
-        """Takes an engine whose outcome says that it is dead or dirty out of service.
-
-        Args:
-            actor: the process that has this outcome; None for the engine's present one.
+        """Takes an engine, as long as ``actor`` is its process, out of service where its outcome is that it is dead or
+        dirty.
         """
         actor = self._actors.get(engine) if actor is None else actor
         if actor is None:
@@ -158,11 +139,7 @@ class EngineSet:
             ray.kill(actor)
 
     def abandon(self, engines: Iterable[int], reason: str, *, kill: bool) -> dict[int, EngineDirtyError]:
-        """Takes engines whose update began, and will not end, out of service; each one's error.
-
-        Args:
-            kill: end their processes, which may wait for ever in a collective.
-        """
+        """Takes engines whose update began, and will not end, out of service, or ends them; each one's error."""
         errors: dict[int, EngineDirtyError] = {}
         for engine in engines:
             name, actor = engine_name(engine), self._actors.get(engine)
@@ -190,7 +167,7 @@ class EngineSet:
         return {engine_name(engine): actors[engine] for engine in self.engines if engine in actors}
 
     def _lose(self, engine: int, actor: Any, error: RLBackendError) -> None:
-        """Says nothing about an engine that was restarted since. The first reason why one died is kept."""
+        # Nothing about an engine that was restarted since; and the first reason why one died is kept.
         if self._actors.get(engine) is actor and not isinstance(self._lost.get(engine), EngineDeadError):
             self._lost[engine] = error
             if self._origin is not None:
@@ -208,8 +185,9 @@ def are_on_node(engines: EngineSet, node_id: str, host: str) -> bool:
     return all((infos[engine].node_id, infos[engine].host) == (node_id, host) for engine in engines.engines)
 
 
-def raise_first(outcomes: Mapping[int, Any]) -> None:
-    """Raises the first outcome of :meth:`EngineSet.call` that is an error."""
-    for outcome in outcomes.values():
-        if isinstance(outcome, RLBackendError):
-            raise outcome
+def raise_failures(outcomes: Mapping[int, Any]) -> None:
+    """Raises when any outcome of :meth:`EngineSet.call` is an error: the first one's type, the text of all."""
+    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, RLBackendError)]
+    if failures:
+        first = failures[0]
+        raise first if len(failures) == 1 else type(first)("; ".join(map(str, failures)), **first.details)

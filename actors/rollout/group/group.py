@@ -10,34 +10,31 @@ from typing import Any, Self
 import ray
 
 from actors.cluster.ray_watch import ray_is_usable
-from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.engine.engine import RolloutEngine
-from actors.rollout.engine.turns import CONCURRENCY_GROUPS
+from actors.rollout.config import RolloutConfig, SamplingConfig, require_tokenizer, within_model
+from actors.rollout.engine.engine import CONCURRENCY_GROUPS, RolloutEngine
 from actors.rollout.group.adapters import GroupAdapters
-from actors.rollout.group.calls import PendingSamples, check_prompts, collect, requests_of, shares_of
-from actors.rollout.group.engines import EngineSet, engine_name, raise_first
+from actors.rollout.group.calls import PendingSamples, check_prompts, collect
+from actors.rollout.group.engines import EngineSet, engine_name, raise_failures
+from actors.rollout.group.routing import shares_of
 from actors.rollout.group.turns import GroupTurns
-from actors.rollout.lengths import within_model
-from actors.rollout.messages import AdapterVersion, EngineInfo
+from actors.rollout.messages import AdapterVersion, EngineInfo, Request, Sample
 from actors.rollout.placement import EnginePlacement, places_on_nodes
-from actors.rollout.sample import Sample
 from rl_backend.contracts import ConfigError, EngineDeadError, RLBackendError, RolloutError
 
+# How long an engine that is ended may take to free its shared memory; one that is sampling does not answer.
 CLOSE_SECONDS = 2.0
-"""How long an engine that is ended may take to free its shared memory; one that is sampling does not answer."""
 
 
 class RolloutGroup:
     """Starts ``config.num_engines`` engines, each a Ray actor, and samples over all of them.
 
-    An engine that dies raises :class:`~rl_backend.contracts.EngineDeadError` once, in the call that it was serving, and one
-    whose weight update fails raises :class:`~rl_backend.contracts.EngineDirtyError`, in the push; later calls go to the
-    engines that are left, until :meth:`restart`. When none is left, every call raises.
+    An engine that dies raises :class:`~rl_backend.contracts.EngineDeadError` once, in the call that it was serving,
+    and one whose weight update fails raises :class:`~rl_backend.contracts.EngineDirtyError`, in the push; later calls
+    go to the engines that are left, until :meth:`restart`. When none is left, every call raises.
 
     Args:
-        config: the engines.
-        scheduling: for each engine a Ray scheduling strategy, for example a bundle of a placement group that it shares with
-            training; None reserves GPUs and ``config.cores_per_engine`` for them where Ray has them free.
+        scheduling: for each engine a Ray scheduling strategy, for example a bundle of a placement group that it
+            shares with training; None reserves GPUs and ``config.cores_per_engine`` for them where Ray has them free.
 
     Raises:
         ConfigError: a configuration that cannot work here, or a model that is not on an engine's node.
@@ -54,8 +51,6 @@ class RolloutGroup:
     engine_class: type[RolloutEngine] = RolloutEngine
 
     def __init__(self, config: RolloutConfig, *, scheduling: Sequence[Any] | None = None) -> None:
-        if not ray.is_initialized():
-            raise RolloutError("Ray is not running in this process: call ray.init() first")
         if scheduling is not None and len(scheduling) != config.num_engines:
             raise ConfigError.of(
                 "scheduling", len(scheduling), f"expected one strategy for each of {config.num_engines} engines"
@@ -109,7 +104,7 @@ class RolloutGroup:
 
         Args:
             prompts: token ids; each prompt is shorter than the engines' ``max_model_len``.
-            seeds: one for each sample, in the order of the result (see :func:`~actors.rollout.sample.sample_seeds`). With
+            seeds: one for each sample, in the order of the result (see :func:`~actors.rollout.messages.sample_seeds`). With
                 seeds a sample depends neither on the number of engines nor on batching.
             require_version: refuse weights that are older; with an adapter, versions of it that are older.
             adapter: name of a LoRA tenant, whose last pushed version works beside the weights; or one for each prompt, None
@@ -137,18 +132,22 @@ class RolloutGroup:
         adapter: str | Sequence[str | None] | None = None,
     ) -> PendingSamples:
         """:meth:`generate` without waiting. A later push waits for it, so it samples with the present weights."""
-        engines = self.engine_set
-        check_prompts(prompts, sampling, seeds, self.config, next(iter(engines.infos.values())))
+        engines, n = self.engine_set, sampling.n
+        require_tokenizer(self.config, sampling)
+        check_prompts(prompts, n, seeds, next(iter(engines.infos.values())))
         with engines.lock:
             actors = engines.living()
             chosen = self.lora.chosen(adapter, len(prompts))
-            pending = PendingSamples(prompts, sampling.n, partial(self._note, actors), engines.sampling)
+            pending = PendingSamples(prompts, n, partial(self._note, actors), engines.sampling)
             for (engine, actor), share in zip(actors.items(), shares_of(len(prompts), len(actors)), strict=True):
                 if share:
-                    parts = [requests_of(prompt, prompts, sampling.n, seeds) for prompt in share]
-                    requests = [request for part in parts for request in part]
-                    adapters = chosen and [chosen[prompt] for prompt, part in zip(share, parts, strict=True) for _ in part]
-                    reference = actor.generate.remote(requests, sampling, require_version, adapters)
+                    numbers = range(share.start * n, share.stop * n)
+                    of_seeds = [None] * len(numbers) if seeds is None else seeds[numbers.start : numbers.stop]
+                    requests = [
+                        Request(prompts[number // n], sampling, seed, chosen[number // n], require_version)
+                        for number, seed in zip(numbers, of_seeds, strict=True)
+                    ]
+                    reference = actor.generate.remote(requests)
                     pending.add(reference, engine, share)
                     engines.sampling.add(engine, reference)
         return pending
@@ -164,16 +163,12 @@ class RolloutGroup:
     def attach_weight_sync(self) -> None:
         """From now on engines, even those restarted later, refuse to sample until weights have been pushed."""
         self._require_push = True
-        raise_first(self.engine_set.call("require_push"))
+        raise_failures(self.engine_set.call("require_push"))
 
     def forget_weights(self) -> None:
-        """For another model: engines refuse to sample until the next push, whose version may be any.
-
-        Raises:
-            EngineDeadError, EngineDirtyError: of an engine that cannot.
-        """
+        """For another model: engines refuse to sample until the next push, whose version may be any."""
         self._require_push = True
-        raise_first(self.engine_set.call("forget_weights"))
+        raise_failures(self.engine_set.call("forget_weights"))
 
     def sleep(self, level: int = 1) -> None:
         """Frees the engines' GPU memory for training: level 1 keeps the weights in host memory, 2 drops them.
@@ -186,28 +181,22 @@ class RolloutGroup:
         """
         # Engines wait for turns in flight, which may take as long as a request.
         with self.engine_set.changing:
-            raise_first(self.engine_set.call("sleep", level, timeout=self.config.sampling_timeout))
+            raise_failures(self.engine_set.call("sleep", level, timeout=self.config.sampling_timeout))
 
     def wake_up(self) -> None:
-        """Takes the GPU memory back.
-
-        Raises:
-            UnsupportedError, RolloutError: as :meth:`sleep`.
-        """
+        """Takes the GPU memory back; raises as :meth:`sleep`."""
         with self.engine_set.changing:
-            raise_first(self.engine_set.call("wake_up"))
+            raise_failures(self.engine_set.call("wake_up"))
 
     def describe(self) -> dict[int, EngineInfo]:
         """Fresh facts about every living engine."""
         outcomes = self.engine_set.call("describe")
-        raise_first(outcomes)
+        raise_failures(outcomes)
         return outcomes
 
     def restart(self, engine: int) -> EngineInfo:
         """Replaces an engine (dead, dirty or healthy) with a new one, which has the weights of the model directory and all
         LoRA tenants at the versions that are served.
-
-        Threads that restart the same engine do so one after the other.
 
         Raises:
             ConfigError: no such engine.
@@ -215,6 +204,7 @@ class RolloutGroup:
         """
         if engine not in range(self.config.num_engines):
             raise ConfigError.of("engine", engine, f"the group has engines 0 to {self.config.num_engines - 1}")
+        # Threads that restart the same engine do so one after the other.
         with self._restarting[engine]:
             with self.engine_set.lock:
                 ended = EngineDeadError(f"{engine_name(engine)} was ended by a restart that did not complete")
@@ -255,11 +245,11 @@ class RolloutGroup:
             nodes = collect(
                 {engine: actor.node.remote() for engine, actor in actors.items()}, names, self.config.start_timeout
             )
-            raise_first(nodes)
+            raise_failures(nodes)
             places = places_on_nodes({**{engine: info.node_id for engine, info in self.infos.items()}, **nodes})
             calls = {engine: actor.start.remote(places[engine]) for engine, actor in actors.items()}
             outcomes = collect(calls, names, self.config.start_timeout)
-            raise_first(outcomes)
+            raise_failures(outcomes)
             with self.engine_set.changing:
                 self.lora.bring(actors, outcomes)
                 with self.engine_set.lock:
@@ -281,7 +271,7 @@ class RolloutGroup:
 
 
 def _end(actors: Sequence[Any]) -> None:
-    """Kills actors, which runs no exit handlers, once they have freed their shared memory."""
+    # A kill runs no exit handlers, so shared memory is freed before.
     if actors:
         ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=CLOSE_SECONDS)
     for actor in actors:

@@ -13,44 +13,39 @@ from typing import Any
 import ray
 
 from actors.cluster.ray_watch import ray_is_usable
-from actors.rollout.config import SamplingConfig
 from actors.rollout.group.calls import outcome_of
 from actors.rollout.group.engines import EngineSet, engine_name
-from actors.rollout.messages import AdapterVersion, Request, TurnAnswer, TurnRequest
+from actors.rollout.messages import Request, Response
 from rl_backend.contracts import EngineDeadError, RLBackendError, RolloutError
 
+# How long an engine lets a call wait that asks for answers, where there are none.
 ANSWER_SECONDS = 30.0
-"""How long an engine lets a call wait that asks for answers, where there are none."""
+# A process that hangs does not say either how long it stands still.
 HANGING_SECONDS = 10.0
-"""How long the process of an engine has to say how long it stands still; one that hangs does not answer."""
 
 
 class EngineTurns:
-    """The turns of one engine's process, from the first to its end.
-
-    Args:
-        name: of the engine.
-        actor: its Ray handle.
-        limit: seconds that the engine serves and ends no request, after which it counts as dead. While it sleeps, or waits
-            for the end of a push, they do not run.
-        lose: told of the error by which the engine is lost.
+    """The turns of one engine's process, from the first to its end. ``lose`` is told of the error by which the engine is
+    lost.
     """
 
     def __init__(self, name: str, actor: Any, limit: float, lose: Callable[[RLBackendError], None]) -> None:
         self._name = name
         self.actor = actor
-        # See engine.turns.CONCURRENCY_GROUPS.
+        # Turns and answers pass calls that sample; see CONCURRENCY_GROUPS of the engine.
         self._start_turns = actor.start_turns.options(concurrency_group="turns")
         self._give_up_turns = actor.give_up_turns.options(concurrency_group="turns")
         self._seconds_without_progress = actor.seconds_without_progress.options(concurrency_group="turns")
         self._take_turns = actor.take_turns.options(concurrency_group="answers")
+        # Seconds that the engine serves and ends no request, after which it counts as dead. They do not run while it sleeps,
+        # or waits for the end of a push.
         self._limit = limit
         self._lose = lose
         self._keys = itertools.count()
         self._changed = threading.Condition()
-        self._asked: dict[int, Future[TurnAnswer]] = {}
+        self._asked: dict[int, Future[Response]] = {}
+        # time.monotonic() when the engine is known to have ended a request, or to have had none of these turns.
         self._progress = 0.0
-        """``time.monotonic()`` when the engine is known to have ended a request, or to have had none of these turns."""
         self._ended: RLBackendError | None = None
         self._thread = threading.Thread(target=self._wait_for_answers, name=f"turns of {name}", daemon=True)
         self._thread.start()
@@ -60,11 +55,9 @@ class EngineTurns:
         """Turns that are not answered."""
         return len(self._asked)
 
-    def ask(
-        self, request: Request, sampling: SamplingConfig, adapter: AdapterVersion | None, require_version: int | None
-    ) -> Future[TurnAnswer]:
+    def ask(self, request: Request) -> Future[Response]:
         """Asks for a turn. Cancelling the future gives the turn up."""
-        future: Future[TurnAnswer] = Future()
+        future: Future[Response] = Future()
         key = next(self._keys)
         with self._changed:
             if self._ended is not None:
@@ -75,7 +68,7 @@ class EngineTurns:
             self._asked[key] = future
             self._changed.notify()
         future.add_done_callback(partial(self._give_up_cancelled, key))
-        self._start_turns.remote([TurnRequest(key, request, sampling, adapter, require_version)])
+        self._start_turns.remote([(key, request)])
         return future
 
     def give_up(self) -> None:
@@ -91,7 +84,7 @@ class EngineTurns:
         for future in asked.values():
             _set(future, error)
 
-    def _give_up_cancelled(self, key: int, future: Future[TurnAnswer]) -> None:
+    def _give_up_cancelled(self, key: int, future: Future[Response]) -> None:
         if future.cancelled() and self._ended is None:
             self._give_up_turns.remote([key])
 
@@ -113,7 +106,7 @@ class EngineTurns:
                 return
             self._take(answers)
 
-    def _next_answers(self) -> Iterable[tuple[int, TurnAnswer | RLBackendError]]:
+    def _next_answers(self) -> Iterable[tuple[int, Response | RLBackendError]]:
         reference = self._take_turns.remote(ANSWER_SECONDS)
         while not ray.wait([reference], timeout=self._seconds_left())[0]:
             if self._ended is not None:
@@ -127,30 +120,30 @@ class EngineTurns:
                     engine=self._name,
                     sampling_timeout=self._limit,
                 )
-        outcome = outcome_of(reference, self._name)
-        if isinstance(outcome, RLBackendError):
-            raise outcome
-        answers: Iterable[tuple[int, TurnAnswer | RLBackendError]] = outcome
+        answers: Iterable[tuple[int, Response | RLBackendError]] = self._result(reference)
         return answers
 
     def _seconds_left(self) -> float:
-        """Until the engine seems to have stood still for too long."""
         with self._changed:
             return min(max(self._progress + self._limit - time.monotonic(), 0.0), ANSWER_SECONDS)
 
     def _makes_progress(self) -> bool:
-        """Asks the engine, which knows whether it serves, and what it does for others."""
+        # The engine is asked: it knows whether it serves, and what it does for others.
         reference = self._seconds_without_progress.remote()
         if not ray.wait([reference], timeout=HANGING_SECONDS)[0]:
             return False
+        seconds = self._result(reference)
+        with self._changed:
+            self._progress = max(self._progress, time.monotonic() - seconds)
+        return self._seconds_left() > 0
+
+    def _result(self, reference: Any) -> Any:
         outcome = outcome_of(reference, self._name)
         if isinstance(outcome, RLBackendError):
             raise outcome
-        with self._changed:
-            self._progress = max(self._progress, time.monotonic() - outcome)
-        return self._seconds_left() > 0
+        return outcome
 
-    def _take(self, answers: Iterable[tuple[int, TurnAnswer | RLBackendError]]) -> None:
+    def _take(self, answers: Iterable[tuple[int, Response | RLBackendError]]) -> None:
         for key, answer in answers:
             with self._changed:
                 future = self._asked.pop(key, None)
@@ -160,11 +153,7 @@ class EngineTurns:
 
 
 class GroupTurns:
-    """The turns of a group of engines; :class:`~actors.rollout.tokens.RolloutTokens` asks for them.
-
-    Args:
-        engines: sample them.
-    """
+    """The turns of a group of engines; :class:`~actors.rollout.tokens.RolloutTokens` asks for them."""
 
     def __init__(self, engines: EngineSet) -> None:
         self._engines = engines
@@ -173,7 +162,6 @@ class GroupTurns:
 
     @property
     def asked_for(self) -> bool:
-        """Whether any turn has been asked for."""
         return bool(self._turns)
 
     @property
@@ -182,25 +170,9 @@ class GroupTurns:
         turns = dict(self._turns)
         return {engine: turns[engine].in_flight if engine in turns else 0 for engine in self._engines.engines}
 
-    def ask(
-        self,
-        engine: int,
-        request: Request,
-        sampling: SamplingConfig,
-        *,
-        adapter: AdapterVersion | None = None,
-        require_version: int | None = None,
-    ) -> Future[TurnAnswer]:
-        """Asks an engine for a turn; cancelling the future gives it up. One that comes during a push of weights begins
-        after it, with the new ones.
-
-        The future raises what :meth:`~actors.rollout.group.group.RolloutGroup.generate` raises; an error of one turn affects
-        only that turn.
-
-        Args:
-            request: of one response, with its seed.
-        """
-        return self._turns_of(engine).ask(request, sampling, adapter, require_version)
+    def ask(self, engine: int, request: Request) -> Future[Response]:
+        """Asks an engine for a turn; cancelling the future gives it up. During a push of weights it begins after it."""
+        return self._turns_of(engine).ask(request)
 
     def give_up(self) -> None:
         """Ends every turn in flight: each is answered with ``finish="abort"`` and what it had sampled."""
@@ -213,7 +185,6 @@ class GroupTurns:
             turns.end(error)
 
     def _turns_of(self, engine: int) -> EngineTurns:
-        """Of the process that is engine ``engine`` now."""
         living = self._engines.living()
         if engine not in living:
             raise EngineDeadError(
@@ -221,6 +192,7 @@ class GroupTurns:
             )
         actor = living[engine]
         with self._lock:
+            # Turns belong to a process: one that was restarted has none of those before.
             turns = self._turns.get(engine)
             if turns is None or turns.actor is not actor:
                 lose = partial(self._engines.note, engine, actor=actor)
@@ -229,7 +201,7 @@ class GroupTurns:
             return turns
 
 
-def _set(future: Future[TurnAnswer], answer: TurnAnswer | RLBackendError) -> None:
+def _set(future: Future[Response], answer: Response | RLBackendError) -> None:
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(answer, RLBackendError):

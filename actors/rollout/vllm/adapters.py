@@ -26,16 +26,14 @@ _activate_of_vllm = LoRAModelManager.activate_adapter
 
 
 class _Kept(NamedTuple):
-    """Factors by peft's names, their digest where they come from, and the slots that they fit."""
-
     rank: int
     factors: Mapping[str, Tensor]
     digest: str
     table: SlotTable
 
 
+# By path. Of the process and not of a manager: vLLM's methods that are replaced below find them by the request alone.
 _kept: dict[str, _Kept] = {}
-"""By path."""
 
 
 class _LoadedFromMemory(LoRAModel):
@@ -74,7 +72,6 @@ def _activate_adapter(manager: Any, number: int) -> bool:
 
 
 def _renames(model: Any) -> Any:
-    """What changes Hugging Face names of modules into vLLM's; None where they are the same."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return mapper and mapper.get_rename_mapper()
 
@@ -85,18 +82,12 @@ LoRAModelManager.activate_adapter = _activate_adapter
 
 
 class AdapterSlots:
-    """The adapters of one of vLLM's workers.
-
-    Args:
-        model_runner: the worker's.
-    """
-
     def __init__(self, model_runner: Any) -> None:
         self._model_runner = model_runner
         self._modules_of_checkpoint: Mapping[str, str] = {}
         self._table: SlotTable | None = None
+        # Rank and shapes of the adapter that was kept last: the next version of a tenant has the same.
         self._fitted: tuple[int, Mapping[str, tuple[int, ...]]] = 0, {}
-        """Rank and shapes of the adapter that was kept last; the next version of a tenant has the same."""
 
     @property
     def _manager(self) -> Any:
@@ -110,16 +101,14 @@ class AdapterSlots:
         self._modules_of_checkpoint = {mapper._map_name(module) if mapper else module: module for module in modules}
 
     def keep(self, path: str, rank: int, tensors: Mapping[str, Tensor], digest: str) -> str:
-        """Keeps factors by peft's names for a later load. Returns why they cannot be loaded; empty when they can.
-
-        vLLM itself accepts unknown modules, lone factors and other shapes without a word.
-        """
+        """Keeps factors by peft's names for a later load. Returns why they cannot be loaded; empty when they can."""
         largest = int(self._manager.lora_config.max_lora_rank)
         if rank > largest:
             return f"rank {rank} is more than the {largest} that this engine was started with; raise max_adapter_rank"
         if self._table is None:
             self._table = _find_slots(self._manager, self._modules_of_checkpoint)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        # vLLM itself accepts unknown modules, lone factors and other shapes without a word.
         if (rank, shapes) != self._fitted:
             if problem := _misfit(self._table, rank, shapes):
                 return problem
@@ -133,7 +122,6 @@ class AdapterSlots:
         _kept[path] = kept._replace(factors={name: factor.clone() for name, factor in kept.factors.items()})
 
     def forget(self, path: str) -> None:
-        """Frees what :meth:`keep` kept."""
         _kept.pop(path, None)
 
     def problem(self, path: str, number: int) -> str:
@@ -168,11 +156,6 @@ def _misfit(table: SlotTable, rank: int, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def _find_slots(manager: Any, modules_of_checkpoint: Mapping[str, str]) -> SlotTable:
-    """Of every layer of vLLM's manager.
-
-    Args:
-        modules_of_checkpoint: vLLM's name of a module -> the checkpoint's.
-    """
     modules, others = list[ModuleSlots](), list[Any]()
     for name, layer in manager.modules.items():
         parts = [modules_of_checkpoint.get(part, part) for part in manager.packed_modules.get(name, [name])]
@@ -183,11 +166,6 @@ def _find_slots(manager: Any, modules_of_checkpoint: Mapping[str, str]) -> SlotT
 
 
 def _slots_of(layer: Any, parts: Sequence[str]) -> Iterator[ModuleSlots]:
-    """Of one layer of vLLM with LoRA.
-
-    Args:
-        parts: what the checkpoint calls the modules that vLLM makes the layer of.
-    """
     a, b = layer.lora_a_stacked, layer.lora_b_stacked
     if isinstance(layer, VocabParallelEmbeddingWithLoRA):
         names = f"{PEFT_PREFIX}{parts[0]}.lora_embedding_A", f"{PEFT_PREFIX}{parts[0]}.lora_embedding_B"

@@ -24,22 +24,20 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
+# Features of a head that vLLM's own kernel takes, in bfloat16, keys and values alike.
 KERNEL_HEADS = (64, 128)
-"""Features of a head that vLLM's own kernel takes, in bfloat16, keys and values alike."""
 _CHUNK = 64
 
 
 def serve_every_deltanet() -> None:
-    """From now on this process serves gated DeltaNet of any dtype and head size. Does nothing but on a CPU.
-
-    It comes before a model is built: the operator is registered with the first layer.
-    """
+    """From now on this process serves gated DeltaNet of any dtype and head size. Does nothing but on a CPU."""
     if not current_platform.is_cpu():
         return
     from vllm import _custom_ops
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.v1.attention.backends import gdn_attn
 
+    # Before a model is built: the operator is registered with the first layer.
     compute, pack = gdn_attention.cpu_gdn_attention_core, _custom_ops.causal_conv1d_weight_pack
     split = gdn_attn.split_decodes_and_prefills
 
@@ -82,8 +80,7 @@ class _Rows(NamedTuple):
 
     Attributes:
         slots: (n,) int64, where their states are.
-        tokens: (n, length) int64, their tokens; any token where ``real`` is False.
-        real: (n, length) bool.
+        tokens: (n, length) int64, their tokens; any token where ``real``, (n, length) bool, is False.
         lengths: (n,) int64.
         continued: (n,) bool, whether there are states yet.
     """
@@ -129,10 +126,7 @@ def _compute(layer: Any, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor,
 
 
 def _convolved(layer: Any, rows: _Rows, mixed_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, (n, length, value heads, key dim), normalised and queries scaled, and values; float32.
-
-    The convolution's last inputs are kept for the token after.
-    """
+    """Queries and keys, (n, length, value heads, key dim), normalised and queries scaled, and values; float32."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     # Packed for vLLM's kernel, the weight is kept as it was loaded too.
@@ -141,6 +135,7 @@ def _convolved(layer: Any, rows: _Rows, mixed_qkv: Tensor) -> tuple[Tensor, Tens
     cache = layer.kv_cache[0].transpose(-1, -2) if is_conv_state_dim_first() else layer.kv_cache[0]
     history = cache[rows.slots].float().masked_fill(~rows.continued[:, None, None], 0.0)
     inputs = torch.cat((history, mixed_qkv[rows.tokens].float()), dim=1)  # (n, width - 1 + length, channels)
+    # The convolution's last inputs are kept for the token after.
     last = rows.lengths[:, None] + torch.arange(history.shape[1])
     cache[rows.slots] = inputs.gather(1, last[..., None].expand(-1, -1, inputs.shape[-1])).to(cache.dtype)
     mixed = F.silu(F.conv1d(inputs.mT, weight, groups=len(weight))).mT
@@ -155,7 +150,7 @@ def _convolved(layer: Any, rows: _Rows, mixed_qkv: Tensor) -> tuple[Tensor, Tens
 
 
 def _states(layer: Any) -> Tensor:
-    """(slots, value heads, key dim, value dim). vLLM names the last two the other way round."""
+    # vLLM names the last two dimensions the other way round: they are key dim, value dim.
     cache: Tensor = layer.kv_cache[1]
     slots, heads, value_dim, key_dim = cache.shape
     return cache.view(slots, heads, key_dim, value_dim)

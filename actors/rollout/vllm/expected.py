@@ -14,8 +14,8 @@ from rl_backend.weights.compare import ExpectedWeights
 
 logger = logging.getLogger(__name__)
 _SHOWN = 8
+# Parameters that vLLM makes of kv_b_proj.weight of latent attention, after each push again: none is sent.
 _MADE_OF_OTHERS = (".W_UK_T", ".W_UV")
-"""Ends of parameters that vLLM makes of ``kv_b_proj.weight`` of latent attention, after each push again."""
 
 
 class EngineParameters(NamedTuple):
@@ -23,7 +23,8 @@ class EngineParameters(NamedTuple):
 
     Attributes:
         dtypes: name of each of its parameters -> dtype.
-        packed_modules: vLLM's ``packed_modules_mapping``, for example ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``.
+        packed_modules: vLLM's ``packed_modules_mapping``, for example ``{"qkv_proj": ["q_proj", "k_proj",
+            "v_proj"]}``.
         renamed: name of each tensor of the checkpoint -> what vLLM calls it; None for those that it does not load.
     """
 
@@ -33,17 +34,14 @@ class EngineParameters(NamedTuple):
 
 
 def expected_weights(model_path: str, dtype: str, describe: Callable[[Sequence[str]], EngineParameters]) -> ExpectedWeights:
-    """The weights that a push into this engine must hold.
+    """The weights that a push into this engine must hold: names and shapes of the directory that vLLM was started from.
 
-    Names and shapes are those of the directory that vLLM was started from. A tensor that no parameter of vLLM's model comes
-    from (a tied ``lm_head.weight``, stored buffers, a vision tower, weights of multi-token prediction) is optional, provided
-    that the others account for every parameter; a warning names parameters that they do not account for. Weights that are
-    not trained (``WeightManifest.kept``) may be among either; a push says that it leaves them out.
+    A tensor that no parameter of vLLM's model comes from (a tied ``lm_head.weight``, stored buffers, a vision tower,
+    weights of multi-token prediction) is optional, provided that the others account for every parameter; a warning
+    names parameters that they do not account for. Weights that are not trained (``WeightManifest.kept``) may be among
+    either.
 
     Args:
-        model_path: Hugging Face directory with safetensors, of which only the headers are read, even with
-            ``load_format='dummy'``.
-        dtype: the engine's dtype.
         describe: tells the engine the names of the checkpoint's tensors.
 
     Raises:
@@ -80,10 +78,7 @@ def expected_weights(model_path: str, dtype: str, describe: Callable[[Sequence[s
 
 
 def _target(name: str | None, fused_into: Mapping[str, str]) -> str:
-    """The vLLM parameter that a tensor becomes (a part of), or the module ``...experts`` for one expert's tensor.
-
-    Empty for a tensor that is not loaded.
-    """
+    # The parameter that a tensor is a part of; for one expert's tensor the module "...experts"; empty where none is loaded.
     if name is None:
         return ""
     return _experts_module(name) or ".".join(fused_into.get(part, part) for part in name.split("."))

@@ -1,29 +1,4 @@
-"""Patches of vLLM; those of weights are for CPU engines of vLLM 0.30 alone.
-
-Gated DeltaNet is patched in :mod:`~actors.rollout.vllm.deltanet`, and adapters in :mod:`~actors.rollout.vllm.adapters`.
-
-vLLM's CPU kernels keep packed copies of weights, made when a model is first loaded. A weight update writes the parameters,
-but not these copies:
-
-* ``lm_head`` tied to the embedding has a packed copy of its own; only the embedding module is loaded, so the copy stays old;
-* a mixture-of-experts layer packs its experts only while its ``moe_kernel`` is unset, that is, once.
-
-Rotary embeddings of latent attention are views of three dimensions, which the CPU's kernel takes for others of two.
-
-The CPU's router knows sigmoid scores only for experts in groups. An update asks every loader of a weight for its name, on
-every device.
-
-With adapters on, vLLM chooses Triton's kernels for experts, which a CPU lacks, even where no expert has an adapter.
-
-An engine of several workers has the first of them serve a store, which torch binds to all interfaces of the machine.
-
-A prompt that is computed in pieces is sampled after each of them. vLLM drops these tokens and turns the request's own
-generator back by an offset, which generators of a CPU do not have: the engine ends.
-
-During an update vLLM replaces parameters by placeholders and gathers what their loaders are given. Its gpt-oss writes whole
-stacks of experts, and the sinks of attention, past those loaders into the placeholders: experts and sinks stay as they were,
-without an error. Experts that come one by one, and sinks that are given to the loader, arrive.
-"""
+"""Patches of vLLM 0.30; the table of all is in the package's docstring."""
 
 from __future__ import annotations
 
@@ -47,7 +22,6 @@ from vllm.model_executor.models.gpt_oss import GptOssModel
 from vllm.platforms import current_platform
 
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.((?:w13|w2)_(?:weight|bias))")
-"""vLLM's names of a layer's experts, all in one tensor."""
 
 
 @contextmanager
@@ -56,6 +30,7 @@ def packing_experts_again(model: nn.Module) -> Iterator[None]:
     methods = [module.quant_method for module in _modules_of(model, UnquantizedFusedMoEMethod)]
     kernels = [method.moe_kernel for method in methods]
     for method in methods:
+        # A layer packs its experts only while this is unset, that is, once.
         method.moe_kernel = None
     try:
         yield
@@ -67,10 +42,8 @@ def packing_experts_again(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def packing_embeddings_again(model: nn.Module) -> Iterator[None]:
-    """Embeddings and heads that vLLM does not pack inside the context are packed at its end, from their parameters then.
-
-    Of a head that is tied only the embedding is loaded, which is another module.
-    """
+    """Embeddings and heads that vLLM does not pack inside the context are packed at its end, from their parameters then."""
+    # Of a head that is tied only the embedding is loaded, which is another module: its packed copy would stay old.
     modules = _modules_of(model, UnquantizedEmbeddingMethod)
     for module in modules:
         vars(module).pop("cpu_linear", None)
@@ -81,12 +54,10 @@ def packing_embeddings_again(model: nn.Module) -> Iterator[None]:
 
 
 def rotate_views_outside_the_kernel() -> None:
-    """From now on a CPU rotates (tokens, heads, features) in torch; rows of all heads together stay with its kernel.
-
-    It comes before a model is built: layers keep the function that they find.
-    """
+    """From now on a CPU rotates (tokens, heads, features) in torch; rows of all heads together stay with its kernel."""
     if not current_platform.is_cpu():
         return
+    # The kernel takes views of three dimensions for others of two.
     in_kernel = RotaryEmbedding.forward_cpu
 
     @wraps(in_kernel)
@@ -118,9 +89,10 @@ def route_by_sigmoid_without_groups() -> None:
 
 
 def name_weight_loaders(model: nn.Module) -> None:
-    """An update asks every loader of a weight for its name, which partial functions lack (MiniMax-M2's norms)."""
+    """Gives every loader of a weight a name."""
     for tensor in (*model.parameters(), *model.buffers()):
         loader = getattr(tensor, "weight_loader", None)
+        # Partial functions, such as those of MiniMax-M2's norms, have none, and an update asks every loader for it.
         if loader is not None and not hasattr(loader, "__name__"):
             loader.__name__ = type(loader).__name__
 
@@ -130,6 +102,7 @@ def keep_adapters_from_experts() -> None:
     chosen = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def select(moe_config: Any) -> Any:
+        # Else vLLM chooses Triton's kernels, which a CPU lacks, even where no expert has an adapter.
         moe_config.is_lora_enabled = False
         return chosen(moe_config)
 
@@ -142,6 +115,8 @@ def turn_generators_back() -> None:
         return
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+    # vLLM drops a token sampled after each piece of a prompt and turns the generator back by an offset, which generators of
+    # a CPU do not have.
     sample, note = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
 
     def sample_and_turn_back(runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +139,6 @@ def turn_generators_back() -> None:
 
 
 def _generators_of_pieces(runner: Any) -> dict[int, torch.Generator]:
-    """Of the requests whose prompts are not complete, by their place in the batch."""
     incomplete = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
     return {index: generator for index, generator in runner.input_batch.generators.items() if incomplete[index]}
 
@@ -184,6 +158,8 @@ def _bound_store(host_name: str, port: int, *, is_master: bool = False, **option
 
 def load_through_loaders() -> None:
     """From now on updates of gpt-oss reach every parameter. A model that is being started loads as before."""
+    # During an update vLLM replaces parameters by placeholders and gathers what their loaders are given. Its gpt-oss writes
+    # whole stacks of experts, and sinks, past the loaders; experts that come one by one, and sinks given to theirs, arrive.
     load = GptOssModel.load_weights
 
     @wraps(load)
@@ -196,7 +172,6 @@ def load_through_loaders() -> None:
 
 
 def _as_loaders_take_them(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Single experts in place of stacks; sinks are loaded here."""
     parameters = dict(model.named_parameters())
     for name, tensor in weights:
         experts = _EXPERTS.fullmatch(name)

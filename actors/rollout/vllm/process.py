@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import sys
@@ -17,8 +16,7 @@ from pydantic import ValidationError
 from actors.cluster.placement import thread_environment
 from actors.cluster.rendezvous import use_interface
 from actors.rollout.config import OWN_ARGUMENTS, RolloutConfig
-from actors.rollout.vllm.capabilities import check_served, has_deltanet, has_latent_attention
-from actors.rollout.vllm.served_config import config_folder
+from actors.rollout.vllm.capabilities import check_served, config_folder, has_deltanet, has_latent_attention
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.contracts import ConfigError, RLBackendError, RolloutError, UnsupportedError
@@ -28,8 +26,8 @@ from rl_backend.parallel.groups import LOOPBACK
 _GIB = 2**30
 _LONGEST = 400
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
+# Of recurrent states: rounded, they carry the error of every token on to all that follow.
 _STATE_DTYPE = "float32"
-"""Of recurrent states: rounded, they carry the error of every token on to all that follow."""
 _ATTENTION, _DELTANET = ("qkv_proj", "o_proj"), ("in_proj_qkvz", "in_proj_ba", "out_proj")
 _FEED_FORWARD, _ENDS = ("gate_up_proj", "down_proj"), ("embed_tokens", "lm_head")
 # One module under the name of the checkpoint and that by which the shared expert calls it.
@@ -37,12 +35,10 @@ _SHARED_GATE = ("shared_expert_gate", "expert_gate")
 
 
 def process_environment(device: str) -> dict[str, str]:
-    """Environment variables that must be set before the engine's process starts.
-
-    A weight update on a CPU allocates every packed weight again; huge pages avoid most of its page faults.
-    """
+    """Environment variables that must be set before the engine's process starts."""
     if device != "cpu":
         return {}
+    # A weight update allocates every packed weight again; huge pages avoid most of its page faults.
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     huge_pages = {"GLIBC_TUNABLES": ":".join(filter(None, (tunables, _HUGE_PAGES))), "THP_MEM_ALLOC_ENABLE": "1"}
     return {**huge_pages, **thread_environment()}
@@ -76,19 +72,16 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
     """A ``vllm.LLM`` in this process, ready to sample and to have its weights updated.
 
     Raises:
-        CheckpointError: ``config.json`` is damaged, or the weights that the engine begins with are damaged or not of one
+        CheckpointError: ``config.json`` or the weights that the engine begins with are damaged, or not of one model.
+        ConfigError: ``tensor_parallel`` does not divide the model.
+        RolloutError: what vLLM refuses, in a sentence; or it keeps recurrent states in another dtype than float32.
+        UnsupportedError: a vLLM that is not built for ``device``, or cannot serve the model there; routes of a dense
             model.
-        ConfigError: an unknown name in ``engine_args``, or ``tensor_parallel`` does not divide the model.
-        RolloutError: what vLLM refuses, in a sentence; its ``details`` have the traceback. Or it keeps recurrent states in
-            another dtype than float32.
-        UnsupportedError: the vLLM that is installed is not built for ``device``, or cannot serve the model there, or routed
-            experts are asked of a model that has none.
     """
     check_served(config, device)
     if config.load_format == "auto":
         require_same_head(config.model_path)
     from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     from actors.rollout.vllm.worker import BACKEND, LOAD_FORMAT
@@ -98,10 +91,6 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
             f"RolloutConfig.device={device!r}: the vLLM that is installed runs on {current_platform.device_type!r}; "
             "install the build for this device"
         )
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    unknown = sorted(set(config.engine_args) - known)
-    if unknown:
-        raise ConfigError.of("RolloutConfig.engine_args", unknown, "vllm.EngineArgs has no such argument; leave it out")
     arguments: dict[str, Any] = {
         "model": config.model_path,
         "dtype": config.dtype,
@@ -165,11 +154,10 @@ def _make_llm(config: RolloutConfig, device: str, arguments: dict[str, Any]) -> 
 
 
 def _targets_on_a_cpu(config: RolloutConfig, *, is_moe: bool) -> dict[str, Any]:
-    """Which modules take adapters: all but experts, whose kernels with adapters need Triton, and the convolution of gated
-    DeltaNet, which is no product of matrices.
-    """
     from actors.rollout.vllm.patches import keep_adapters_from_experts
 
+    # All modules but experts, whose kernels with adapters need Triton, and the convolution of gated DeltaNet, which is no
+    # product of matrices.
     if is_moe:
         keep_adapters_from_experts()
     if not has_deltanet(read_hf_config(config.model_path)):
@@ -180,7 +168,6 @@ def _targets_on_a_cpu(config: RolloutConfig, *, is_moe: bool) -> dict[str, Any]:
 
 
 def _check_states(llm: Any) -> None:
-    """Raises :class:`RolloutError` unless every worker keeps recurrent states in float32."""
     other = sorted({dtype for dtypes in llm.collective_rpc("state_dtypes") for dtype in dtypes} - {_STATE_DTYPE})
     if other:
         raise RolloutError(

@@ -21,8 +21,7 @@ class _Place(NamedTuple):
         name: in peft's files.
         rows: of the factor that are here; None where all are.
         is_copy: of what is in another place, too.
-        memory: a view of their shape.
-        beyond: a view of what the slot has between the adapter's rank and the largest; None where they are the same.
+        memory, beyond: views of their shape, and of what the slot has between the adapter's rank and the largest.
     """
 
     name: str
@@ -32,19 +31,12 @@ class _Place(NamedTuple):
     beyond: Tensor | None
 
     def of(self, factors: Mapping[str, Tensor]) -> Tensor | None:
-        """What belongs here; None where the adapter has no such module."""
         factor = factors.get(self.name)
         return factor if factor is None or self.rows is None else factor[self.rows]
 
 
 class _Slot(NamedTuple):
-    """A slot as adapters of one rank fill it.
-
-    Attributes:
-        places: by the name of the factor.
-        copies: of one A, memory and that of the first.
-        beyond: what is 0 under any adapter.
-    """
+    """A slot as adapters of one rank fill it: places, copies of one A with the first, and what is 0 under any adapter."""
 
     places: dict[str, list[_Place]]
     copies: Sequence[tuple[Tensor, Tensor]]
@@ -60,7 +52,6 @@ class _Slot(NamedTuple):
         return cls(by_name, copies, [place.beyond for place in every if place.beyond is not None])
 
     def absent(self, factors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Name and memory of what an adapter has nothing for."""
         for name in self.places.keys() - factors.keys():
             yield from ((name, place.memory) for place in self.places[name])
 
@@ -84,7 +75,6 @@ class ModuleSlots(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Inputs and outputs."""
         return self.a[0].shape[2], sum(part.shape[1] for part in self.b)
 
     def places(self, index: int, rank: int) -> Iterator[_Place]:
@@ -100,17 +90,14 @@ class ModuleSlots(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SlotTable:
-    """The slots of every module of an engine. vLLM makes their memory once, when it loads the model.
-
-    Attributes:
-        modules: those that take adapters.
-        others: layers whose slots stay empty: those that vLLM fuses in parts of its own.
+    """The slots of every module of an engine. ``others`` are layers that vLLM fuses in parts of its own: their slots
+    stay empty.
     """
 
     modules: Sequence[ModuleSlots]
     others: Sequence[Any]
+    # By slot and rank: the places are looked for once.
     _slots: dict[tuple[int, int], _Slot] = field(default_factory=dict)
-    """By slot and rank."""
 
     @property
     def kinds(self) -> str:
@@ -118,10 +105,8 @@ class SlotTable:
         return ", ".join(dict.fromkeys(re.sub(r".*\blayers\.\d+\.", "", slots.module) for slots in self.modules))
 
     def write(self, index: int, rank: int, factors: Mapping[str, Tensor]) -> None:
-        """Puts an adapter, by peft's names, into a slot, whatever was there before.
-
-        vLLM's own way, module by module with zeros before each copy, takes several times as long.
-        """
+        """Puts an adapter, by peft's names, into a slot, whatever was there before."""
+        # vLLM's own way, module by module with zeros before each copy, takes several times as long.
         memory, written, slot = list[Tensor](), list[Tensor](), self._slot(index, rank)
         # From the last to the first: what :meth:`digest` reads first is in the processor's cache then.
         for name in reversed(slot.places):
@@ -140,10 +125,8 @@ class SlotTable:
             layer.reset_lora(index)
 
     def digest(self, index: int, rank: int, factors: Mapping[str, Tensor]) -> str:
-        """That of the adapter in a slot, as :func:`~actors.wire.factors.factor_digest`; empty where it holds more.
-
-        Args:
-            factors: what it should hold, of which only names, shapes and dtypes are read.
+        """The digest of the adapter in a slot; empty where it holds more. Of ``factors`` only names, shapes and dtypes
+        are read.
         """
         slot = self._slot(index, rank)
         if not all(map(is_zero, slot.beyond)) or not all(is_zero(memory) for _, memory in slot.absent(factors)):

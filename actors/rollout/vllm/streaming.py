@@ -28,11 +28,7 @@ class ChecksumInfo(WeightTransferUpdateInfo):
 
 
 class CheckedLoad:
-    """Stands in for the model while vLLM's receiver runs: checks each bucket, then hands it on.
-
-    Args:
-        model: vLLM's model.
-    """
+    """Stands in for the model while vLLM's receiver runs: checks each bucket, then hands it on."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -55,15 +51,17 @@ class CheckedLoad:
 
     def confirm(self, checksums: dict[str, int]) -> None:
         """Raises :class:`~rl_backend.contracts.WeightSyncError` unless all that was sent arrived, unchanged and finite."""
-        if self._refused is not None:
-            problem = f"vLLM could not load them: {type(self._refused).__name__}: {self._refused}"
-            raise WeightSyncError(problem) from self._refused
-        if self._non_finite:
-            raise WeightSyncError(f"weights hold NaN or infinity: {', '.join(self._non_finite[:8])}")
         received = {name: int(checksum) for name, checksum in self._received.items()}
         changed = [name for name in {**checksums, **received} if checksums.get(name) != received.get(name)]
-        if changed:
-            raise WeightSyncError(f"received bytes differ from those sent: {', '.join(changed[:8])}")
+        if self._refused is not None:
+            problem = f"vLLM could not load them: {type(self._refused).__name__}: {self._refused}"
+        elif self._non_finite:
+            problem = f"weights hold NaN or infinity: {', '.join(self._non_finite[:8])}"
+        elif changed:
+            problem = f"received bytes differ from those sent: {', '.join(changed[:8])}"
+        else:
+            return
+        raise WeightSyncError(problem) from self._refused
 
 
 class _Checked:
@@ -82,8 +80,7 @@ class _Checked:
         return super().parse_update_info(update_dict)  # type: ignore[misc]
 
     def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
-        if self._load is None:
-            raise RuntimeError("start_weight_update() comes before weights are received")
+        assert self._load is not None, "start_weight_update() comes before weights are received"
         if isinstance(update_info, ChecksumInfo):
             self._load.confirm(update_info.checksums)
             return
@@ -95,8 +92,6 @@ class _Checked:
 
 
 class CheckedNcclWeightTransferEngine(_Checked, NCCLWeightTransferEngine):
-    """Receives by NCCL broadcast."""
-
     def shutdown(self) -> None:
         # vLLM drops the communicator, and NCCL keeps its memory of the GPU.
         if self.model_update_group is not None:

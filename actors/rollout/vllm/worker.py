@@ -1,8 +1,7 @@
 """The receiving end of staged weights in vLLM's worker processes, in vLLM's own weight-transfer interface.
 
-vLLM imports this module because its configuration names :class:`WorkerExtension`, before it makes a model; the import
-registers the engines and the loader, keeps the workers' stores to themselves, and lets a CPU serve gated DeltaNet, latent
-attention and routers with sigmoid scores.
+vLLM imports this module before it makes a model, because its configuration names :class:`WorkerExtension`; the import
+registers the engines and the loader and applies patches.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ BACKEND = "rl_backend"
 LOAD_FORMAT = "rl_backend"
 """Name under which vLLM finds :class:`ReaderFilesLoader`."""
 
+# By name: the engines of GPUs are imported only where they receive.
 _KINDS = {
     "nccl": "actors.rollout.vllm.streaming.CheckedNcclWeightTransferEngine",
     "cuda_ipc": "actors.rollout.vllm.streaming.CheckedIpcWeightTransferEngine",
@@ -61,8 +61,6 @@ _KINDS = {
 
 @dataclass
 class StagedInitInfo(WeightTransferInitInfo):
-    """Where the staging segment is."""
-
     path: str
     nbytes: int
 
@@ -91,8 +89,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
-        if self._buffer is None:
-            raise RuntimeError("init_transfer_engine() was not called: there is no staging segment")
+        assert self._buffer is not None, "init_transfer_engine() comes before"
         buffer, manifest = self._buffer, WeightManifest.model_validate_json(update_info.manifest)
         self.model.load_weights((info.name, read_tensor(buffer, info)) for info in manifest.tensors)
 
@@ -105,13 +102,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
 
 class SwitchingWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
-    """Hands everything to the engine that the last ``init_weight_transfer_engine`` message chose by its ``kind``.
-
-    vLLM fixes its transfer engine when it starts; a transport is chosen when weights are pushed.
-    """
+    """Hands everything to the engine that the last ``init_weight_transfer_engine`` message chose by its ``kind``."""
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = WeightTransferUpdateInfo
+    # vLLM fixes its transfer engine when it starts; a transport is chosen when weights are pushed.
     _active: WeightTransferEngine[Any, Any] | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> WeightTransferInitInfo:
@@ -144,18 +139,15 @@ class SwitchingWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo,
 
     @property
     def _engine(self) -> WeightTransferEngine[Any, Any]:
-        if self._active is None:
-            raise RuntimeError("init_weight_transfer_engine() comes before any weight update")
+        assert self._active is not None, "init_weight_transfer_engine() comes before any weight update"
         return self._active
 
 
 class ReaderFilesLoader(DefaultModelLoader):
-    """vLLM's loader of the files that :class:`HFReader` reads.
+    """vLLM's loader of the files that :class:`HFReader` reads."""
 
-    vLLM alone reads every ``*.safetensors`` file of a directory without an index, also those beside ``model.safetensors``,
-    and nothing but ``consolidated*.safetensors`` where there is one.
-    """
-
+    # vLLM alone reads every *.safetensors file of a directory without an index, also those beside model.safetensors, and
+    # nothing but consolidated*.safetensors where there is one.
     def _prepare_weights(self, model_name_or_path: str, *_: object, **__: object) -> tuple[str, list[str], bool]:
         return model_name_or_path, [str(file) for file in HFReader(model_name_or_path).files], True
 
@@ -168,11 +160,9 @@ class WorkerExtension:
 
     @cached_property
     def adapter_slots(self) -> AdapterSlots:
-        """The worker's adapters."""
         return AdapterSlots(self.model_runner)
 
     def keep_adapter(self, path: str, rank: int, tensors: Mapping[str, Tensor], digest: str) -> str:
-        """See :class:`~actors.rollout.vllm.adapters.AdapterSlots`, and so for the next three."""
         return self.adapter_slots.keep(path, rank, tensors, digest)
 
     def own_adapter(self, path: str) -> None:
@@ -185,7 +175,6 @@ class WorkerExtension:
         return self.adapter_slots.problem(path, number)
 
     def describe_parameters(self, checkpoint: Sequence[str]) -> EngineParameters:
-        """The model's parameters and what vLLM calls the tensors of a checkpoint."""
         model: torch.nn.Module = self.model_runner.get_model()
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         self.adapter_slots.learn_names(checkpoint)
@@ -196,7 +185,6 @@ class WorkerExtension:
         )
 
     def forget_staged(self) -> None:
-        """Drops the mapping of a staging segment."""
         self.weight_transfer_engine.shutdown()
 
     def state_dtypes(self) -> list[str]:
@@ -205,12 +193,12 @@ class WorkerExtension:
         return [name_of_dtype(each.kv_cache[1].dtype) for each in modules if isinstance(each, GatedDeltaNetAttention)]
 
     def moe_layers(self) -> list[int]:
-        """Numbers of the layers whose routers vLLM captures, as its capture finds them."""
         model: torch.nn.Module = self.model_runner.get_model()
         routed = (MoERunner, RoutedExpertsCaptureSource)
         return sorted({int(module.layer_id) for module in model.modules() if isinstance(module, routed)})
 
 
+# Once in a process, and before vLLM makes a model: layers keep the functions that they find.
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SwitchingWeightTransferEngine)
     register_model_loader(LOAD_FORMAT)(ReaderFilesLoader)

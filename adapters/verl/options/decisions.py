@@ -1,7 +1,6 @@
 """Decisions on single fields: verl's, and Megatron's in verl's ``override_`` dictionaries.
 
-``docs/reference/verl_fields.md`` lists every field and its effect. Tests compare that page with this table and with the
-classes of verl 0.9.1, so they fail with a version of verl that has another field.
+Tests compare this table with ``docs/reference/verl_fields.md`` and with the classes of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from rl_backend.runtime.bridge.config import NEEDS_TRANSFORMER_ENGINE
 
 ENGINE, OPTIMIZER, MODEL, CHECKPOINT = "McoreEngineConfig", "McoreOptimizerConfig", "HFModelConfig", "CheckpointConfig"
 """verl's configurations."""
+OURS = "RLBackendEngineConfig"
 LORA = f"{MODEL}.lora"
 TRANSFORMER = f"{ENGINE}.override_transformer_config"
 DDP = f"{ENGINE}.override_ddp_config"
 ADAM = f"{OPTIMIZER}.override_optimizer_config"
-"""Fields of Megatron's ``TransformerConfig``, ``DistributedDataParallelConfig`` and ``OptimizerConfig``."""
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
@@ -30,17 +29,18 @@ STAGE_FIELDS = (FIRST, LAST, EMBEDDING, LOSS, LAYOUT)
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision on one field.
-
-    Attributes:
-        accepts: the values that ask for nothing, verl's defaults among them.
-        reason: why others are refused; None where a runtime may honour them.
-        is_kernel: the value chooses among kernels of Megatron's with the same results, so the native runtime takes any.
+    """Attributes:
+    accepts: the values that ask for nothing, verl's default the first of them.
+    reason: why others are refused; None where a runtime may honour them.
+    is_kernel: the value chooses among kernels of Megatron's with the same results.
     """
 
     accepts: tuple[Any, ...] = ()
     reason: str | None = None
     is_kernel: bool = False
+
+    def takes(self, value: object) -> bool:
+        return any(same(value, each) for each in self.accepts)
 
 
 def _only(reason: str, *accepts: Any) -> Decision:
@@ -60,7 +60,9 @@ _KERNEL = Decision(is_kernel=True)
 _UNSET = Decision((0, None))
 
 DECISIONS: Mapping[str, Mapping[str, Decision]] = {
+    OURS: {"backend": _only("the runtimes of this package are native and bridge", "native", "bridge")},
     ENGINE: {
+        "dtype": _only("both runtimes train in bfloat16 or float32", "bfloat16", "float32"),
         "dynamic_context_parallel": _only(_ONE_SIZE, False),
         "max_seqlen_per_dp_cp_rank": _only(_ONE_SIZE, None),
         "use_distributed_optimizer": _only(f"{_SHARDED} over data parallelism", True),
@@ -88,6 +90,7 @@ DECISIONS: Mapping[str, Mapping[str, Decision]] = {
         "use_liger": _only("models are this package's own", False),
         "target_parameters": _only("adapters belong to linear layers; name those of experts in target_modules", None),
     },
+    f"{MODEL}.tiled_mlp": {"enabled": _only("models are this package's own", False)},
     f"{MODEL}.mtp": _fields(
         "enable enable_train enable_rollout",
         _only("multi-token prediction is not trained; saved models keep its layers unchanged", False),
@@ -144,14 +147,15 @@ DECISIONS: Mapping[str, Mapping[str, Decision]] = {
 
 
 def require_supported(where: str, config: Any) -> None:
-    """Checks the fields of one of verl's configurations; those that ``config`` lacks are unset.
+    """Checks the fields of one of verl's configurations, or of a dictionary in one; those that it lacks are unset.
 
     Raises:
         ConfigError: the first value that is refused.
     """
+    given = config if isinstance(config, Mapping) else vars(config)
     for name, decision in DECISIONS[where].items():
         unset = decision.accepts[0]
-        value = getattr(config, name, unset)
+        value = given.get(name, unset)
         if value not in decision.accepts:
             raise ConfigError.of(f"{where}.{name}", value, f"{decision.reason}; leave it at {unset!r}")
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from adapters.verl.options.decisions import LORA, MODEL, require_supported
@@ -19,7 +18,6 @@ from rl_backend.model import model_kept_prefixes
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig
 
-_TYPES = ("lora", "canonical_lora", "dora")
 _INITIAL = ("xavier", "normal", "kaiming", "zero")
 OPTIONS = (
     *("type", "rank", "alpha", "dropout", "dropout_position", "target_modules", "exclude_modules", "lora_A_init_method"),
@@ -33,22 +31,18 @@ _MEGATRON: Mapping[str, tuple[str, str]] = {
     "q_proj": ("linear_qkv", "linear_q"),
     "k_proj": ("linear_qkv", "linear_k"),
     "v_proj": ("linear_qkv", "linear_v"),
-    "o_proj": ("linear_proj", "linear_proj"),
-    "gate_proj": ("linear_fc1", "linear_fc1_gate"),
-    "up_proj": ("linear_fc1", "linear_fc1_up"),
-    "down_proj": ("linear_fc2", "linear_fc2"),
-    "w1": ("linear_fc1", "linear_fc1_gate"),
-    "w3": ("linear_fc1", "linear_fc1_up"),
-    "w2": ("linear_fc2", "linear_fc2"),
-    "dense": ("linear_proj", "linear_proj"),
+    **dict.fromkeys(("o_proj", "dense"), ("linear_proj", "linear_proj")),
+    **dict.fromkeys(("gate_proj", "w1"), ("linear_fc1", "linear_fc1_gate")),
+    **dict.fromkeys(("up_proj", "w3"), ("linear_fc1", "linear_fc1_up")),
     **dict.fromkeys(("fc1", "c_fc"), ("linear_fc1", "linear_fc1")),
-    **dict.fromkeys(("fc2", "c_proj"), ("linear_fc2", "linear_fc2")),
+    **dict.fromkeys(("down_proj", "w2", "fc2", "c_proj"), ("linear_fc2", "linear_fc2")),
     **dict.fromkeys(
         ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), ("in_proj", "in_proj")
     ),
     "out_proj": ("out_proj", "out_proj"),
 }
 """Last part of a Hugging Face name -> Megatron's fused layer, and the part of it that Bridge's CanonicalLoRA names."""
+# Latent attention has other names, and fuses nothing.
 _LATENT: Mapping[str, tuple[str, str]] = {
     "q_proj": ("linear_q_proj", "linear_q_proj"),
     "q_a_proj": ("linear_q_down_proj", "linear_q_down_proj"),
@@ -56,9 +50,8 @@ _LATENT: Mapping[str, tuple[str, str]] = {
     "kv_a_proj_with_mqa": ("linear_kv_down_proj", "linear_kv_down_proj"),
     "kv_b_proj": ("linear_kv_up_proj", "linear_kv_up_proj"),
 }
-"""Latent attention has other names, and fuses nothing."""
+# Routers, and indexers, which no gradient of a loss reaches.
 _NOT_ADAPTED = re.compile(r".*\.(gate|router|indexer\..+)")
-"""Routers, and indexers, which no gradient of a loss reaches."""
 
 _PLACES = (
     (re.compile(r"self_attn|linear_attn"), "self_attention"),
@@ -79,10 +72,7 @@ class TargetModules:
 
     Attributes:
         field: verl's field, for messages.
-        naming: how ``include`` names layers.
         include: names; empty takes every linear layer of attention and of feed-forward blocks, shared experts included.
-        naming_of_excluded: how ``exclude`` names layers.
-        exclude: names of layers without an adapter.
         experts: whether an empty ``include`` takes layers of experts too.
     """
 
@@ -105,11 +95,9 @@ class TargetModules:
         megatron = _megatron_names(modules)
         for target in self.include:
             if not any(_matches(target, self.naming, module, names) for module, names in megatron.items()):
-                ends = {_end(name) for module, names in megatron.items() for name in _of(self.naming, module, names)}
-                there_are = ", ".join(sorted(ends))
-                raise ConfigError.of(
-                    self.field, target, f"no linear layer of the model has this name; its names are {there_are}"
-                )
+                known = [names if self.naming == "megatron" else (module,) for module, names in megatron.items()]
+                ends = ", ".join(sorted({_end(name) for names in known for name in names}))
+                raise ConfigError.of(self.field, target, f"no linear layer of the model has this name; its names are {ends}")
         chosen = [module for module, names in megatron.items() if self._takes(module, names)]
         if not chosen:
             raise ConfigError.of(self.field, list(self.include), f"excluding {list(self.exclude)} leaves no layer to adapt")
@@ -126,10 +114,7 @@ class TargetModules:
 
 
 def _megatron_names(modules: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Module -> full names of Megatron's layer and of its part of that layer; none where Megatron has no such layer.
-
-    Layers are counted over the whole model, whatever the stages of a pipeline.
-    """
+    """Module -> full names of Megatron's layer and of its part of that layer; none where Megatron has no such layer."""
     has_latents = any(_end(module) == "kv_a_proj_with_mqa" for module in modules)
     ends = {**_MEGATRON, **_LATENT} if has_latents else _MEGATRON
     found: dict[str, tuple[str, ...]] = dict.fromkeys(modules, ())
@@ -137,6 +122,7 @@ def _megatron_names(modules: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
         parts = _IN_A_LAYER.fullmatch(module)
         place = parts and next((place for pattern, place in _PLACES if pattern.fullmatch(parts[2])), None)
         if parts and place and parts[3] in ends:
+            # Layers are counted over the whole model, whatever the stages of a pipeline.
             found[module] = tuple(f"decoder.layers.{parts[1]}.{place}.{name}" for name in ends[parts[3]])
     return found
 
@@ -148,10 +134,6 @@ def _matches(target: str, naming: Naming, module: str, megatron: Sequence[str]) 
         return re.fullmatch(target, module) is not None
     pattern = ".*".join(map(re.escape, target.split("*")))
     return any(_end(name) == target or re.fullmatch(pattern, name) for name in megatron)
-
-
-def _of(naming: Naming, module: str, megatron: Sequence[str]) -> Sequence[str]:
-    return megatron if naming == "megatron" else (module,)
 
 
 def _end(name: str) -> str:
@@ -177,12 +159,7 @@ class LoRASettings:
     adapter_path: str | None
 
     def for_model(self, hf_path: Path | str) -> LoRAConfig:
-        """The tenant's configuration for the model of a directory. Reads headers of its files.
-
-        Raises:
-            ConfigError: a module that this model does not have.
-            CheckpointError: no model.
-        """
+        """The tenant's configuration for the model of a directory, from the headers of its files."""
         reader = HFReader(hf_path)
         kept = model_kept_prefixes(reader.config)
         modules = [
@@ -205,59 +182,54 @@ class LoRASettings:
 
 
 def lora_settings(model: HFModelConfig, *, dtype: str, seed: int) -> LoRASettings | None:
-    """None where every weight is trained.
-
-    As verl's trainers and rollouts do, ``lora.rank`` is read first, and ``lora_rank`` where that is 0.
-
-    Args:
-        dtype: of the engine.
-
-    Raises:
-        ConfigError: an option that cannot be honoured.
-    """
+    """The adapter of an engine of this dtype; None where every weight is trained."""
     options = dict(model.lora or {})
+    # As in verl's trainers and rollouts lora_rank is read where this is 0.
     rank = options.get("rank", 0)
+    if rank > 0 and model.lora_rank not in (0, rank):
+        raise ConfigError.of(f"{MODEL}.lora_rank", model.lora_rank, f"lora.rank={rank} is read; leave this one at 0")
+    adapter_path = _adapter_path(model, options)
     if rank > 0:
-        if model.lora_rank not in (0, rank):
-            raise ConfigError.of(f"{MODEL}.lora_rank", model.lora_rank, f"lora.rank={rank} is read; leave this one at 0")
-        return _megatron_settings(model, options, dtype, seed)
-    if model.lora_rank > 0:
-        return _peft_settings(model, options, seed)
-    for name, value in (("lora.adapter_path", options.get("adapter_path")), ("lora_adapter_path", model.lora_adapter_path)):
-        if value:
+        return _megatron_settings(options, adapter_path, dtype, seed)
+    return _peft_settings(model, options, adapter_path, seed) if model.lora_rank > 0 else None
+
+
+def _adapter_path(model: HFModelConfig, options: Mapping[str, Any]) -> str | None:
+    """Where the first adapter comes from: either field with Megatron's rank, ``lora_adapter_path`` with peft's."""
+    named = {"lora.adapter_path": options.get("adapter_path"), "lora_adapter_path": model.lora_adapter_path}
+    given = {name: value for name, value in named.items() if value}
+    read = named if options.get("rank", 0) > 0 else ("lora_adapter_path",) if model.lora_rank > 0 else ()
+    for name, value in given.items():
+        if len(given) > 1 or name not in read or not (Path(value) / CONFIG_FILE).is_file():
             raise ConfigError.of(
-                f"{MODEL}.{name}", value, "needs the adapter's rank and alpha; set lora.rank and lora.alpha"
+                f"{MODEL}.{name}",
+                value,
+                f"expected one directory in peft's format, which has {CONFIG_FILE} (Megatron's own format is not read), and "
+                "the adapter's rank and alpha: lora.rank and lora.alpha, or lora_rank and lora_alpha for lora_adapter_path",
             )
+        return str(value)
     return None
 
 
-def _megatron_settings(model: HFModelConfig, options: Mapping[str, Any], dtype: str, seed: int) -> LoRASettings:
+def _megatron_settings(options: Mapping[str, Any], adapter_path: str | None, dtype: str, seed: int) -> LoRASettings:
+    require_supported(LORA, options)
+    is_dora = options.get("type") == "dora"
+    expected: dict[str, Sequence[Any]] = {
+        "type": ("lora", "canonical_lora", "dora"),
+        "lora_A_init_method": _INITIAL,
+        # Magnitudes of DoRA start as those of the frozen weights, so its first change must be none.
+        "lora_B_init_method": ("zero",) if is_dora else _INITIAL,
+        "dtype": (None, dtype, f"torch.{dtype}"),
+    }
     for name, value in options.items():
-        if name not in OPTIONS:
-            raise ConfigError.of(f"{LORA}.{name}", value, f"verl has no such option; expected one of {', '.join(OPTIONS)}")
-    require_supported(LORA, SimpleNamespace(**options))
-    for name, expected in (
-        ("type", _TYPES),
-        ("lora_A_init_method", _INITIAL),
-        ("lora_B_init_method", _INITIAL),
-        ("dtype", (None, dtype, f"torch.{dtype}")),
-    ):
-        value = options.get(name, expected[0])
-        if value not in expected:
-            raise ConfigError.of(f"{LORA}.{name}", value, f"expected one of {', '.join(map(repr, expected))}")
-    if model.lora_adapter_path and options.get("adapter_path"):
-        raise ConfigError.of(f"{MODEL}.lora_adapter_path", model.lora_adapter_path, "lora.adapter_path is set too; keep one")
+        allowed = expected.get(name, (value,)) if name in OPTIONS else ()
+        if value not in allowed:
+            problem = f"expected one of {allowed}" if allowed else f"verl's options are {', '.join(OPTIONS)}"
+            raise ConfigError.of(f"{LORA}.{name}", value, problem)
     include, exclude = (_names_of(f"{LORA}.{name}", options.get(name)) for name in ("target_modules", "exclude_modules"))
     if include and exclude:
         raise ConfigError.of(
             f"{LORA}.exclude_modules", list(exclude), "read with an empty target_modules only, as in Megatron"
-        )
-    is_dora = options.get("type") == "dora"
-    if is_dora and options.get("lora_B_init_method", "zero") != "zero":
-        raise ConfigError.of(
-            f"{LORA}.lora_B_init_method",
-            options["lora_B_init_method"],
-            "with type dora magnitudes start as those of the frozen weights; leave it at 'zero'",
         )
     return LoRASettings(
         LoRAConfig(
@@ -270,16 +242,11 @@ def _megatron_settings(model: HFModelConfig, options: Mapping[str, Any], dtype: 
         TargetModules(f"{LORA}.target_modules", "megatron", include, "megatron", exclude),
         (options.get("lora_A_init_method", "xavier"), options.get("lora_B_init_method", "zero")),
         bool(options.get("merge", False)),
-        _adapter_directory("lora.adapter_path", options.get("adapter_path"))
-        or _adapter_directory("lora_adapter_path", model.lora_adapter_path),
+        adapter_path,
     )
 
 
-def _peft_settings(model: HFModelConfig, options: Mapping[str, Any], seed: int) -> LoRASettings:
-    if options.get("adapter_path"):
-        raise ConfigError.of(
-            f"{LORA}.adapter_path", options["adapter_path"], "read with lora.rank only; set lora_adapter_path"
-        )
+def _peft_settings(model: HFModelConfig, options: Mapping[str, Any], adapter_path: str | None, seed: int) -> LoRASettings:
     targets, every = model.target_modules, "all-linear"
     include_naming, include = ("peft", ()) if targets in (every, None) else _expression("target_modules", targets)
     exclude_naming, exclude = _expression("exclude_modules", model.exclude_modules)
@@ -288,21 +255,15 @@ def _peft_settings(model: HFModelConfig, options: Mapping[str, Any], seed: int) 
         TargetModules(f"{MODEL}.target_modules", include_naming, include, exclude_naming, exclude, experts=False),
         ("kaiming", "zero"),
         bool(options.get("merge", False)),
-        _adapter_directory("lora_adapter_path", model.lora_adapter_path),
+        adapter_path,
     )
 
 
 def _expression(field: str, value: Any) -> tuple[Naming, tuple[str, ...]]:
-    """Reads peft's list of names, or its regular expression."""
     if not isinstance(value, str):
         return "peft", _names_of(f"{MODEL}.{field}", value)
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ConfigError.of(
-            f"{MODEL}.{field}", value, f"not a regular expression ({error}); for names, give a list"
-        ) from error
-    return "expression", (value,)
+    # One that is no expression fails here, on every rank, before the model is loaded.
+    return "expression", (re.compile(value).pattern,)
 
 
 def _names_of(field: str, value: Any) -> tuple[str, ...]:
@@ -311,15 +272,3 @@ def _names_of(field: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
         raise ConfigError.of(field, value, "expected a list of names")
     return tuple(value)
-
-
-def _adapter_directory(field: str, value: str | None) -> str | None:
-    if not value:
-        return None
-    if not (Path(value) / CONFIG_FILE).is_file():
-        raise ConfigError.of(
-            f"{MODEL}.{field}",
-            value,
-            f"not a directory in peft's format, which has {CONFIG_FILE}; Megatron's own format is not read",
-        )
-    return str(value)

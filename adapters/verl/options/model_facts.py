@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# Model types: gated DeltaNet in most layers and gated attention in the others; routers, attention or experts of no other
+# family; latent attention, with the routers of GLM-4.5; and all that have nothing of _ABSENT apart from that.
 _HYBRIDS = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
-"""Model types with gated DeltaNet in most layers and gated attention in the others."""
 _ROUTED = frozenset({"glm4_moe", "gpt_oss", "minimax_m2"})
-"""Model types with routers, or with attention and experts, that have parts of no other family."""
 _LATENT = frozenset({"deepseek_v3", "glm4_moe_lite", "kimi_k2"})
-"""Model types with latent attention, and routers as GLM-4.5 has them."""
 _FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", *_HYBRIDS, *_ROUTED, *_LATENT})
-"""Model types that have nothing of ``_ABSENT``, apart from the sets above."""
 
 
 def _each(names: str, value: Any) -> dict[str, Any]:
@@ -38,7 +36,6 @@ _ABSENT: Mapping[str, Any] = {
     "moe_router_score_function": "softmax",
     "softmax_type": "vanilla",
 }
-_OF_DTYPE = ("bf16", "fp16", "params_dtype")
 DECIDED = frozenset(
     _each(
         """activation_func add_bias_linear add_qkv_bias ffn_hidden_size gated_linear_unit hidden_size kv_channels
@@ -46,7 +43,7 @@ DECIDED = frozenset(
         num_layers num_moe_experts num_query_groups qk_layernorm window_size""",
         None,
     )
-).union(_ABSENT, _OF_DTYPE)
+).union(_ABSENT, ("bf16", "fp16", "params_dtype"))
 """Fields that ``config.json`` and the dtype decide, so that Megatron's default says nothing about them."""
 
 
@@ -56,23 +53,21 @@ class ModelFacts:
 
     Attributes:
         model_type: of ``config.json``, or of the language model in one that nests it.
-        num_layers: None where ``config.json`` does not say.
-        has_experts: whether there are routers.
+        num_layers: 0 where ``config.json`` does not say.
         decided: field of ``DECIDED`` -> its value here; without fields whose value is unknown for this family.
     """
 
     model_type: str | None
-    num_layers: int | None
+    num_layers: int
     has_experts: bool
     decided: Mapping[str, Any] = field(default_factory=dict)
 
 
 def model_facts(hf_config: Any, *, has_experts: bool, dtype: str) -> ModelFacts:
-    """Reads transformers' configuration and verl's ``dtype``."""
     hf_config = text_config(hf_config)
     return ModelFacts(
         getattr(hf_config, "model_type", None),
-        getattr(hf_config, "num_hidden_layers", None),
+        getattr(hf_config, "num_hidden_layers", 0),
         has_experts,
         {
             "bf16": dtype == "bfloat16",
@@ -90,7 +85,6 @@ def text_config(hf_config: Any) -> Any:
 
 
 def has_experts(hf_config: Any) -> bool:
-    """Whether ``config.json`` gives a number of experts."""
     return _num_experts(text_config(hf_config)) is not None
 
 
@@ -120,8 +114,8 @@ def _sizes(config: Any, has_experts: bool) -> dict[str, Any]:
 
 
 def _head_size(config: Any) -> int | None:
-    """None in latent attention, where keys and values have different sizes, which Megatron reads elsewhere."""
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    # Keys and values of latent attention have different sizes, which Megatron reads elsewhere.
     if getattr(config, "model_type", None) in _LATENT:
         return None
     return getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
@@ -156,7 +150,6 @@ def _structure(config: Any, has_experts: bool) -> dict[str, Any]:
 
 
 def _of_hybrid(config: Any) -> dict[str, Any]:
-    """Fields of gated DeltaNet; no shared expert where there are no experts."""
     types = list(getattr(config, "layer_types", None) or ())
     first = types.index("full_attention") + 1 if "full_attention" in types else len(types) + 1
     pattern = ["linear_attention" if (layer + 1) % first else "full_attention" for layer in range(len(types))]
@@ -173,7 +166,7 @@ def _of_hybrid(config: Any) -> dict[str, Any]:
 
 
 def _of_latent(config: Any, has_experts: bool) -> dict[str, Any]:
-    """Fields of latent attention, as in DeepSeek-V3, and of its routers. Its norms are those of latents."""
+    # Its norms are those of latents.
     found: dict[str, Any] = {"multi_latent_attention": True, "qk_layernorm": True, "window_size": None}
     if not getattr(config, "attention_bias", False):
         found |= {"add_bias_linear": False, "add_qkv_bias": False}
@@ -191,7 +184,7 @@ def _of_latent(config: Any, has_experts: bool) -> dict[str, Any]:
 
 
 def _grouped(config: Any) -> dict[str, Any]:
-    """Fields of a router that chooses within groups, and of shared experts."""
+    """Of a router that chooses within groups, and of shared experts."""
     return {
         "moe_router_num_groups": config.n_group,
         "moe_router_group_topk": config.topk_group,
@@ -201,7 +194,6 @@ def _grouped(config: Any) -> dict[str, Any]:
 
 
 def _of_routed(config: Any) -> dict[str, Any]:
-    """Fields of GLM-4.5, gpt-oss and MiniMax-M2, and of their routers."""
     sigmoid = {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False, "add_bias_linear": False}
     match config.model_type:
         case "glm4_moe":

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from adapters.verl.options.decisions import ADAM, CHECKPOINT, DDP, ENGINE, MODEL, OPTIMIZER, TRANSFORMER, require_supported
+from adapters.verl.options.decisions import (
+    ADAM,
+    CHECKPOINT,
+    DDP,
+    ENGINE,
+    MODEL,
+    OPTIMIZER,
+    OURS,
+    TRANSFORMER,
+    require_supported,
+)
 from adapters.verl.options.lora import LoRASettings, lora_settings
 from adapters.verl.options.megatron import bridge_options, native_options, optimizer_on_host
 from adapters.verl.options.model_facts import has_experts, model_facts
@@ -23,8 +32,6 @@ type RouterReplayMode = Literal["disabled", "R2", "R3"]
 STATE = frozenset({"model", "optimizer", "extra"})
 """verl's names for weights, optimizer with schedules, and random state; a checkpoint's last two need its first."""
 
-_BACKENDS = ("native", "bridge")
-_OURS = "RLBackendEngineConfig"
 _HEADS: Mapping[str, Head] = {"language_model": "log_probs", "value_model": "values"}
 # verl splits a batch into micro-batches, by max_token_len_per_gpu or micro_batch_size_per_gpu of each call.
 _NO_LIMIT = 2**31 - 1
@@ -55,13 +62,11 @@ class EngineSettings:
     """An engine's construction, without verl's objects.
 
     Attributes:
-        runtime: for ``create_runtime``. Its optimizer is the default one: verl knows ``total_training_steps`` only when
+        runtime: for ``create_runtime``, with the default optimizer: verl knows ``total_training_steps`` only when
             ``initialize`` is called, where ``build_model`` takes :func:`optimizer_settings`.
-        head: for ``build_model``.
-        forward_only: for ``build_model``.
-        param_offload: parameters are on the host outside ``train_mode`` and ``eval_mode``.
-        grad_offload: so are gradients.
-        optimizer_offload: so is the optimizer's state outside ``train_mode``.
+        head: for ``build_model``, as ``forward_only``.
+        param_offload: parameters and gradients are on the host outside ``train_mode`` and ``eval_mode``.
+        optimizer_offload: the optimizer's state is on the host outside ``train_mode``.
         full_determinism: call verl's ``enable_full_determinism(runtime.seed)`` before the runtime is made.
         router_replay: which routes are replayed, in which pass.
         save_contents: what ``save_checkpoint`` writes, of ``model``, ``optimizer``, ``extra`` and ``hf_model``.
@@ -73,7 +78,6 @@ class EngineSettings:
     head: Head
     forward_only: bool
     param_offload: bool
-    grad_offload: bool
     optimizer_offload: bool
     full_determinism: bool
     router_replay: RouterReplayMode
@@ -102,7 +106,9 @@ def engine_settings(
     """
     require_engine_config(engine_config)
     _require_model_config(model_config)
-    optimizer = None if engine_config.forward_only else _require_optimizer_config(optimizer_config)
+    optimizer = None if engine_config.forward_only else optimizer_config
+    if not engine_config.forward_only:
+        _require_optimizer_config(optimizer_config)
     lora = lora_settings(model_config, dtype=engine_config.dtype, seed=engine_config.seed)
     if checkpoint_config is not None:
         _require_checkpoint_config(checkpoint_config, lora, sharded=engine_config.use_dist_checkpointing)
@@ -110,12 +116,13 @@ def engine_settings(
     replay = engine_config.router_replay.mode
     if replay != "disabled" and not has_experts(model_config.hf_config):
         raise ConfigError.of(f"{ENGINE}.router_replay.mode", replay, "this model has no experts; set 'disabled'")
-    if model_type not in _HEADS:
-        raise ConfigError.of("model_type", model_type, f"expected one of {', '.join(map(repr, _HEADS))}")
+    first_weights = (
+        engine_config.dist_checkpointing_path if engine_config.use_dist_checkpointing else model_config.local_path
+    )
     return EngineSettings(
         runtime=RuntimeConfig(
             backend=_backend(engine_config),
-            hf_path=_first_weights(model_config, engine_config),
+            hf_path=str(first_weights),
             seed=engine_config.seed,
             max_tokens_per_micro_batch=_NO_LIMIT,
             backend_cfg=_backend_options(model_config, engine_config, optimizer),
@@ -123,7 +130,6 @@ def engine_settings(
         head=_HEADS[model_type],
         forward_only=engine_config.forward_only,
         param_offload=engine_config.param_offload,
-        grad_offload=engine_config.param_offload,
         optimizer_offload=engine_config.optimizer_offload or on_host,
         full_determinism=engine_config.full_determinism,
         router_replay=replay,
@@ -134,11 +140,7 @@ def engine_settings(
 
 
 def optimizer_settings(config: McoreOptimizerConfig) -> OptimizerConfig:
-    """verl's optimizer and schedule, once ``total_training_steps`` is set.
-
-    Raises:
-        ConfigError: values that cannot be honoured.
-    """
+    """verl's optimizer and schedule, once ``total_training_steps`` is set."""
     decay_steps = config.total_training_steps if config.lr_decay_steps is None else config.lr_decay_steps
     # As verl: 0 and negative values delegate to the ratio, and the ratio is of the decay, not of the training.
     warmup_steps = config.lr_warmup_steps or 0
@@ -169,67 +171,46 @@ def optimizer_settings(config: McoreOptimizerConfig) -> OptimizerConfig:
 
 
 def require_engine_config(config: McoreEngineConfig) -> None:
-    """Checks what this configuration alone decides, so that it can be refused before workers start.
-
-    Raises:
-        ConfigError: a value that cannot be honoured.
-    """
+    """Raises :class:`ConfigError` for what this configuration alone decides, before workers start."""
+    require_supported(OURS, config)
     require_supported(ENGINE, config)
     require_supported(f"{ENGINE}.router_replay", config.router_replay)
     require_supported(f"{ENGINE}.qat", config.qat)
-    backend, options = _backend(config), getattr(config, "backend_options", {})
-    if config.use_megatron_fsdp and backend != "native":
+    if config.use_megatron_fsdp and _backend(config) == "bridge":
         raise ConfigError.of(
             f"{ENGINE}.use_megatron_fsdp",
             True,
             "backend=bridge keeps parameters whole; set backend=native, which shards them, or leave it at False",
         )
-    if config.dtype not in ("bfloat16", "float32"):
-        raise ConfigError.of(f"{ENGINE}.dtype", config.dtype, "expected 'bfloat16' or 'float32'")
-    if backend not in _BACKENDS:
-        raise ConfigError.of(f"{_OURS}.backend", backend, f"expected one of {', '.join(map(repr, _BACKENDS))}")
-    if not isinstance(options, Mapping):
-        raise ConfigError.of(f"{_OURS}.backend_options", options, "expected a dictionary of the backend's fields")
 
 
 def require_contents(field: str, contents: frozenset[str], *, sharded: bool) -> None:
-    """Checks the parts that a checkpoint is to have.
+    """Raises :class:`ConfigError` for parts of a checkpoint that cannot be restored, or that verl does not know.
 
-    Raises:
-        ConfigError: parts that cannot be restored, or that verl does not know.
+    Args:
+        sharded: verl's ``use_dist_checkpointing``: ``model`` is in the training state alone.
     """
-    state, name = contents & STATE, f"checkpoint.{field}"
-    if contents - STATE - {"hf_model"}:
-        raise ConfigError.of(name, sorted(contents), f"expected {sorted(STATE)} and 'hf_model'")
-    if state and state != STATE and (sharded or state != {"model"}):
-        alone = "'hf_model'" if sharded else "'model' or 'hf_model'"
-        raise ConfigError.of(
-            name,
-            sorted(contents),
-            f"{sorted(STATE)} are one training state, restored together; name all three, or {alone} alone for weights",
-        )
+    alone: tuple[frozenset[str], ...] = (frozenset(), STATE) if sharded else (frozenset(), STATE, frozenset({"model"}))
+    if contents - {"hf_model"} not in alone:
+        names = "'hf_model'" if sharded else "'model' or 'hf_model'"
+        problem = f"expected {sorted(STATE)}, which are one training state, restored together, or {names} alone for weights"
+        raise ConfigError.of(f"checkpoint.{field}", sorted(contents), problem)
 
 
 def _require_model_config(config: HFModelConfig) -> None:
     require_supported(MODEL, config)
     require_supported(f"{MODEL}.mtp", config.mtp)
+    require_supported(f"{MODEL}.tiled_mlp", config.tiled_mlp or {})
     if config.hf_config_path not in (None, config.path):
-        raise ConfigError.of(
-            f"{MODEL}.hf_config_path", config.hf_config_path, "config.json of path is read; leave it at null, or at path"
-        )
-    if (config.tiled_mlp or {}).get("enabled"):
-        problem = "models are this package's own; leave it at False"
-        raise ConfigError.of(f"{MODEL}.tiled_mlp.enabled", config.tiled_mlp["enabled"], problem)
+        problem = "config.json of path is read; leave it at null, or at path"
+        raise ConfigError.of(f"{MODEL}.hf_config_path", config.hf_config_path, problem)
 
 
-def _require_optimizer_config(config: McoreOptimizerConfig | None) -> McoreOptimizerConfig:
-    if config is None:
-        raise ConfigError.of("optimizer_config", None, f"expected {OPTIMIZER}, or {ENGINE}.forward_only=True")
+def _require_optimizer_config(config: McoreOptimizerConfig | None) -> None:
     if not hasattr(config, "lr_decay_style"):
-        problem = f"expected {OPTIMIZER}: choose verl's configuration optim=megatron"
+        problem = f"expected {OPTIMIZER} for a model that is trained: choose verl's configuration optim=megatron"
         raise ConfigError.of("optimizer_config", type(config).__name__, problem)
     require_supported(OPTIMIZER, config)
-    return config
 
 
 def _require_checkpoint_config(config: CheckpointConfig, lora: LoRASettings | None, *, sharded: bool) -> None:
@@ -237,35 +218,15 @@ def _require_checkpoint_config(config: CheckpointConfig, lora: LoRASettings | No
     for name in ("save_contents", "load_contents"):
         require_contents(name, frozenset(getattr(config, name)), sharded=sharded)
     if getattr(config, "save_lora_only", False) and (lora is None or "hf_model" in config.save_contents):
-        problem = (
-            "hf_model in save_contents is the merged model; remove one" if lora else "there is no LoRA; leave it at False"
-        )
+        problem = "hf_model in save_contents is the merged model" if lora else "there is no LoRA; leave it at False"
         raise ConfigError.of(f"{CHECKPOINT}.save_lora_only", True, problem)
     if lora is not None and set(config.load_contents) == {"hf_model"}:
-        raise ConfigError.of(
-            "checkpoint.load_contents",
-            list(config.load_contents),
-            "an adapter cannot be read from the merged model; name 'model' for the adapter alone, or the training state",
-        )
-
-
-def _first_weights(model: HFModelConfig, engine: McoreEngineConfig) -> str:
-    """The directory that the first weights come from."""
-    if not engine.use_dist_checkpointing:
-        return str(model.local_path)
-    path = engine.dist_checkpointing_path
-    if not path or not (Path(path) / "config.json").is_file():
-        raise ConfigError.of(
-            f"{ENGINE}.dist_checkpointing_path",
-            path,
-            "with use_dist_checkpointing first weights come from it, and it must be a Hugging Face directory, with "
-            "config.json; convert a distributed checkpoint of Megatron, or set use_dist_checkpointing=False to start from "
-            "model.path",
-        )
-    return str(path)
+        problem = "an adapter cannot be read from the merged model; name 'model' for the adapter, or the training state"
+        raise ConfigError.of("checkpoint.load_contents", list(config.load_contents), problem)
 
 
 def _backend(engine: McoreEngineConfig) -> str:
+    # verl's own class has no such field.
     return str(getattr(engine, "backend", "native"))
 
 
@@ -275,34 +236,22 @@ def _backend_options(
     """Fields of ``NativeConfig`` or ``BridgeConfig``, without the optimizer."""
     from verl.utils.device import get_device_name
 
-    backend, chosen = _backend(engine), dict(getattr(engine, "backend_options", {}))
-
-    def require_not_chosen(names: Mapping[str, Any], decided_by: str) -> None:
-        for name in [name for name in names if name in chosen]:
-            raise ConfigError.of(f"{_OURS}.backend_options[{name!r}]", chosen[name], f"decided by {decided_by}")
-
-    for name, decided_by in _DECIDED_BY.items():
-        require_not_chosen({name: None}, decided_by)
     parallel = _parallel_config(model, engine)
-    # verl's platform decides the device, whatever else this machine has.
-    options = {"parallel": parallel, "param_dtype": engine.dtype, "device": get_device_name(), **chosen}
-    if engine.entropy_from_logits_with_chunking:
-        chunk = {"log_prob_chunk_tokens": engine.entropy_from_logits_chunk_size}
-        require_not_chosen(chunk, "entropy_from_logits_chunk_size, because entropy_from_logits_with_chunking is set")
-        options |= chunk
     recompute, transformer = _transformer_overrides(model, engine)
+    of_optimizer = (optimizer.override_optimizer_config if optimizer else None) or {}
     given = {
         TRANSFORMER: transformer,
         DDP: engine.override_ddp_config or {},
-        ADAM: {
-            name: value
-            for name, value in ((optimizer.override_optimizer_config if optimizer else None) or {}).items()
-            if name not in OF_ADAM
-        },
+        ADAM: {name: value for name, value in of_optimizer.items() if name not in OF_ADAM},
     }
     facts = model_facts(model.hf_config, has_experts=has_experts(model.hf_config), dtype=engine.dtype)
+    chosen = dict(getattr(engine, "backend_options", {}))
+    # verl's platform decides the device, whatever else this machine has.
+    options = {"parallel": parallel, "param_dtype": engine.dtype, "device": get_device_name(), **chosen}
+    if engine.entropy_from_logits_with_chunking:
+        options["log_prob_chunk_tokens"] = engine.entropy_from_logits_chunk_size
     translated: dict[str, Any]
-    if backend == "bridge":
+    if _backend(engine) == "bridge":
         on_cpu = (get_device_name() if options["device"] == "auto" else options["device"]) == "cpu"
         has_kernels = not on_cpu and importlib.util.find_spec("transformer_engine") is not None
         translated = bridge_options(given, facts, parallel, transformer_engine=has_kernels)
@@ -312,18 +261,24 @@ def _backend_options(
     else:
         translated = native_options(given, facts, parallel)
         translated["activation_checkpointing"] = _native_checkpointing(recompute)
-    require_not_chosen(translated, "override_transformer_config too")
+    decided_by = {**dict.fromkeys(translated, "override_transformer_config too"), **_DECIDED_BY}
+    if engine.entropy_from_logits_with_chunking:
+        decided_by["log_prob_chunk_tokens"] = "entropy_from_logits_chunk_size"
+    _require_not_decided(chosen, decided_by)
     return options | translated
 
 
+def _require_not_decided(chosen: Iterable[str], decided_by: Mapping[str, str]) -> None:
+    twice = {name: decided_by[name] for name in chosen if name in decided_by}
+    if twice:
+        problem = "; ".join(f"{name!r} is decided by {field}" for name, field in twice.items())
+        raise ConfigError(f"{OURS}.backend_options: {problem}; remove it")
+
+
 def _parallel_config(model: HFModelConfig, engine: McoreEngineConfig) -> ParallelConfig:
-    """The layout; verl's null for expert tensor parallelism is that of the rest of the model."""
     tp = engine.tensor_model_parallel_size
     if tp > 1 and not engine.sequence_parallel:
         raise ConfigError.of(f"{ENGINE}.sequence_parallel", False, f"always on with tensor_model_parallel_size={tp}")
-    if engine.context_parallel_size > 1 and _backend(engine) == "bridge":
-        problem = "backend=bridge has no context parallelism; set backend=native, or 1"
-        raise ConfigError.of(f"{ENGINE}.context_parallel_size", engine.context_parallel_size, problem)
     vpp, etp = engine.virtual_pipeline_model_parallel_size, engine.expert_tensor_parallel_size
     return ParallelConfig(
         tp=tp,
@@ -331,6 +286,7 @@ def _parallel_config(model: HFModelConfig, engine: McoreEngineConfig) -> Paralle
         vpp=1 if vpp is None else vpp,
         cp=engine.context_parallel_size,
         ep=engine.expert_model_parallel_size,
+        # verl's null for experts is the tensor parallelism of the rest of the model.
         etp=(tp if has_experts(model.hf_config) else 1) if etp is None else etp,
     )
 
@@ -345,23 +301,17 @@ def _transformer_overrides(model: HFModelConfig, engine: McoreEngineConfig) -> t
     granularity = recompute.get("recompute_granularity")
     if granularity == "selective" and given.get("recompute_modules") is not None:
         recompute["recompute_modules"] = given["recompute_modules"]
-    if granularity is None:
-        for name, value in recompute.items():
-            raise ConfigError.of(f"{TRANSFORMER}[{name!r}]", value, "read with recompute_granularity only; set it too")
-        if model.enable_gradient_checkpointing:
-            recompute = dict(_EVERY_LAYER)
+    if recompute and granularity is None:
+        problem = f"{', '.join(recompute)} read with recompute_granularity only; set it too"
+        raise ConfigError(f"{TRANSFORMER}: {problem}")
+    if not recompute and model.enable_gradient_checkpointing:
+        recompute = dict(_EVERY_LAYER)
     return recompute, others
 
 
 def _native_checkpointing(recompute: Mapping[str, Any]) -> str:
-    if not recompute:
-        return "none"
-    for name, value in recompute.items():
-        if value != _EVERY_LAYER.get(name):
-            raise ConfigError.of(
-                f"{TRANSFORMER}[{name!r}]",
-                value,
-                "backend=native recomputes each layer by itself: recompute_granularity=full, recompute_method=uniform, "
-                "recompute_num_layers=1; set these, or backend=bridge",
-            )
-    return "full"
+    if any(value != _EVERY_LAYER.get(name) for name, value in recompute.items()):
+        expected = ", ".join(f"{name}={value}" for name, value in _EVERY_LAYER.items())
+        problem = f"backend=native recomputes each layer by itself: {expected}; set these, or backend=bridge"
+        raise ConfigError.of(TRANSFORMER, dict(recompute), problem)
+    return "full" if recompute else "none"

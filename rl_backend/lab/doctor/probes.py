@@ -60,7 +60,7 @@ class TorchProbe(Probe):
     TRIES = "importing torch (about 5 s)"
     SCRIPT = """
 import json, logging, torch
-from rl_backend.primitive.adapted_layers import rows_are_exact
+from rl_backend.primitive.adapters import rows_are_exact
 logging.disable()
 dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 inexact = [name for name, dtype in dtypes.items() if not rows_are_exact(dtype, torch.device("cpu"))]

@@ -18,7 +18,7 @@ from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAKind
 from rl_backend.data import pack_plan
 from rl_backend.lab.parity.config import ParityConfig, ParitySide, make_sequences, plan_batch, start_of
 from rl_backend.lab.parity.record import RankRecord, package_versions
-from rl_backend.runtime.module_outputs import record_outputs
+from rl_backend.runtime.recording import record_outputs
 
 
 def add_peft_adapter(

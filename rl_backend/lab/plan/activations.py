@@ -20,8 +20,8 @@ from rl_backend.model import ModelInput
 from rl_backend.parallel.fake_groups import META
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.pipeline import Action, Kind
-from rl_backend.primitive.adapter_runs import AdapterRun
-from rl_backend.primitive.deferred import put_off_weight_gradients
+from rl_backend.primitive.adapters import AdapterRun
+from rl_backend.primitive.backward import put_off_weight_gradients
 from rl_backend.runtime.native.forward_backward import RankBatch, lay_out
 
 

@@ -28,7 +28,7 @@ from rl_backend.parallel.fake_groups import META, fake_rank
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.pipeline import Action, Kind, make_schedule
 from rl_backend.primitive.float32 import round_parameters
-from rl_backend.primitive.tiles import logits_chunk_bytes
+from rl_backend.primitive.log_prob import logits_chunk_bytes
 from rl_backend.runtime.export_stream import plan_buckets
 from rl_backend.runtime.native.adapters import held_modules
 from rl_backend.runtime.native.build import build_module

@@ -15,8 +15,7 @@ from rl_backend.parallel.expert import AllToAllDispatcher
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel, distribute_experts
 from rl_backend.primitive.activation import sigmoid
-from rl_backend.primitive.adapted_experts import TokenShare
-from rl_backend.primitive.experts import ClampedExperts, Experts, SwiGLUExperts
+from rl_backend.primitive.experts import ClampedExperts, Experts, SwiGLUExperts, TokenShare
 from rl_backend.primitive.router import Router, RouterLossCoefficients, RouterSettings, Routing, with_router_losses
 
 

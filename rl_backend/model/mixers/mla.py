@@ -18,9 +18,9 @@ from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import gather_keys
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
-from rl_backend.primitive.adapter_runs import runs_at_work
-from rl_backend.primitive.added_loss import with_added_loss
+from rl_backend.primitive.adapters import runs_at_work
 from rl_backend.primitive.attention import Segments, packed_attention
+from rl_backend.primitive.backward import with_added_loss
 from rl_backend.primitive.norm import NormSpec, RMSNorm
 from rl_backend.primitive.rope import Rotary, apply_rotary
 from rl_backend.primitive.sparse_attention import IndexTerms, choose_keys, indexer_loss, sparse_attention

@@ -17,8 +17,7 @@ from rl_backend.model.options import DecoderOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import chunk
 from rl_backend.parallel.tensor import LinearPart
-from rl_backend.primitive.adapted_layers import adapted_embedding, adapted_linear
-from rl_backend.primitive.adapter_runs import adapters_at_work, runs_at_work, runs_of_share
+from rl_backend.primitive.adapters import adapted_embedding, adapted_linear, adapters_at_work, runs_at_work, runs_of_share
 from rl_backend.primitive.experts import ClampedExperts, SwiGLUExperts
 from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE, Adaptable, SumGroups
 
@@ -51,7 +50,6 @@ def adaptable_modules(
 
     Args:
         modules: the stages of this rank.
-        options: ``NativeConfig.model_cfg``.
     """
     held = held_modules(modules.values(), weight_names, groups)
     etp = groups.ep_mesh.get_group(1) if groups.parallel.etp > 1 else None
@@ -91,7 +89,6 @@ def _refused_by(options: ModelOptions | None) -> str:
 def held_modules(
     modules: Iterable[nn.Module], weight_names: Mapping[str, WeightName], groups: ParallelGroups
 ) -> dict[str, AdaptedModule]:
-    """What this rank has of the modules that can be adapted, by name."""
     held: dict[str, AdaptedModule] = {}
     for module in modules:
         for kind, layer, name in _adaptable_layers(module, weight_names):
@@ -136,7 +133,6 @@ def _adaptable_layers(
 
 
 def _modules_of_experts(experts: SwiGLUExperts, groups: ParallelGroups) -> Iterator[AdaptedModule]:
-    """Of this rank's experts."""
     assert experts.names is not None, "adapters are attached"
     num_experts, _, features, hidden_size = experts.gate_up_proj.shape
     ep, etp = groups.parallel.ep, groups.parallel.etp

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rl_backend.checkpoint.hf_weights import load_weights, with_stored_copies
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
-    ConfigError,
     Head,
     NativeConfig,
     PackedWeight,
@@ -24,13 +22,13 @@ from rl_backend.contracts import (
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage
 from rl_backend.model.options import DecoderOptions
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.primitive.deferred import put_off_in_linear_layers
+from rl_backend.primitive.backward import put_off_in_linear_layers
 from rl_backend.primitive.float32 import parameters_in_float32, round_parameters
 from rl_backend.runtime.native import layout
 from rl_backend.runtime.native.adapters import adaptable_modules, attach_adapters
-from rl_backend.runtime.native.balance import ExpertBalance
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.optimizer import NativeOptimizer
+from rl_backend.runtime.native.routers import expert_balance
 
 
 def build_handle(
@@ -43,11 +41,7 @@ def build_handle(
     head: Head,
     has_outputs: bool,
 ) -> NativeHandle:
-    """Builds the model of ``config.hf_path``.
-
-    The parameters of a trained model are float32. A forward-only model keeps its parameters in ``param_dtype``, which is
-    what a trained one computes with after each gather, so both give the same outputs from the same weights.
-    """
+    """Builds the model of ``config.hf_path``."""
     native = config.options(NativeConfig)
     family, architecture, hf_config, settings = described = layout.describe_model(config.hf_path, native, head)
     layout.check_model_layout(family, architecture, native)
@@ -61,9 +55,11 @@ def build_handle(
 
     stages = {number: build(stage) for number, stage in parts.items()}
     modules = list(stages.values()) or [build(None)]
+    # One module for FSDP's root and for offloading, however many stages.
     model = nn.ModuleList(modules) if stages else modules[0]
     model.train(not forward_only)
-    parameters = _parameters(modules, family, whole_names, groups)
+    # Copies last: checkpoints and exports fill them from their originals.
+    parameters = _parameters(modules, family, whole_names)
     in_float32 = frozenset(chain.from_iterable(map(parameters_in_float32, modules)))
     layouts = layout.model_layouts(parameters, groups, in_float32)
     if absent := sorted(whole_names.keys() - layouts.keys()):
@@ -86,7 +82,7 @@ def build_handle(
     if not forward_only:
         # After the weights: its masters are the parameters.
         rate = DecoderOptions.of(settings.options).expert_bias_rate
-        balance = ExpertBalance(by_stage, rate, groups) if rate else None
+        balance = expert_balance(by_stage, rate, groups) if rate else None
         optimizer = NativeOptimizer(native.optimizer, parameters, names, groups, copies=stage_copies, balance=balance)
     if adaptable:
         hidden_size = text_config(hf_config)["hidden_size"]
@@ -101,7 +97,7 @@ def build_handle(
         architecture=architecture,
         hf_config=hf_config,
         kept=kept,
-        vocab_size=_vocab_size(hf_config),
+        vocab_size=text_config(hf_config)["vocab_size"],
         max_length=family.positions(architecture, hf_config),
         model=model,
         stages=stages,
@@ -116,13 +112,6 @@ def build_handle(
     )
 
 
-def _vocab_size(hf_config: Mapping[str, Any]) -> int:
-    found = text_config(hf_config).get("vocab_size")
-    if not isinstance(found, int) or found < 1:
-        raise ConfigError.of("config.json vocab_size", found, "expected a positive whole number")
-    return found
-
-
 def build_module(
     family: ModelFamily,
     architecture: Any,
@@ -134,8 +123,7 @@ def build_module(
 ) -> nn.Module:
     """A stage, or the whole model, laid out on ``groups.device``, with storage that is not filled.
 
-    Args:
-        adapted_names: the family's ``weight_names``, to let adapters work beside linear layers.
+    ``adapted_names`` are the family's ``weight_names``, to let adapters work beside linear layers.
     """
     with torch.device("meta"):
         module = family.build(architecture, settings)
@@ -143,47 +131,35 @@ def build_module(
         attach_adapters(module, adapted_names)
     schedule = layout.algorithm(native)
     if forward_only:
+        # What a trained model computes with after each gather: both give the same outputs from the same weights.
         round_parameters(module, getattr(torch, native.param_dtype))
         module.requires_grad_(False)
     elif schedule is not None and schedule.splits_backward:
+        # Before the layout: FSDP2 and tensor parallelism wrap what forward is then.
         put_off_in_linear_layers(module)
     family.parallelize(module, groups, native)
     return module.to_empty(device=groups.device)
 
 
 def _parameters(
-    modules: Sequence[nn.Module], family: ModelFamily, weight_names: Mapping[str, WeightName], groups: ParallelGroups
+    modules: Sequence[nn.Module], family: ModelFamily, weight_names: Mapping[str, WeightName]
 ) -> dict[str, nn.Parameter]:
-    """This rank's parameters in export order, copies last, after checks of what a family may have got wrong."""
-    buffers = sorted(name for module in modules for name, _ in module.named_buffers())
-    if buffers:
-        raise UnsupportedError(
-            f"model family {family.name!r} has the buffers {', '.join(buffers[:4])}; models are built on the meta device, "
-            "where buffers have no contents; compute them in forward",
-            buffers=buffers,
-        )
     found = {name: parameter for module in modules for name, parameter in module.named_parameters()}
-    unnamed = found.keys() - weight_names.keys() - family.stage_copies.keys()
-    if unnamed:
-        raise UnsupportedError(
-            f"weight_names of model family {family.name!r} does not cover its parameters: without a name "
-            f"{sorted(unnamed)[:4]}"
-        )
-    for name, packed in weight_names.items():
-        if name not in found or not isinstance(packed, PackedWeight):
-            continue
-        if tuple(found[name].shape[: len(packed.shape)]) != packed.shape:
-            raise UnsupportedError(
-                f"weight_names of model family {family.name!r} packs {packed.shape} tensors into {name}, which has shape "
-                f"{tuple(found[name].shape)}; the first dimensions must be the same",
-                parameter=name,
-            )
-    whole = [name for name, parameter in found.items() if not isinstance(parameter, DTensor)]
-    if whole and groups.world_size > 1:
-        raise UnsupportedError(
-            f"parallelize of model family {family.name!r} left {whole[0]} and {len(whole) - 1} other parameters unsharded, "
-            "so their gradients would not be averaged over the ranks",
-            parameters=whole,
-        )
+    problems = []
+    # Models are built on the meta device, where buffers have no contents.
+    if buffers := sorted(name for module in modules for name, _ in module.named_buffers()):
+        problems.append(f"it has the buffers {', '.join(buffers[:4])}; compute them in forward")
+    if unnamed := found.keys() - weight_names.keys() - family.stage_copies.keys():
+        problems.append(f"its weight_names does not cover its parameters: without a name {sorted(unnamed)[:4]}")
+    problems += [
+        f"its weight_names packs {packed.shape} tensors into {name}, which has shape {tuple(found[name].shape)}; the first "
+        "dimensions must be the same"
+        for name, packed in weight_names.items()
+        if isinstance(packed, PackedWeight)
+        and name in found
+        and tuple(found[name].shape[: len(packed.shape)]) != packed.shape
+    ]
+    if problems:
+        raise UnsupportedError(f"model family {family.name!r}: {'; '.join(problems)}")
     order = (*weight_names, *family.stage_copies)
     return {name: found[name] for name in order if name in found}

@@ -20,7 +20,6 @@ _STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 
 
 def load_training_checkpoint(handle: NativeHandle, path: Path) -> TrainingManifest:
-    """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
     fsdp.reshard(handle.model)
     manifest, loaded = checkpoints.load_state(handle, path, all_tensors)
     _fill_copies(handle)
@@ -33,13 +32,11 @@ def load_training_checkpoint(handle: NativeHandle, path: Path) -> TrainingManife
 
 
 def all_tensors(handle: NativeHandle) -> StateTensors:
-    """Weights, moments and random state by name: pieces of Hugging Face's tensors, whatever the layout.
-
-    Of a forward-only handle the weights.
-    """
+    """Weights, moments and random state as pieces of Hugging Face's tensors; of a forward-only handle the weights."""
     tensors: dict[str, Tensor | TensorPieces] = {}
     for kind, name, tensor in _held_tensors(handle):
         original = handle.stage_copies.get(name, name)
+        # Of a tied weight that this rank has twice, one is enough.
         if original != name and original in handle.parameters:
             continue
         tensors |= _pieces(handle, kind, name, tensor)
@@ -49,11 +46,9 @@ def all_tensors(handle: NativeHandle) -> StateTensors:
 
 
 def training_manifest(handle: NativeHandle) -> TrainingManifest:
-    """Everything of the training state that is not a tensor. A collective.
-
-    AdamW counts steps for each parameter: one without a gradient does not take part. Of use on rank 0.
-    """
+    """Everything of the training state that is not a tensor. A collective; of use on rank 0."""
     group = handle.groups.host_group
+    # AdamW counts steps for each parameter: one without a gradient does not take part.
     counts = dict(_step_tensors(handle))
     values = torch.stack(list(counts.values())).tolist() if counts else []  # one wait for the device
     mine = {name: int(count) for name, count in zip(counts, values, strict=True)}
@@ -79,7 +74,6 @@ def _held_tensors(handle: NativeHandle) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _pieces(handle: NativeHandle, kind: str, name: str, tensor: Tensor) -> Iterator[tuple[str, TensorPieces]]:
-    """Of a parameter that packs several tensors, those that this rank has a part of."""
     original = handle.stage_copies.get(name, name)
     parameter = handle.parameters[name]
     local, region = local_tensor(tensor), local_region(parameter)
@@ -102,7 +96,7 @@ def _step_tensors(handle: NativeHandle) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fill_copies(handle: NativeHandle) -> None:
-    """From originals on the same rank; others have been read."""
+    # Where the original is on another rank, the copy has been read.
     held = {(kind, name): local_tensor(tensor) for kind, name, tensor in _held_tensors(handle)}
     for (kind, name), local in held.items():
         original = handle.stage_copies.get(name)

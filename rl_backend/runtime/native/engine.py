@@ -16,7 +16,6 @@ from rl_backend.contracts import (
     WeightShard,
 )
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups, training_device
-from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.guarded import GuardedRuntime
@@ -26,19 +25,16 @@ from rl_backend.runtime.native.export import export_gradients, export_shards, ex
 from rl_backend.runtime.native.forward_backward import record_activations, run_micro_batches, run_pipeline
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import has_last_stage
-from rl_backend.runtime.passes import PassRequest
+from rl_backend.runtime.passes import PassRequest, check_micro_batches
 
 
 class NativeEngine(Engine[NativeHandle]):
-    """PyTorch's answers to the calls behind the atoms.
-
-    Raises:
-        ConfigError: the world size, the device or the environment does not fit ``config``.
-    """
+    """PyTorch's answers to the calls behind the atoms; see :func:`native_runtime`."""
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._options = config.options(NativeConfig)
         self.groups: ParallelGroups = open_groups(self._options.parallel, training_device(self._options.device))
+        # Ranks of one replica must draw the same dropout, those of others different ones.
         torch.manual_seed(config.seed + self.groups.dp_rank)
 
     @property
@@ -58,7 +54,6 @@ class NativeEngine(Engine[NativeHandle]):
         )
 
     def run_passes(self, handle: NativeHandle, request: PassRequest) -> ForwardResult:
-        """See the base class; outputs are on the training device."""
         check_micro_batches(handle, request)
         request.begin()
         return run_pipeline(handle, request) if handle.stages else run_micro_batches(handle, request)
@@ -70,14 +65,13 @@ class NativeEngine(Engine[NativeHandle]):
     def gather_weights(
         self, handle: NativeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
     ) -> WeightStream:
-        return export_weights(handle, dtype=dtype, byte_budget=byte_budget, only=names)
+        return export_weights(handle, dtype, byte_budget, names)
 
     def shards(self, handle: NativeHandle, dtype: torch.dtype | None) -> Iterator[WeightShard]:
-        """See the base class; without parts that a lower rank already holds."""
         return export_shards(handle, dtype)
 
     def gather_gradients(self, handle: NativeHandle, names: Collection[str] | None) -> WeightStream:
-        return export_gradients(handle, only=names)
+        return export_gradients(handle, names)
 
     def training_state(self, handle: NativeHandle) -> tuple[StateTensors, TrainingManifest]:
         return all_tensors(handle), training_manifest(handle)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import HandleError, WeightName, WeightShard, export_dtype, stored_names, stored_tensors
+from rl_backend.contracts import WeightName, WeightShard, export_dtype, stored_names, stored_tensors
 from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.parallel.shards import Region, ShardLayout, local_region, local_tensor
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, require_known_names, start_stream
@@ -22,10 +22,9 @@ _SMALL_BYTES = 1 << 16
 
 
 def export_weights(
-    handle: NativeHandle, *, dtype: torch.dtype | None, byte_budget: int | None, only: Collection[str] | None
+    handle: NativeHandle, dtype: torch.dtype | None, byte_budget: int | None, only: Collection[str] | None
 ) -> WeightStream:
-    """Checks the arguments, then returns the generator that gathers, as
-    :func:`gather_weights` does, one bucket after the other.
+    """Checks the arguments, then returns the generator that gathers, one bucket after the other.
 
     Args:
         byte_budget: bytes of full tensors in one bucket; None gathers one tensor at a time. On top come padding (at most an
@@ -52,22 +51,18 @@ def export_shards(handle: NativeHandle, dtype: torch.dtype | None) -> Iterator[W
             yield WeightShard(weight.name, weight.shape, offset, weight.held().to(weight.dtype))
 
 
-def export_gradients(handle: NativeHandle, *, only: Collection[str] | None) -> WeightStream:
-    """As :func:`export_weights` for the gradients, in float32; parameters that have none on any rank are left out.
-
-    Raises:
-        ConfigError: an unknown name.
-        HandleError: there are no gradients.
-    """
+def export_gradients(handle: NativeHandle, only: Collection[str] | None) -> WeightStream:
+    """As :func:`export_weights` for the gradients, in float32; parameters that have none on any rank are left out."""
     names, parameters, groups = handle.weight_names, handle.parameters, handle.groups
     require_known_names("export_gradients", only, stored_names(names))
     here = [key in parameters and parameters[key].grad is not None for key in names]
+    # A weight may have a gradient on some ranks only; all must gather the same list.
     present = torch.tensor(here, dtype=torch.int32, device=groups.device)
     if groups.world_size > 1:
         dist.all_reduce(present, dist.ReduceOp.MAX, group=groups.world_group)
     reached = {key: name for (key, name), there in zip(names.items(), present.tolist(), strict=True) if there}
     if not reached:
-        raise HandleError("export_gradients without gradients; call forward_backward first")
+        handle.require_gradients("export_gradients")
     gradients: dict[str, Tensor] = {}
     for key in reached.keys() & parameters.keys():
         gradient = parameters[key].grad
@@ -92,22 +87,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardedWeight:
-    """A parameter or its gradient, or one of the tensors that are packed in it.
-
-    Attributes:
-        shape, dtype: of the whole tensor that is gathered.
-        parts: together the whole weight once.
-        tensor: this rank's parameter or gradient; None on ranks of other pipeline stages.
-        place: of the weight in the first dimensions of this rank's part of ``tensor``; empty for all of it. Of no use on a
-            rank that has no part of the weight.
-    """
+    """A parameter or its gradient, or one of the tensors that are packed in it."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: tuple[Part, ...]
-    tensor: Tensor | None
-    place: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor that is gathered
+    dtype: torch.dtype  # of the whole tensor that is gathered
+    parts: tuple[Part, ...]  # together the whole weight once
+    tensor: Tensor | None  # this rank's parameter or gradient; None on ranks of other pipeline stages
+    place: tuple[int, ...]  # of the weight in the first dimensions of this rank's part of ``tensor``; empty for all of it
 
     @property
     def numel(self) -> int:
@@ -121,7 +108,6 @@ class ShardedWeight:
         return self.name
 
     def held(self) -> Tensor:
-        """This rank's part of the weight, in the dtype of ``tensor``."""
         assert self.tensor is not None, "asked of a rank that has a part"
         return local_tensor(self.tensor)[self.place]
 
@@ -140,7 +126,7 @@ def sharded_weights(
     dtype: torch.dtype | None,
     only: Collection[str] | None,
 ) -> list[ShardedWeight]:
-    """Every Hugging Face tensor of ``names``, or those of ``only``, in order. Not a collective, and the same on every rank.
+    """Every Hugging Face tensor of ``names``, or those of ``only``, in order, the same on every rank. Not a collective.
 
     Args:
         tensors: name in the module -> parameter or gradient, of those that this rank has.
@@ -179,9 +165,7 @@ def gather_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, whole tensor) of weights of one dtype. A collective over ``group``, all of it before the first tensor.
 
-    One all-gather where the ranks have about as much of the weights each. Otherwise, where most of it would be padding, one
-    broadcast from each rank that has something: a rank receives the weights once and nothing else. A tensor may be a view of
-    what was received.
+    A tensor may be a view of what was received.
     """
     if group.size() == 1:
         for weight in weights:
@@ -196,7 +180,6 @@ def gather_weights(
             sizes[places[part.rank]] += part.numel
 
     def pack(buffer: Tensor) -> None:
-        """Copies what this rank sends into ``buffer``."""
         for weight, of_parts in zip(weights, starts, strict=True):
             for part, start in zip(weight.parts, of_parts, strict=True):
                 if places[part.rank] == group.rank():
@@ -220,6 +203,7 @@ def _exchange(
         if gathered.numel():
             all_gather_into(gathered.view(-1), mine, group=group)
         return gathered
+    # Where most of an all-gather would be padding, one broadcast from each rank that has something.
     buffers = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
     pack(buffers[group.rank()])
     for place, buffer in enumerate(buffers):

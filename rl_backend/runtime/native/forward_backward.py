@@ -30,30 +30,23 @@ from rl_backend.pipeline.executor import PipelineExecutor
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
 from rl_backend.pipeline.tied_weights import add_gradients_of_copies, drop_gradients_of_copies
-from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.router import RowSequences
-from rl_backend.runtime.module_outputs import gather_outputs_of_stages, record_outputs
-from rl_backend.runtime.native.balance import PassLoads
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import schedule_name
-from rl_backend.runtime.native.routes import PassRoutes
+from rl_backend.runtime.native.routers import PassRouters
 from rl_backend.runtime.passes import PassRequest, PassResults
-from rl_backend.runtime.router_replay import routes_to_replay
+from rl_backend.runtime.recording import gather_outputs_of_stages, record_outputs, routes_to_replay
 from rl_backend.trace.device import device_span
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """This rank's part of a micro-batch of T tokens.
+    """This rank's part of a micro-batch of T tokens."""
 
-    Attributes:
-        inputs: what the model takes: N tokens.
-        layout: which of the T these are; None where they are all, in their order.
-    """
-
-    inputs: ModelInput
-    layout: TokenLayout | None
+    inputs: ModelInput  # what the model takes: N tokens
+    layout: TokenLayout | None  # which of the T these are; None where they are all, in their order
 
     def outputs(self, output: ModelOutput, groups: ParallelGroups) -> ModelOutput:
         """(N,) of this rank -> (T,) in the batch's order, the same on every rank of a replica."""
@@ -82,7 +75,6 @@ def lay_out(
     Args:
         replayed: the model's layers with experts, where these must take the routes of the batch.
         runs: rows of each sequence on this rank -> the adapters that work on them.
-        heads: as in ``ModelInput``.
         trains_second: whether the model is trained on the tokens after the next.
     """
     seq_lens: Sequence[int] = tuple(batch.seq_lens.tolist())
@@ -98,7 +90,6 @@ def lay_out(
         return values if layout is None else layout.take(values, padding)
 
     def share(values: Tensor) -> Tensor:
-        """The rows between blocks, where tensor-parallel ranks share the tokens out."""
         return values if layout is None else torch.tensor_split(values, groups.tp_group.size())[groups.tp_group.rank()]
 
     routes = None if replayed is None else routes_to_replay(batch, replayed)
@@ -128,29 +119,24 @@ def lay_out(
 def _rank_batch(
     handle: NativeHandle, request: PassRequest, index: int, batch: PackedBatch, replayed: RoutedLayers | None
 ) -> RankBatch:
-    """Of micro-batch ``index`` of a pass, on the training device."""
     runs = partial(request.runs, index, batch)
     return lay_out(batch, handle.groups, len(request.data), replayed, runs, request.heads, handle.trains_second)
 
 
 def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResult:
-    """Runs checked micro-batches; gradients are reduced over the ranks once, in the last backward pass.
-
-    Raises:
-        BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
-    """
+    """Runs checked micro-batches; see :func:`~rl_backend.runtime.passes.check_returned` for what a loss may return."""
     data, forward_only = request.data, request.forward_only
-    routes = PassRoutes(handle, request.router_replay)
-    loads = handle.pass_loads(forward_only=forward_only)
+    routers = PassRouters(handle, request.router_replay, forward_only=forward_only)
     results = PassResults(request, handle.groups.dp_group, handle.has_outputs)
     with abandoned_on_error(handle, forward_only):
         for index in range(len(data)):
             if not forward_only:
                 keep_gathered = not handle.options.reshard_after_forward
+                # Gradients are reduced over the ranks once, in the last backward pass.
                 fsdp.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
-            _run_one(handle, request, index, routes, loads, results)
-    loads.commit()
-    return results.result(routes.outputs(data) if routes.recorded is not None else {})
+            _run_one(handle, request, index, routers, results)
+    routers.loads.commit()
+    return results.result(routers.outputs(data))
 
 
 @contextmanager
@@ -166,16 +152,14 @@ def abandoned_on_error(handle: NativeHandle, forward_only: bool) -> Generator[No
     fsdp.reshard(handle.model)
 
 
-def _run_one(
-    handle: NativeHandle, request: PassRequest, index: int, routes: PassRoutes, loads: PassLoads, results: PassResults
-) -> None:
+def _run_one(handle: NativeHandle, request: PassRequest, index: int, routers: PassRouters, results: PassResults) -> None:
     # A function of its own, so that nothing of a micro-batch outlives it.
     device = handle.groups.device
     batch = request.data[index].to(device)
     work = {"micro_batch": index, "tokens": batch.num_tokens, "sequences": batch.num_sequences}
     with torch.set_grad_enabled(not request.forward_only), device_span(device, "forward", "micro_batch", **work):
-        rank_batch = _rank_batch(handle, request, index, batch, routes.replayed)
-        with routes.forward(index, 0, rank_batch.layout), loads.forward(0, rank_batch.inputs.padding):
+        rank_batch = _rank_batch(handle, request, index, batch, routers.replayed)
+        with routers.forward(index, 0, rank_batch.layout, rank_batch.inputs.padding):
             output = handle.model(rank_batch.inputs)
         loss = results.add(index, batch, rank_batch.outputs(output, handle.groups))
     if not request.forward_only:
@@ -188,57 +172,52 @@ def run_pipeline(handle: NativeHandle, request: PassRequest) -> ForwardResult:
     """As :func:`run_micro_batches`, with this rank's stages and the configuration's schedule.
 
     Losses and metrics are on the ranks of the last stage, outputs on its source rank.
-
-    Raises:
-        BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
     handle.num_passes += 1
     trains, options = not request.forward_only, handle.options
     schedule = _schedule(handle, len(request.data), forward_only=request.forward_only)
     work = _Stages(handle, request, schedule)
     for stage in handle.stages.values():
+        # Reduced once, when the whole schedule has run.
         fsdp.set_gradient_sync(stage, False, keep_gathered=not options.reshard_after_forward)
     with abandoned_on_error(handle, request.forward_only):
         if trains:
+            # What is left in them was added to the originals by the pass before.
             drop_gradients_of_copies(handle.parameters, handle.stage_copies)
         with torch.set_grad_enabled(trains):
             PipelineExecutor(schedule, handle.groups.pp_group, work).run()
         if trains:
             for stage in handle.stages.values():
                 fsdp.reduce_gradients(stage)
-            work.loads.commit()
+            work.routers.loads.commit()
             add_gradients_of_copies(handle.parameters, handle.stage_copies, handle.groups.pp_group)
-    return work.results.result(work.routes.outputs(request.data) if work.routes.recorded is not None else {})
+    return work.results.result(work.routers.outputs(request.data))
 
 
 _make_schedule = lru_cache(maxsize=32)(make_schedule)
 
 
 def _schedule(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> Schedule:
-    """The configuration's schedule for a number of micro-batches that it can do."""
     name, parallel = schedule_name(handle.options), handle.options.parallel
     assert name is not None, "a handle with stages has a schedule"
     return _make_schedule(name, parallel.pp, num_micro_batches, stages_per_rank=parallel.vpp, forward_only=forward_only)
 
 
 class _Stages:
-    """The computations of this rank's stages, and what the last one gave."""
-
     def __init__(self, handle: NativeHandle, request: PassRequest, schedule: Schedule) -> None:
         self._handle = handle
         self._schedule = schedule
         self._data = [batch.to(handle.groups.device) for batch in request.data]
-        self.routes = routes = PassRoutes(handle, request.router_replay)
-        self.loads = handle.pass_loads(forward_only=request.forward_only)
+        self.routers = PassRouters(handle, request.router_replay, forward_only=request.forward_only)
         self._rank_batches = [
-            _rank_batch(handle, request, index, batch, routes.replayed) for index, batch in enumerate(self._data)
+            _rank_batch(handle, request, index, batch, self.routers.replayed) for index, batch in enumerate(self._data)
         ]
         self.results = PassResults(request, handle.groups.dp_group, handle.has_outputs)
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
         rank_batch = self._rank_batches[micro_batch]
-        padding = rank_batch.inputs.padding
-        with self.routes.forward(micro_batch, stage, rank_batch.layout), self.loads.forward(stage, padding):
+        with self.routers.forward(micro_batch, stage, rank_batch.layout, rank_batch.inputs.padding):
+            # All stages but the last return hidden states.
             output: Tensor | ModelOutput = self._handle.stages[stage](rank_batch.inputs._replace(hidden=hidden))
         if isinstance(output, Tensor):
             return output

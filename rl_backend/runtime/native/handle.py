@@ -14,39 +14,30 @@ from rl_backend.parallel import fsdp
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor
 from rl_backend.pipeline.catalog import require_micro_batches
-from rl_backend.runtime.engine import GuardedHandle
-from rl_backend.runtime.native.balance import PassLoads
+from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.native.layout import TensorLayout, schedule_name
 from rl_backend.runtime.native.optimizer import NativeOptimizer
 
 
 @dataclass(eq=False, kw_only=True)
 class NativeHandle(GuardedHandle[NativeOptimizer]):
-    """One model of a :class:`~rl_backend.runtime.native.NativeRuntime`.
-
-    Attributes:
-        family, architecture: what was built.
-        model: the module, sharded; with a pipeline, all stages of this rank.
-        stages: number -> module, of the stages that this rank has; empty without a pipeline.
-        stage_copies: parameter of the last stage that is a copy -> the parameter of the first that it is a copy of.
-        has_outputs: whether this rank is the one of its replica that returns outputs.
-        parameters: name in the module -> parameter of this rank, in export order, copies last.
-        weight_names: name in the module -> Hugging Face name or names of the whole model, in the same order, without copies.
-        layouts: of all of them, those of other stages too.
-        num_passes: passes that a pipeline has begun, by which a trace tells them apart.
-    """
+    """One model of a :class:`~rl_backend.runtime.native.NativeRuntime`."""
 
     groups: ParallelGroups
     family: ModelFamily
     architecture: Any
-    model: nn.Module
-    stages: Mapping[int, nn.Module]
-    stage_copies: Mapping[str, str]
-    has_outputs: bool
-    parameters: Mapping[str, nn.Parameter]
-    weight_names: Mapping[str, contracts.WeightName]
-    layouts: Mapping[str, TensorLayout]
-    num_passes: int = 0
+    model: nn.Module  # the module, sharded; with a pipeline, all stages of this rank
+    stages: Mapping[int, nn.Module]  # number -> module, of this rank's stages; empty without a pipeline
+    stage_copies: Mapping[str, str]  # parameter of the last stage that is a copy -> its original in the first
+    has_outputs: bool  # whether this rank is the one of its replica that returns outputs
+    parameters: Mapping[str, nn.Parameter]  # name in the module -> parameter of this rank, in export order, copies last
+    weight_names: Mapping[str, contracts.WeightName]  # of the whole model, in the same order, without copies
+    layouts: Mapping[str, TensorLayout]  # of all of them, those of other stages too
+    num_passes: int = 0  # that a pipeline has begun, by which a trace tells them apart
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.parameters.values())
 
     def step(self, adam: contracts.AdamParams | None = None) -> contracts.StepResult:
         """See the base class. A skipped step is logged as a warning that names parameters with non-finite gradients."""
@@ -54,7 +45,6 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
 
     @property
     def routed_layers(self) -> contracts.RoutedLayers | None:
-        """Its layers with experts; None where the family does not replay routes."""
         return None if self.family.routed_layers is None else self.family.routed_layers(self.architecture)
 
     @property
@@ -83,14 +73,10 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     def options(self) -> contracts.NativeConfig:
         return self.config.options(contracts.NativeConfig)
 
-    def pass_loads(self, *, forward_only: bool) -> PassLoads:
-        """What a pass that begins adds to the counts by which biases of routers move."""
-        return PassLoads(None if forward_only or self.optimizer is None else self.optimizer.balance)
-
     def drop_gradients(self) -> None:
-        """See the base class; also those that no rank has reduced yet."""
         for parameter in self.parameters.values():
             parameter.grad = None
+        # A pass that failed in the middle leaves gradients that no rank has reduced.
         fsdp.drop_unreduced_gradients(self.model)
         if self.optimizer is not None and self.optimizer.balance is not None:
             self.optimizer.balance.drop()
@@ -102,7 +88,6 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
             require_micro_batches(schedule, self.options.parallel.pp, num_micro_batches, forward_only=forward_only)
 
     def part_tensors(self) -> dict[Part, list[Tensor]]:
-        """This rank's tensors of each part that the handle has."""
         parts: dict[Part, list[Tensor]] = {"model": [local_tensor(parameter) for parameter in self.parameters.values()]}
         if self.optimizer is not None:
             parts["optimizer"] = [local_tensor(tensor) for tensor in self.optimizer.moments()]

@@ -30,14 +30,7 @@ from rl_backend.pipeline.schedule import split_layers
 
 
 class ModelDescription(NamedTuple):
-    """A model of a family.
-
-    Attributes:
-        family: that of the configuration, or the one that claims the directory.
-        architecture: the family's own description.
-        hf_config: ``config.json``.
-        settings: how to build all of it.
-    """
+    """A model of a family: its ``architecture``, ``config.json``, and the settings that build all of it."""
 
     family: ModelFamily
     architecture: Any
@@ -90,16 +83,15 @@ def micro_batch_multiple(config: NativeConfig) -> int:
 
 
 def has_last_stage(config: NativeConfig, pp_rank: int) -> bool:
-    """Whether the loss is computed on ``pp_rank``; with stages in the shape of a V that is the first rank."""
+    """Whether the loss is computed on ``pp_rank``."""
     found = algorithm(config)
+    # With stages in the shape of a V that is the first rank.
     return found is None or found.placement(config.parallel.pp, config.parallel.vpp)[-1] == pp_rank
 
 
 def model_stages(family: ModelFamily, architecture: Any, config: NativeConfig, pp_rank: int) -> dict[int, ModelStage]:
-    """Number -> what is in it, of the stages that ``pp_rank`` has.
-
-    Raises:
-        ConfigError: layers that do not fit the stages, or ``pipeline_layers`` given without a pipeline.
+    """Number -> what is in it, of the stages that ``pp_rank`` has; raises :class:`ConfigError` for layers that do not fit
+    them.
     """
     parallel = config.parallel
     found = algorithm(config)
@@ -172,6 +164,7 @@ def check_model_layout(family: ModelFamily, architecture: Any, native: NativeCon
                 f"model family {family.name!r} has no stages; use 'auto', or build them and say so with "
                 "ModelFamily.num_layers",
             )
+    # Of every rank, so that all refuse the same.
     for pp_rank in range(native.parallel.pp):
         for stage in model_stages(family, architecture, native, pp_rank).values():
             if isinstance(architecture, DecoderSpec):
@@ -191,15 +184,11 @@ def _require_one(family: ModelFamily, parallel: ParallelConfig, names: Iterable[
 
 
 class TensorLayout(NamedTuple):
-    """The layout of a parameter, which every rank knows, even of one of another pipeline stage.
-
-    Attributes:
-        in_float32: it is computed with in float32, whatever the dtype of the rest.
-    """
+    """The layout of a parameter, which every rank knows, even of one of another pipeline stage."""
 
     shards: ShardLayout
     dtype: torch.dtype
-    in_float32: bool = False
+    in_float32: bool = False  # it is computed with in float32, whatever the dtype of the rest
 
 
 def model_layouts(
@@ -209,10 +198,10 @@ def model_layouts(
 
     Args:
         parameters: name in the module -> parameter of this rank.
-        in_float32: names of those that are computed with in float32, whatever the dtype of the rest.
+        in_float32: names of those that are computed with in float32.
 
     Raises:
-        UnsupportedError: a parameter that is not laid out over all ranks of its stage, on these.
+        UnsupportedError: a parameter that is not laid out over all ranks of its stage.
     """
     ranks = groups.mesh.mesh.flatten().tolist()
     layouts = {name: TensorLayout(layout_of(value), value.dtype, name in in_float32) for name, value in parameters.items()}

@@ -1,7 +1,7 @@
 """AdamW over this rank's shards: clipping, the non-finite check, and weight-decay groups."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from rl_backend.contracts import (
     AdamParams,
-    HandleError,
     OptimizerConfig,
     PackedWeight,
     StepResult,
@@ -21,23 +20,14 @@ from rl_backend.contracts import (
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor, owns
-from rl_backend.runtime.gradient_statistics import rank_statistics, step_result
-from rl_backend.runtime.lr_schedule import ParameterSchedule, values_of_step
-from rl_backend.runtime.native.balance import BiasMove, ExpertBalance
+from rl_backend.runtime.balance import ExpertBalance
+from rl_backend.runtime.optimizer import ParameterSchedule, clip_factor, rank_statistics, step_result, values_of_step
 
 logger = logging.getLogger(__name__)
 
-_CLIP_EPSILON = 1.0e-6
-
 
 def is_decayed(name: WeightName, parameter: Tensor) -> bool:
-    """Whether weight decay applies: not to biases and not to tensors of one dimension (Megatron-Core's rule).
-
-    Biases of experts that are one tensor for all of them are biases.
-
-    Args:
-        name: Hugging Face name, or names of the tensors packed in the parameter, which count one by one.
-    """
+    """Whether weight decay applies: not to biases and not to tensors of one dimension (Megatron-Core's rule)."""
     packed = len(name.shape) if isinstance(name, PackedWeight) else 0
     return parameter.dim() - packed != 1 and not any(
         stored.endswith((".bias", "_bias")) for _, stored in stored_tensors(name)
@@ -48,7 +38,7 @@ class NativeOptimizer:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on float32 masters, with moments sharded as the parameters are.
 
     Args:
-        parameters: name -> parameter of this rank; those without gradients are left as they are.
+        parameters: name -> parameter of this rank.
         weight_names: name -> Hugging Face name or names.
         copies: names of parameters that are updated here, but counted where their original is.
         balance: moves biases of routers in every step; None leaves them as they are.
@@ -76,28 +66,21 @@ class NativeOptimizer:
         self._allocate_moments()
 
     def step(self, handle_name: str, adam: AdamParams | None = None) -> StepResult:
-        """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite; without any
-        gradients it raises :class:`HandleError`.
-        """
-        if all(parameter.grad is None for parameter in self.parameters.values()):
-            raise HandleError(
-                f"optimizer_step on {handle_name!r} without gradients; call forward_backward first", handle=handle_name
-            )
-        # Counts of a step that is skipped are used up too.
-        moves = () if self.balance is None else self.balance.take()
+        """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite."""
+        # Every rank's numbers instead of their sum, which would depend on the layout.
         rows = all_gather(self._statistics(), self._groups.world_group, sum_gradients=False)
         result = step_result(rows, count_zeros=self._config.log_num_zeros_in_grad)
-        self._apply(result, handle_name, moves, {} if adam is None else adam.given)
+        if self.balance is not None:
+            self.balance.step(taken=result.ok)
+        self._apply(result, handle_name, {} if adam is None else adam.given)
         return result
 
     def _statistics(self) -> Tensor:
-        """As :func:`rank_statistics`. Copies that another rank counts are left out."""
         counted = (self.parameters[name].grad for name in self.parameters if name in self._counted)
         local = (local_tensor(gradient) for gradient in counted if gradient is not None)
         return rank_statistics(local, self._groups.device, count_zeros=self._config.log_num_zeros_in_grad)
 
-    def _apply(self, result: StepResult, handle_name: str, moves: Sequence[BiasMove], given: Mapping[str, Any]) -> None:
-        """Clips and steps, with the values that are given for this step, or logs why there is none."""
+    def _apply(self, result: StepResult, handle_name: str, given: Mapping[str, Any]) -> None:
         gradients = {name: local_tensor(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         if not result.ok:
             bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
@@ -109,12 +92,10 @@ class NativeOptimizer:
             )
             return
         clip_grad = given.get("clip_grad", self._config.clip_grad)
-        if 0 < clip_grad < result.grad_norm + _CLIP_EPSILON:
-            torch._foreach_mul_(list(gradients.values()), clip_grad / (result.grad_norm + _CLIP_EPSILON))
+        if (factor := clip_factor(clip_grad, result.grad_norm)) < 1:
+            torch._foreach_mul_(list(gradients.values()), factor)
         with values_of_step(self.param_groups, given):
             self.adamw.step()
-        for move in moves:
-            move.bias.add_(move.step)
 
     @property
     def num_steps(self) -> int:
@@ -123,7 +104,6 @@ class NativeOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
         return self.schedule.learning_rate
 
     @property
@@ -132,7 +112,6 @@ class NativeOptimizer:
         return self.adamw.param_groups
 
     def schedule_step(self) -> float:
-        """Advances the schedules and returns the learning rate of the next step."""
         learning_rate = self.schedule.step()
         self._apply_schedule()
         return learning_rate
@@ -146,11 +125,11 @@ class NativeOptimizer:
         }
 
     def moments(self) -> list[Tensor]:
-        """What offloading moves. Step counts stay: they are read wherever the state is."""
+        """What offloading moves."""
+        # Step counts stay: they are read wherever the state is.
         return [tensor for name, tensor in self.state_tensors().items() if not name.startswith("step.")]
 
     def restore_schedule(self, num_steps: int) -> None:
-        """Sets the schedules to ``num_steps`` steps taken."""
         self.schedule.num_steps = num_steps
         self._apply_schedule()
 
@@ -160,19 +139,19 @@ class NativeOptimizer:
             group["weight_decay"] = self.schedule.weight_decay * group["wd_mult"]
 
     def _allocate_moments(self) -> None:
-        """Allocates what AdamW would in its first step, so that offloading and checkpoints see one layout at all times."""
         for parameter in self.parameters.values():
             self.adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=self._groups.device),
+                # AdamW would allocate them in its first step; offloading and checkpoints see one layout at all times.
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
 
 
 def _param_groups(parameters: Mapping[str, nn.Parameter], weight_names: Mapping[str, WeightName]) -> list[dict[str, Any]]:
-    """One for each mesh, because a fused kernel takes DTensors of one mesh only, and for what is decayed and what is not."""
     found: dict[tuple[DeviceMesh | None, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
+        # A fused kernel takes DTensors of one mesh only.
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         found.setdefault((mesh, is_decayed(weight_names[name], parameter)), []).append(parameter)
     return [{"params": members, "wd_mult": float(decayed)} for (_, decayed), members in found.items()]

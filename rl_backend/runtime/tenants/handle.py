@@ -2,13 +2,14 @@
 
 import logging
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backend.checkpoint.hf_weights import LM_HEAD
@@ -16,9 +17,9 @@ from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
     AdamParams,
     ConfigError,
-    HandleError,
     Head,
     IndexedLayers,
+    OptimizerConfig,
     RoutedLayers,
     StepResult,
     TensorInfo,
@@ -27,32 +28,126 @@ from rl_backend.contracts import (
 from rl_backend.contracts.atoms import Part
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAInfo, LoRAKind
 from rl_backend.lora.modules import AdaptedModule
-from rl_backend.lora.rows import TenantRows, factors_of, head_parameters
+from rl_backend.lora.rows import Section, TenantRows, factors_of, head_parameters
 from rl_backend.parallel.collectives import all_gather
-from rl_backend.runtime.adaptable import Adaptable
-from rl_backend.runtime.engine import GuardedHandle
-from rl_backend.runtime.gradient_statistics import step_result
-from rl_backend.runtime.router_replay import RouterReplay
-from rl_backend.runtime.tenants.optimizer import TenantOptimizer
+from rl_backend.runtime.adaptable import Adaptable, RowGroups
+from rl_backend.runtime.handle import GuardedHandle, require_head
+from rl_backend.runtime.interface import RouterReplay
+from rl_backend.runtime.optimizer import ParameterSchedule, clip_factor, rank_statistics, step_result
+
+
+class TenantOptimizer:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over one tenant's row."""
+
+    def __init__(self, config: OptimizerConfig, rows: TenantRows, groups: RowGroups) -> None:
+        self.config = config
+        self.schedule = ParameterSchedule(config)
+        self.has_gradients = False
+        self._rows = rows
+        self.groups = groups
+        self._reduced = False
+
+    @property
+    def num_steps(self) -> int:
+        return int(self._rows.num_steps)
+
+    @property
+    def learning_rate(self) -> float:
+        return self.schedule.learning_rate
+
+    def schedule_step(self) -> float:
+        return self.schedule.step()
+
+    def expect_gradients(self) -> None:
+        # What has been reduced already must not be added up over the ranks again.
+        if self._reduced:
+            for section, gradients in self._sections():
+                gradients.mul_(self.groups.dp_size if self._counts(section) else 0)
+            self._reduced = False
+        self.has_gradients = True
+
+    def drop_gradients(self) -> None:
+        self._rows.gradients.zero_()
+        self.has_gradients = self._reduced = False
+
+    def reduce(self) -> None:
+        """Makes this rank's gradients those of all ranks, once. A collective."""
+        if self._reduced:
+            return
+        for section, gradients in self._sections():
+            tensor, data = self.groups.summing(of_experts=section.of_experts)
+            if section.summed and tensor is not None and tensor.size() > 1:
+                dist.all_reduce(gradients, group=tensor)
+            if data.size() > 1:
+                dist.all_reduce(gradients, group=data)
+        if self.groups.dp_size > 1:
+            self._rows.gradients.div_(self.groups.dp_size)
+        self._reduced = True
+
+    def _sections(self) -> Iterator[tuple[Section, Tensor]]:
+        for section in self._rows.sections:
+            yield section, self._rows.gradients[section.start : section.stop]
+
+    def _counts(self, section: Section) -> bool:
+        return self.groups.counts(of_experts=section.of_experts, summed=section.summed)
+
+    def statistics(self) -> Tensor:
+        """(1, 2), as :func:`rank_statistics`, of the numbers that this rank counts among those that have them."""
+        rows, groups = self._rows, self.groups
+        # Zeros of the padding are no gradients.
+        if self.config.log_num_zeros_in_grad:
+            views = [
+                view
+                for tensor, view in rows.views(rows.gradients)
+                if groups.counts(of_experts=tensor.module.is_expert, summed=tensor.summed)
+            ]
+            return rank_statistics(views, rows.gradients.device, count_zeros=True)
+        counted = [gradients for section, gradients in self._sections() if self._counts(section)]
+        return rank_statistics(counted, rows.gradients.device, count_zeros=False)
+
+    def apply(self, result: StepResult, adam: AdamParams) -> None:
+        """Clips and steps with the values of this step, or leaves everything as it is."""
+        if not result.ok:
+            return
+        rows, given = self._rows, adam.given
+        clip_grad = given.get("clip_grad", self.config.clip_grad)
+        if (factor := clip_factor(clip_grad, result.grad_norm)) < 1:
+            rows.gradients.mul_(factor)
+        beta1, beta2 = given.get("betas", self.config.betas)
+        weight_decay = given.get("weight_decay", self.schedule.weight_decay)
+        rows.num_steps += 1
+        for span, decays in rows.spans():
+            # torch.optim.AdamW steps whole tensors; here weight decay is of some spans of one row.
+            torch._fused_adamw_(
+                [rows.weights[span]],
+                [rows.gradients[span]],
+                [rows.exp_avg[span]],
+                [rows.exp_avg_sq[span]],
+                [],
+                [rows.num_steps],
+                lr=given.get("lr", self.schedule.learning_rate),
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay if decays else 0.0,
+                eps=given.get("eps", self.config.eps),
+                amsgrad=False,
+                maximize=False,
+                grad_scale=None,
+                found_inf=None,
+            )
+
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, kw_only=True)
 class TenantHandle(GuardedHandle[TenantOptimizer]):
-    """A tenant. Its ``base`` has the model, ``forward_only`` and shared with others.
+    """A tenant. Its ``base`` has the model, ``forward_only`` and shared with others."""
 
-    Attributes:
-        model: the base.
-        lora: the configuration.
-        modules: Hugging Face names of the modules that it adapts, of the whole model.
-        rows: its numbers on this rank.
-    """
-
-    model: GuardedHandle[Any]
+    model: GuardedHandle[Any]  # the base
     lora: LoRAConfig
-    modules: tuple[str, ...]
-    rows: TenantRows
+    modules: tuple[str, ...]  # Hugging Face names of the modules that it adapts, of the whole model
+    rows: TenantRows  # its numbers on this rank
 
     @property
     def routed_layers(self) -> RoutedLayers | None:
@@ -96,7 +191,6 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
 
     @cached_property
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its own tensors, by peft's names."""
         adaptable = self.model.adaptable
         assert adaptable is not None, "the base of a tenant"
         found = dict[str, tuple[int, ...]]()
@@ -108,7 +202,6 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
 
     @cached_property
     def kinds(self) -> Mapping[str, LoRAKind]:
-        """What its modules are part of."""
         assert self.model.adaptable is not None, "the base of a tenant"
         return {name: self.model.adaptable.kinds[name] for name in self.modules}
 
@@ -117,6 +210,10 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
 
     def require_replayable(self, router_replay: RouterReplay) -> None:
         self.model.require_replayable(router_replay)
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.trainer.has_gradients
 
     def step(self, adam: AdamParams | None = None) -> StepResult:
         return step_tenants([self], [adam])[0]
@@ -131,7 +228,6 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
         self.rows = TenantRows(self.lora, (), (), empty, empty, empty, empty, empty)
 
     def info(self) -> LoRAInfo:
-        """Facts about it as this rank sees them."""
         optimizer = self.trainer
         return LoRAInfo(
             name=self.name,
@@ -155,8 +251,7 @@ def require_tenant(base: GuardedHandle, adaptable: Adaptable, head: Head) -> Non
             f"create_lora_adapter on {base.name!r} with {adaptable.refused_by}; leave it out",
             setting=adaptable.refused_by.partition(": ")[0],
         )
-    if head not in get_args(Head.__value__):
-        raise ConfigError.of("head", head, f"expected one of {', '.join(map(repr, get_args(Head.__value__)))}")
+    require_head(head)
     if head == "log_probs" and base.head != head:
         raise ConfigError.of("head", head, f"{base.name!r} is a critic; build another base for policies")
     if head == "values" and adaptable.value_head is None:
@@ -168,21 +263,12 @@ def require_tenant(base: GuardedHandle, adaptable: Adaptable, head: Head) -> Non
 
 
 def step_tenants(tenants: Sequence[TenantHandle], adam: Sequence[AdamParams | None]) -> list[StepResult]:
-    """One step of each, in their order, with its own values and one exchange of norms.
-
-    A non-finite gradient skips its own tenant alone.
-
-    Raises:
-        HandleError: a tenant without gradients; then nothing has changed.
-    """
+    """One step of each, in their order, with its own values; a non-finite gradient skips its own tenant alone."""
     optimizers = [tenant.trainer for tenant in tenants]
-    for tenant, optimizer in zip(tenants, optimizers, strict=True):
-        if not optimizer.has_gradients:
-            raise HandleError(
-                f"optimizer_step on {tenant.name!r} without gradients; call forward_backward first", handle=tenant.name
-            )
+    # One by one, so that a tenant's sums have one order whoever is beside it.
     for optimizer in optimizers:
         optimizer.reduce()
+    # One exchange for all of them: a collective costs its latency, however small.
     mine = torch.cat([optimizer.statistics() for optimizer in optimizers], dim=1)
     rows = all_gather(mine, tenants[0].groups.world_group, sum_gradients=False)
     results = []

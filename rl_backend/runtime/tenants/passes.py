@@ -12,30 +12,21 @@ from torch import Tensor
 
 from rl_backend.contracts import BatchError, ForwardResult, Head, LossFn, Metric, MetricValue, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import BASE_ONLY, LORA_FIELD
-from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.runtime.passes import check_returned
 from rl_backend.runtime.tenants.handle import TenantHandle
 
 
 @dataclass
 class PassTenants:
-    """The tenants of one ``forward_backward``.
+    """The tenants of one ``forward_backward``."""
 
-    Attributes:
-        by_id: those whose sequences may come.
-        trains: whether there is a backward pass.
-        heads: the outputs of the pass.
-        losses: by the tenant's name, in a pass of several; None without a loss.
-        sole: the tenant whose the whole pass is; None where a field of each sequence says whose it is.
-        begun: whether anything has run.
-    """
-
-    by_id: Mapping[int, TenantHandle]
+    by_id: Mapping[int, TenantHandle]  # those whose sequences may come
     trains: bool
-    heads: Sequence[Head]
-    losses: Mapping[str, LossFn] | None = None
-    sole: TenantHandle | None = None
-    begun: bool = False
+    heads: Sequence[Head]  # the outputs of the pass
+    losses: Mapping[str, LossFn] | None = None  # by the tenant's name, in a pass of several; None without a loss
+    sole: TenantHandle | None = None  # the tenant of all sequences; None where a field of each sequence says whose it is
+    begun: bool = False  # whether anything has run
     _draws: dict[tuple[int, int], int] = field(default_factory=dict)
     """By micro-batch and place of the run among its runs, so that no two runs of a tenant drop the same."""
 
@@ -68,25 +59,23 @@ class PassTenants:
         return None
 
     def present(self, data: Sequence[PackedBatch]) -> list[TenantHandle]:
-        """The tenants that have sequences, in the order of their numbers."""
+        """Those that have sequences, in the order of their numbers."""
         found = {each for batch in data for each in self.ids(batch)}
         return [handle for key, handle in sorted(self.by_id.items()) if key in found]
 
     def trained(self, data: Sequence[PackedBatch]) -> list[TenantHandle]:
-        """Those of a backward pass."""
         return self.present(data) if self.trains else []
 
     def with_loss(self, data: Sequence[PackedBatch]) -> list[TenantHandle]:
-        """Those of the present that have a loss, the same on every rank; others may be present on one rank alone."""
+        # The same on every rank; others may be present on one rank alone.
         return [each for each in self.present(data) if self.sole is not None or each.name in (self.losses or ())]
 
     def fingerprint(self, data: Sequence[PackedBatch]) -> int:
-        """Of the tenants that have a loss: their steps and failures are those of all ranks."""
+        # Steps and failures of tenants with a loss are those of all ranks.
         counted = [str(each.lora_id) for each in self.with_loss(data)]
         return zlib.crc32(",".join(counted).encode())
 
     def begin(self, data: Sequence[PackedBatch]) -> None:
-        """Draws dropout for every run of every tenant, from its own count alone."""
         self.begun = True
         for handle in self.trained(data):
             handle.trainer.expect_gradients()
@@ -96,14 +85,10 @@ class PassTenants:
                 if tenant is not None and tenant.lora.dropout and tenant.rows.training:
                     ranks = tenant.trainer.groups.dense.data
                     self._draws[index, place] = tenant.rows.num_draws * ranks.size() + ranks.rank()
+                    # A tenant's own count, so that it drops the same alone and beside others.
                     tenant.rows.num_draws += 1
 
     def runs(self, index: int, batch: PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
-        """The runs of rows of micro-batch ``index``.
-
-        Args:
-            sequence_rows: of each sequence, on this rank.
-        """
         found, start = list[AdapterRun](), 0
         for place, (key, rows) in enumerate(runs_of_equal(self.ids(batch), sequence_rows)):
             handle = self.by_id.get(key)
@@ -116,7 +101,7 @@ class PassTenants:
 
 
 def _owners(batch: PackedBatch) -> list[int]:
-    """What the field says of each sequence, with one wait for the device."""
+    # One wait for the device.
     return [int(key) for key in batch.sequence_fields[LORA_FIELD].tolist()]
 
 
@@ -133,13 +118,7 @@ def runs_of_equal(ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, i
 
 @dataclass
 class LossOfTenants:
-    """A loss that gives each tenant its own sequences, losses and denominators; an error in one is that one's result.
-
-    Attributes:
-        tenants: of the pass.
-        results: tenant -> micro-batch -> its loss and metrics.
-        failures: tenant -> what its loss raised.
-    """
+    """A loss that gives each tenant its own sequences, losses and denominators; an error in one is that one's result."""
 
     tenants: PassTenants
     results: dict[int, list[tuple[float, Mapping[str, MetricValue]]]] = field(default_factory=dict)
@@ -172,7 +151,7 @@ class LossOfTenants:
 
 
 def sequences_of(batch: PackedBatch, chosen: Sequence[int], key: int) -> tuple[PackedBatch, Tensor | slice]:
-    """The sequences ``chosen`` of a micro-batch as one of their own, and the rows of their tokens.
+    """The sequences ``chosen`` of a micro-batch as a micro-batch, and the rows of their tokens.
 
     Facts under ``meta["tenants"][key]`` take the place of the batch's.
     """
@@ -197,7 +176,6 @@ def sequences_of(batch: PackedBatch, chosen: Sequence[int], key: int) -> tuple[P
 
 
 def agree_on_failures(failures: Mapping[int, str], tenants: Sequence[TenantHandle]) -> dict[int, str]:
-    """The failures of all ranks. A collective over them."""
     if not tenants:
         return {}
     groups = tenants[0].groups
@@ -237,13 +215,11 @@ def results_of_tenants(
 
 
 def metrics_by_name(metrics: Mapping[str, Metric], tenants: PassTenants) -> dict[str, Metric]:
-    """Those that :class:`LossOfTenants` gives, each with its tenant's name in front."""
     found = ((each.partition("/"), metric) for each, metric in metrics.items())
     return {f"{tenants.by_id[int(key)].name}/{name}": metric for (key, _, name), metric in found}
 
 
 def own_outputs[V](outputs: Mapping[str, V], head: Head) -> dict[str, V]:
-    """Those that a model with this head has."""
     foreign = ("values",) if head == "log_probs" else ("log_probs", "entropy")
     return {name: value for name, value in outputs.items() if name not in foreign}
 

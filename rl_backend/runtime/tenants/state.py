@@ -22,7 +22,6 @@ _LOADED = "+"
 
 
 def tenant_state(handle: TenantHandle) -> tuple[StateTensors, TrainingManifest]:
-    """What a checkpoint of the tenant holds."""
     optimizer = handle.trainer
     manifest = checkpoints.training_manifest(
         handle,
@@ -41,14 +40,16 @@ def load_tenant_state(handle: TenantHandle, path: Path) -> TrainingManifest:
     """Restores a tenant from ``path``, whatever layout or runtime saved it.
 
     Raises:
-        CheckpointError: on every rank: no checkpoint of a tenant, one of another rank or other targets, or of another base.
+        CheckpointError: on every rank: no checkpoint of a tenant, one of another configuration, or of another base.
     """
+    # A collective, so before what one rank may refuse.
     base = _base_digest(handle)
 
     def check(manifest: TrainingManifest) -> None:
         facts = manifest.lora
         if facts is None:
-            raise CheckpointError.at(path, "holds a whole model and no LoRA tenant; load it into a model of its own")
+            # Refused next by the names of its parameters.
+            return
         mine = handle.lora.model_dump(mode="json")
         for name, value in mine.items():
             if facts.config.get(name) != value:
@@ -111,9 +112,9 @@ def _base_digest(handle: TenantHandle) -> str:
 
 @lru_cache(maxsize=8)
 def _digest_of_directory(hf_path: str) -> str:
-    """xxh3-64 of all weights of a Hugging Face directory, whichever files they are in."""
     reader = HFReader(hf_path)
     digest = xxhash.xxh3_64()
+    # Whichever files the weights are in.
     for name in sorted(reader.infos):
         digest.update(f"{name} {tensor_digest(reader.read(name))}".encode())
     return str(digest.hexdigest())

@@ -25,16 +25,16 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.atoms import Atom, Needs
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, part_name
+from rl_backend.lora.factors import WholeTensors, merged_weights, whole_tensors
 from rl_backend.lora.modules import modules_of_rank, require_trainable, select_modules
 from rl_backend.lora.rows import RowTensor, TenantRows, factors_of, head_parameters
 from rl_backend.runtime.adaptable import RowGroups
-from rl_backend.runtime.engine import Engine, GuardedHandle
-from rl_backend.runtime.export_stream import WeightStream
+from rl_backend.runtime.engine import Engine
+from rl_backend.runtime.export_stream import WeightStream, require_known_names
+from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.interface import RouterReplay
 from rl_backend.runtime.passes import PassRequest
-from rl_backend.runtime.router_replay import RouterReplay
-from rl_backend.runtime.tenants.exports import gradient_stream, merged_stream
-from rl_backend.runtime.tenants.handle import TenantHandle, require_tenant, step_tenants
-from rl_backend.runtime.tenants.optimizer import TenantOptimizer
+from rl_backend.runtime.tenants.handle import TenantHandle, TenantOptimizer, require_tenant, step_tenants
 from rl_backend.runtime.tenants.passes import (
     LossOfTenants,
     PassTenants,
@@ -52,9 +52,6 @@ class Tenants:
     """Those of all models of one runtime; iterating gives them in the order of making.
 
     Of a tenant it answers what an :class:`~rl_backend.runtime.engine.Engine` answers of a model.
-
-    Args:
-        engine: of the runtime; runs the passes.
     """
 
     def __init__(self, engine: Engine[Any]) -> None:
@@ -69,7 +66,9 @@ class Tenants:
         return self._by_id.get(handle.lora_id) is handle
 
     def __getitem__(self, handle: ModelHandle) -> TenantHandle:
-        """The tenant of a handle that is one."""
+        """The tenant of a handle; raises :class:`HandleError` for one of a model."""
+        if handle not in self:
+            raise HandleError(f"{handle.name!r} is no LoRA tenant; take a handle of create_lora_adapter", handle=handle.name)
         return self._by_id[handle.lora_id]
 
     def of(self, model: GuardedHandle) -> list[TenantHandle]:
@@ -77,9 +76,7 @@ class Tenants:
 
     def require(self, handle: GuardedHandle, atom: Atom, needs: Needs) -> None:
         """Raises :class:`HandleError` for an atom of models or tenants alone, or a base that is in host memory."""
-        if handle not in self:
-            if atom.takes == "tenants":
-                raise _no_tenant(handle, atom.name)
+        if handle not in self and atom.takes != "tenants":
             return
         base = self[handle].model
         if atom.takes == "models":
@@ -99,11 +96,7 @@ class Tenants:
         head: Head | None,
         stored: StoredWeights,
     ) -> TenantHandle:
-        """As :meth:`~rl_backend.runtime.Runtime.create_lora_adapter`.
-
-        Args:
-            stored: reads the base.
-        """
+        """As :meth:`~rl_backend.runtime.Runtime.create_lora_adapter`; ``stored`` reads the base."""
         adaptable = base.adaptable
         if adaptable is None:
             raise HandleError(
@@ -133,6 +126,7 @@ class Tenants:
             head=head,
             micro_batch_multiple=base.micro_batch_multiple,
             base=base,
+            # Never used again, not even after the tenant is removed: data may still name it.
             lora_id=self._num_made,
             owner=base.owner,
             config=base.config,
@@ -156,25 +150,21 @@ class Tenants:
 
     def step(self, handles: Sequence[GuardedHandle], adam: Sequence[AdamParams | None] | None) -> list[StepResult]:
         """One step of each, with its own values; all are checked before any."""
-        if not handles:
-            raise HandleError("optimizer_step of no tenants; give at least one")
-        for each in handles:
-            if each not in self:
-                raise _no_tenant(each, "optimizer_step")
         tenants = [self[each] for each in handles]
-        if len(set(tenants)) < len(tenants):
-            twice = next(each.name for each in tenants if tenants.count(each) > 1)
-            raise HandleError(f"optimizer_step of {twice!r} twice in one list; give each tenant once", handle=twice)
-        adam = [None] * len(tenants) if adam is None else adam
-        if len(adam) != len(tenants):
-            raise ConfigError(f"adam has values of {len(adam)} steps for {len(tenants)} tenants; give one for each, or None")
-        results = step_tenants(tenants, adam)
+        values = [None] * len(tenants) if adam is None else adam
+        if not tenants or len(set(tenants)) < len(tenants) or len(values) != len(tenants):
+            raise HandleError(
+                f"optimizer_step of {[each.name for each in tenants]} with {adam} for adam; give each tenant once, and for "
+                "adam the values of each, or None"
+            )
+        for tenant in tenants:
+            tenant.require_gradients("optimizer_step")
+        results = step_tenants(tenants, values)
         for tenant, result in zip(tenants, results, strict=True):
             tenant.weight_version += result.ok
         return results
 
     def run_passes(self, handle: ModelHandle, request: PassRequest) -> ForwardResult:
-        """A pass whose sequences are all this tenant's."""
         tenant = self[handle]
         own = _sole(tenant, request)
         request = request._replace(adapters=own)
@@ -191,11 +181,24 @@ class Tenants:
     def gather_weights(
         self, handle: ModelHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
     ) -> WeightStream:
-        """Those of the base with the adapter added."""
-        return merged_stream(self._engine, self[handle], dtype, byte_budget, names)
+        """Those of the base with the adapter added, and the tenant's own head in place of the base's."""
+        tenant = self[handle]
+        infos = {info.name: info for info in tenant.weights}
+        require_known_names("export_weights", names, infos)
+        wanted = infos if names is None else names
+        base = None if names is None and tenant.head == tenant.model.head else set(wanted).difference(tenant.head_shapes)
+        stream = self._engine.gather_weights(tenant.model, dtype, byte_budget, base)
+        own = {name: dtype or getattr(torch, infos[name].dtype) for name in tenant.head_shapes if name in wanted}
+        return merged_weights(stream, _tensors_of(tenant, tenant.rows.weights), tenant.kinds, tenant.lora.scale, own)
 
     def gather_gradients(self, handle: ModelHandle, names: Collection[str] | None) -> WeightStream:
-        return gradient_stream(self[handle], names)
+        """Of the tenant's own tensors, by peft's names."""
+        tenant = self[handle]
+        require_known_names("export_gradients", names, tenant.saved_shapes)
+        tenant.require_gradients("export_gradients")
+        tenant.trainer.reduce()
+        tensors = _tensors_of(tenant, tenant.rows.gradients)
+        return ((name, value) for name, value in tensors.items() if names is None or name in names)
 
     def training_state(self, handle: ModelHandle) -> tuple[StateTensors, TrainingManifest]:
         return tenant_state(self[handle])
@@ -217,11 +220,7 @@ class Tenants:
     def run_mixed(
         self, base: GuardedHandle, tenants: PassTenants, data: Sequence[PackedBatch], router_replay: RouterReplay
     ) -> ForwardResult:
-        """A pass of sequences of several tenants.
-
-        Args:
-            tenants: of :meth:`mixed_pass`; those that are present can be used.
-        """
+        """A pass of sequences of several tenants, which :meth:`mixed_pass` gives and which can be used."""
         loss = None if tenants.losses is None else LossOfTenants(tenants)
         try:
             request = PassRequest(data, loss, not tenants.trains, router_replay, tenants)
@@ -233,19 +232,19 @@ class Tenants:
             loss.failures.update(agree_on_failures(loss.failures, tenants.with_loss(data)))
             for key, failure in loss.failures.items() if tenants.trains else ():
                 tenants.by_id[key].broken = f"its loss raised {failure}, so its gradients are incomplete"
+        # By number until here: names may contain each other.
         metrics = metrics_by_name(result.metrics, tenants)
         return ForwardResult(result.losses, metrics, result.outputs, results_of_tenants(loss, tenants, data, result))
 
 
+def _tensors_of(tenant: TenantHandle, row: Tensor) -> WholeTensors:
+    adaptable = tenant.model.adaptable
+    assert adaptable is not None, "the base of a tenant"
+    return whole_tensors(tenant.rows, row, tenant.saved_shapes, adaptable.whole_group)
+
+
 def _sole(tenant: TenantHandle, request: PassRequest) -> PassTenants:
-    """Of a pass whose sequences are all one tenant's."""
     return PassTenants({tenant.lora_id: tenant}, trains=not request.forward_only, heads=(tenant.head,), sole=tenant)
-
-
-def _no_tenant(handle: ModelHandle, operation: str) -> HandleError:
-    return HandleError(
-        f"{operation} on {handle.name!r}, which is no LoRA tenant; take a handle of create_lora_adapter", handle=handle.name
-    )
 
 
 def _initial_head(base: GuardedHandle, parameters: Sequence[RowTensor], stored: StoredWeights) -> dict[str, Tensor]:
@@ -265,7 +264,7 @@ def _initial_magnitudes(lora: LoRAConfig, modules: Sequence[str], stored: Stored
 
 
 def _break_trained(tenants: PassTenants, data: Sequence[PackedBatch]) -> None:
-    """After an error; one that was raised before anything ran leaves gradients as they were."""
+    # An error that was raised before anything ran leaves gradients as they were.
     if tenants.begun and tenants.trains:
         for tenant in tenants.trained(data):
             tenant.mark_incomplete()

@@ -321,7 +321,7 @@ FAULTS = [
     ),
     Fault(
         "offloaded-part-comes-back-empty",
-        "rl_backend.runtime.offload:Offload.reload",
+        "rl_backend.runtime.handle:Offload.reload",
         "_bytes(storage).copy_(host, non_blocking=True)",
         "pass",
         ("test_tensors_that_share_a_storage_move_once_and_stay_views",),
@@ -329,7 +329,7 @@ FAULTS = [
     ),
     Fault(
         "offload-frees-nothing",
-        "rl_backend.runtime.offload:Offload.offload",
+        "rl_backend.runtime.handle:Offload.offload",
         """
         for storage, _ in moved:
             storage.resize_(0)

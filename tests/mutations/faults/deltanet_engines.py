@@ -64,7 +64,7 @@ FAULTS = [
     Fault(
         "refusals-of-every-device",
         "actors.rollout.vllm.capabilities:check_served",
-        "if concerned and refusal.device == device and refusal.applies(fields, config):",
+        "if concerned and device in refusal.devices and refusal.applies(fields, config):",
         "if concerned and refusal.applies(fields, config):",
         ("test_what_a_cpu_cannot_serve",),
         "engines on a GPU would be refused what only a CPU cannot serve",

@@ -142,7 +142,7 @@ FAULTS = [
     ),
     Fault(
         "metrics-of-the-cookbook-lost-at-a-limit",
-        "adapters.cookbook.player:CookbookPlayer.__call__",
+        "adapters.cookbook:CookbookPlayer.__call__",
         "return ended_by(end, metrics)",
         "return ended_by(end)",
         ("test_an_episode_that_a_limit_ends_has_the_metrics_of_its_turns",),
@@ -230,7 +230,7 @@ FAULTS = [
     ),
     Fault(
         "masked-turns-of-cookbook-trained",
-        "adapters.cookbook.player:CookbookPlayer._turns",
+        "adapters.cookbook:CookbookPlayer._turns",
         "if step.metrics.get(MASKED):",
         "if step.metrics.get(MASKED, 0) > 1:",
         ("test_observations_that_continue_are_one_segment_and_masked_turns_are_not_trained",),

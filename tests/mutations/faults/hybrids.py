@@ -15,7 +15,7 @@ FAULTS = [
     ),
     Fault(
         "narrow-products-not-padded",
-        "rl_backend.primitive.adapted_layers:_with_enough_columns",
+        "rl_backend.primitive.adapters:_with_enough_columns",
         "return F.pad(x, (0, missing)) if missing > 0 else x",
         "return x",
         ("test_rows_of_narrow_products_do_not_depend_on_others",),
@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "rows-of-another-rank-for-the-gate",
-        "rl_backend.primitive.adapter_runs:runs_of_share",
+        "rl_backend.primitive.adapters:runs_of_share",
         "first, found = rank * num_rows, []",
         "first, found = 0, []",
         ("test_lora_hybrids.py::test_tenants_train_in_every_layout_as_on_one_rank[qwen3_next-tp2]",),

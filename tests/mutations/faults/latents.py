@@ -51,19 +51,15 @@ FAULTS = [
     ),
     Fault(
         "refused-step-moves-biases",
-        "rl_backend.runtime.native.optimizer:NativeOptimizer._apply",
-        "bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]",
-        """
-        for move in moves:
-            move.bias.add_(move.step)
-        bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
-        """,
+        "rl_backend.runtime.native.optimizer:NativeOptimizer.step",
+        "self.balance.step(taken=result.ok)",
+        "self.balance.step(taken=True)",
         ("test_a_refused_step_moves_no_bias",),
         "routes would change with a step that changes nothing else",
     ),
     Fault(
         "choices-of-earlier-steps-count",
-        "rl_backend.runtime.native.balance:ExpertBalance.take",
+        "rl_backend.runtime.balance:ExpertBalance.step",
         "self.drop()",
         "pass",
         ("test_a_step_uses_up_the_choices_that_it_counted",),
@@ -71,7 +67,7 @@ FAULTS = [
     ),
     Fault(
         "loads-of-one-rank",
-        "rl_backend.runtime.native.balance:ExpertBalance.take",
+        "rl_backend.runtime.balance:ExpertBalance.step",
         "sum_over(group)(counts)",
         "pass",
         ("test_expert_balance.py::test_biases_move_as_on_one_rank[dp2 ep2]",),
@@ -96,8 +92,8 @@ FAULTS = [
     Fault(
         "padding-counts-as-use-of-experts",
         "rl_backend.runtime.native.forward_backward:_run_one",
-        "loads.forward(0, rank_batch.inputs.padding)",
-        "loads.forward(0, None)",
+        "routers.forward(index, 0, rank_batch.layout, rank_batch.inputs.padding)",
+        "routers.forward(index, 0, rank_batch.layout, None)",
         ("test_tokens_that_fill_up_a_ranks_share_count_as_no_use_of_experts",),
         "biases would move by tokens that are none",
     ),

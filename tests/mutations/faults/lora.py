@@ -56,7 +56,7 @@ FAULTS = [
     ),
     Fault(
         "tensor-parallel-parts-of-a-gradient-not-added",
-        "rl_backend.runtime.tenants.optimizer:TenantOptimizer.reduce",
+        "rl_backend.runtime.tenants.handle:TenantOptimizer.reduce",
         "if section.summed and tensor is not None and tensor.size() > 1:",
         "if section.summed and tensor is not None and tensor.size() > 9:",
         (f"{_LAYOUTS}[native-tp2]",),
@@ -64,7 +64,7 @@ FAULTS = [
     ),
     Fault(
         "gradients-not-averaged-over-data-parallel-ranks",
-        "rl_backend.runtime.tenants.optimizer:TenantOptimizer.reduce",
+        "rl_backend.runtime.tenants.handle:TenantOptimizer.reduce",
         "self._rows.gradients.div_(self.groups.dp_size)",
         "pass",
         (f"{_LAYOUTS}[native-dp2]",),
@@ -188,7 +188,7 @@ FAULTS = [
     ),
     Fault(
         "rows-of-products-taken-on-trust",
-        "rl_backend.primitive.adapted_layers:_tried",
+        "rl_backend.primitive.adapters:_tried",
         "if not (exact and _stacks_are_exact(x, weight, grad)):",
         "if False:",
         ("test_products_whose_rows_depend_on_others_are_noticed",),
@@ -212,7 +212,7 @@ FAULTS = [
     ),
     Fault(
         "vocabulary-cut-by-the-tokens-of-all",
-        "rl_backend.primitive.tiles:Tokens.rows_of_tile",
+        "rl_backend.primitive.log_prob:Tokens.rows_of_tile",
         "return size if self.several else min(size, self.hidden.shape[0])",
         "return min(size, self.hidden.shape[0])",
         (_HEAD,),
@@ -255,7 +255,7 @@ FAULTS = [
     ),
     Fault(
         "neighbours-take-the-scale-of-the-first",
-        "rl_backend.primitive.adapted_layers:Work._scale",
+        "rl_backend.primitive.adapters:Work._scale",
         "if len(set(scales)) == 1:",
         "if scales:",
         ("test_outputs_and_gradients_are_those_of_autograd",),
@@ -263,7 +263,7 @@ FAULTS = [
     ),
     Fault(
         "magnitudes-learnt-through-the-norm",
-        "rl_backend.primitive.adapted_layers:Work.add_gradients",
+        "rl_backend.primitive.adapters:Work.add_gradients",
         "first.grad_magnitude.add_((grad * whole).sum(0).to(self._norm.dtype) / self._norm)",
         "first.grad_magnitude.add_((grad * whole).sum(0).to(self._norm.dtype) / first.magnitude)",
         (f"{_PARITY}[native one rank-dense]",),
@@ -271,7 +271,7 @@ FAULTS = [
     ),
     Fault(
         "norms-of-a-part-of-the-inputs",
-        "rl_backend.primitive.adapted_layers:_norms_of_rows",
+        "rl_backend.primitive.adapters:_norms_of_rows",
         "if factors.sum_over_inputs is not None:",
         "if factors.sum_over_inputs is None:",
         (f"{_EXPERTS_LAYOUTS}[native-tp2]",),

@@ -16,9 +16,9 @@ _CURVES = "test_curves_of_a_run_that_continues_have_every_step_once"
 _CUTS = "test_a_cut_keeps_the_same_tokens_trained_whatever_is_cut"
 _ADAPTERS = "test_options_of_adapters_decide_what_engines_serve"
 
-_OPTIMIZER = "rl_backend.runtime.tenants.optimizer:TenantOptimizer.apply"
+_OPTIMIZER = "rl_backend.runtime.tenants.handle:TenantOptimizer.apply"
 _OF_SEQUENCES = "rl_backend.runtime.tenants.passes:sequences_of"
-_HEAD = "rl_backend.primitive.adapted_layers:Narrowed"
+_HEAD = "rl_backend.primitive.adapters:Narrowed"
 
 FAULTS = [
     Fault(
@@ -55,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "adapters-of-experts-never-drop",
-        "rl_backend.primitive.adapted_experts:RowOwners.runs",
+        "rl_backend.primitive.experts:RowOwners.runs",
         "None if draw < 0 else draw",
         "None",
         (f"{_DROPPED}[experts]",),
@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         "experts-are-not-told-of-draws",
-        "rl_backend.primitive.adapted_experts:row_owners",
+        "rl_backend.primitive.experts:row_owners",
         "-1 if run.draw is None else run.draw * share.copies + share.copy",
         "-1",
         (f"{_DROPPED}[experts]",),
@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         "gradient-of-an-embedding-without-the-scale",
-        "rl_backend.primitive.adapted_layers:_AdaptedEmbedding.backward",
+        "rl_backend.primitive.adapters:_AdaptedEmbedding.backward",
         "(grad_own @ factors.b.to(grad.dtype)).mul_(factors.scale)",
         "grad_own @ factors.b.to(grad.dtype)",
         (f"{_DROPPED}[embedding and head]",),
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "magnitudes-with-inputs-that-are-not-dropped",
-        "rl_backend.primitive.adapted_layers:Work.add_to",
+        "rl_backend.primitive.adapters:Work.add_to",
         "self._of_module(own) if kept is x else padded_product(kept, self._of_module(weight.t()))",
         "self._of_module(own)",
         (f"{_DROPPED}[magnitudes]",),
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     Fault(
         "gradient-of-linear-factors-without-dropout",
-        "rl_backend.primitive.adapted_layers:Work.add_gradients",
+        "rl_backend.primitive.adapters:Work.add_gradients",
         "kept = dropped(x[self._rows], self._draw, first)",
         "kept = x[self._rows]",
         (f"{_DROPPED}[linear layers]",),
@@ -160,7 +160,7 @@ FAULTS = [
     ),
     Fault(
         "values-of-a-step-stay",
-        "rl_backend.runtime.lr_schedule:values_of_step",
+        "rl_backend.runtime.optimizer:values_of_step",
         """
         for group, own in zip(param_groups, before, strict=True):
             group.update(own)
@@ -171,7 +171,7 @@ FAULTS = [
     ),
     Fault(
         "values-of-a-step-decay-all",
-        "rl_backend.runtime.lr_schedule:values_of_step",
+        "rl_backend.runtime.optimizer:values_of_step",
         'group["weight_decay"] *= group["wd_mult"]',
         "pass",
         ("test_a_step_has_the_values_that_are_given_for_it_and_the_next_one_the_optimizers[bridge]",),
@@ -187,17 +187,17 @@ FAULTS = [
     ),
     Fault(
         "tenants-without-clipping-have-no-gradient",
-        _OPTIMIZER,
-        "0 < clip_grad < result.grad_norm + _CLIP_EPSILON",
-        "0 <= clip_grad < result.grad_norm + _CLIP_EPSILON",
+        "rl_backend.runtime.optimizer:clip_factor",
+        "clip_grad > 0",
+        "clip_grad >= 0",
         (_STEPS,),
         "clip_grad=0, which switches clipping off, would make every gradient zero",
     ),
     Fault(
         "tenants-are-clipped-to-one",
         _OPTIMIZER,
-        "clip_grad / (result.grad_norm + _CLIP_EPSILON)",
-        "1.0 / (result.grad_norm + _CLIP_EPSILON)",
+        "clip_factor(clip_grad, result.grad_norm)",
+        "clip_factor(1.0, result.grad_norm)",
         (_STEPS,),
         "clip_grad of a tenant would be ignored",
     ),
@@ -323,7 +323,7 @@ FAULTS = [
     ),
     Fault(
         "ranks-that-share-tokens-out-drop-the-same",
-        "rl_backend.primitive.adapter_runs:runs_of_share",
+        "rl_backend.primitive.adapters:runs_of_share",
         "run.draw * ranks + rank",
         "run.draw * ranks",
         ("test_ranks_that_share_tokens_out_drop_other_inputs",),
@@ -331,7 +331,7 @@ FAULTS = [
     ),
     Fault(
         "senders-drop-the-same",
-        "rl_backend.primitive.adapted_experts:RowOwners.runs",
+        "rl_backend.primitive.experts:RowOwners.runs",
         "blocks[drawn[owner]] = blocks.get(drawn[owner], 0) + sent[place]",
         "blocks[draws[0][owner]] = blocks.get(draws[0][owner], 0) + sent[place]",
         ("test_rows_of_an_expert_are_each_adapters_own_by_sender_where_senders_drop_other_inputs",),

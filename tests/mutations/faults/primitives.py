@@ -7,7 +7,7 @@ from tests.mutations.fault import Fault
 FAULTS = [
     Fault(
         "log-probs-without-temperature",
-        "rl_backend.primitive.tiles:Tile.logits",
+        "rl_backend.primitive.log_prob:Tile.logits",
         "return out if self.temperature is None else out.div_(self.temperature)",
         "return out",
         ("test_values_and_gradients_equal_a_full_softmax",),
@@ -15,7 +15,7 @@ FAULTS = [
     ),
     Fault(
         "gradient-without-temperature",
-        "rl_backend.primitive.tiles:NextTokenGradient.of_logits",
+        "rl_backend.primitive.log_prob:NextTokenGradient.of_logits",
         "return result if tile.temperature is None else result.div_(tile.temperature)",
         "return result",
         ("test_values_and_gradients_equal_a_full_softmax",),
@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "entropy-without-its-value-in-the-gradient",
-        "rl_backend.primitive.tiles:NextTokenGradient.of_logits",
+        "rl_backend.primitive.log_prob:NextTokenGradient.of_logits",
         "result.mul_(log_p.mul_(-grad_entropy).sub_(grad + grad_entropy * self.entropy_value[chunk]))",
         "result.mul_(log_p.mul_(-grad_entropy).sub_(grad))",
         ("test_gradcheck_passes_for_log_probs_and_entropy",),
@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         "weight-gradient-of-the-last-chunk",
-        "rl_backend.primitive.tiles:gradients_of",
+        "rl_backend.primitive.log_prob:gradients_of",
         "add_matmul(target, grad_logits.t(), tile.hidden, beta=0 if chunk.start == 0 else 1)",
         "add_matmul(target, grad_logits.t(), tile.hidden, beta=0)",
         ("test_values_and_gradients_equal_a_full_softmax",),
@@ -117,8 +117,8 @@ FAULTS = [
     ),
     Fault(
         "router-losses-not-in-the-gradient",
-        "rl_backend.primitive.router:_WithLoss.backward",
-        "return grad, grad.new_ones(())",
+        "rl_backend.primitive.backward:_WithLoss.backward",
+        "return grad, grad.new_ones((), dtype=ctx.loss_dtype)",
         "return grad, grad.new_zeros(())",
         ("test_router_losses_enter_the_gradients_and_not_the_output",),
         "the coefficients would be accepted and ignored",
@@ -157,7 +157,7 @@ FAULTS = [
     ),
     Fault(
         "put-off-gradient-of-the-first-product-alone",
-        "rl_backend.primitive.deferred:WeightGradients.compute",
+        "rl_backend.primitive.backward:WeightGradients.compute",
         "for weight, compute in self:",
         "for weight, compute in self[:1]:",
         ("test_one_rank_is_the_trivial_pipeline[zb-h1-1]",),

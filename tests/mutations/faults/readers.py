@@ -110,7 +110,7 @@ FAULTS = [
     ),
     Fault(
         "silent-address-raises",
-        "actors.cluster.local_ray:_answers",
+        "actors.cluster.session:_answers",
         "OSError",
         "ConnectionError",
         ("test_a_ray_is_of_this_machine_alone_where_its_port_does_not_answer_at_the_address_in_the_network",),

@@ -7,7 +7,7 @@ from tests.mutations.fault import Fault
 FAULTS = [
     Fault(
         "masked-tokens-are-replayed",
-        "rl_backend.runtime.router_replay:routes_to_replay",
+        "rl_backend.runtime.recording:routes_to_replay",
         "return signed if mask is None else signed.masked_fill(~mask.view(-1, 1, 1), -1)",
         "return signed",
         ("test_routes_matter_and_masked_tokens_follow_their_router",),
@@ -15,7 +15,7 @@ FAULTS = [
     ),
     Fault(
         "layers-recorded-in-reverse",
-        "rl_backend.runtime.native.routes:PassRoutes.forward.keep",
+        "rl_backend.runtime.native.routers:PassRouters.forward.keep",
         "chosen.append(routing.experts.to(recorded.dtype))",
         "chosen.insert(0, routing.experts.to(recorded.dtype))",
         ("test_one_rank_replays_what_every_layout_recorded[native dp2]",),
@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "stages-in-the-order-of-the-ranks",
-        "rl_backend.runtime.router_replay:gather_stages",
+        "rl_backend.runtime.recording:gather_stages",
         "routes[:, torch.tensor(layers, dtype=torch.int64, device=device)] = of_ranks[rank, :, : len(layers)]",
         "routes[:, len(layers) * rank : len(layers) * (rank + 1)] = of_ranks[rank, :, : len(layers)]",
         ("test_one_rank_replays_what_every_layout_recorded[native zbv, recomputed]",),
@@ -71,9 +71,9 @@ FAULTS = [
     ),
     Fault(
         "replica-not-compared",
-        "rl_backend.runtime.batch_checks:problem_in_replica",
-        "return None if largest == -smallest else different_in_replica()",
-        "return None",
+        "rl_backend.runtime.passes:problem_in_replica",
+        "largest == -smallest",
+        "True",
         (
             "test_other_data_on_a_rank_of_the_same_replica_is_refused[{'tp': 2}]",
             "test_ranks_with_different_routes_are_refused_before_they_compute[native]",
@@ -82,7 +82,7 @@ FAULTS = [
     ),
     Fault(
         "checksum-without-routes",
-        "rl_backend.runtime.batch_checks:checksum",
+        "rl_backend.runtime.passes:checksum",
         "for tensor in (batch.seq_lens, batch.input_ids, *recorded):",
         "for tensor in (batch.seq_lens, batch.input_ids):",
         ("test_ranks_with_different_routes_are_refused_before_they_compute[native]",),
@@ -90,7 +90,7 @@ FAULTS = [
     ),
     Fault(
         "numbers-of-micro-batches-not-compared",
-        "rl_backend.runtime.batch_checks:problem_between_ranks",
+        "rl_backend.runtime.passes:problem_between_ranks",
         "if most_count != -least_count:",
         "if False:",
         ("test_data_that_one_rank_gets_wrong_is_refused_on_all_within_seconds",),
@@ -98,7 +98,7 @@ FAULTS = [
     ),
     Fault(
         "refusals-of-other-ranks-not-heard",
-        "rl_backend.runtime.batch_checks:problem_between_ranks",
+        "rl_backend.runtime.passes:problem_between_ranks",
         "if last_refusing:",
         "if last_refusing == group.rank() + 1:",
         ("test_data_that_one_rank_gets_wrong_is_refused_on_all_within_seconds",),
@@ -106,7 +106,7 @@ FAULTS = [
     ),
     Fault(
         "routes-of-samples-begin-at-the-first-again",
-        "actors.rollout.sample:split_routes",
+        "actors.rollout.messages:split_routes",
         "ends = np.cumsum([length - 1 for length in lengths])",
         "ends = np.cumsum([length for length in lengths])",
         ("test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",),
@@ -114,7 +114,7 @@ FAULTS = [
     ),
     Fault(
         "routes-of-dense-layers-sent",
-        "actors.rollout.sample:pack_routes",
+        "actors.rollout.messages:pack_routes",
         "parts.append(routes[:, list(moe_layers)])",
         "parts.append(routes[:, : len(moe_layers)])",
         ("test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",),
@@ -130,7 +130,7 @@ FAULTS = [
     ),
     Fault(
         "routes-of-neighbouring-layers-only",
-        "rl_backend.runtime.router_replay:gather_stages",
+        "rl_backend.runtime.recording:gather_stages",
         "routes[:, torch.tensor(layers, dtype=torch.int64, device=device)] = of_ranks[rank, :, : len(layers)]",
         """
         first = min(layers, default=0)

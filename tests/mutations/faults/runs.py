@@ -241,7 +241,7 @@ FAULTS = [
     ),
     Fault(
         "ray-in-the-process-group-of-the-run",
-        "actors.cluster.local_ray:own_process_groups",
+        "actors.cluster.session:own_process_groups",
         "services.ConsolePopen = partial(popen, process_group=0)",
         "services.ConsolePopen = partial(popen)",
         ("test_processes_of_ray_are_in_the_drivers_group_or_their_own",),

@@ -138,8 +138,8 @@ FAULTS = [
     Fault(
         "samples-by-the-number-of-the-prompt",
         "actors.rollout.group.calls:PendingSamples._take",
-        "slice(position * self._n, (position + 1) * self._n)",
-        "slice(prompt * self._n, (prompt + 1) * self._n)",
+        "range(prompts.start * self._n, prompts.stop * self._n)",
+        "range(len(generated.responses))",
         ("test_samples_are_in_the_callers_order_each_with_its_own_version_and_routes",),
         "engines but the first would return no samples of their prompts",
     ),

@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "streams-do-not-compare-names",
-        "actors.sync.transport.gpu:ExportSource.__iter__",
+        "actors.sync.gpu_transports:ExportSource.__iter__",
         "as_announced(self.plan.infos, export(self.context, self.plan))",
         "zip(self.plan.infos, (weight for _, weight in export(self.context, self.plan)), strict=False)",
         ("test_a_stream_ends_before_the_first_tensor_that_is_not_the_one_announced",),
@@ -264,7 +264,7 @@ FAULTS = [
     ),
     Fault(
         "push-begins-before-the-weights-are-there",
-        "actors.sync.transport.gpu:send_stream",
+        "actors.sync.gpu_transports:send_stream",
         "torch.cuda.current_stream().synchronize()",
         "pass",
         ("test_a_push_is_sent_when_what_trains_has_been_computed",),

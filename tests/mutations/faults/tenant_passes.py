@@ -49,7 +49,7 @@ FAULTS = [
     ),
     Fault(
         "experts-adapters-gradients-end-at-the-layer",
-        "rl_backend.primitive.adapted_experts:_AdaptedExperts.backward",
+        "rl_backend.primitive.experts:_AdaptedExperts.backward",
         "work.add_gradients(grad_x, x, grad, layers[expert])",
         "work.add_gradients(grad_x.clone(), x, grad, layers[expert])",
         ("test_adapters_of_experts_have_the_outputs_and_gradients_of_autograd",),
@@ -57,7 +57,7 @@ FAULTS = [
     ),
     Fault(
         "gradients-of-the-first-work-only",
-        "rl_backend.primitive.adapted_layers:_AdaptedLinear.backward",
+        "rl_backend.primitive.adapters:_AdaptedLinear.backward",
         "for work in ctx.work:",
         "for work in ctx.work[:1]:",
         ("test_each_adapter_gives_the_bits_that_it_gives_alone",),
@@ -73,7 +73,7 @@ FAULTS = [
     ),
     Fault(
         "rows-are-tried-in-float32-alone",
-        "rl_backend.primitive.adapted_layers:_tried",
+        "rl_backend.primitive.adapters:_tried",
         "x, weight, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)",
         "x, weight, grad = (torch.randn(shape, generator=generator) for shape in shapes)",
         ("test_the_dtype_whose_rows_depend_on_others_is_found",),
@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "embedding-adapter-works-to-the-end",
-        "rl_backend.primitive.adapted_layers:_AdaptedEmbedding.forward",
+        "rl_backend.primitive.adapters:_AdaptedEmbedding.forward",
         "rows = slice(run.start, run.stop)",
         "rows = slice(run.start, len(tokens))",
         ("test_tokens_of_an_embedding_have_the_products_and_gradients_of_their_own_adapter",),
@@ -89,7 +89,7 @@ FAULTS = [
     ),
     Fault(
         "repeated-tokens-count-once",
-        "rl_backend.primitive.adapted_layers:_AdaptedEmbedding.backward",
+        "rl_backend.primitive.adapters:_AdaptedEmbedding.backward",
         "factors.grad_a.index_add_(1, own, grad_narrow.to(factors.grad_a.dtype).t())",
         "factors.grad_a[:, own] += grad_narrow.to(factors.grad_a.dtype).t()",
         ("test_tokens_of_an_embedding_have_the_products_and_gradients_of_their_own_adapter",),
@@ -97,7 +97,7 @@ FAULTS = [
     ),
     Fault(
         "head-adapter-learns-from-what-it-dropped",
-        "rl_backend.primitive.adapted_layers:Narrowed.backward",
+        "rl_backend.primitive.adapters:Narrowed.backward",
         "_add_product(factors.grad_a, scaled.t(), dropped(x, ctx.draw, factors))",
         "_add_product(factors.grad_a, scaled.t(), x)",
         ("test_what_an_adapter_of_the_head_narrows_has_the_gradients_of_autograd",),

@@ -65,7 +65,7 @@ FAULTS = [
     ),
     Fault(
         "every-draw-drops-the-same",
-        "rl_backend.primitive.adapter_runs:dropped",
+        "rl_backend.primitive.adapters:dropped",
         "generator = torch.Generator(x.device).manual_seed((factors.seed * 1_000_003 + draw) % 2**63)",
         "generator = torch.Generator(x.device).manual_seed((factors.seed * 1_000_003) % 2**63)",
         (_DROPPED,),
@@ -73,7 +73,7 @@ FAULTS = [
     ),
     Fault(
         "what-dropout-keeps-is-not-scaled-up",
-        "rl_backend.primitive.adapter_runs:dropped",
+        "rl_backend.primitive.adapters:dropped",
         "return x * kept / (1.0 - factors.dropout)",
         "return x * kept",
         (_DROPPED,),
@@ -121,7 +121,7 @@ FAULTS = [
     ),
     Fault(
         "gradients-of-a-step-kept-for-the-next",
-        "rl_backend.runtime.tenants.optimizer:TenantOptimizer.drop_gradients",
+        "rl_backend.runtime.tenants.handle:TenantOptimizer.drop_gradients",
         "self._rows.gradients.zero_()",
         "pass",
         ("test_lora_peft.py::test_tenants_in_one_batch_train_as_peft_does_one_by_one[qwen3]",),
@@ -129,7 +129,7 @@ FAULTS = [
     ),
     Fault(
         "gradients-added-up-again-by-a-step",
-        "rl_backend.runtime.tenants.optimizer:TenantOptimizer.reduce",
+        "rl_backend.runtime.tenants.handle:TenantOptimizer.reduce",
         """
         if self._reduced:
             return
@@ -236,7 +236,7 @@ FAULTS = [
     ),
     Fault(
         "new-tenant-seems-to-have-gradients",
-        "rl_backend.runtime.tenants.optimizer:TenantOptimizer.__init__",
+        "rl_backend.runtime.tenants.handle:TenantOptimizer.__init__",
         "self.has_gradients = False",
         "self.has_gradients = True",
         ("test_a_tenant_steps_only_with_gradients_that_it_has_been_given",),
@@ -268,7 +268,7 @@ FAULTS = [
     ),
     Fault(
         "experts-gradients-over-dense-groups",
-        "rl_backend.runtime.tenants.optimizer:TenantOptimizer.reduce",
+        "rl_backend.runtime.tenants.handle:TenantOptimizer.reduce",
         "tensor, data = self.groups.summing(of_experts=section.of_experts)",
         "tensor, data = self.groups.summing(of_experts=False)",
         ("test_gradients_are_added_up_over_the_ranks_that_have_parts_of_them_and_once",),

@@ -29,7 +29,7 @@ FAULTS = [
         "actors.rollout.engine.step_loop:StepLoop._release",
         """
         for entry in self._running.values():
-            entry.version = self._host.version_for(entry.job)
+            entry.version = self._host.version_for(entry.request)
         """,
         "pass",
         ("test_a_hold_pauses_requests_between_two_tokens_and_each_token_has_its_version",),
@@ -49,8 +49,8 @@ FAULTS = [
     Fault(
         "turns-that-must-not-pause-do",
         "actors.rollout.engine.step_loop:StepLoop._settle_hold",
-        "if self._hold is None or self._hold.done() or not all(entry.job.pausable for entry in running):",
-        "if self._hold is None or self._hold.done() or not any(entry.job.pausable for entry in running):",
+        "if self._hold is None or self._hold.done() or not all(entry.request.pausable for entry in running):",
+        "if self._hold is None or self._hold.done() or not any(entry.request.pausable for entry in running):",
         ("test_a_hold_pauses_requests_between_two_tokens_and_each_token_has_its_version",),
         "the base would change under a turn with an adapter, without a trace in its versions",
     ),
@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "turns-of-an-episode-wander",
-        "actors.rollout.tokens:RolloutTokens._choose",
+        "actors.rollout.group.routing:PrefixRouter.choose",
         """
         if engine is not None:
             return engine
@@ -113,9 +113,9 @@ FAULTS = [
     ),
     Fault(
         "a-lost-engine-is-asked-again",
-        "actors.rollout.tokens:RolloutTokens._choose",
-        "{engine: turns for engine, turns in self._rollout.turns.in_flight.items() if engine not in lost}",
-        "{engine: turns for engine, turns in self._rollout.turns.in_flight.items()}",
+        "actors.rollout.tokens:RolloutTokens.generate",
+        "{each: turns for each, turns in self._rollout.turns.in_flight.items() if each not in lost}",
+        "{each: turns for each, turns in self._rollout.turns.in_flight.items()}",
         ("test_a_turn_whose_engine_is_lost_is_asked_again_of_another",),
         "every turn of a dying engine would end its episode",
     ),

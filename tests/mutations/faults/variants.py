@@ -67,7 +67,7 @@ FAULTS = [
     ),
     Fault(
         "bias-of-the-head-from-its-last-chunk",
-        "rl_backend.primitive.tiles:gradients_of",
+        "rl_backend.primitive.log_prob:gradients_of",
         "grad_bias[words] += exact.sum(0)",
         "grad_bias[words] = exact.sum(0)",
         ("test_a_bias_of_the_head_is_added_before_the_temperature_and_has_its_gradient",),

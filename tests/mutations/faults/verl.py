@@ -158,8 +158,8 @@ FAULTS = [
     Fault(
         "verl-up-projection-by-the-name-of-gate",
         "adapters.verl.options.lora:",
-        '"up_proj": ("linear_fc1", "linear_fc1_up"),',
-        '"up_proj": ("linear_fc1", "linear_fc1_gate"),',
+        '**dict.fromkeys(("up_proj", "w3"), ("linear_fc1", "linear_fc1_up")),',
+        '**dict.fromkeys(("up_proj", "w3"), ("linear_fc1", "linear_fc1_gate")),',
         ("test_megatrons_names_and_wildcards_become_hugging_face_names",),
         "canonical LoRA would adapt the wrong half of a fused layer",
     ),
@@ -200,7 +200,7 @@ FAULTS = [
     Fault(
         "plain-expressions-are-names",
         "adapters.verl.options.lora:_expression",
-        'return "expression", (value,)',
+        'return "expression", (re.compile(value).pattern,)',
         'return ("expression" if set(value) & set("*+?[(|") else "peft"), (value,)',
         ("test_a_text_is_an_expression_of_whole_names_however_plain_and_a_list_has_names",),
         "other layers would be adapted than by peft",

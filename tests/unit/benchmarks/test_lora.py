@@ -14,6 +14,7 @@ from rl_backend.contracts.lora import LORA_FIELD
 MODEL = {**lora_curves.MODEL, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
 
 
+@pytest.mark.long
 def test_memory_of_a_tenant_is_weights_gradients_and_two_moments(tmp_path: Path) -> None:
     found = lora.memory_per_tenant(lora_curves.write_model(tmp_path, MODEL))
     assert found["16"] == pytest.approx(4.0, abs=0.1) and found["64"] == pytest.approx(4.0, abs=0.1)

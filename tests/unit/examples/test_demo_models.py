@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from examples.demo.__main__ import LARGEST_ROUNDING, DemoConfig
-from examples.demo.task import HYBRIDS, MIXTURES, MODEL_TYPES, mixer_fields, write_task
+from examples.demo.task import HYBRIDS, MIXTURES, ModelName, mixer_fields, write_task
 from rl_backend.contracts import ConfigError
 from rl_backend.model import find_model
 from rl_backend.options.command_line import parse_config
 
 
 def test_the_demos_models_have_the_same_tokenizer_and_data(tmp_path: Path) -> None:
-    for model in MODEL_TYPES:
+    for model in get_args(ModelName.__value__):
         write_task(tmp_path / model, seed=3, model=parse_config(DemoConfig, "", ["--model", model]).model)
         config = json.loads((tmp_path / model / "model" / "config.json").read_text())
         assert config["hidden_size"] == 128

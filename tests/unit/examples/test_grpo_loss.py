@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actors import Loss
-from actors.rollout.sample import Sample, VersionSpan
+from actors.rollout.messages import Sample, VersionSpan
 from actors.train.model import Update
 from examples import grpo
 from examples.grpo import GRPOConfig

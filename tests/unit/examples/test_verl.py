@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from examples.demo.task import layers_for
-from examples.verl import grpo, ppo, sft
+from examples.verl import sft
 from examples.verl.options import VerlOptions
-from examples.verl.rl import demo_options
+from examples.verl.rl import RLOptions, demo_options, overrides
 from examples.verl.task import write_verl_task
 from rl_backend.contracts import ConfigError
 
@@ -51,23 +51,24 @@ def test_verl_and_our_engine_take_the_overrides_of_sft(task: Path, device: Any, 
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-@pytest.mark.parametrize(("script", "options"), [(grpo, grpo.GRPOOptions), (ppo, ppo.PPOOptions)])
-def test_verl_and_our_engine_take_the_overrides_of_rl(task: Path, device: Any, script: Any, options: Any) -> None:
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_verl_and_our_engine_take_the_overrides_of_rl(task: Path, device: Any, algorithm: Any) -> None:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     from adapters.verl.options.settings import engine_settings
 
-    given = options(model=str(task / "model"), **FILES, device=device, backend="bridge", ranks=4, tp=2, rollout_tp=2)
-    config = composed("ppo_trainer", script.overrides(given, None))
+    layout = {"backend": "bridge", "ranks": 4, "tp": 2, "rollout_tp": 2}
+    given = RLOptions(algorithm=algorithm, model=str(task / "model"), **FILES, device=device, **layout)
+    config = composed("ppo_trainer", overrides(given, None))
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-    assert need_critic(config) is (script is ppo)
-    assert need_reference_policy(config) is (script is grpo)
+    assert need_critic(config) is (algorithm == "ppo")
+    assert need_reference_policy(config) is (algorithm == "grpo")
     model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     settings = engine_settings(model, actor.engine, actor.optim, actor.checkpoint, model_type="language_model")
     assert settings.runtime.backend == "bridge"
-    if script is ppo:
+    if algorithm == "ppo":
         critic = omega_conf_to_dataclass(config.critic)
         settings = engine_settings(critic.model, critic.engine, critic.optim, critic.checkpoint, model_type="value_model")
         assert settings.head == "values"
@@ -80,8 +81,8 @@ def test_verl_and_our_engine_take_the_overrides_of_router_replay(tmp_path: Path,
     from adapters.verl.options.settings import engine_settings
 
     write_verl_task(tmp_path, model="qwen3_moe")
-    given = grpo.GRPOOptions(model=str(tmp_path / "model"), **FILES, router_replay=mode, batch_size=8, updates_per_step=2)
-    config = composed("ppo_trainer", grpo.overrides(given, None))
+    given = RLOptions(model=str(tmp_path / "model"), **FILES, router_replay=mode, batch_size=8, updates_per_step=2)
+    config = composed("ppo_trainer", overrides(given, None))
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     settings = engine_settings(model, actor.engine, actor.optim, actor.checkpoint, model_type="language_model")
@@ -93,13 +94,13 @@ def test_verl_and_our_engine_take_the_overrides_of_router_replay(tmp_path: Path,
 
 def test_router_replay_on_the_demos_dense_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="dense and routes nothing; use qwen3_moe"):
-        grpo.GRPOOptions(router_replay="R3")
-    assert grpo.GRPOOptions(router_replay="R3", demo_model="qwen3_moe").replay
+        RLOptions(router_replay="R3")
+    assert any("replay" in each for each in overrides(RLOptions(router_replay="R3", demo_model="qwen3_moe"), None))
 
 
 def test_updates_that_do_not_divide_a_batch_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"PPOOptions\.updates_per_step=3.*must divide batch_size=32"):
-        ppo.PPOOptions(updates_per_step=3)
+    with pytest.raises(ConfigError, match=r"RLOptions\.updates_per_step=3.*must divide batch_size=32"):
+        RLOptions(updates_per_step=3)
 
 
 def test_files_here_are_named_so_that_other_nodes_find_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +116,12 @@ def test_files_without_a_model_are_refused() -> None:
         _ = VerlOptions(run_dir="run", **FILES).files_of_task
 
 
-def test_sft_on_several_nodes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="starts the ranks of one node"):
-        sft.SFTOptions(nodes=2)
+def test_each_algorithm_has_a_folder_and_refuses_the_options_of_the_other() -> None:
+    assert [RLOptions(algorithm=each).run_dir for each in ("grpo", "ppo")] == ["runs/verl_grpo", "runs/verl_ppo"]
+    with pytest.raises(ConfigError, match=r"critic_lr=0\.1: only algorithm='ppo' has a critic"):
+        RLOptions(critic_lr=0.1)
+    with pytest.raises(ConfigError, match=r"kl_coef=0\.1: only algorithm='grpo' has a KL"):
+        RLOptions(algorithm="ppo", kl_coef=0.1)
 
 
 def test_the_demos_task_is_in_verls_files(task: Path) -> None:
@@ -135,8 +139,8 @@ def test_the_demos_task_is_in_verls_files(task: Path) -> None:
 
 
 def test_the_demos_model_is_refused_beside_a_model_of_ones_own() -> None:
-    with pytest.raises(ConfigError, match=r"GRPOOptions\.demo_model='qwen3_moe': model is trained instead"):
-        grpo.GRPOOptions(model="mine", **FILES, demo_model="qwen3_moe")
+    with pytest.raises(ConfigError, match=r"RLOptions\.demo_model='qwen3_moe': model is trained instead"):
+        RLOptions(model="mine", **FILES, demo_model="qwen3_moe")
 
 
 def test_the_demos_model_has_layers_for_every_stage_of_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +165,6 @@ def test_the_demos_model_has_layers_for_every_stage_of_a_pipeline(tmp_path: Path
         return trained
 
     monkeypatch.setattr(sft, "train", train)
-    task, warm = demo_options(grpo.GRPOOptions(run_dir=str(tmp_path / "grpo"), backend="bridge", pp=2, ranks=2))
+    task, warm = demo_options(RLOptions(run_dir=str(tmp_path / "grpo"), backend="bridge", pp=2, ranks=2))
     assert task is not None and warm.model is not None
     assert num_layers(task / "model") == num_layers(Path(warm.model)) == 4

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import ForwardResult, HandleError, Head, RuntimeConfig, export_dtype
+from rl_backend.contracts import ForwardResult, Head, RuntimeConfig, export_dtype
 from rl_backend.parallel.groups import training_device
-from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.bridge.engine.build import build_handle
 from rl_backend.runtime.bridge.engine.checkpoints import all_tensors, load_training_checkpoint, training_manifest
@@ -26,7 +25,7 @@ from rl_backend.runtime.bridge.passes.gradients import accumulated_gradients, ga
 from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, start_stream
 from rl_backend.runtime.guarded import GuardedRuntime
-from rl_backend.runtime.passes import PassRequest
+from rl_backend.runtime.passes import PassRequest, check_micro_batches
 
 
 class BridgeEngine(Engine[BridgeHandle]):
@@ -104,8 +103,7 @@ class BridgeEngine(Engine[BridgeHandle]):
 
         This takes no memory beyond one converted parameter.
         """
-        if not handle.has_gradients:
-            raise HandleError("export_gradients without gradients; call forward_backward first", handle=handle.name)
+        handle.require_gradients("export_gradients")
         conversions = [each for each in handle.converter.select("export_gradients", names) if each.trained]
         gradients = gather_gradients(handle.chunks)
         return self._start_stream(handle, [[each] for each in conversions], names, torch.float32, replacements=gradients)

@@ -19,9 +19,8 @@ from rl_backend.runtime.bridge.model.output_heads import as_model_output
 from rl_backend.runtime.bridge.passes.balance import PassLoads
 from rl_backend.runtime.bridge.passes.batch import LaidOut, lay_out_packed, lay_out_padded
 from rl_backend.runtime.bridge.passes.routes import PassRoutes
-from rl_backend.runtime.module_outputs import gather_outputs_of_stages, record_outputs
 from rl_backend.runtime.passes import PassRequest, PassResults
-from rl_backend.runtime.router_replay import gather_rows
+from rl_backend.runtime.recording import gather_outputs_of_stages, gather_rows, record_outputs
 from rl_backend.trace.device import device_span
 
 type Observe = Callable[[int, int, LaidOut], AbstractContextManager[None]]

@@ -24,8 +24,8 @@ from rl_backend.runtime.bridge.passes.balance import PassLoads
 from rl_backend.runtime.bridge.passes.gradients import drop_reductions, gather_again, overlaps_gathers, wait_for_gathers
 from rl_backend.runtime.bridge.passes.routes import ModelRouters, require_routing_by_scores
 from rl_backend.runtime.bridge.state.optimizer import BridgeOptimizer
-from rl_backend.runtime.engine import GuardedHandle
-from rl_backend.runtime.router_replay import RouterReplay
+from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.interface import RouterReplay
 
 
 @dataclass(eq=False, kw_only=True)
@@ -112,7 +112,7 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
     def step(self, adam: AdamParams | None = None) -> StepResult:
         optimizer = self.trainer
         wait_for_gathers(self.chunks)
-        result = optimizer.step(self.name, adam, has_gradients=self.has_gradients)
+        result = optimizer.step(self.name, adam)
         if result.ok:
             gather_again(self.chunks)
         return result

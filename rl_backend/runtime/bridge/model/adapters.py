@@ -22,10 +22,16 @@ from rl_backend.contracts import ConfigError
 from rl_backend.contracts.lora import LoRAKind
 from rl_backend.lora.modules import AdaptedModule, Part, value_head
 from rl_backend.parallel.collectives import all_gather, all_gather_into, reduce_scatter
-from rl_backend.primitive.adapted_experts import RowOwners, TokenShare, row_owners
-from rl_backend.primitive.adapted_layers import ENOUGH_ROWS, adapted_embedding, adapted_linear
-from rl_backend.primitive.adapter_runs import AdapterRun, Columns, adapters_at_work
+from rl_backend.primitive.adapters import (
+    ENOUGH_ROWS,
+    AdapterRun,
+    Columns,
+    adapted_embedding,
+    adapted_linear,
+    adapters_at_work,
+)
 from rl_backend.primitive.attention import packed_attention
+from rl_backend.primitive.experts import RowOwners, TokenShare, row_owners
 from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE, Adaptable, SumGroups
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.megatron.local_layers import LatentCoreAttention

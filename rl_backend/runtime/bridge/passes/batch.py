@@ -10,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rl_backend.contracts import Head, PackedBatch
-from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.attention import Segments
 
 

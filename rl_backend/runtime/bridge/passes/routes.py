@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.passes.batch import LaidOut
-from rl_backend.runtime.router_replay import RouterReplay, gather_rows, gather_stages, routes_to_replay
+from rl_backend.runtime.interface import RouterReplay
+from rl_backend.runtime.recording import gather_rows, gather_stages, routes_to_replay
 
 
 class LayerRoutes(MegatronReplay):

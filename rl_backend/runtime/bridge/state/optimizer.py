@@ -15,14 +15,13 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from rl_backend.contracts import AdamParams, HandleError, OptimizerConfig, StepResult
+from rl_backend.contracts import AdamParams, OptimizerConfig, StepResult
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.runtime.bridge.config import SAME_IN_MEGATRON, BridgeConfig
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.model.provider import override
 from rl_backend.runtime.bridge.passes.balance import ExpertBalance
-from rl_backend.runtime.gradient_statistics import rank_statistics, step_result
-from rl_backend.runtime.lr_schedule import values_of_step
+from rl_backend.runtime.optimizer import rank_statistics, step_result, values_of_step
 
 logger = logging.getLogger(__name__)
 
@@ -63,18 +62,11 @@ class BridgeOptimizer:
         self._padding = sum(_padded_elements(self.megatron, chunks, groups, vocab_size))
         self.scheduler = _scheduler(self.megatron, self._config)
 
-    def step(self, handle_name: str, adam: AdamParams | None = None, *, has_gradients: bool) -> StepResult:
+    def step(self, handle_name: str, adam: AdamParams | None = None) -> StepResult:
         """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite.
 
         Megatron's own ``step`` clips by a norm that is not finite, and so writes it into every parameter.
-
-        Raises:
-            HandleError: there are no gradients.
         """
-        if not has_gradients:
-            raise HandleError(
-                f"optimizer_step on {handle_name!r} without gradients; call forward_backward first", handle=handle_name
-            )
         result = self._step_result(found_not_finite=bool(self.megatron.prepare_grads()))
         if self.balance is not None:
             self.balance.step(taken=result.ok)

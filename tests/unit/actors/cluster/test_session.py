@@ -17,7 +17,7 @@ import ray
 import torch
 from ray._private import ray_constants
 
-from actors.cluster import local_ray, session
+from actors.cluster import session
 from actors.cluster.session import RunTerminated, raise_if_terminated, raised_on_sigterm, ray_session, termination
 from rl_backend.contracts import ConfigError
 
@@ -204,12 +204,12 @@ def test_ray_of_one_machine_is_started_with_its_own_switch(
         yield
 
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(local_ray, "own_process_groups", own_process_groups)
+    monkeypatch.setattr(session, "own_process_groups", own_process_groups)
     if fails:
         with pytest.raises(RuntimeError, match="no"):
-            local_ray.init_local_ray(num_cpus=3)
+            session.init_local_ray(num_cpus=3)
     else:
-        local_ray.init_local_ray(num_cpus=3)
+        session.init_local_ray(num_cpus=3)
     assert seen == [({"address": "local", "num_cpus": 3}, False, ["in"])]
     assert constants.ENABLE_RAY_CLUSTER == "as before"
 
@@ -234,7 +234,7 @@ def test_a_ray_that_answers_on_the_loopback_address_alone_is_joined_as_one_machi
         port = free.getsockname()[1]
         servers = [socket.create_server((each, port)) for each in listens_on]
         try:
-            local_ray.join_ray(f"{host}:{port}", namespace="x")
+            session.join_ray(f"{host}:{port}", namespace="x")
         finally:
             for server in servers:
                 server.close()
@@ -242,5 +242,5 @@ def test_a_ray_that_answers_on_the_loopback_address_alone_is_joined_as_one_machi
     assert constants.ENABLE_RAY_CLUSTER == "as before"
     seen.clear()
     for address in ("auto", "127.0.0.1", "127.0.0.1:x", "ray://127.0.0.1:1"):
-        local_ray.join_ray(address)
+        session.join_ray(address)
         assert seen.pop() == ({"address": address}, "as before")

@@ -15,7 +15,7 @@ from actors.collect.inputs import Inputs
 from actors.collect.prompts import PromptSource, TrainingBatch
 from actors.collect.stream import SampledBatch
 from actors.options.sampled_config import RLConfig
-from actors.rollout.sample import VersionSpan
+from actors.rollout.messages import VersionSpan
 from actors.watch.clock import Clock
 from rl_backend.contracts import RewardError, WeightVersionError
 from rl_backend.data.prompts import Prompt, PromptExample

@@ -14,7 +14,7 @@ from actors.collect.reward_scores import begin_scoring, score
 from actors.collect.transcripts import describe_samples
 from actors.options.eval_sets import EvalSet, sets_by_name
 from actors.rollout.config import SamplingConfig
-from actors.rollout.sample import Sample, VersionSpan
+from actors.rollout.messages import Sample, VersionSpan
 from rl_backend.contracts import ConfigError, WeightVersionError
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.data.rewards import LoadedReward, RewardScorer, Score

@@ -24,7 +24,7 @@ from actors.folder.folder import RunFolder
 from actors.folder.resume import saved_facts
 from actors.options.eval_sets import EvalSet
 from actors.rollout.config import SamplingConfig
-from actors.rollout.sample import VersionSpan, sample_seeds
+from actors.rollout.messages import VersionSpan, sample_seeds
 from actors.run import EvalConfig, RunResult, evaluate, parse_config
 from actors.watch.console import SHOWN
 from examples.demo.task import write_task

@@ -11,7 +11,7 @@ import pytest
 from actors.collect.stream import DrawnBatch, SampledBatch, SampleStream
 from actors.folder.progress import StreamPosition, load_drawn, save_drawn
 from actors.rollout.config import SamplingConfig
-from actors.rollout.sample import Sample, VersionSpan, sample_seed
+from actors.rollout.messages import Sample, VersionSpan, sample_seed
 from rl_backend.contracts import CheckpointError
 from rl_backend.data.prompts import Prompt, PromptExample
 

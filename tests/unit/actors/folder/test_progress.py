@@ -10,7 +10,7 @@ import pytest
 
 from actors.folder.checkpoints import RunCheckpoint
 from actors.folder.progress import Progress, StreamPosition
-from actors.rollout.sample import Sample, VersionSpan
+from actors.rollout.messages import Sample, VersionSpan
 from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.contracts import CheckpointError
 

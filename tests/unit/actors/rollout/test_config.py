@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actors.rollout.config import RolloutConfig, SamplingConfig, check_engine_device
-from actors.rollout.sample import sample_seed, sample_seeds
+from actors.rollout.messages import sample_seed, sample_seeds
 from rl_backend.contracts import ConfigError
 
 

@@ -32,7 +32,7 @@ def test_a_log_prob_that_is_no_number_is_refused(wrong: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "finish"), [("stop", "stop"), ("length", "length"), ("abort", "length"), (None, "length")]
+    ("reason", "finish"), [("stop", "stop"), ("length", "length"), ("abort", "abort"), (None, "length")]
 )
 def test_a_response_without_log_probs_has_none_and_ends_as_vllm_says(reason: str | None, finish: str) -> None:
     made = CompletionOutput(0, "", (4, 5), None, None, finish_reason=reason)

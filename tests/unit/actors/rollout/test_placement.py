@@ -13,7 +13,7 @@ from actors.rollout import placement as rollout_placement
 from actors.rollout.config import RolloutConfig
 from actors.rollout.placement import EnginePlacement, with_share
 from actors.sync.push import choose_transport
-from actors.sync.transport.staged import PushPlan
+from actors.sync.staged_transports import PushPlan
 from rl_backend.contracts import ConfigError
 
 

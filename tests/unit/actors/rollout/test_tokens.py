@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.messages import AdapterVersion, Request, TurnAnswer
-from actors.rollout.sample import VersionSpan
-from actors.rollout.tokens import PrefixAffinity, RolloutTokens
+from actors.rollout.messages import AdapterVersion, Request, Response, VersionSpan
+from actors.rollout.tokens import RolloutTokens
 from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
 from rl_backend.environment.protocol import Generation, TokenSource
 
@@ -27,9 +26,9 @@ class Engines:
         self.engines = tuple(range(engines))
         self.busy = dict.fromkeys(self.engines, 0)
         self.errors: dict[int, list[RLBackendError]] = {}
-        self.asked: list[tuple[int, Request, SamplingConfig, AdapterVersion | None, int | None]] = []
+        self.asked: list[tuple[int, Request]] = []
         self.adapters: dict[str, AdapterVersion] = {}
-        self.pending: list[Future[TurnAnswer]] = []
+        self.pending: list[Future[Response]] = []
         self.answers = True
 
     @property
@@ -45,16 +44,14 @@ class Engines:
     def version_of(self, tenant: str | None) -> AdapterVersion | None:
         return None if tenant is None else self.adapters[tenant]
 
-    def ask(
-        self, engine: int, request: Request, sampling: SamplingConfig, *, adapter: Any, require_version: int | None
-    ) -> Future[TurnAnswer]:
-        self.asked.append((engine, request, sampling, adapter, require_version))
-        future: Future[TurnAnswer] = Future()
+    def ask(self, engine: int, request: Request) -> Future[Response]:
+        self.asked.append((engine, request))
+        future: Future[Response] = Future()
         if self.errors.get(engine):
             future.set_exception(self.errors[engine].pop(0))
         elif self.answers:
             spans = (VersionSpan(3, 1), VersionSpan(4, 1))
-            future.set_result(TurnAnswer([engine, 9], [-1.0, -2.0], "stop", spans, len(request.prompt_ids) // 2, None))
+            future.set_result(Response([engine, 9], [-1.0, -2.0], "stop", spans, len(request.prompt_ids) // 2))
         self.pending.append(future)
         return future
 
@@ -73,11 +70,10 @@ def test_a_turn_is_a_generation_with_a_version_of_each_token() -> None:
     as_protocol: TokenSource = tokens
     assert (as_protocol.context_tokens, as_protocol.vocab_size) == (64, 100)
     assert ask(tokens) == Generation([0, 9], [-1.0, -2.0], "stop", [3, 4], None, 1)
-    ((_, request, sampling, adapter, required),) = engines.asked
-    assert (request, adapter, required) == (Request([1, 2], 1, 5), None, 3)
-    assert sampling == SamplingConfig(temperature=0.5, max_new_tokens=7, stop_token_ids=(9,))
+    sampling = SamplingConfig(temperature=0.5, max_new_tokens=7, stop_token_ids=(9,))
+    assert engines.asked == [(0, Request([1, 2], sampling, 5, None, 3))]
     ask(source(engines, sampling=SamplingConfig(stop_token_ids=(8, 9))))
-    assert engines.asked[-1][2].stop_token_ids == (9, 8), "beside those of the turn"
+    assert engines.asked[-1][1].sampling.stop_token_ids == (9, 8), "beside those of the turn"
     ask(tokens, [1, 2, 3, 4])
     assert (tokens.prompt_tokens, tokens.cached_tokens, tokens.cached_share) == (6, 3, 0.5)
 
@@ -96,21 +92,6 @@ def test_later_turns_go_to_the_engine_of_the_turns_before_and_first_ones_to_the_
     engines.engines = (0, 2)
     ask(tokens, [1, 2, *first.token_ids])
     assert engines.asked[-1][0] == 0
-
-
-def test_the_home_is_that_of_the_longest_beginning_and_the_oldest_are_forgotten() -> None:
-    affinity = PrefixAffinity(most=3)
-    affinity.remember([1, 2], 0)
-    affinity.remember([1, 2, 3, 4], 1)
-    affinity.remember([5, 6], 2)
-    assert affinity.find([1, 2, 3, 4, 5], (0, 1, 2)) == 1
-    assert affinity.find([1, 2, 3, 4, 5], (0, 2)) == 0
-    assert affinity.find([1, 2, 3], (0, 1, 2)) == 0
-    assert affinity.find([1], (0, 1, 2)) is None
-    affinity.remember([1, 2], 2)
-    affinity.remember([7], 0)  # [1, 2, 3, 4] goes
-    assert affinity.find([1, 2, 3, 4, 5], (0, 1, 2)) == 2
-    assert affinity.find([5, 6, 7], (0, 1, 2)) == 2 and affinity.find([7, 7], (0,)) == 0
 
 
 @pytest.mark.parametrize("error", [EngineDeadError("engine 0 is dead"), EngineDirtyError("engine 0 is dirty")])
@@ -148,13 +129,13 @@ def test_a_version_of_an_adapter_that_was_replaced_on_the_way_is_chosen_anew() -
     tokens = source(engines, adapter="a")
     ordinary = engines.ask
 
-    def replaced(*args: Any, **kwargs: Any) -> Future[TurnAnswer]:
+    def replaced(*args: Any, **kwargs: Any) -> Future[Response]:
         engines.adapters = {"a": new}
         return ordinary(*args, **kwargs)
 
     engines.ask = replaced  # type: ignore[method-assign]
     assert ask(tokens).token_ids == [0, 9]
-    assert [each[3] for each in engines.asked] == [old, new]
+    assert [each[1].adapter for each in engines.asked] == [old, new]
     engines.errors = {1: [RolloutError("engine 0 does not have a@2#2: push it")], 0: [RolloutError("does not have")]}
     with pytest.raises(RolloutError, match="does not have"):
         ask(tokens)
@@ -180,7 +161,7 @@ def test_a_cancelled_turn_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"max_new_tokens": 5}, r"SamplingConfig\.max_new_tokens=5: every turn of an episode brings its own"),
+        ({"max_new_tokens": 5}, r"SamplingConfig\.max_new_tokens=5: a turn is one response with log-probs and brings"),
         ({"n": 2}, r"SamplingConfig\.n=2: a turn is one response"),
         ({"log_probs": False}, r"SamplingConfig\.log_probs=False"),
         ({"stop_strings": ("a",)}, r"have no tokenizer; set RolloutConfig\.load_tokenizer"),
@@ -189,8 +170,6 @@ def test_a_cancelled_turn_is_given_up() -> None:
 def test_what_a_turn_brings_itself_or_nobody_can_do_is_refused(sampling: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         source(Engines(), sampling=SamplingConfig(**sampling))
-    with pytest.raises(ConfigError, match=r"retries=-1"):
-        source(Engines(), retries=-1)
 
 
 def test_turns_are_counted_one_by_one_and_go_to_no_engine_that_is_lost() -> None:
@@ -204,17 +183,3 @@ def test_turns_are_counted_one_by_one_and_go_to_no_engine_that_is_lost() -> None
     engines.errors = {1: [EngineDeadError("engine 1 is dead")], 2: [EngineDirtyError("engine 2 is dirty")]}
     assert ask(tokens, [7, 7]).token_ids == [0, 9]
     assert [each[0] for each in engines.asked[-3:]] == [1, 2, 0]
-
-
-def test_lengths_that_no_sequence_has_any_more_are_not_looked_for() -> None:
-    affinity = PrefixAffinity(most=2)
-    for length in (3, 5, 5, 7):
-        affinity.remember(range(length), length)
-    assert dict(affinity._lengths) == {5: 1, 7: 1} and len(affinity._engines) == 2
-    assert (
-        affinity.find(range(7), (5, 7)) == 7
-        and affinity.find(range(6), (5, 7)) == 5
-        and affinity.find(range(4), (3, 5)) is None
-    )
-    affinity.remember([1] * 7, 0)
-    assert dict(affinity._lengths) == {7: 2}, "the one that was not asked for longest has gone"

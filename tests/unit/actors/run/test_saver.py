@@ -13,7 +13,7 @@ from actors import Sample
 from actors.folder.folder import RunFolder
 from actors.folder.progress import StreamPosition
 from actors.folder.start import RunStart, find_start
-from actors.rollout.sample import VersionSpan
+from actors.rollout.messages import VersionSpan
 from actors.run.saver import RunSaver
 from actors.train.model import GroupModel
 from actors.watch.clock import Clock

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from actors.rollout.messages import AdapterVersion, Generated, PushedAdapter, Response
-from actors.sync import adapter_push, canary
-from actors.sync.adapter_push import AdapterPush, StagedAdapter, describe_source, stage_adapter
-from actors.sync.canary import Canary, send_canary
+from actors.sync import adapter_push
+from actors.sync.adapter_push import AdapterPush, Canary, StagedAdapter, describe_source, send_canary, stage_adapter
 from actors.train.context import HandleRef
 from actors.train.outcome import Apart
 from actors.wire.factors import SharedFactors
@@ -326,7 +325,7 @@ def canary_group(*apply: float | Exception | None) -> Group:
     group.is_changing = True
     group.answers = {
         "probe_adapter": {
-            engine: Generated([1, 5], [[answer([7, engine], 8, 0.0)], [answer([8, 8], 8, each)]], None)
+            engine: Generated([answer([7, engine], 8, 0.0), answer([8, 8], 8, each)], None)
             if isinstance(each, float)
             else each
             for engine, each in zip((0, 2, 5), apply, strict=True)
@@ -342,12 +341,12 @@ OF_RANK_1 = HandleRef("group", 3, "poet", False, (1,), (1,), lora_id=0)
 def test_a_canary_names_the_engines_that_visibly_apply_the_adapter() -> None:
     group, train = canary_group(0.5, None, 0.5), Judged()
     assert send_canary(Canary(), train, group, OF_RANK_1, ADAPTER) == (0, 5)  # type: ignore[arg-type]
-    ((method, adapter, request, sampling),) = group.asked
-    assert (method, adapter, request.n, request.seed) == ("probe_adapter", ADAPTER, 1, 0)
-    assert request.prompt_ids == [5 + place * 5 for place in range(7)] + [0] and sampling.max_new_tokens == 8
+    ((method, request),) = group.asked
+    assert (method, request.adapter, request.seed) == ("probe_adapter", ADAPTER, 0)
+    assert request.prompt_ids == [5 + place * 5 for place in range(7)] + [0] and request.sampling.max_new_tokens == 8
     prompt = tuple(request.prompt_ids)
     ((function, version, sequences),) = train.asked
-    assert function is canary.log_probs_of_trainer and version == 5
+    assert function is adapter_push.log_probs_of_trainer and version == 5
     assert sequences == [(*prompt, 7, 0), (*prompt, 8, 8), (*prompt, 7, 5)], "each once"
 
 
@@ -356,7 +355,7 @@ def test_a_canary_has_the_tolerance_of_the_engines_dtype_or_its_own(tolerance: f
     group = canary_group(0.5, 0.5, 0.3)
     given = Canary((3, 45), tolerance)
     group.answers["probe_adapter"] = {
-        engine: Generated([1, 5], [[answer([7, engine], 2, 0.0)], [answer([8, 8], 2, each)]], None)
+        engine: Generated([answer([7, engine], 2, 0.0), answer([8, 8], 2, each)], None)
         for engine, each in ((0, 0.5), (2, 0.5), (5, 0.3))
     }
     for dtype, own in (("float32", 1e-5), ("float16", 0.05), ("bfloat16", 0.2)):
@@ -370,7 +369,7 @@ def test_a_canary_has_the_tolerance_of_the_engines_dtype_or_its_own(tolerance: f
         else:
             found = send_canary(given, Judged(), group, OF_RANK_1, ADAPTER)  # type: ignore[arg-type]
             assert found == (() if used == 0.3 else (0, 2)), "visible is what is more than twice the tolerance"
-    assert group.asked[0][2].prompt_ids == [3, 5], "ids of the vocabulary"
+    assert group.asked[0][1].prompt_ids == [3, 5], "ids of the vocabulary"
 
 
 def test_a_canary_proves_nothing_where_nobody_answers_or_the_trainer_has_moved_on() -> None:

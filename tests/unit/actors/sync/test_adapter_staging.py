@@ -15,9 +15,8 @@ from actors.rollout.config import RolloutConfig
 from actors.rollout.engine.adapters import AdapterStore
 from actors.rollout.engine.in_process import VllmInProcess
 from actors.rollout.messages import AdapterVersion
-from actors.sync import canary
-from actors.sync.adapter_push import describe_source, stage_adapter
-from actors.sync.canary import log_probs_of_trainer
+from actors.sync import adapter_push
+from actors.sync.adapter_push import describe_source, log_probs_of_trainer, stage_adapter
 from actors.sync.push import WeightSync
 from actors.train.context import HandleRef, RankContext
 from actors.wire.factors import FactorMemories, FactorMemory, PackedFactors, SharedFactors, factor_digest
@@ -158,9 +157,9 @@ def test_the_trainer_computes_log_probs_with_and_without_the_adapter(
 def judge(plain: Tensor, adapted: Tensor, base: Tensor, tenant: Tensor) -> bool:
     """Of a response of three tokens to a prompt of one."""
     ids = (1, 2, 3, 4)
-    pair = [canary._Answer(ids, 1, value) for value in (plain, adapted)]
+    pair = [adapter_push._Answer(ids, 1, value) for value in (plain, adapted)]
     padded = tuple(torch.cat([value, torch.zeros(1)]) for value in (base, tenant))
-    return canary._judge("engine 0", ADAPTER, pair, {ids: (padded[0], padded[1])}, 1e-5)
+    return adapter_push._judge("engine 0", ADAPTER, pair, {ids: (padded[0], padded[1])}, 1e-5)
 
 
 def test_a_canary_tells_what_is_wrong() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from actors.sync.gpu_transports import StreamingTransport
 from actors.sync.push import WeightSync
 from actors.sync.report import PushClock
-from actors.sync.transport.gpu import StreamingTransport
-from actors.sync.transport.staged import PushPlan, Staged, StagedTransport
+from actors.sync.staged_transports import PushPlan, Staged, StagedTransport
 from actors.wire.segment import Segment
 from rl_backend.contracts import (
     EngineDeadError,
@@ -65,7 +65,8 @@ class Engines:
 class InMemory(StagedTransport):
     name = "in memory"
 
-    def check(self, plan: PushPlan, rollout: Any) -> None: ...
+    def problem(self, plan: PushPlan, rollout: Any) -> str:
+        return ""
 
     def stage(self, plan: PushPlan, train: Any, rollout: Any) -> Staged:
         segments = {engine: Segment(f"of {engine}", 64) for engine in (0, 1)}
@@ -75,7 +76,10 @@ class InMemory(StagedTransport):
 class Streaming(StreamingTransport):
     name = "streaming"
 
-    def check(self, plan: PushPlan, rollout: Any) -> None: ...
+    def problem_of_gpus(self, plan: PushPlan, rollout: Any) -> str:
+        return ""
+
+    problem = problem_of_gpus
 
     def connect(self, plan: PushPlan, train: Any, rollout: Any) -> None: ...
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.sync.gpu_transports import EngineClient, ExportSource, NcclTransport, close_stream, end_group, send_stream
 from actors.sync.push import WeightSync
 from actors.sync.source import WeightSource
-from actors.sync.transport.gpu import EngineClient, ExportSource, NcclTransport, close_stream, end_group, send_stream
-from actors.sync.transport.staged import PushPlan, describe_export, make_plan
+from actors.sync.staged_transports import PushPlan, describe_export, make_plan
 from rl_backend.contracts import EngineDeadError, HandleError, WeightCheckError, WeightSyncError
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, 3), "c": torch.full((2, 3), -2.0)}
@@ -25,7 +25,7 @@ class Exports:
 
     def __init__(self, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         # Ray is not running, and a push of plain tensors needs only the name of its node.
-        monkeypatch.setattr("actors.sync.transport.staged.ray.get_runtime_context", lambda: self)
+        monkeypatch.setattr("actors.sync.staged_transports.ray.get_runtime_context", lambda: self)
         reads = 0
 
         def weights() -> Iterator[tuple[str, Tensor]]:
@@ -84,7 +84,7 @@ def test_what_an_export_began_on_a_stream_is_done_before_it_goes_on_with_another
 
     first, second = Stream("first"), Stream("second")
     present = [first]
-    monkeypatch.setattr("actors.sync.transport.gpu._present_stream", lambda: present[-1])
+    monkeypatch.setattr("actors.sync.gpu_transports._present_stream", lambda: present[-1])
     tensors = iter(Exports(list(WEIGHTS), monkeypatch).stream())
     next(tensors)
     assert not waited
@@ -96,9 +96,9 @@ def test_what_an_export_began_on_a_stream_is_done_before_it_goes_on_with_another
 
 
 def test_tensors_of_a_cpu_are_sent_from_the_device_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.sync.transport.gpu._present_stream", lambda: SimpleNamespace(device=torch.device("meta")))
+    monkeypatch.setattr("actors.sync.gpu_transports._present_stream", lambda: SimpleNamespace(device=torch.device("meta")))
     stream = Exports(list(WEIGHTS), monkeypatch).stream()
-    monkeypatch.setattr("actors.sync.transport.gpu.device_checksum", lambda tensor: tensor)
+    monkeypatch.setattr("actors.sync.gpu_transports.device_checksum", lambda tensor: tensor)
     assert {tensor.device.type for _, tensor in stream} == {"meta"}
 
 
@@ -113,7 +113,7 @@ def test_a_transport_whose_engines_receive_from_another_push_connects_again(monk
     plans = {sync._key: SimpleNamespace(key=sync._key, version=1, nbytes=0) for sync in syncs}
     for sync in syncs:
         monkeypatch.setattr(sync, "_plan", partial(plans.get, sync._key))
-        monkeypatch.setattr(sync._transport, "check", lambda plan, rollout: None)
+        monkeypatch.setattr(sync._transport, "problem", lambda plan, rollout: "")
         push = partial(_connect_alone, train)
         monkeypatch.setattr(sync, "_push_streaming", push)
     first, second = syncs
@@ -149,7 +149,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, Exception | Non
         if error is not None:
             raise error
 
-    monkeypatch.setattr("actors.sync.transport.gpu.ray", SimpleNamespace(wait=wait, get=get))
+    monkeypatch.setattr("actors.sync.gpu_transports.ray", SimpleNamespace(wait=wait, get=get))
     actors = [SimpleNamespace(update=SimpleNamespace(remote=lambda info, name=name: name)) for name in ("a", "b")]
     return EngineClient("nccl", actors, 1)
 
@@ -219,8 +219,6 @@ def test_a_worker_that_receives_another_way_ends_the_way_before(monkeypatch: pyt
     switching: Any = worker.SwitchingWeightTransferEngine.__new__(worker.SwitchingWeightTransferEngine)
     switching.config, switching.vllm_config, switching.device, switching.model = "config", "vllm config", "device", "model"
     switching.shutdown()
-    with pytest.raises(RuntimeError, match="comes before any weight update"):
-        switching.receive_weights("too early")
     expected = []
     for number, kind in enumerate(("staged", "nccl", "nccl", "cuda_ipc", "staged")):
         before = happened[-1].partition(" ")[0] if happened else ""

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from actors.sync import gpu_transports
 from actors.sync import push as push_module
+from actors.sync.gpu_transports import CudaIpcTransport, EngineClient, NcclTransport, StreamingTransport
 from actors.sync.push import WeightSync, choose_transport, make_transport
 from actors.sync.report import PushClock, PushReport
-from actors.sync.transport import gpu
-from actors.sync.transport.gpu import CudaIpcTransport, EngineClient, NcclTransport, StreamingTransport
-from actors.sync.transport.staged import PushPlan, StagedTransport
+from actors.sync.staged_transports import PushPlan, StagedTransport
 from actors.train.context import HandleRef
 from rl_backend.contracts import (
     ConfigError,
@@ -102,29 +102,21 @@ def test_weights_move_between_gpus_where_every_member_has_one(
 @pytest.mark.parametrize("transport", [NcclTransport, CudaIpcTransport])
 def test_transports_between_gpus_refuse_a_side_without_one(transport: type[NcclTransport | CudaIpcTransport]) -> None:
     mixed: Any = Engines(("B",), (), ())
-    name = transport.name
-    with pytest.raises(
-        UnsupportedError, match=f"transport='{name}' .*, but the training group, engine 1, engine 2 has none; use transport="
-    ):
-        transport().check(PLAN, mixed)
+    assert "but the training group, engine 1, engine 2 has none; use transport=" in transport().problem(PLAN, mixed)
     plan = PushPlan("key", None, "float32", None, 0, (), "node", "host", ("A",))
-    with pytest.raises(UnsupportedError, match="but engine 1, engine 2 has none"):
-        transport().check(plan, mixed)
+    assert "but engine 1, engine 2 has none" in transport().problem(plan, mixed)
 
 
 def test_gpus_that_a_transport_cannot_share_or_must_share_are_named() -> None:
     plan = PushPlan("key", None, "float32", None, 0, (), "node", "host", ("A", "B"))
     shared: Any = Engines(("B", "C"), ("C",))
-    with pytest.raises(UnsupportedError, match="engine 0 and engine 1 share the GPU C, which members") as refused:
-        NcclTransport().check(plan, shared)
-    assert refused.value.details == {"device": "C"}
+    assert "engine 0 and engine 1 share the GPU C, which members" in NcclTransport().problem(plan, shared)
     with_source: Any = Engines(("B",), ("A",))
-    with pytest.raises(UnsupportedError, match="rank 0 of the training group and engine 1 share the GPU A"):
-        NcclTransport().check(plan, with_source)
-    NcclTransport().check(plan, Engines(("B", "C"), ("D",)))  # type: ignore[arg-type]
-    CudaIpcTransport().check(plan, Engines(("A",), ("A", "B")))  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match=r"engine 1 uses GPUs without a training rank \(C, D\); use transport='nccl'"):
-        CudaIpcTransport().check(plan, Engines(("B",), ("D", "A", "C")))  # type: ignore[arg-type]
+    assert "rank 0 of the training group and engine 1 share the GPU A" in NcclTransport().problem(plan, with_source)
+    assert not NcclTransport().problem(plan, Engines(("B", "C"), ("D",)))  # type: ignore[arg-type]
+    assert not CudaIpcTransport().problem(plan, Engines(("A",), ("A", "B")))  # type: ignore[arg-type]
+    problem = CudaIpcTransport().problem(plan, Engines(("B",), ("D", "A", "C")))  # type: ignore[arg-type]
+    assert problem == "engine 1 uses GPUs without a training rank (C, D); use transport='nccl'"
 
 
 def test_a_transport_is_made_by_its_name() -> None:
@@ -143,10 +135,11 @@ class Staged(StagedTransport):
         self.checked: list[PushPlan] = []
         self.error: Exception | None = None
 
-    def check(self, plan: PushPlan, rollout: Any) -> None:
+    def problem(self, plan: PushPlan, rollout: Any) -> str:
         self.checked.append(plan)
         if self.error:
             raise self.error
+        return ""
 
     def stage(self, plan: PushPlan, train: Any, rollout: Any) -> Any:
         raise NotImplementedError
@@ -298,7 +291,10 @@ class Streams(StreamingTransport):
     def __init__(self, error: BaseException | None = None) -> None:
         self.error, self.done = error, list[str]()
 
-    def check(self, plan: PushPlan, rollout: Any) -> None: ...
+    def problem_of_gpus(self, plan: PushPlan, rollout: Any) -> str:
+        return ""
+
+    problem = problem_of_gpus
 
     def connect(self, plan: PushPlan, train: Any, rollout: Any) -> None:
         self.done.append("connect")
@@ -344,7 +340,9 @@ def test_each_engine_joins_behind_the_workers_of_those_before(monkeypatch: pytes
     told: list[Any] = []
     hanging: list[Any] = []
     monkeypatch.setattr(
-        gpu, "ray", SimpleNamespace(wait=lambda calls, **options: (calls, hanging), get=lambda done: told.append(len(done)))
+        gpu_transports,
+        "ray",
+        SimpleNamespace(wait=lambda calls, **options: (calls, hanging), get=lambda done: told.append(len(done))),
     )
     actors = [SimpleNamespace(init_transfer=SimpleNamespace(remote=told.append)) for _ in range(3)]
     client = EngineClient("nccl", actors, workers=2)
@@ -380,12 +378,12 @@ def test_a_rank_opens_its_side_of_the_transfer_in_place_of_the_one_before(
 
     monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", init)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.9")
-    monkeypatch.setattr(gpu, "with_free_port", lambda host, make: ended.append(host) or make(7777))
+    monkeypatch.setattr(gpu_transports, "with_free_port", lambda host, make: ended.append(host) or make(7777))
     old = SimpleNamespace(model_update_group=None, shutdown=lambda: ended.append("old"))
     context: Any = SimpleNamespace(state={"key": old}, rank=3)
     client = EngineClient(kind, ["a", "b", "c"], workers=2)
     plan = PushPlan("key", None, "float32", byte_budget, 4, INFOS, "node", "host")
-    gpu.open_stream(context, plan, client)
+    gpu_transports.open_stream(context, plan, client)
     ((info, given, source),) = made
     assert given is client and source.plan is plan and source.context is context
     assert info.packed_buffer_size_bytes == bucket and info.rank == 3 and context.state["key"].source is source
@@ -405,5 +403,5 @@ def test_a_rank_sends_the_plan_of_this_push_and_answers_with_its_checksums(monke
     source = SimpleNamespace(plan="of the push before", checksums={"a": torch.tensor(7), "b": torch.tensor(-1)})
     engine = SimpleNamespace(source=source, send_weights=lambda: done.append(f"send {source.plan.version}"))
     context: Any = SimpleNamespace(state={"key": engine})
-    assert gpu.send_stream(context, PLAN) == {"a": 7, "b": -1}
+    assert gpu_transports.send_stream(context, PLAN) == {"a": 7, "b": -1}
     assert done == ["synchronize", "send 4"]

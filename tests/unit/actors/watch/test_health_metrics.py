@@ -21,7 +21,7 @@ from actors.collect.held_out import HeldOutEpisodes, HeldOutResult, HeldOutSet, 
 from actors.collect.prompts import PromptSource
 from actors.collect.sample_metrics import sample_metrics, unknown_tokens
 from actors.folder.progress import Progress
-from actors.rollout.sample import Sample, VersionSpan
+from actors.rollout.messages import Sample, VersionSpan
 from actors.run.sampling import Sampling
 from actors.run.stop import StopRequest
 from actors.train.model import GroupModel

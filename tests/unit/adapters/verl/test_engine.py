@@ -13,7 +13,7 @@ import torch
 
 from adapters.verl import engine as module
 from adapters.verl.engine import LanguageModelEngine, ValueModelEngine
-from rl_backend.contracts import ConfigError, ForwardResult, HandleError
+from rl_backend.contracts import ForwardResult
 from rl_backend.runtime import RankPlace
 from tests.support.verl_batches import make_batch, rows
 
@@ -96,7 +96,6 @@ def made(kind: Any = LanguageModelEngine, weights: Path | None = None, *, is_sou
     given: dict[str, Any] = {
         "param_offload": True,
         "optimizer_offload": False,
-        "grad_offload": True,
         "forward_only": False,
         "router_replay": "disabled",
         "lora": "lora",
@@ -131,9 +130,6 @@ def test_what_verl_asks_of_a_rank_and_its_model_is_answered() -> None:
             pass
     assert engine.calls == [("zero", "tenant"), ("train", "tenant"), ("eval", "tenant")]
     assert (engine.train_mode().mode, engine.eval_mode(disable_auto_offload=True).disable_auto_offload) == ("train", True)
-    engine._model = None
-    with pytest.raises(HandleError, match=r"no model yet; call initialize\(\) first"):
-        _ = engine.handle
     with made(ValueModelEngine).disable_adapter():
         pass
 
@@ -152,8 +148,6 @@ def test_parts_that_verl_moves_by_hand_go_where_they_are_wanted(
     engine.to(device, model=True, optimizer=False, grad=True)
     engine.to(device)
     assert engine.calls == [(where, "optimizer"), (where, "model", "grad"), (where, "model", "optimizer", "grad")]
-    with pytest.raises(ConfigError, match=rf"device='npu': expected '{name}' or 'cpu'"):
-        engine.to("npu")
 
 
 def test_exports_bring_the_model_to_the_device_first() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adapters.verl import engine_model
 from adapters.verl.engine_model import EngineModel
-from rl_backend.contracts import UnsupportedError
+from rl_backend.contracts import CheckpointError, UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
 
 FACTORS = {
@@ -27,7 +27,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.tenants, self.failing = 0, False
+        self.tenants, self.failing, self.unsaved = 0, False, 0
         self.imported: Any = None
 
     def build_model(self, **options: Any) -> str:
@@ -47,6 +47,8 @@ class Runtime:
 
     def remove_lora_adapter(self, tenant: Any) -> None:
         self.calls.append(("remove", tenant.number))
+        if tenant.number == self.unsaved:
+            raise CheckpointError("disk full")
 
     def export_lora_adapter(self, tenant: Any) -> Iterator[tuple[str, Tensor]]:
         yield from FACTORS.items()
@@ -155,6 +157,16 @@ def test_a_tenant_is_renewed_and_one_that_is_refused_leaves_it() -> None:
     assert runtime.calls[-2:] == [("import", 3, "/saved"), ("remove", 1)]
 
 
+def test_a_tenant_whose_save_failed_stays_and_the_new_one_goes() -> None:
+    runtime = Runtime()
+    model = made(lora(), runtime)
+    runtime.unsaved = 1
+    with pytest.raises(CheckpointError, match="disk full"):
+        model.renew_tenant("/saved")
+    assert model.trained is model.at_work and model.trained.number == 1
+    assert runtime.calls[-2:] == [("remove", 1), ("remove", 2)]
+
+
 def test_a_rollout_gets_merged_weights_or_the_base_once_and_then_the_adapter() -> None:
     merged, config = made(lora(merge=True), Runtime()).for_rollout(torch.bfloat16, base_sync_done=False)
     budget = engine_model._EXPORT_BYTES
@@ -168,7 +180,7 @@ def test_a_rollout_gets_merged_weights_or_the_base_once_and_then_the_adapter() -
     found = dict(factors)
     assert config == {"r": 2} and found.keys() == FACTORS.keys()
     assert all(each.dtype == torch.bfloat16 for each in found.values())
-    with pytest.raises(UnsupportedError, match=r"lora\.merge=False: a checkpoint engine sends whole weights only"):
+    with pytest.raises(UnsupportedError, match=r"lora\.merge=False: checkpoint engines other than naive send whole"):
         model.for_rollout(torch.bfloat16, base_sync_done=None)
     for done in (True, False):
         with pytest.raises(UnsupportedError, match=r"rollouts serve no DoRA adapters; set lora\.merge=True"):

@@ -149,4 +149,4 @@ def test_every_trainer_of_main_ppo_has_the_changed_methods() -> None:
     for trainer in (*TRAINER_REGISTRY.values(), RayPPOTrainer):
         base = PPOTrainer if issubclass(trainer, PPOTrainer) else RayPPOTrainer
         assert trainer.fit is base.fit and trainer._save_checkpoint is base._save_checkpoint
-        assert trainer.fit.__wrapped__ is not None and hasattr(trainer.fit, "_rl_backend_finishes_saves")
+        assert trainer.fit.__wrapped__ is not None and hasattr(trainer.fit, "_rl_backend_changed")

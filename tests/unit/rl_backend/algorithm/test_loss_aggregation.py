@@ -18,8 +18,7 @@ from rl_backend.algorithm.loss_aggregation import (
     check_packed,
     differentiable_entropy,
     masked_sum,
-    required_log_probs,
-    required_values,
+    required_output,
     sum_by_sequence,
     token_advantages,
     token_mean_metric,
@@ -88,13 +87,17 @@ def test_the_first_selected_entry_that_is_not_finite_is_named(bad: float) -> Non
 def test_outputs_that_a_loss_needs_are_asked_for() -> None:
     known = torch.zeros(7, requires_grad=True)
     fixed = torch.zeros(7)
-    assert required_log_probs(ModelOutput(known)) is known and required_values(ModelOutput(values=fixed)) is fixed
+    assert required_output(ModelOutput(known), "log_probs") is known
+    assert required_output(ModelOutput(values=fixed), "values") is fixed
     assert differentiable_entropy(ModelOutput(known, known)) is known
     assert differentiable_entropy(ModelOutput(fixed, fixed)) is fixed
     for call, message in (
-        (lambda: required_log_probs(ModelOutput(values=known)), "has no log_probs; this loss needs a model with a language"),
         (
-            lambda: required_values(ModelOutput(known)),
+            lambda: required_output(ModelOutput(values=known), "log_probs"),
+            "has no log_probs; this loss needs a model with a language",
+        ),
+        (
+            lambda: required_output(ModelOutput(known), "values"),
             r"no values; this loss needs a critic: build_model\(head='values'\)",
         ),
         (lambda: differentiable_entropy(ModelOutput(known)), "set meta.'calculate_entropy'. to True"),

@@ -17,6 +17,7 @@ DEVICE_BYTES = 80 * 10**9
 
 
 @pytest.mark.shows("plan: DeepSeek-V3's 671B are planned in less than 3 minutes, and fit 256 devices of 80 GB")
+@pytest.mark.long
 def test_the_real_model_is_planned_in_minutes_and_fits(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     native = NativeConfig(

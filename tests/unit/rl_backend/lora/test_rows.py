@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.lora.modules import AdaptedModule
 from rl_backend.lora.rows import TenantRows, factors_of
-from rl_backend.primitive.adapter_runs import dropped
+from rl_backend.primitive.adapters import dropped
 
 INPUTS, OUTPUTS = 400, 25
 QUERY, KEY = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"

@@ -20,7 +20,7 @@ from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.input import SecondTokens, second_labels
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.options import DecoderOptions
-from rl_backend.primitive.adapter_runs import AdapterRun, OwnHead
+from rl_backend.primitive.adapters import AdapterRun, OwnHead
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary, Rotations

@@ -22,8 +22,8 @@ from rl_backend.model.mixers import deltanet, gqa, mla
 from rl_backend.model.mixers.deltanet import DeltaNetSpec, GatedDeltaNet
 from rl_backend.model.mixers.gqa import GroupedQueryAttention
 from rl_backend.model.mixers.mla import MLASpec
-from rl_backend.primitive.adapted_experts import TokenShare
 from rl_backend.primitive.attention import packed_attention
+from rl_backend.primitive.experts import TokenShare
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary
 from rl_backend.primitive.router import RouterSettings

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_backend.contracts import ConfigError
 from rl_backend.parallel.expert import AllToAllDispatcher
-from rl_backend.primitive.adapted_experts import RowOwners
+from rl_backend.primitive.experts import RowOwners
 from rl_backend.primitive.router import Routing
 from tests.support.rank_threads import run_ranks
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rl_backend.pipeline import COMPUTATIONS, Action, Schedule, make_schedule
 from rl_backend.pipeline import executor as module
 from rl_backend.pipeline.executor import PipelineExecutor
-from rl_backend.primitive.deferred import put_off_in_linear_layers
+from rl_backend.primitive.backward import put_off_in_linear_layers
 
 WIDTH, SECONDS = 3, 10.0
 LENGTHS = (2, 5, 1, 3, 4, 2, 1, 6)

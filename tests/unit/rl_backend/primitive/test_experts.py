@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_backend.primitive.adapted_experts import RowOwners, TokenShare
-from rl_backend.primitive.adapter_runs import AdapterRun, Factors, adapters_at_work
+from rl_backend.primitive.adapters import AdapterRun, Factors, adapters_at_work
 from rl_backend.primitive.experts import (
     LIMIT,
     ClampedExperts,
+    RowOwners,
     SwiGLUExperts,
+    TokenShare,
     copy_rows,
     dispatch_on_one_rank,
     sort_by_expert,

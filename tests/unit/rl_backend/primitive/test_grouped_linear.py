@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.deferred import put_off_weight_gradients
+from rl_backend.primitive.backward import put_off_weight_gradients
 from rl_backend.primitive.grouped_linear import grouped_linear, grouped_product, spread_evenly
 
 COUNTS = (3, 0, 18, 1)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import BatchError
-from rl_backend.primitive import tiles
-from rl_backend.primitive.adapter_runs import AdapterRun, Factors
+from rl_backend.primitive import log_prob
+from rl_backend.primitive.adapters import AdapterRun, Factors
 from rl_backend.primitive.log_prob import IGNORE_LABEL, NextToken, next_token_log_probs
 
 T, H, V = 21, 8, 1500
@@ -19,7 +19,7 @@ T, H, V = 21, 8, 1500
 
 @pytest.fixture(autouse=True)
 def several_vocabulary_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", 400 * 5)
+    monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", 400 * 5)
 
 
 def make_inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +72,7 @@ def test_values_and_gradients_equal_a_full_softmax(
 def test_a_shorter_last_chunk_fits_the_memory_of_the_others(
     monkeypatch: pytest.MonkeyPatch, calculate_entropy: bool
 ) -> None:
-    monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", 2**21)
+    monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", 2**21)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1512, 4, generator=generator)
     weight = torch.randn(5000, 4, generator=generator)
@@ -112,13 +112,13 @@ def test_tokens_without_an_upstream_gradient_are_not_computed_again(monkeypatch:
     hidden, weight, labels = make_inputs(torch.float32)
     output = next_token_log_probs(hidden, weight, labels)
     rows: list[int] = []
-    original = tiles._matmul
+    original = log_prob._matmul
 
     def counting(a: Tensor, b: Tensor, out: Tensor) -> None:
         rows.append(a.shape[0])
         original(a, b, out)
 
-    monkeypatch.setattr(tiles, "_matmul", counting)
+    monkeypatch.setattr(log_prob, "_matmul", counting)
     (output.log_probs * (torch.arange(T) >= 15)).sum().backward()
     assert set(rows) == {5}
     assert (hidden.grad[:15] == 0).all()
@@ -173,7 +173,7 @@ def test_a_frozen_weight_gets_no_gradient_and_the_hidden_states_still_do() -> No
 
 @pytest.mark.shows("model: full-vocabulary logits are never kept")
 def test_full_vocabulary_logits_are_neither_saved_nor_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", 2**21)
+    monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", 2**21)
     hidden, weight, labels = make_inputs(torch.float32)
     saved: list[int] = []
 
@@ -182,13 +182,13 @@ def test_full_vocabulary_logits_are_neither_saved_nor_made_at_once(monkeypatch: 
         return tensor
 
     largest: list[int] = []
-    original = tiles._matmul
+    original = log_prob._matmul
 
     def measuring(a: Tensor, b: Tensor, out: Tensor) -> None:
         largest.append(out.numel())
         original(a, b, out)
 
-    monkeypatch.setattr(tiles, "_matmul", measuring)
+    monkeypatch.setattr(log_prob, "_matmul", measuring)
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         output = next_token_log_probs(hidden, weight, labels, chunk_tokens=4, calculate_entropy=True)
     output.log_probs.sum().backward()
@@ -214,7 +214,7 @@ def test_bad_inputs_are_refused(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("adapts_head", [False, True])
 def test_rows_of_adapters_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch, adapts_head: bool) -> None:
     """Tiles of the vocabulary are cut by the number of tokens."""
-    monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", 2**14)
+    monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", 2**14)
     torch.manual_seed(0)
     vocab, rows, hidden, weight = 1000, (40, 100), torch.randn(140, 32), torch.randn(1000, 32)
     labels, temperature = torch.randint(vocab, (140,)), 0.5 + torch.rand(140)
@@ -257,7 +257,7 @@ def test_rows_of_adapters_do_not_depend_on_each_other(monkeypatch: pytest.Monkey
 def test_rows_of_several_adapters_are_computed_together_with_the_bits_of_each_alone(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], tile: int
 ) -> None:
-    monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", tile)
+    monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", tile)
     torch.manual_seed(0)
     total, vocab = sum(sizes), 3000
     hidden, weight, labels = torch.randn(total, 64), torch.randn(vocab, 64) / 8, torch.randint(vocab, (total,))

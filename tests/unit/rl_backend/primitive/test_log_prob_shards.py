@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import BatchError
-from rl_backend.primitive import tiles
-from rl_backend.primitive.adapter_runs import AdapterRun, Factors
+from rl_backend.primitive import log_prob
+from rl_backend.primitive.adapters import AdapterRun, Factors
 from rl_backend.primitive.log_prob import IGNORE_LABEL, NextToken, VocabularyShard, next_token_log_probs
 
 T, H, V = 13, 5, 900
@@ -46,7 +46,7 @@ class Rendezvous:
 
 @pytest.fixture(autouse=True)
 def several_vocabulary_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", 400 * 5)
+    monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", 400 * 5)
 
 
 def inputs(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:

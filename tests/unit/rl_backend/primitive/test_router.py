@@ -117,9 +117,9 @@ def test_choices_among_all_groups_are_choices_among_all_experts() -> None:
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"chosen_groups": 0}, "chosen_groups=0: expected 1 to groups=1"),
-        ({"num_experts": 8, "top_k": 9}, "top_k=9: chosen_groups=1 have 8 experts"),
-        ({"num_experts": 6, "groups": 6}, "groups=6: leaves 1 expert in each, where two are added up"),
+        ({"chosen_groups": 0}, "groups=1, chosen_groups=0 and"),
+        ({"num_experts": 8, "top_k": 9}, "top_k=9 of num_experts=8"),
+        ({"num_experts": 6, "groups": 6}, "groups=6, .* of num_experts=6"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(numbers: dict[str, int], message: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.adapter_runs import AdapterRun, OwnHead
+from rl_backend.primitive.adapters import AdapterRun, OwnHead
 from rl_backend.primitive.value_head import ValueHead, labels_without_values, values_of_tenants
 
 HIDDEN = 6

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import AdamParams, ConfigError, OptimizerConfig
+from rl_backend.contracts import AdamParams, ConfigError, HandleError, OptimizerConfig
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.bridge_runs import open_bridge
 from tests.support.native import micro_batches, open_runtime, token_loss
@@ -104,7 +104,7 @@ def test_tenants_that_step_together_have_values_of_their_own(untied_model: Path)
                 reference.assert_equals(copied(runtime.export_lora_adapter(tenant)), step)
         before = copied(runtime.export_lora_adapter(tenants[0]))
         gradients_of(runtime, tenants[0], 2)
-        with pytest.raises(ConfigError, match="adam has values of 2 steps for 1 tenants; give one for each, or None"):
+        with pytest.raises(HandleError, match="for adam; give each tenant once, and for adam the values of each, or None"):
             runtime.optimizer_step(tenants[:1], adam=given[:2])
         assert all(torch.equal(value, before[name]) for name, value in runtime.export_lora_adapter(tenants[0]))
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from rl_backend.contracts import HandleError, NativeConfig, OptimizerConfig, RuntimeConfig, UnsupportedError
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig
 from rl_backend.data.packing import pack
-from rl_backend.primitive import adapted_layers
+from rl_backend.primitive import adapters
 from rl_backend.runtime.native.engine import NativeEngine, NativeRuntime, native_runtime
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime, token_loss
@@ -28,9 +28,9 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, lr_warmup_steps=4)
 
 @pytest.fixture(autouse=True)
 def tried_anew() -> Iterator[None]:
-    adapted_layers._tried.cache_clear()
+    adapters._tried.cache_clear()
     yield
-    adapted_layers._tried.cache_clear()
+    adapters._tried.cache_clear()
 
 
 def test_the_state_of_a_tenants_optimizer_is_named_as_peft_names_its_tensors(runtime: NativeRuntime) -> None:
@@ -96,17 +96,17 @@ def test_products_whose_rows_depend_on_others_are_noticed(
         return x @ matrix if x.shape[0] > 100 else x[:, :half] @ matrix[:half] + x[:, half:] @ matrix[half:]
 
     base = runtime.build_model(trainable=False)
-    monkeypatch.setattr(adapted_layers, "padded_product", product_of_halves)
+    monkeypatch.setattr(adapters, "padded_product", product_of_halves)
     with caplog.at_level(logging.WARNING):
         runtime.create_lora_adapter(base, LoRAConfig())
         runtime.create_lora_adapter(base, LoRAConfig())
-    (record,) = (each for each in caplog.records if each.name == adapted_layers.__name__)
+    (record,) = (each for each in caplog.records if each.name == adapters.__name__)
     assert record.getMessage().startswith("rows of products of torch.float32")
     assert runtime.get_backend_info(base).bit_exact is False
 
 
 def test_nothing_is_claimed_of_a_gpu() -> None:
-    assert not adapted_layers.rows_are_exact(torch.float32, torch.device("cuda"))
+    assert not adapters.rows_are_exact(torch.float32, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("own_shards", [True, False])

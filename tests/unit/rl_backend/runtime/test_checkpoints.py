@@ -188,7 +188,7 @@ def test_a_close_waits_raises_the_first_error_that_nobody_has_heard_and_gives_up
     [
         ({1: 2}, r"extra=\{1: 2\}: JSON turns it into \{'1': 2\}; use strings as keys, and lists"),
         ({"a": (1, 2)}, r"JSON turns it into \{'a': \[1, 2\]\}; use strings"),
-        ({"a": {1}}, r"extra=\{'a': \{1\}\} is kept as JSON: Object of type set is not JSON serializable"),
+        ({"a": {1}}, r"extra=\{'a': \{1\}\}: it is kept as JSON: Object of type set is not JSON serializable"),
         ({"a": float("nan")}, r"JSON turns it into \{'a': nan\}"),
     ],
     ids=str,

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actors.sync import gpu_transports
 from actors.sync.push import choose_transport, make_transport
-from actors.sync.transport import gpu
-from actors.sync.transport.staged import PushPlan
+from actors.sync.staged_transports import PushPlan
 from actors.train.outcome import breaks_process_group
 from rl_backend.cli import gpu_check
-from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.contracts import ConfigError
 from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.weights.inspection import CHECKSUM_BYTES, device_checksum
 from tests.support.bridge_runs import open_bridge
@@ -111,9 +111,8 @@ def test_nccl_with_two_members_on_one_gpu_is_refused_by_name() -> None:
         ([("5",), ("0",)], "rank 0 of the training group and engine 1 share the GPU 0"),
         ([("5",), ("5",)], "engine 0 and engine 1 share the GPU 5"),
     ):
-        with pytest.raises(UnsupportedError, match=members):
-            make_transport("nccl").check(plan("0", "1"), engines(*served))
-    make_transport("nccl").check(plan("0", "1"), engines(("1",), ("2",)))
+        assert members in make_transport("nccl").problem(plan("0", "1"), engines(*served))
+    assert not make_transport("nccl").problem(plan("0", "1"), engines(("1",), ("2",)))
 
 
 def test_a_push_is_sent_when_what_trains_has_been_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +122,7 @@ def test_a_push_is_sent_when_what_trains_has_been_computed(monkeypatch: pytest.M
     engine = SimpleNamespace(source=SimpleNamespace(plan=None, checksums={"a": torch.tensor(3)}))
     engine.send_weights = lambda: order.append("sent")
     context: Any = SimpleNamespace(state={"key": engine})
-    assert gpu.send_stream(context, plan("0")) == {"a": 3}
+    assert gpu_transports.send_stream(context, plan("0")) == {"a": 3}
     assert order == ["computed", "sent"]
 
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from rl_backend.contracts import PackedWeight, RoutedLayers, TensorInfo, UnsupportedError
 from rl_backend.parallel.shards import ShardLayout
 from rl_backend.runtime.checkpoints import random_state, restore_random_state, training_manifest
-from rl_backend.runtime.gradient_statistics import rank_statistics, step_result
 from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.native.forward_backward import record_activations
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import TensorLayout
+from rl_backend.runtime.optimizer import rank_statistics, step_result
 from tests.support.rank_threads import run_ranks
 
 CPU = torch.device("cpu")

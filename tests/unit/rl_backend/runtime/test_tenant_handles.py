@@ -85,7 +85,7 @@ def test_tenants_are_told_apart_by_names_and_numbers_that_are_not_used_again(mod
         assert runtime.create_lora_adapter(base, CONFIG, name="mine").lora_id == 3
         of_tenants: list[Any] = [runtime.remove_lora_adapter, runtime.get_lora_adapter]
         for call in of_tenants:
-            with pytest.raises(HandleError, match=rf"{call.__name__} on 'base', which is no LoRA tenant"):
+            with pytest.raises(HandleError, match="'base' is no LoRA tenant"):
                 call(base)
 
 
@@ -178,7 +178,7 @@ def test_an_export_of_a_tenant_has_the_names_asked_for_and_dtypes(model: Path) -
         assert [tensor.dtype for _, tensor in runtime.export_weights(tenant, names=["score.weight"])] == [torch.float32]
         with pytest.raises(ConfigError, match=r"export_weights: the model has no weights called x\.weight"):
             runtime.export_weights(tenant, names=["score.bias", "x.weight"])
-        with pytest.raises(HandleError, match="export_gradients without gradients; call forward_backward first"):
+        with pytest.raises(HandleError, match="export_gradients on 'tenant-0' without gradients; call"):
             runtime.export_gradients(tenant)
         actor: Any = runtime.create_lora_adapter(base, CONFIG)
         runtime.forward_backward(actor, [batch(None)], log_prob_loss)
@@ -262,7 +262,7 @@ def test_a_pass_or_step_of_several_is_refused_with_the_name_of_the_one_that_does
     with pytest.raises(HandleError, match="forward_backward with a backward pass on 'base', which is forward-only"):
         runtime.forward_backward(base, [batch(None)], log_prob_loss)
     for twice, handles in (("second", [first, second, second]), ("first", [first, second, first])):
-        with pytest.raises(HandleError, match=f"optimizer_step of '{twice}' twice in one list; give each tenant once"):
+        with pytest.raises(HandleError, match=rf"step of \[.*'{twice}'.*\] with None for adam; give each tenant once"):
             runtime.optimizer_step(handles)
     # What was refused before anything ran leaves gradients as they were: none, and none broken.
     result = runtime.forward_backward(base, both, {"first": log_prob_loss, "second": log_prob_loss})

@@ -20,8 +20,7 @@ from rl_backend.lora.rows import Section
 from rl_backend.runtime.adaptable import RowGroups, SumGroups
 from rl_backend.runtime.native.engine import NativeRuntime
 from rl_backend.runtime.native.handle import NativeHandle
-from rl_backend.runtime.tenants.handle import TenantHandle
-from rl_backend.runtime.tenants.optimizer import TenantOptimizer
+from rl_backend.runtime.tenants.handle import TenantHandle, TenantOptimizer
 from tests.support.native import VOCAB_SIZE, open_runtime
 from tests.support.sft_batches import random_token_sequences
 from tests.support.tenants import copied, nll

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_backend.contracts import BatchError, ForwardResult, Metric, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import LORA_FIELD
-from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.runtime.tenants.passes import (
     LossOfTenants,
     PassTenants,
@@ -254,16 +254,16 @@ TRAINABLE = torch.ones((), requires_grad=True)
 @pytest.mark.parametrize(
     ("returned", "forward_only", "failure"),
     [
-        ((1.0, {}), False, "returned a float; expected a 0-d tensor"),
-        ((1.0, {}), True, "returned a float; expected a 0-d tensor"),
-        ((torch.ones(2, requires_grad=True), {}), False, "returned shape (2,); expected a 0-d tensor"),
-        ((torch.ones(2), {}), True, "returned shape (2,); expected a 0-d tensor"),
-        ((torch.ones(()), {}), False, "returned a loss without a gradient; compute"),
-        ((None, {}), False, "returned a NoneType; expected a 0-d tensor"),
-        ((TRAINABLE, None), False, "returned metrics of type NoneType; expected a dict, or an empty one"),
-        ((None, None), True, "returned metrics of type NoneType; expected a dict"),
-        ((TRAINABLE, {"x": torch.ones(2)}), False, "metric 'x' is not a number or a (sum, weight) pair: tensor"),
-        ((TRAINABLE, {"x": (1, 2, 3)}), False, "metric 'x' is not a number or a (sum, weight) pair: (1, 2, 3)"),
+        ((1.0, {}), False, "returned 1.0; expected a 0-d tensor"),
+        ((1.0, {}), True, "returned 1.0; expected a 0-d tensor"),
+        ((torch.ones(2, requires_grad=True), {}), False, "returned tensor([1., 1.], requires_grad=True); expected"),
+        ((torch.ones(2), {}), True, "returned tensor([1., 1.]); expected a 0-d tensor"),
+        ((torch.ones(()), {}), False, "returned tensor(1.); expected a 0-d tensor with a gradient"),
+        ((None, {}), False, "returned None; expected a 0-d tensor"),
+        ((TRAINABLE, None), False, "metrics must be a dict of numbers or (sum, weight) pairs; found None"),
+        ((None, None), True, "metrics must be a dict"),
+        ((TRAINABLE, {"x": torch.ones(2)}), False, "pairs; found {'x': tensor"),
+        ((TRAINABLE, {"x": (1, 2, 3)}), False, "pairs; found {'x': (1, 2, 3)}"),
     ],
     ids=str,
 )

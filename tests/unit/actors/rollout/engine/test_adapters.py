@@ -14,7 +14,7 @@ from actors.rollout.engine.in_process import VllmInProcess, lora_request
 from actors.rollout.messages import AdapterVersion
 from actors.wire.factors import PackedFactors, SharedFactors
 from actors.wire.segment import Segment, SharedSegment
-from rl_backend.contracts import EngineDirtyError, RolloutError, UnsupportedError, WeightCheckError, WeightVersionError
+from rl_backend.contracts import EngineDirtyError, RolloutError, WeightCheckError, WeightVersionError
 from tests.support.answering import Llm, serve
 
 POET, CLERK = AdapterVersion("poet", 5, 1, 8), AdapterVersion("clerk", 7, 2, 4)
@@ -172,10 +172,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch, adapters: int) -> AdapterStore:
     return store_of(Llm(), 6, adapters)
 
 
-def test_an_engine_that_cannot_take_adapters_now_or_ever_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = engine_of(monkeypatch, 0)
-    with pytest.raises(UnsupportedError, match=r"engine 6 was started without adapters; set RolloutConfig\.max_adapters"):
-        without.push(POET, FACTORS, FACTORS.digest)
+def test_an_engine_that_cannot_take_adapters_now_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(monkeypatch, 1)
     engine._vllm.serving.sleep()
     with pytest.raises(RolloutError, match="engine 6 cannot take weights now: it is asleep"):
@@ -183,7 +180,7 @@ def test_an_engine_that_cannot_take_adapters_now_or_ever_says_so(monkeypatch: py
     engine._vllm.serving.fail("of vLLM")
     with pytest.raises(EngineDirtyError, match="engine 6 is dirty"):
         engine.push(POET, FACTORS, FACTORS.digest)
-    assert not engine._vllm.llm.told and not without._vllm.llm.told
+    assert not engine._vllm.llm.told
 
 
 def test_an_adapter_that_workers_do_not_keep_is_neither_kept_nor_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,8 @@ from actors.rollout.engine import engine as engine_module
 from actors.rollout.engine import in_process
 from actors.rollout.engine import stepper as stepper_module
 from actors.rollout.engine.engine import RolloutEngine
-from actors.rollout.engine.serving_state import ServingState
-from actors.rollout.messages import AdapterVersion, EngineInfo, Request, Response
+from actors.rollout.engine.in_process import ServingState
+from actors.rollout.messages import AdapterVersion, EngineInfo, Generated, Request, Response, VersionSpan
 from actors.rollout.placement import NodePlace
 from actors.rollout.vllm.expected import EngineParameters
 from actors.wire.segment import host_identity
@@ -73,12 +74,22 @@ def keep(made: Made, *adapters: AdapterVersion) -> None:
 
 
 REQUESTS = [
-    Request([1, 2], 2, None),
-    Request([3], 1, 11),
-    Request([4, 4, 4], 1, 20),
-    Request([5], 1, 31),
-    Request([6], 3, None),
+    Request([1, 2], SAMPLING, None),
+    Request([3], SAMPLING, 11),
+    Request([4, 4, 4], SAMPLING, 20),
+    Request([5], SAMPLING, 31),
+    Request([6], SAMPLING, None),
 ]
+
+
+def of(adapters: Sequence[AdapterVersion | None], require_version: int | None = None) -> list[Request]:
+    """The first requests, each with one of the adapters."""
+    chosen = zip(REQUESTS, adapters, strict=False)
+    return [replace(request, adapter=adapter, require_version=require_version) for request, adapter in chosen]
+
+
+def versions(found: Generated) -> list[int]:
+    return [span.version for response in found.responses for span in response.spans]
 
 
 def test_answers_come_in_the_order_of_the_requests_and_requests_of_one_adapter_begin_together(
@@ -87,16 +98,16 @@ def test_answers_come_in_the_order_of_the_requests_and_requests_of_one_adapter_b
     made = make()
     keep(made, POET, CLERK)
     serve(made.engine._vllm.serving, 4)
-    found = made.engine.generate(REQUESTS, SAMPLING, None, [POET, None, CLERK, POET, None])
-    assert found.versions == [5, 4, 7, 5, 4] and found.routes is None
-    lengths = [[len(each.token_ids) for each in answer] for answer in found.responses]
-    assert lengths == [[2, 2], [1], [3], [1], [1, 1, 1]]
-    assert found.responses[1] == [Response([11], [-11 / 8], "stop")]
-    assert found.responses[2] == [Response([20, 21, 22], [-20 / 8, -21 / 8, -22 / 8], "length")]
-    begun = [(job.request.prompt_ids[0], job.adapter) for job in made.stepper.jobs]
-    assert begun == [(3, None), *[(6, None)] * 3, (1, POET), (1, POET), (5, POET), (4, CLERK)]
-    assert all(job.request.n == 1 and job.sampling is SAMPLING and not job.pausable for job in made.stepper.jobs)
-    assert [job.request.seed for job in made.stepper.jobs] == [11, None, None, None, None, None, 31, 20]
+    found = made.engine.generate(of([POET, None, CLERK, POET, None]))
+    assert versions(found) == [5, 4, 7, 5, 4] and found.routes is None
+    assert [len(each.token_ids) for each in found.responses] == [2, 1, 3, 1, 1]
+    assert found.responses[1] == Response([11], [-11 / 8], "stop", (VersionSpan(4, 1),))
+    log_probs = [-20 / 8, -21 / 8, -22 / 8]
+    assert found.responses[2] == Response([20, 21, 22], log_probs, "length", (VersionSpan(7, 3),))
+    begun = [(job.prompt_ids[0], job.adapter) for job in made.stepper.jobs]
+    assert begun == [(3, None), (6, None), (1, POET), (5, POET), (4, CLERK)]
+    assert all(job.sampling is SAMPLING and not job.pausable for job in made.stepper.jobs)
+    assert [job.seed for job in made.stepper.jobs] == [11, None, None, 31, 20]
 
 
 def test_what_an_engine_samples_is_counted_and_traced_with_its_newest_version(make: Callable[..., Made]) -> None:
@@ -104,15 +115,15 @@ def test_what_an_engine_samples_is_counted_and_traced_with_its_newest_version(ma
     keep(made, POET)
     serve(made.engine._vllm.serving, 4)
     recorder.start()
-    made.engine.generate(REQUESTS[:3], SAMPLING, None, [POET, None, None])
-    made.engine.generate([], SAMPLING, None)
+    made.engine.generate(of([POET, None, None]))
+    made.engine.generate([])
     batch = made.engine.take_trace()
     assert recorder.recording
     assert made.engine.take_trace(stop=True).events == [] and not recorder.recording
     first, second = [event.arguments for event in batch.events if event.name == "generate"]
-    assert first == {"weight_version": 5, "requests": 3, "responses": 4, "prompt_tokens": 6, "response_tokens": 8}
+    assert first == {"weight_version": 5, "requests": 3, "responses": 3, "prompt_tokens": 6, "response_tokens": 6}
     assert second["weight_version"] == 4 and second["requests"] == 0
-    assert made.counted[:2] == [("responses_total", 4, {"engine": "3"}), ("tokens_total", 8, {"engine": "3"})]
+    assert made.counted[:2] == [("responses_total", 3, {"engine": "3"}), ("tokens_total", 6, {"engine": "3"})]
     (name, seconds, tags) = made.counted[2]
     assert (name, tags) == ("seconds_total", {"engine": "3"}) and 0 < seconds < 60
 
@@ -120,10 +131,10 @@ def test_what_an_engine_samples_is_counted_and_traced_with_its_newest_version(ma
 def test_routes_are_of_all_responses_in_their_order_and_of_the_layers_with_experts_alone(make: Callable[..., Made]) -> None:
     made = make(return_routed_experts=True)
     made.engine._vllm.moe_layers = (0, 2)
-    found = made.engine.generate([REQUESTS[2], REQUESTS[0]], SAMPLING, None)
-    assert found.routes is not None and found.routes.shape == (5 + 3 + 3, 2, 1)
-    assert found.routes[:, :, 0].tolist() == [[10 * row, 10 * row + 2] for row in (*range(5), *range(3), *range(3))]
-    assert made.engine.generate([], SAMPLING, None).routes is None
+    found = made.engine.generate([REQUESTS[2], REQUESTS[0]])
+    assert found.routes is not None and found.routes.shape == (5 + 3, 2, 1)
+    assert found.routes[:, :, 0].tolist() == [[10 * row, 10 * row + 2] for row in (*range(5), *range(3))]
+    assert made.engine.generate([]).routes is None
 
 
 @pytest.mark.parametrize(
@@ -139,21 +150,21 @@ def test_an_engine_that_does_not_serve_says_why(
     made = make()
     enter(made.engine._vllm.serving)
     with pytest.raises(RolloutError, match=match) as refused:
-        made.engine.generate(REQUESTS[:1], SAMPLING, None)
+        made.engine.generate(REQUESTS[:1])
     assert refused.value.details == {"engine": "engine 3", "state": state}
-    assert made.engine.probe_adapter(POET, REQUESTS[1], SAMPLING) is None and not made.stepper.jobs
+    assert made.engine.probe_adapter(of([None, POET])[1]) is None and not made.stepper.jobs
 
 
 def test_an_engine_without_weights_or_with_a_failed_update_samples_nothing(make: Callable[..., Made]) -> None:
     made = make(require_push=True)
     assert made.engine._vllm.serving.version == UNVERSIONED
     with pytest.raises(RolloutError, match=r"engine 3 has no weights of the trainer yet \(UNVERSIONED\): push before"):
-        made.engine.generate(REQUESTS[:1], SAMPLING, None)
-    assert made.engine.probe_adapter(POET, REQUESTS[1], SAMPLING) is None
+        made.engine.generate(REQUESTS[:1])
+    assert made.engine.probe_adapter(of([None, POET])[1]) is None
     serve(made.engine._vllm.serving, 0)
-    assert made.engine.generate(REQUESTS[:1], SAMPLING, None).versions == [0]
+    assert versions(made.engine.generate(REQUESTS[:1])) == [0]
     made.engine.abandon_update("the trainer failed")
-    for call in (lambda: made.engine.generate(REQUESTS[:1], SAMPLING, None), made.engine.forget_weights):
+    for call in (lambda: made.engine.generate(REQUESTS[:1]), made.engine.forget_weights):
         with pytest.raises(EngineDirtyError, match=r"begun \(the trainer failed\)"):
             call()
 
@@ -162,33 +173,33 @@ def test_each_of_the_versions_that_sample_must_be_new_enough(make: Callable[...,
     made = make()
     keep(made, POET, CLERK)
     serve(made.engine._vllm.serving, 9)
-    assert made.engine.generate(REQUESTS[:2], SAMPLING, 5, [CLERK, POET]).versions == [7, 5]
+    assert versions(made.engine.generate(of([CLERK, POET], 5))) == [7, 5]
     with pytest.raises(WeightVersionError, match="engine 3 serves 'poet' at version 5, version 6 is required"):
-        made.engine.generate(REQUESTS[:2], SAMPLING, 6, [CLERK, POET])
+        made.engine.generate(of([CLERK, POET], 6))
     with pytest.raises(WeightVersionError, match="engine 3 serves weights of version 9, version 10 is required"):
-        made.engine.generate(REQUESTS[:2], SAMPLING, 10)
-    assert len(made.stepper.jobs) == 3
+        made.engine.generate(of([None, None], 10))
+    assert len(made.stepper.jobs) == 2
 
 
 def test_a_probe_samples_without_and_with_the_adapter(make: Callable[..., Made]) -> None:
     made = make()
     keep(made, CLERK)
     serve(made.engine._vllm.serving, 2)
-    found = made.engine.probe_adapter(CLERK, REQUESTS[1], SAMPLING)
-    assert found is not None and found.versions == [2, 7]
+    found = made.engine.probe_adapter(of([None, CLERK])[1])
+    assert found is not None and versions(found) == [2, 7]
     assert [job.adapter for job in made.stepper.jobs] == [None, CLERK]
-    assert [[each.token_ids for each in answer] for answer in found.responses] == [[[11]], [[11]]]
+    assert [each.token_ids for each in found.responses] == [[11], [11]]
 
 
 def test_an_engine_prepares_for_another_model_whose_version_may_be_any(make: Callable[..., Made]) -> None:
     made = make()
     serve(made.engine._vllm.serving, 8)
     made.engine.require_push()
-    assert made.engine.generate(REQUESTS[:1], SAMPLING, None).versions == [8], "it has weights that were pushed"
+    assert versions(made.engine.generate(REQUESTS[:1])) == [8], "it has weights that were pushed"
     made.engine.forget_weights()
     assert made.engine._vllm.serving.version == UNVERSIONED
     with pytest.raises(RolloutError, match="has no weights of the trainer yet"):
-        made.engine.generate(REQUESTS[:1], SAMPLING, None)
+        made.engine.generate(REQUESTS[:1])
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -210,11 +221,11 @@ def test_an_engine_sleeps_without_its_adapters_and_samples_when_it_has_weights(
     assert made.llm.told[2:] == [("wake_up",)]
     if level == 2:
         with pytest.raises(RolloutError, match="has no weights of the trainer yet"):
-            made.engine.generate(REQUESTS[:1], SAMPLING, None)
+            made.engine.generate(REQUESTS[:1])
         made.engine.begin_update()
         made.engine.finish_update(4)
         made.engine.resume()
-    assert made.engine.generate(REQUESTS[:1], SAMPLING, None, [POET]).versions == [5], "it is loaded again"
+    assert versions(made.engine.generate(of([POET]))) == [5], "it is loaded again"
 
 
 @pytest.mark.parametrize(("device", "sleep_mode"), [("cpu", False), ("cuda", False), ("cpu", True)])
@@ -245,7 +256,7 @@ def test_a_dirty_engine_is_not_woken(make: Callable[..., Made]) -> None:
     with pytest.raises(EngineDirtyError, match="gone"):
         made.engine.wake_up()
     with pytest.raises(EngineDirtyError, match="gone"):
-        made.engine.generate(REQUESTS[:1], SAMPLING, None)
+        made.engine.generate(REQUESTS[:1])
     assert ("wake_up",) not in made.llm.told
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine.engine import RolloutEngine
-from actors.rollout.messages import AdapterVersion, Request, TurnRequest
+from actors.rollout.messages import AdapterVersion, Request
 from rl_backend.contracts import EngineDeadError, EngineDirtyError, RolloutError
 from tests.support.answering import AnsweringStepper, Llm, serve
 
-TURN = TurnRequest(5, Request([1, 2], 1, 10), SamplingConfig())
+TURN = 5, Request([1, 2], SamplingConfig(), 10)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_an_update_that_fails_once_it_has_begun_leaves_the_engine_dirty_for_good
     step, call = STEPS[fails]
     if step != "begin":
         engine.begin_update()
-    waiting = TurnRequest(6, TURN.request, TURN.sampling)
+    waiting = 6, TURN[1]
     engine._vllm.loop.hold()
     engine.start_turns([waiting])
     with pytest.raises(

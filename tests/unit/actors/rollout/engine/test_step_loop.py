@@ -14,7 +14,7 @@ import pytest
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine import step_loop
 from actors.rollout.engine.engine import RolloutEngine
-from actors.rollout.engine.step_loop import Finished, StepLoop
+from actors.rollout.engine.step_loop import Completion, StepLoop
 from actors.rollout.messages import AdapterVersion
 from rl_backend.contracts import RolloutError
 from tests.support.answering import serve
@@ -42,15 +42,15 @@ def loop(stepper: CountingStepper, host: ServedVersion) -> Iterator[StepLoop]:
     made.stop()
 
 
-def submit(loop: StepLoop, *jobs: Any) -> list[Future[Finished]]:
+def submit(loop: StepLoop, *jobs: Any) -> list[Future[Completion]]:
     return list(loop.submit(jobs).values())
 
 
-def tokens(result: Future[Finished]) -> list[int]:
-    return list(result.result(SOON).completion.output.token_ids)
+def tokens(result: Future[Completion]) -> list[int]:
+    return list(result.result(SOON).output.token_ids)
 
 
-def versions(result: Future[Finished]) -> list[tuple[int, int]]:
+def versions(result: Future[Completion]) -> list[tuple[int, int]]:
     return [tuple(span) for span in result.result(SOON).spans]
 
 
@@ -129,9 +129,9 @@ def test_requests_are_given_up_with_what_they_have(loop: StepLoop, stepper: Coun
     loop.give_up([first, last, 12345])
     stepper.allow(1)
     given_up, stays, *_, unbegun = asked.values()
-    assert tokens(given_up) == [100, 101] and given_up.result().completion.output.finish_reason == "abort"
+    assert tokens(given_up) == [100, 101] and given_up.result().output.finish_reason == "abort"
     assert versions(given_up) == [(1, 2)]
-    assert unbegun.result(SOON) == ((None, 0), ())
+    assert unbegun.result(SOON) == (None, 0, ())
     stepper.allow(5)
     assert tokens(stays) == [200, 201, 202]
     loop.give_up(asked)
@@ -144,7 +144,7 @@ def test_requests_are_given_up_with_what_they_have(loop: StepLoop, stepper: Coun
 def test_a_hold_lets_requests_end_and_begins_no_other(loop: StepLoop, stepper: CountingStepper, host: ServedVersion) -> None:
     (running,) = submit(loop, job(100, 4))
     stepper.take(1)
-    later: list[Future[Finished]] = []
+    later: list[Future[Completion]] = []
     in_mid_step(loop, stepper, 3, loop.hold, meanwhile=lambda: later.extend(submit(loop, job(200, 6))))
     assert tokens(running) == [100, 101, 102, 103] and not stepper.forgotten
     later += submit(loop, job(300, 2))
@@ -189,7 +189,7 @@ def test_a_pause_that_fails_fails_what_would_have_paused_and_holds_all_the_same(
     monkeypatch.setattr(stepper, "forget", fail)
     running = submit(loop, job(100, 9, pausable=True), job(200, 9, pausable=True))
     stepper.take(1)
-    waiting: list[Future[Finished]] = []
+    waiting: list[Future[Completion]] = []
     in_mid_step(loop, stepper, 1, loop.hold, meanwhile=lambda: waiting.extend(submit(loop, job(300, 2))))
     for each in running:
         with pytest.raises(RuntimeError, match="a step failed: no keys to drop"):
@@ -296,7 +296,7 @@ def test_all_wait_for_each_other_in_a_call_that_waits_and_an_error_gives_up_the_
     loop: StepLoop, stepper: CountingStepper
 ) -> None:
     stepper.allow(3)
-    assert [each.completion.output.token_ids for each in loop.run([job(1, 1), job(5, 2)])] == [[1], [5, 6]]
+    assert [each.output.token_ids for each in loop.run([job(1, 1), job(5, 2)])] == [[1], [5, 6]]
     with pytest.raises(ValueError, match="a bad request"):
         loop.run([job(BAD_SEED, 1), job(1, 100)])
     stepper.allow(2)

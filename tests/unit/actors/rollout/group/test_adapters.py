@@ -40,7 +40,7 @@ def test_requests_name_one_tenant_or_one_for_each_prompt() -> None:
     poet, clerk = version("poet", 1), version("clerk", 2)
     for adapter in (poet, clerk):
         assert group.switch(PushedAdapter(adapter, FACTORS, "")) is None
-    assert group.chosen(None, 2) is None
+    assert group.chosen(None, 2) == [None, None]
     assert group.chosen("poet", 2) == [poet, poet]
     assert group.chosen(["clerk", None], 2) == [clerk, None]
     with pytest.raises(BatchError, match="adapter has 1 names for 2 prompts"):

@@ -11,8 +11,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, Ray
 
 from actors.rollout.group import calls as calls_module
 from actors.rollout.group.calls import PendingSamples, SamplingCalls, collect, outcome_of
-from actors.rollout.messages import Generated, Response
-from actors.rollout.sample import VersionSpan
+from actors.rollout.messages import Generated, Response, VersionSpan
 from rl_backend.contracts import BatchError, EngineDeadError, RolloutError
 
 
@@ -53,8 +52,9 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     return made
 
 
-def response(*token_ids: int) -> Response:
-    return Response(list(token_ids), [-0.1 * token for token in token_ids], "stop")
+def response(*token_ids: int, version: int = 1) -> Response:
+    spans = (VersionSpan(version, len(token_ids)),)
+    return Response(list(token_ids), [-0.1 * token for token in token_ids], "stop", spans)
 
 
 class Pending:
@@ -70,19 +70,13 @@ class Pending:
             self.calls.add(engine, call)
 
 
-@pytest.mark.parametrize("seeded", [True, False])
 @pytest.mark.parametrize("routed", [True, False])
 @pytest.mark.usefixtures("ray")
-def test_samples_are_in_the_callers_order_each_with_its_own_version_and_routes(seeded: bool, routed: bool) -> None:
-    answers = [[response(10), response(11, 12)], [response(13), response(14, 15, 16)]]
-    last = [response(17), response(18)]
-    if seeded:  # a request for each response, else one for each prompt
-        first = Generated([1, 1, 2, 3], [[each] for pair in answers for each in pair], None)
-        second = Generated([5, 6], [[each] for each in last], None)
-        versions = [1, 1, 2, 3, 5, 6]
-    else:
-        first, second = Generated([1, 2], answers, None), Generated([5], [last], None)
-        versions = [1, 1, 2, 2, 5, 5]
+def test_samples_are_in_the_callers_order_each_with_its_own_version_and_routes(routed: bool) -> None:
+    versions = [1, 1, 2, 3, 5, 6]
+    tokens = [(10,), (11, 12), (13,), (14, 15, 16), (17,), (18,)]
+    answers = [response(*each, version=version) for each, version in zip(tokens, versions, strict=True)]
+    first, second = Generated(answers[:4], None), Generated(answers[4:], None)
     rows = [1, 2, 2, 4]  # tokens of prompt and response, without the last
     if routed:
         first = first._replace(routes=np.arange(sum(rows), dtype=np.uint8).reshape(-1, 1, 1))
@@ -121,8 +115,8 @@ def test_the_first_error_is_raised_again_and_the_engine_that_it_is_of_is_told() 
 
 
 def test_a_caller_that_waits_no_longer_may_wait_again(ray: Ray) -> None:
-    answer = Generated([1], [[response(1), response(2)]], None)
-    late = Call(Generated([1, 1], [[response(3), response(4)]] * 2, None), done=False)
+    answer = Generated([response(1), response(2)], None)
+    late = Call(Generated([response(3), response(4)] * 2, None), done=False)
     pending = Pending(late, Call(answer))
     with pytest.raises(GetTimeoutError, match="no engine answered for 5 s"):
         pending.samples.result(5.0)
@@ -132,7 +126,7 @@ def test_a_caller_that_waits_no_longer_may_wait_again(ray: Ray) -> None:
 
 
 def test_an_engine_that_never_answers_is_dead_after_the_limit_of_one_call(ray: Ray) -> None:
-    pending = Pending(Call(done=False), Call(Generated([1], [[response(1), response(2)]], None)), limit=60.0)
+    pending = Pending(Call(done=False), Call(Generated([response(1), response(2)], None)), limit=60.0)
     with pytest.raises(EngineDeadError, match="engine 4 has not answered a call to sample for 60 s"):
         pending.samples.result()
     assert ray.now == 1060.0 and [engine for engine, _ in pending.noted] == [4]

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from actors.rollout.config import RolloutConfig
-from actors.rollout.group.engines import EngineSet, are_on_node, engine_name, raise_first
+from actors.rollout.group.engines import EngineSet, are_on_node, engine_name, raise_failures
 from rl_backend.contracts import (
-    BatchError,
     EngineDeadError,
     EngineDirtyError,
     RLBackendError,
@@ -158,7 +157,13 @@ def test_engines_are_on_a_node_where_all_that_live_are() -> None:
     assert not are_on_node(made.engines, "here", "host")
 
 
-def test_the_first_error_of_outcomes_is_raised() -> None:
-    raise_first({0: None, 1: "fine"})
-    with pytest.raises(BatchError, match="second"):
-        raise_first({0: None, 1: BatchError("second"), 2: DEAD})
+def test_errors_of_several_engines_are_one_of_the_first_ones_type_with_the_text_of_all() -> None:
+    raise_failures({})
+    raise_failures({0: None, 1: "fine"})
+    only = EngineDeadError("engine 1 died", engine="engine 1")
+    with pytest.raises(EngineDeadError) as raised:
+        raise_failures({0: None, 1: only})
+    assert raised.value is only
+    with pytest.raises(WeightCheckError, match="damaged; engine 1 died") as both:
+        raise_failures({0: WeightCheckError("damaged", names=["a"]), 2: None, 1: only})
+    assert both.value.details == {"names": ["a"]}

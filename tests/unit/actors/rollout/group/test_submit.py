@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group.adapters import GroupAdapters
-from actors.rollout.group.calls import requests_of, shares_of
 from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion, PushedAdapter, Request, prompt_problem
@@ -33,21 +31,6 @@ VOCAB_SIZE, MAX_MODEL_LEN = 10, 6
 )
 def test_a_prompt_leaves_room_for_a_response_and_has_tokens_of_the_vocabulary(prompt: list[int], problem: str) -> None:
     assert prompt_problem(prompt, MAX_MODEL_LEN, VOCAB_SIZE) == problem
-
-
-def test_each_response_has_its_own_seed_and_without_seeds_one_request_asks_for_all() -> None:
-    prompts = [[1], [2, 3], [4]]
-    assert requests_of(1, prompts, 2, [10, 11, 20, 21, 30, 31]) == [Request([2, 3], 1, 20), Request([2, 3], 1, 21)]
-    assert requests_of(1, prompts, 2, None) == [Request([2, 3], 2, None)]
-
-
-@pytest.mark.parametrize(
-    ("prompts", "engines", "sizes"), [(4, 2, [2, 2]), (5, 3, [1, 2, 2]), (1, 3, [0, 0, 1]), (7, 1, [7])]
-)
-def test_every_prompt_goes_to_one_engine_in_order(prompts: int, engines: int, sizes: list[int]) -> None:
-    shares = shares_of(prompts, engines)
-    assert [len(share) for share in shares] == sizes
-    assert [prompt for share in shares for prompt in share] == list(range(prompts))
 
 
 class Engine:
@@ -77,10 +60,9 @@ class Group(RolloutGroup):
         sampling: Any = SimpleNamespace(add=lambda engine, call: self.noted.append((engine, call)))
         self.engine_set.sampling = sampling
 
-    def asked(self, engine: int) -> tuple[list[Request], SamplingConfig, int | None, Sequence[AdapterVersion | None] | None]:
-        (call,) = self.made[engine].asked
-        requests, sampling, version, adapters = call
-        return requests, sampling, version, adapters
+    def asked(self, engine: int) -> list[Request]:
+        ((requests,),) = self.made[engine].asked
+        return list(requests)
 
 
 @pytest.mark.parametrize("seeded", [True, False])
@@ -93,18 +75,12 @@ def test_each_request_has_the_seed_and_the_tenant_of_its_own_prompt_whichever_en
     seeds = list(range(10)) if seeded else None
     chosen = ["poet", "poet", "clerk", None, "poet"]
     group.submit(prompts, sampling, seeds=seeds, require_version=7, adapter=chosen)
-    found: list[tuple[int, int | None, AdapterVersion | None]] = []
-    for engine, share in ((0, prompts[:2]), (3, prompts[2:])):
-        requests, how, version, adapters = group.asked(engine)
-        assert (how, version) == (sampling, 7) and adapters is not None
-        assert [request.prompt_ids for request in requests] == [each for each in share for _ in range(2 if seeded else 1)]
-        found += [(each.prompt_ids[0], each.seed, one) for each, one in zip(requests, adapters, strict=True)]
+    found = [*group.asked(0), *group.asked(3)]
     tenants = [poet, poet, clerk, None, poet]
-    if seeded:
-        expected = [(1 + seed // 2, seed, tenants[seed // 2]) for seed in range(10)]
-    else:
-        expected = [(1 + prompt, None, tenants[prompt]) for prompt in range(5)]
-    assert found == expected
+    assert found == [
+        Request(prompts[place // 2], sampling, place if seeded else None, tenants[place // 2], 7) for place in range(10)
+    ]
+    assert len(group.asked(0)) == 4
     assert [engine for engine, _ in group.noted] == [0, 3]
     assert not group.made[1].asked
 
@@ -114,16 +90,16 @@ def test_an_engine_without_a_share_is_not_asked_and_one_tenant_is_that_of_every_
     poet = AdapterVersion("poet", 3, 1, 8)
     group.lora.switch(PushedAdapter(poet, PackedFactors.of({}, "float32"), ""))
     group.submit([[1]], SamplingConfig(n=3), seeds=[4, 5, 6], adapter="poet")
-    assert group.asked(3)[3] == [poet] * 3 and not group.made[0].asked
+    assert [(each.adapter, each.seed) for each in group.asked(3)] == [(poet, 4), (poet, 5), (poet, 6)]
+    assert not group.made[0].asked
     plain = Group()
     plain.submit([[1], [2]], SamplingConfig())
-    assert plain.asked(0)[2:] == plain.asked(3)[2:] == (None, None)
+    assert plain.asked(0) == [Request([1], SamplingConfig())] and plain.asked(3) == [Request([2], SamplingConfig())]
 
 
 def test_what_no_engine_could_answer_is_asked_of_none() -> None:
     group = Group()
     for prompts, sampling, seeds, error, message in (
-        ([], SamplingConfig(), None, BatchError, "prompts is empty"),
         ([[1], [9] * 6], SamplingConfig(), None, BatchError, "prompt 1 has 6 tokens; expected 1 to 5"),
         ([[1], [2]], SamplingConfig(n=2), [1, 2, 3], BatchError, "3 seeds for 2 prompts with n=2; expected 4"),
         (

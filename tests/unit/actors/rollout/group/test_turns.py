@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,11 @@ from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group import turns as turns_module
 from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.turns import ANSWER_SECONDS, EngineTurns, GroupTurns
-from actors.rollout.messages import AdapterVersion, Request, TurnAnswer, TurnRequest
-from actors.rollout.sample import VersionSpan
+from actors.rollout.messages import AdapterVersion, Request, Response, VersionSpan
 from rl_backend.contracts import BatchError, EngineDeadError, RLBackendError, RolloutError
 from tests.support.actors_in_process import Actor, RayInProcess, until, use
 
-REQUEST, SAMPLING = Request([1, 2], 1, 7), SamplingConfig(max_new_tokens=5)
+REQUEST = Request([1, 2], SamplingConfig(max_new_tokens=5), 7)
 POET = AdapterVersion("poet", 5, 1, 8)
 
 
@@ -31,8 +31,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> RayInProcess:
     return made
 
 
-def answer(token: int) -> TurnAnswer:
-    return TurnAnswer([token], [-0.5], "stop", (VersionSpan(3, 1),), 0, None)
+def answer(token: int) -> Response:
+    return Response([token], [-0.5], "stop", (VersionSpan(3, 1),))
 
 
 class Made:
@@ -43,10 +43,10 @@ class Made:
         self.lost: list[RLBackendError] = []
         self.turns = EngineTurns("engine 1", self.actor, limit, self.lost.append)
 
-    def ask(self, **options: Any) -> Future[TurnAnswer]:
-        return self.turns.ask(REQUEST, SAMPLING, options.get("adapter"), options.get("require_version"))
+    def ask(self, **options: Any) -> Future[Response]:
+        return self.turns.ask(replace(REQUEST, **options))
 
-    def answer(self, *answers: tuple[int, TurnAnswer | RLBackendError]) -> None:
+    def answer(self, *answers: tuple[int, Response | RLBackendError]) -> None:
         until(lambda: bool(self.actor.open) and not self.actor.open[-1].done)
         self.actor.open[-1].answer(list(answers))
 
@@ -64,8 +64,8 @@ def made(ray: RayInProcess) -> Iterator[Made]:
 def test_each_turn_has_the_answer_of_its_own_key(made: Made) -> None:
     first, second = made.ask(), made.ask(adapter=POET, require_version=4)
     assert made.of("start_turns") == [
-        [TurnRequest(0, REQUEST, SAMPLING, None, None)],
-        [TurnRequest(1, REQUEST, SAMPLING, POET, 4)],
+        [(0, REQUEST)],
+        [(1, replace(REQUEST, adapter=POET, require_version=4))],
     ]
     assert made.turns.in_flight == 2
     made.answer((1, answer(11)), (99, answer(0)))
@@ -248,9 +248,9 @@ class Group:
 def test_a_group_has_turns_of_each_process_and_of_another_after_a_restart(ray: RayInProcess) -> None:
     group = Group()
     assert not group.turns.asked_for and group.turns.in_flight == {0: 0, 1: 0, 4: 0}
-    turns = [group.turns.ask(engine, REQUEST, SAMPLING, adapter=POET, require_version=2) for engine in (4, 4, 0)]
+    turns = [group.turns.ask(engine, replace(REQUEST, adapter=POET)) for engine in (4, 4, 0)]
     assert group.turns.asked_for and group.turns.in_flight == {0: 1, 1: 0, 4: 2}
-    assert group.made[4].asked[0] == ("start_turns", [TurnRequest(0, REQUEST, SAMPLING, POET, 2)])
+    assert group.made[4].asked[0] == ("start_turns", [(0, replace(REQUEST, adapter=POET))])
     group.turns.give_up()
     given_up = {
         engine: [each[1] for each in actor.asked if each[0] == "give_up_turns"] for engine, actor in group.made.items()
@@ -258,7 +258,7 @@ def test_a_group_has_turns_of_each_process_and_of_another_after_a_restart(ray: R
     assert given_up == {0: [[0]], 1: [], 4: [[0, 1]]}
     old = group.made[4]
     group.start(4, "new actor 4")
-    group.turns.ask(4, REQUEST, SAMPLING)
+    group.turns.ask(4, REQUEST)
     assert group.made[4].asked[0][0] == "start_turns" and group.turns.in_flight[4] == 1
     old.open[-1].answer(ActorDiedError())
     with pytest.raises(EngineDeadError, match="engine 4 is dead"):
@@ -268,15 +268,15 @@ def test_a_group_has_turns_of_each_process_and_of_another_after_a_restart(ray: R
     group.made[0].open[-1].answer(ActorDiedError())
     until(lambda: 0 in group.engines.lost_engines)
     with pytest.raises(EngineDeadError, match="engine 0 is lost: engine 0 is dead: its process ended"):
-        group.turns.ask(0, REQUEST, SAMPLING)
+        group.turns.ask(0, REQUEST)
     assert group.turns.in_flight == {1: 0, 4: 1}
     group.turns.end(RolloutError("the rollout group is closed"))
     with pytest.raises(RolloutError, match="is closed"):
-        group.turns.ask(4, REQUEST, SAMPLING).result(5)
+        group.turns.ask(4, REQUEST).result(5)
 
 
 def test_a_turn_may_take_as_long_as_the_group_says(ray: RayInProcess) -> None:
     group = Group()
-    group.turns.ask(1, REQUEST, SAMPLING)
+    group.turns.ask(1, REQUEST)
     assert group.turns._turns[1]._limit == 77.0
     group.turns.end(RolloutError("over"))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from actors.rollout.vllm.expected import EngineParameters, expected_weights
-from actors.sync.transport.staged import PushPlan
+from actors.sync.staged_transports import PushPlan
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import TensorInfo, WeightCheckError, dtype_from_name
 from rl_backend.weights.compare import ExpectedWeights, check_manifest, find_mismatches

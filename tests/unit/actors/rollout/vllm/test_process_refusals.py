@@ -13,9 +13,8 @@ import pytest
 from pydantic import BaseModel, ValidationError, model_validator
 from safetensors.torch import save_file
 
-from actors.rollout.config import RolloutConfig
+from actors.rollout.config import RolloutConfig, within_model
 from actors.rollout.group import group
-from actors.rollout.lengths import within_model
 from actors.rollout.vllm.process import _check_states, in_our_words, start_vllm
 from actors.run import session
 from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, HFReader

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.engine import FinishReason
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.engine.step_loop import Completion, Job
+from actors.rollout.engine.step_loop import Completion
 from actors.rollout.engine.stepper import VllmStepper
 from actors.rollout.messages import AdapterVersion, Request
 from actors.rollout.vllm.streaming import CheckedIpcWeightTransferEngine, CheckedLoad, ChecksumInfo
@@ -71,7 +71,7 @@ def test_vllm_is_stepped_by_hand_with_keys_of_the_caller() -> None:
     adapter = AdapterVersion("poet", 3, 9, 8)
     for key, seed in ((4, 7), (5, None), (6, 8)):
         chosen = adapter if key == 5 else None
-        stepper.add(key, Job(Request((1, 2, key), 1, seed), SamplingConfig(max_new_tokens=20 + key), chosen))
+        stepper.add(key, Request((1, 2, key), SamplingConfig(max_new_tokens=20 + key), seed, chosen))
     added = [each[:5] for each in engine.asked]
     assert added == [
         ("add", "4", [1, 2, 4], 7, 24),
@@ -154,8 +154,6 @@ def test_staged_weights_go_into_vllms_loaders_between_packings(
     engine: Any = worker.StagedWeightTransferEngine.__new__(worker.StagedWeightTransferEngine)
     engine.model, engine.model_config = model, "config"
     update = worker.StagedUpdateInfo(manifest=manifest.model_dump_json())
-    with pytest.raises(RuntimeError, match=r"init_transfer_engine\(\) was not called: there is no staging segment"):
-        engine.receive_weights(update)
     engine.init_transfer_engine(worker.StagedInitInfo(path=str(segment.path), nbytes=segment.nbytes))
     for _ in range(2):
         done.clear()
@@ -167,8 +165,7 @@ def test_staged_weights_go_into_vllms_loaders_between_packings(
     assert [name for name, _ in loaded] == ["b", "a"] * 2
     assert all(torch.equal(each, weights[name]) and each.dtype == weights[name].dtype for name, each in loaded)
     engine.shutdown()
-    with pytest.raises(RuntimeError, match="there is no staging segment"):
-        engine.receive_weights(update)
+    assert engine._buffer is None
 
 
 def test_the_receiver_that_was_chosen_does_all_of_an_update(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,8 +324,6 @@ def test_a_receiver_of_vllms_loads_through_the_checks_and_has_its_model_again(mo
     monkeypatch.setattr(base, "receive_weights", receive)
     engine: Any = CheckedIpcWeightTransferEngine.__new__(CheckedIpcWeightTransferEngine)
     engine.model = model = Loader()
-    with pytest.raises(RuntimeError, match=r"start_weight_update\(\) comes before weights are received"):
-        engine.receive_weights("a")
     engine.start_weight_update()
     engine.receive_weights("a")
     with pytest.raises(ZeroDivisionError):

@@ -147,24 +147,27 @@ def test_a_refused_option_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lora__type": "vlm_lora"}, r"lora\.type='vlm_lora': expected one of 'lora', 'canonical_lora', 'dora'"),
-        ({"lora__type": "dora", "lora__lora_B_init_method": "normal"}, r"lora_B_init_method='normal': with type dora"),
-        ({"lora__lora_A_init_method": "gauss"}, r"lora\.lora_A_init_method='gauss': expected one of 'xavier', 'normal'"),
-        ({"lora__dtype": "float16"}, r"lora\.dtype='float16': expected one of None, 'bfloat16'"),
+        ({"lora__type": "vlm_lora"}, r"lora\.type='vlm_lora': expected one of \('lora', 'canonical_lora', 'dora'"),
+        (
+            {"lora__type": "dora", "lora__lora_B_init_method": "normal"},
+            r"lora_B_init_method='normal': expected one of",
+        ),
+        ({"lora__lora_A_init_method": "gauss"}, r"lora\.lora_A_init_method='gauss': expected one of \('xavier', 'normal'"),
+        ({"lora__dtype": "float16"}, r"lora\.dtype='float16': expected one of \(None, 'bfloat16'"),
         ({"lora__a2a_experimental": True}, r"HFModelConfig\.lora\.a2a_experimental=True: adapters here need no"),
         ({"lora__dropout_position": "post"}, r"HFModelConfig\.lora\.dropout_position='post'"),
-        ({"lora__nonsense": 1}, r"HFModelConfig\.lora\.nonsense=1: verl has no such option"),
+        ({"lora__nonsense": 1}, r"HFModelConfig\.lora\.nonsense=1: verl's options are type, rank"),
         ({"lora__target_modules": "linear_qkv"}, r"target_modules='linear_qkv': expected a list of names"),
         ({"lora__exclude_modules": "lm_head"}, r"exclude_modules='lm_head': expected a list of names"),
         ({"lora__target_modules": [1]}, r"target_modules=\[1\]: expected a list of names"),
         ({"lora__exclude_modules": ["linear_q"]}, r"exclude_modules=\['linear_q'\]: read with an empty target_modules only"),
         ({"lora__alpha": 0}, r"LoRAConfig\.alpha=0"),
-        ({"lora__adapter_path": "/nowhere"}, r"lora\.adapter_path='/nowhere': not a directory in peft's format"),
+        ({"lora__adapter_path": "/nowhere"}, r"lora\.adapter_path='/nowhere': expected one directory in peft's format"),
         ({"lora_rank": 8}, r"HFModelConfig\.lora_rank=8: lora\.rank=4 is read"),
-        ({"lora__rank": 0, "lora__adapter_path": "x"}, r"lora\.adapter_path='x': needs the adapter's rank"),
-        ({"lora__rank": 0, "lora_adapter_path": "x"}, r"lora_adapter_path='x': needs the adapter's rank"),
-        ({"lora__rank": 0, "lora_rank": 4, "lora_adapter_path": "x"}, r"lora_adapter_path='x': not a directory"),
-        ({"lora__rank": 0, "lora_rank": 4, "target_modules": "q_("}, r"target_modules='q_\(': not a regular expression"),
+        ({"lora__rank": 0, "lora__adapter_path": "x"}, r"lora\.adapter_path='x': expected .* and the adapter's rank"),
+        ({"lora__rank": 0, "lora_adapter_path": "x"}, r"lora_adapter_path='x': expected .* and the adapter's rank"),
+        ({"lora__rank": 0, "lora_rank": 4, "lora_adapter_path": "x"}, r"lora_adapter_path='x': expected one directory"),
+        ({"lora__rank": 0, "lora_rank": 4, "lora__adapter_path": "x"}, r"lora\.adapter_path='x': expected one directory"),
         ({"target_parameters": ["experts.down_proj"]}, r"target_parameters=\['experts\.down_proj'\]: adapters belong to"),
     ],
 )
@@ -204,17 +207,17 @@ def test_a_rollout_that_takes_whole_weights_only_needs_a_merged_adapter(rank: st
         with initialize_config_module("verl.trainer.config", version_base=None):
             require_run(compose("ppo_trainer", overrides=["model_engine=megatron", *overrides]))
 
-    with pytest.raises(ConfigError, match=r"checkpoint_engine\.backend='nccl': sends whole weights only.*lora\.merge=True"):
+    with pytest.raises(ConfigError, match=r"checkpoint_engine\.backend='nccl' with .*lora\.merge=True"):
         require(ours, rollout, f"{model}.{rank}")
     require(ours, rollout, f"{model}.{rank}", f"{model}.lora.merge=True")
     delta = rollout.replace("nccl", "delta_sharded")
-    with pytest.raises(ConfigError, match=r"checkpoint_engine\.backend='delta_sharded': sends changes of weights"):
+    with pytest.raises(ConfigError, match=r"checkpoint_engine\.backend='delta_sharded' with"):
         require(ours, delta, f"{model}.{rank}", f"{model}.lora.merge=True")
     require(ours, rollout)
     require(ours, f"{model}.{rank}")
     dora = f"{model}.lora.type=dora"
     if rank == "lora.rank=4":
-        with pytest.raises(ConfigError, match=r"lora\.merge=False: rollouts serve no DoRA adapters"):
+        with pytest.raises(ConfigError, match=r"lora\.merge=False: .*none of type dora"):
             require(ours, f"{model}.{rank}", dora)
         require(ours, f"{model}.{rank}", dora, f"{model}.lora.merge=True")
     require(rollout, f"{model}.{rank}")

@@ -85,7 +85,7 @@ def test_values_that_ask_for_nothing_change_nothing(
         ("override_transformer_config", "moe_input_jitter_eps", 0.1, "set backend=bridge", None),
         ("override_transformer_config", "hidden_dropout", 0.1, "set backend=bridge", None),
         ("override_transformer_config", "nonsense", 1, "neither runtime", "neither runtime"),
-        ("override_transformer_config", "context_parallel_size", 2, "context_parallel_size is 1", "is 1; set that one"),
+        ("override_transformer_config", "context_parallel_size", 2, "context_parallel_size, as 1", "as 1; remove it"),
         ("override_transformer_config", "normalization", "LayerNorm", "config.json", "config.json"),
         ("override_transformer_config", "moe_router_enable_expert_bias", True, "update_rate=0", "update_rate=0"),
         ("override_transformer_config", "moe_router_dtype", "fp64", "set backend=bridge", None),
@@ -93,7 +93,7 @@ def test_values_that_ask_for_nothing_change_nothing(
             "override_transformer_config",
             "moe_router_load_balancing_type",
             "sinkhorn",
-            "'aux_loss' and 'none'",
+            "has 'aux_loss'",
             None,
         ),
         ("override_transformer_config", "dsa_indexer_loss_coeff", 0.1, "sparse attention", "sparse attention"),
@@ -101,7 +101,6 @@ def test_values_that_ask_for_nothing_change_nothing(
         ("override_ddp_config", "use_megatron_fsdp", True, "decided by", "decided by"),
         ("override_ddp_config", "overlap_grad_reduce", True, "set backend=bridge", None),
         ("override_optimizer_config", "exp_avg_dtype", "bf16", "float32", "float32"),
-        ("override_optimizer_config", "optimizer_offload_fraction", 1, "optimizer_offload=True", "optimizer_offload=True"),
         ("override_optimizer_config", "decoupled_weight_decay", False, "neither runtime", "neither runtime"),
     ],
 )
@@ -138,7 +137,7 @@ def test_losses_of_routers_are_those_of_the_fields(backend: str, experts: Path, 
         with pytest.raises(ConfigError, match="this model has no experts"):
             options(dense, backend, "override_transformer_config", fields)
         contradiction = {**fields, "moe_router_load_balancing_type": "none"}
-        with pytest.raises(ConfigError, match="Megatron would ignore moe_aux_loss_coeff"):
+        with pytest.raises(ConfigError, match="'none' without moe_aux_loss_coeff"):
             options(experts, backend, "override_transformer_config", contradiction)
     else:
         assert isinstance(found, BridgeConfig)
@@ -150,7 +149,7 @@ def test_an_optimizer_on_the_host_is_offloaded(backend: str, dense: Path) -> Non
     on_host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
     for fields, offload in ((on_host, True), ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0}, False)):
         assert given(dense, backend, "override_optimizer_config", fields).optimizer_offload is offload
-    with pytest.raises(ConfigError, match=r"optimizer_offload_fraction'\]=0.5: .*offloaded whole"):
+    with pytest.raises(ConfigError, match=r"optimizer_offload_fraction': 0.5.*offloaded whole"):
         given(dense, backend, "override_optimizer_config", {**on_host, "optimizer_offload_fraction": 0.5})
 
 
@@ -198,9 +197,9 @@ def test_stages_have_the_layers_that_megatron_gives_them(layers: int, pp: int, v
     ("layers", "pp", "fields", "message"),
     [
         (8, 1, {"num_layers_in_first_pipeline_stage": 3}, "pipeline_model_parallel_size above 1"),
-        (8, 3, {"num_layers_in_first_pipeline_stage": 3}, "leave 5 of 8 layers for 2"),
-        (8, 3, {"account_for_loss_in_pipeline_split": True, "account_for_embedding_in_pipeline_split": True}, "make 10"),
-        (8, 2, {"pipeline_model_parallel_layout": "Etttt|tttL"}, "2 stages with 7 layers"),
+        (8, 3, {"num_layers_in_first_pipeline_stage": 3}, "cannot divide 8 layers"),
+        (8, 3, {"account_for_loss_in_pipeline_split": True, "account_for_embedding_in_pipeline_split": True}, "8 layers"),
+        (8, 2, {"pipeline_model_parallel_layout": "Etttt|tttL"}, "each of 8 layers between, in 2 stages"),
         (8, 2, {"pipeline_model_parallel_layout": "Etttt|ttttmL"}, "expected E in front"),
         (8, 2, {"num_layers_in_first_pipeline_stage": 3, "account_for_loss_in_pipeline_split": True}, "exclude each other"),
     ],
@@ -216,25 +215,19 @@ def test_uneven_stages_reach_the_native_runtime(dense: Path) -> None:
     assert options(dense, "native", "override_transformer_config", fields, **sizes).pipeline_layers == (11, 4, 4, 5)
 
 
-def test_context_parallelism_and_shards_of_parameters_are_refused_on_the_bridge_and_honoured_on_native(dense: Path) -> None:
-    actor = role_configs("actor", dense)
-    for name, value in (("context_parallel_size", 2), ("use_megatron_fsdp", True)):
-        settings(changed(actor, **{f"engine__{name}": value}))
-        with pytest.raises(ConfigError, match=rf"McoreEngineConfig\.{name}={value}: .*backend=native"):
-            settings(changed(actor, engine__backend="bridge", **{f"engine__{name}": value}))
+def test_shards_of_parameters_are_refused_on_the_bridge_and_honoured_on_native(dense: Path) -> None:
+    actor = changed(role_configs("actor", dense), engine__use_megatron_fsdp=True)
+    settings(actor)
+    with pytest.raises(ConfigError, match=r"McoreEngineConfig\.use_megatron_fsdp=True: .*backend=native"):
+        settings(changed(actor, engine__backend="bridge"))
 
 
-def test_first_weights_come_from_the_distributed_checkpoint_where_it_is_a_hugging_face_directory(
-    dense: Path, experts: Path
-) -> None:
+def test_first_weights_come_from_the_distributed_checkpoint(dense: Path, experts: Path) -> None:
     actor = role_configs("actor", dense)
     path = "engine__dist_checkpointing_path"
     found = settings(changed(actor, engine__use_dist_checkpointing=True, **{path: str(experts)}))
     assert found.runtime.hf_path == str(experts)
     assert settings(changed(actor, **{path: "elsewhere"})).runtime.hf_path == str(dense)
-    for wrong in (None, "", "elsewhere"):
-        with pytest.raises(ConfigError, match=r"dist_checkpointing_path=.*use_dist_checkpointing=False"):
-            settings(changed(actor, engine__use_dist_checkpointing=True, **{path: wrong}))
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_what_config_json_decides_may_be_repeated_and_not_changed(
 
 def test_a_family_that_is_not_known_keeps_what_config_json_decides(tmp_path: Path) -> None:
     model = write_config("gemma2", "Gemma2ForCausalLM", tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"\['window_size'\]=None: config.json decides it; remove it"):
+    with pytest.raises(ConfigError, match=r"\['window_size'\]=None: decided by config.json; remove it"):
         given(model, "bridge", "override_transformer_config", {"window_size": None})
 
 

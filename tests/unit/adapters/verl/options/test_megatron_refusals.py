@@ -36,8 +36,10 @@ def given(model: Path, backend: str, dictionary: str, fields: Mapping[str, Any],
 
 
 def test_an_offload_without_a_fraction_is_refused_because_megatron_offloads_nothing(dense: Path) -> None:
-    with pytest.raises(ConfigError, match=r"optimizer_cpu_offload'\]=True: Megatron offloads none .*set that to 1"):
+    with pytest.raises(ConfigError, match=r"'optimizer_cpu_offload': True.*Megatron reads neither field without the other"):
         given(dense, "native", "override_optimizer_config", {"optimizer_cpu_offload": True})
+    with pytest.raises(ConfigError, match=r"'optimizer_offload_fraction': 1.*set optimizer_cpu_offload=True"):
+        given(dense, "native", "override_optimizer_config", {"optimizer_offload_fraction": 1})
 
 
 @pytest.mark.parametrize("name", [name for name in bridge_config.NEEDS_TRANSFORMER_ENGINE if name != "attention_backend"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_backend.primitive.adapter_runs import AdapterRun, Factors, adapters_at_work
+from rl_backend.primitive.adapters import AdapterRun, Factors, adapters_at_work
 from rl_backend.runtime.adaptable import Adaptable
 from rl_backend.runtime.native.adapters import _forward, adaptable_modules
 

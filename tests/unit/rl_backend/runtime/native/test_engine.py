@@ -14,6 +14,7 @@ from torch import nn
 from rl_backend.contracts import (
     BatchError,
     CheckpointError,
+    ConfigError,
     HandleError,
     ModelOutput,
     PackedBatch,
@@ -104,10 +105,10 @@ def test_a_forward_only_pass_leaves_no_gradients(runtime: NativeRuntime, handle:
 @pytest.mark.parametrize(
     ("returned", "reason"),
     [
-        (lambda log_probs: None, "returned a NoneType"),
-        (lambda log_probs: 1.0, "returned a float"),
+        (lambda log_probs: None, "returned None; expected a 0-d tensor"),
+        (lambda log_probs: 1.0, "returned 1.0; expected"),
         (lambda log_probs: log_probs, "0-d"),
-        (lambda log_probs: log_probs.detach().sum(), "without a gradient"),
+        (lambda log_probs: log_probs.detach().sum(), "with a gradient"),
     ],
 )
 def test_a_loss_that_cannot_be_trained_on_is_refused(
@@ -257,7 +258,7 @@ def test_handles_of_another_or_a_closed_runtime_are_refused(tied_model: Path, ru
 def test_checkpoint_requests_that_cannot_be_served_are_refused(
     runtime: NativeRuntime, handle: NativeHandle, tmp_path: Path, tied_model: Path
 ) -> None:
-    with pytest.raises(UnsupportedError, match="asynchronous=False"):
+    with pytest.raises(ConfigError, match="asynchronous=False"):
         runtime.save_checkpoint(handle, tmp_path / "hf", hf=True, asynchronous=True)
     with pytest.raises(CheckpointError, match="not a directory"):
         runtime.load_checkpoint(handle, tmp_path / "nothing")

@@ -17,11 +17,10 @@ from rl_backend.contracts import ExportInterruptedError, PackedBatch, PackedWeig
 from rl_backend.parallel.shards import ShardLayout
 from rl_backend.runtime.backend_info import optimizer_state
 from rl_backend.runtime.export_stream import start_stream
-from rl_backend.runtime.module_outputs import gather_outputs_of_stages
 from rl_backend.runtime.native import export
 from rl_backend.runtime.native.export import Part, ShardedWeight, gather_weights, sharded_weights
 from rl_backend.runtime.native.layout import TensorLayout
-from rl_backend.runtime.router_replay import gather_rows, gather_stages, routes_to_replay
+from rl_backend.runtime.recording import gather_outputs_of_stages, gather_rows, gather_stages, routes_to_replay
 from tests.support.rank_threads import run_ranks
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from rl_backend.contracts import (
 from rl_backend.runtime.native import layout
 from rl_backend.runtime.native.build import _parameters
 from rl_backend.runtime.native.handle import NativeHandle
-from rl_backend.runtime.native.routes import _places_on_ranks
+from rl_backend.runtime.native.routers import _places_on_ranks
 from tests.support.outside_plugin import BIGRAM
 from tests.support.rank_threads import run_ranks
 
@@ -156,39 +156,30 @@ class Two(nn.Module):
 
 
 def test_parameters_come_in_the_order_of_export_with_copies_last() -> None:
-    groups: Any = SimpleNamespace(world_size=1)
     modules = [Two(b=torch.zeros(1), head=torch.zeros(3)), Two(a=torch.zeros(2))]
     names: Any = {"a": "x.a", "elsewhere": "x.e", "b": "x.b"}
-    found = _parameters(modules, family(stage_copies={"head": "a"}), names, groups)
+    found = _parameters(modules, family(stage_copies={"head": "a"}), names)
     assert list(found) == ["a", "b", "head"] and found["head"].shape == (3,)
 
 
 @pytest.mark.parametrize(
-    ("module", "names", "ranks", "message"),
+    ("module", "names", "message"),
     [
-        (
-            Two(a=torch.zeros(1), buffer=torch.zeros(1)),
-            {"a": "x"},
-            1,
-            r"has the buffers buffer; models are built on the meta",
-        ),
-        (Two(a=torch.zeros(1), z=torch.zeros(1)), {"a": "x"}, 1, r"does not cover its parameters: without a name \['z'\]"),
+        (Two(a=torch.zeros(1), buffer=torch.zeros(1)), {"a": "x"}, r"it has the buffers buffer; compute them in forward"),
+        (Two(a=torch.zeros(1), z=torch.zeros(1)), {"a": "x"}, r"its weight_names does not cover its param.* name \['z'\]"),
         (
             Two(a=torch.zeros(3, 2)),
             {"a": PackedWeight((2,), ("x", "y"))},
-            1,
-            r"packs \(2,\) tensors into a, which has shape \(3, 2\); the first dimensions must be the same",
+            r"its weight_names packs \(2,\) tensors into a, which has shape \(3, 2\); the first dimensions must be the same",
         ),
-        (Two(a=torch.zeros(1), b=torch.zeros(1)), {"a": "x", "b": "y"}, 2, r"left a and 1 other parameters unsharded"),
     ],
-    ids=["buffer", "unnamed", "packed", "unsharded"],
+    ids=["buffer", "unnamed", "packed"],
 )
-def test_what_a_family_got_wrong_is_said(module: nn.Module, names: Any, ranks: int, message: str) -> None:
-    groups: Any = SimpleNamespace(world_size=ranks)
-    with pytest.raises(UnsupportedError, match=rf"model family 'layered' {message}"):
-        _parameters([module], family(), names, groups)
+def test_what_a_family_got_wrong_is_said(module: nn.Module, names: Any, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"model family 'layered': {message}"):
+        _parameters([module], family(), names)
     good: Any = {"a": PackedWeight((3,), ("x", "y", "z"))}
-    assert list(_parameters([Two(a=torch.zeros(3, 2))], family(), good, SimpleNamespace(world_size=1))) == ["a"]  # type: ignore[arg-type]
+    assert list(_parameters([Two(a=torch.zeros(3, 2))], family(), good)) == ["a"]
 
 
 def test_layers_with_experts_are_counted_in_the_order_of_each_ranks_stages() -> None:

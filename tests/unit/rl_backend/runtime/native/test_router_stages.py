@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import PackedBatch, RoutedLayers
-from rl_backend.runtime import router_replay
+from rl_backend.runtime import recording
 
 LENGTHS = ((3, 1), (2,))
 """Of the sequences of two micro-batches."""
@@ -44,7 +44,7 @@ def test_a_layer_has_its_own_routes_whichever_stages_a_rank_has(
         mine.append(routes)
         return torch.cat((mine * num_ranks)[:num_ranks])
 
-    monkeypatch.setattr(router_replay, "gather_rows", gather)
+    monkeypatch.setattr(recording, "gather_rows", gather)
     group: Any = SimpleNamespace(size=lambda: num_ranks)
     found: list[Tensor] = []
     for numbers in stages:
@@ -54,7 +54,7 @@ def test_a_layer_has_its_own_routes_whichever_stages_a_rank_has(
             if layers
             for index, of_batch in enumerate(of_batches)
         }
-        found = router_replay.gather_stages(chosen, data, places, routers, group, torch.device("cpu"))
+        found = recording.gather_stages(chosen, data, places, routers, group, torch.device("cpu"))
     # The last rank was asked when all had given theirs.
     assert [len(each) for each in found] == [3, 1, 2]
     assert torch.equal(torch.cat(found), whole)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch
-from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.runtime.bridge.engine import forward_backward
 from rl_backend.runtime.bridge.passes import gradients
 from rl_backend.runtime.bridge.passes.batch import (

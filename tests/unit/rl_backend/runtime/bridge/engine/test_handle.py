@@ -80,8 +80,8 @@ def test_a_step_waits_before_it_writes_and_gathers_only_what_was_written(ok: boo
     told: list[Any] = []
     result = StepResult(ok, 1.0, None)
 
-    def step(name: str, adam: Any, *, has_gradients: bool) -> StepResult:
-        told.append((name, adam, has_gradients))
+    def step(name: str, adam: Any) -> StepResult:
+        told.append((name, adam))
         return result
 
     chunks = [Chunk(told, name, overlaps=True) for name in "01"]
@@ -92,7 +92,7 @@ def test_a_step_waits_before_it_writes_and_gathers_only_what_was_written(ok: boo
     waited, written = (
         [(name, call, {}) for name in "01"] for call in ("free_overlap_buffers", "reset_param_sync_dispatch_state")
     )
-    assert told == [*waited, ("actor", adam, True), *(written if ok else [])]
+    assert told == [*waited, ("actor", adam), *(written if ok else [])]
 
 
 def test_dropping_gradients_clears_buffers_masters_and_loads_of_every_chunk() -> None:

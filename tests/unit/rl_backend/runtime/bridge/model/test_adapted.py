@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch
-from rl_backend.primitive.adapter_runs import AdapterRun, Factors, runs_at_work
+from rl_backend.primitive.adapters import AdapterRun, Factors, runs_at_work
 from rl_backend.runtime.bridge.model import adapters
 from rl_backend.runtime.bridge.model.adapters import (
     ChunkAdapters,

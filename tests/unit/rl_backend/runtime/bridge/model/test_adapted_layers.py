@@ -17,7 +17,7 @@ from torch import nn
 
 from rl_backend.contracts import ConfigError
 from rl_backend.lora.modules import AdaptedModule
-from rl_backend.primitive.adapter_runs import Columns
+from rl_backend.primitive.adapters import Columns
 from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE
 from rl_backend.runtime.bridge.model.adapters import (
     _layer_of,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.adapter_runs import AdapterRun, runs_at_work
+from rl_backend.primitive.adapters import AdapterRun, runs_at_work
 from rl_backend.primitive.attention import Segments
 from rl_backend.runtime.bridge.model import adapters
 from rl_backend.runtime.bridge.model.adapters import ChunkAdapters, _attend

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch
-from rl_backend.primitive.adapter_runs import AdapterRun, OwnHead
+from rl_backend.primitive.adapters import AdapterRun, OwnHead
 from rl_backend.runtime.bridge.model import output_heads
 from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer, OutputProcessor, as_model_output
 from rl_backend.runtime.bridge.passes.batch import LaidOut, lay_out_packed, lay_out_padded

@@ -132,11 +132,11 @@ def test_a_step_clips_every_optimizer_by_the_norm_of_all(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         BridgeOptimizer, "_step_result", lambda self, *, found_not_finite: seen.append(found_not_finite) or result
     )  # type: ignore[func-returns-value]
-    assert made.step("actor", has_gradients=True) is result and seen == [False]
+    assert made.step("actor") is result and seen == [False]
     clipped: list[Any] = [(["a"], 2.0, 5.0, "decoupled"), (["b", "c"], 2.0, 5.0, "decoupled")] if clip else []
     assert told == ([True, *clipped, "step"] if ok else [False])
     made.balance = None
-    made.step("actor", has_gradients=True)
+    made.step("actor")
     assert told.count(True) + told.count(False) == 1
 
 

@@ -1,1 +1,0 @@
-"""Transports of weights from a training group into running vLLM engines."""

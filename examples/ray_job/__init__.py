@@ -1,1 +1,0 @@
-"""The example scripts as jobs of a Ray cluster; see docs/cluster.md."""

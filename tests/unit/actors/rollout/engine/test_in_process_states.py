@@ -1,0 +1,75 @@
+"""The state machine of an engine: each step is allowed from the states that it names, and refused from all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from actors.rollout.engine.in_process import ServingState
+from actors.rollout.messages import EngineState
+from rl_backend.contracts import UNVERSIONED, EngineDirtyError, RolloutError
+from tests.support.answering import serve
+
+STEPS: dict[str, tuple[Callable[[ServingState], object], dict[EngineState, EngineState]]] = {
+    "pause": (ServingState.pause, {"serving": "paused", "paused": "paused"}),
+    "finish": (lambda serving: serving.finish(8), {"paused": "paused"}),
+    "sleep": (ServingState.sleep, {"serving": "asleep", "asleep": "asleep"}),
+    "wake": (ServingState.wake, {"serving": "serving", "asleep": "serving"}),
+    "fail": (lambda serving: serving.fail("later"), dict.fromkeys(("serving", "paused", "asleep", "dirty"), "dirty")),
+    "sample": (lambda serving: serving.check("sample"), {"serving": "serving"}),
+}
+
+
+def in_state(state: EngineState) -> ServingState:
+    made = ServingState("engine 2")
+    serve(made, 7)
+    if state == "dirty":
+        assert made.fail("the first") and not made.fail("the second")
+    elif state != "serving":
+        (made.pause if state == "paused" else made.sleep)()
+    assert made.state == state and made.version == 7
+    return made
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("state", ["serving", "paused", "asleep", "dirty"])
+def test_each_step_is_allowed_from_some_states_alone(step: str, state: EngineState) -> None:
+    call, allowed = STEPS[step]
+    serving = in_state(state)
+    if state in allowed:
+        call(serving)
+        assert serving.state == allowed[state]
+        return
+    kind = EngineDirtyError if state == "dirty" else RolloutError
+    with pytest.raises(kind, match=r"dirty: .*\(the first\)" if state == "dirty" else "engine 2 cannot .* now: ") as refused:
+        call(serving)
+    assert refused.value.details["engine"] == "engine 2" and (serving.state, serving.version) == (state, 7)
+
+
+def test_an_update_that_is_not_finished_is_not_resumed() -> None:
+    serving = in_state("paused")
+    with pytest.raises(RolloutError, match="engine 2 cannot sample now: a weight update is in progress"):
+        serving.resume()
+    assert serving.state == "paused"
+    serving.finish(8)
+    serving.resume()
+    assert (serving.state, serving.version) == ("serving", 8)
+
+
+@pytest.mark.parametrize("state", ["serving", "asleep", "dirty"])
+def test_an_engine_that_had_no_part_in_an_update_stays_as_it_is_when_others_resume(state: EngineState) -> None:
+    serving = in_state(state)
+    serving.resume()
+    assert serving.state == state
+
+
+def test_an_engine_lacks_weights_until_the_push_that_it_requires() -> None:
+    serving = ServingState("engine 2")
+    assert not serving.lacks_weights
+    serving.require_push()
+    assert serving.lacks_weights and ServingState("engine 2", require_push=True).lacks_weights
+    serve(serving, 0)
+    assert not serving.lacks_weights
+    serving.forget_version()
+    assert serving.lacks_weights and serving.version == UNVERSIONED

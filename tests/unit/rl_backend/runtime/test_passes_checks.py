@@ -1,0 +1,213 @@
+"""Micro-batches that cannot run, and ranks that were given different ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backend.contracts import BatchError, IndexedLayers, PackedBatch, RoutedLayers
+from rl_backend.runtime.passes import (
+    PassRequest,
+    check_micro_batches,
+    checksum,
+    problem_between_ranks,
+    problem_in_replica,
+    problem_on_rank,
+)
+from tests.support.rank_threads import run_ranks
+
+CPU = torch.device("cpu")
+ROUTED = RoutedLayers(num_experts=6, top_k=2, sparse=(True,))
+INDEXED = IndexedLayers(top_k=2, layers=(0,))
+
+
+def handle(**changes: Any) -> Any:
+    facts = {
+        "vocab_size": 10,
+        "max_length": 4,
+        "config": SimpleNamespace(max_tokens_per_micro_batch=6),
+        "routed_layers": ROUTED,
+        "indexed_layers": INDEXED,
+    }
+    return SimpleNamespace(**{**facts, **changes})
+
+
+def batch(
+    ids: Sequence[int], lengths: Sequence[int] | None = None, fields: Mapping[str, Tensor] | None = None, **rest: Any
+) -> PackedBatch:
+    return PackedBatch(torch.tensor(ids), torch.tensor(lengths or [len(ids)]), fields or {}, **rest)
+
+
+def request(*data: PackedBatch, **options: Any) -> PassRequest:
+    return PassRequest(data, None, **{"forward_only": True, **options})
+
+
+GOOD = batch([0, 9, 3, 4, 5, 6], [4, 2])
+ROUTES = {"routed_experts": torch.tensor([[[0, 5]], [[1, 2]]])}
+KEYS = {"indexed_keys": torch.tensor([[[0, -1]], [[1, 0]]])}
+MOE = {"routed_experts_layers": "moe"}
+
+
+@pytest.mark.parametrize(
+    ("refused", "message", "details"),
+    [
+        (batch([1] * 7, [4, 3]), r"has 7 tokens; max_tokens_per_micro_batch=6; split it or raise", {"num_tokens": 7}),
+        (batch([1] * 6, [1, 5]), r"has a sequence of 5 tokens; the model has 4 positions$", {"longest": 5}),
+        (batch([0, 10]), r"has token 10; the vocabulary has 10 tokens, 0 to 9$", {}),
+        (batch([12, -3]), r"has token -3; the vocabulary has 10 tokens", {}),
+        (batch([1, 2], meta={"temperature": -0.5}), r": .*temperature.* is -0\.5", {}),
+        (
+            batch([1, 2, 3], [1, 2], sequence_fields={"temperature": torch.tensor([0.5, -1.0])}),
+            r": temperature -1\.0; it must be above 0$",
+            {},
+        ),
+        (batch([1], sequence_fields={"temperature": torch.tensor([0.0])}), r": temperature 0\.0; it must be above 0$", {}),
+        (batch([1, 2], None, {"indexed_keys": KEYS["indexed_keys"] + 5}), r": indexed_keys", {"name": "indexed_keys"}),
+    ],
+    ids=["tokens", "longest", "beyond", "negative", "temperature", "second temperature", "no temperature", "keys"],
+)
+def test_a_micro_batch_that_cannot_run_is_told_by_its_number_and_what_is_wrong_with_it(
+    refused: PackedBatch, message: str, details: dict[str, Any]
+) -> None:
+    assert problem_on_rank(handle(), request(GOOD, batch([1, 2], None, KEYS))) is None
+    for data, index in (((refused, GOOD), 0), ((GOOD, GOOD, refused), 2)):
+        problem = problem_on_rank(handle(), request(*data))
+        assert isinstance(problem, BatchError)
+        with pytest.raises(BatchError, match=rf"^micro-batch {index}(:|) ?{message.removeprefix(':')}"):
+            raise problem
+        assert problem.details == {"micro_batch": index, **problem.details, **details}
+
+
+def test_what_a_model_sets_no_limit_to_is_taken() -> None:
+    assert problem_on_rank(handle(max_length=None), request(batch([1] * 6))) is None
+    assert str(problem_on_rank(handle(), request())).startswith("forward_backward without micro-batches")
+    tempered = batch([1, 2], [1, 1], sequence_fields={"temperature": torch.tensor([0.1, 2.0])})
+    assert problem_on_rank(handle(), request(tempered)) is None
+
+
+def test_routes_are_checked_where_they_are_replayed_and_keys_wherever_they_are() -> None:
+    good, wrong = batch([1, 2], None, ROUTES, meta=MOE), batch([1, 2], None, {"routed_experts": torch.full((2, 1, 2), 6)})
+    assert problem_on_rank(handle(), request(good, good, router_replay="replay")) is None
+    for mode in ("off", "record"):
+        assert problem_on_rank(handle(), request(wrong, router_replay=mode)) is None
+    assert problem_on_rank(handle(routed_layers=None), request(wrong, router_replay="replay")) is None
+    problem = problem_on_rank(handle(), request(good, wrong, router_replay="replay"))
+    assert problem is not None and problem.details["micro_batch"] == 1 and str(problem).startswith("micro-batch 1: meta")
+    unread = problem_on_rank(handle(indexed_layers=None), request(batch([1, 2], None, KEYS)))
+    assert unread is not None and "this model attends to all keys" in str(unread)
+
+
+def test_adapters_are_asked_last() -> None:
+    asked: list[int] = []
+
+    def problem(data: Sequence[PackedBatch]) -> BatchError:
+        asked.append(len(data))
+        return BatchError("no tenant")
+
+    adapters: Any = SimpleNamespace(problem=problem)
+    assert str(problem_on_rank(handle(), request(GOOD, GOOD, adapters=adapters))) == "no tenant"
+    assert "token 99" in str(problem_on_rank(handle(), request(batch([99]), adapters=adapters)))
+    assert asked == [2]
+
+
+def test_a_checksum_is_of_all_that_the_ranks_of_a_replica_must_have_in_common() -> None:
+    fields = {**ROUTES, "routed_experts_mask": torch.tensor([True, False]), **KEYS, "weights": torch.zeros(2)}
+    same = checksum([batch([1, 2], None, fields), batch([3, 4])])
+    assert same == checksum([batch([1, 2], None, dict(fields)), batch([3, 4])])
+    changed = [
+        [batch([1, 2], None, fields)],
+        [batch([3, 4]), batch([1, 2], None, fields)],
+        [batch([1, 2], None, fields), batch([3, 5])],
+        [batch([1, 2], None, fields), batch([3, 4], [1, 1])],
+        *(
+            [batch([1, 2], None, {**fields, name: fields[name].flip(0)}), batch([3, 4])]
+            for name in ("routed_experts", "routed_experts_mask", "indexed_keys")
+        ),
+    ]
+    assert same not in (others := [checksum(each) for each in changed]) and len(set(others)) == len(others)
+    # What a loss alone reads may differ.
+    assert same == checksum([batch([1, 2], None, {**fields, "weights": torch.ones(2)}), batch([3, 4])])
+    transposed = ROUTES["routed_experts"].transpose(0, 2).contiguous().transpose(0, 2)
+    assert same == checksum([batch([1, 2], None, {**fields, "routed_experts": transposed}), batch([3, 4])])
+
+
+@pytest.mark.parametrize(("sums", "differ"), [((7, 7, 7), False), ((7, 7, 8), True), ((0, 7, 7), True), ((0, 0, 0), False)])
+def test_ranks_of_a_replica_with_other_data_are_found_on_each_of_them(sums: tuple[int, ...], differ: bool) -> None:
+    found = run_ranks(lambda group: problem_in_replica(sums[group.rank()], group, CPU), 3)
+    assert [problem is not None for problem in found] == [differ] * 3
+    assert not differ or "one model replica (tensor, pipeline and context parallel) have different" in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "message"),
+    [
+        ([(2, False, 5), (2, False, 5), (2, False, 5)], None),
+        ([(2, True, 5), (2, False, 5), (3, False, 4)], r"^rank 0 refused its micro-batches; nothing ran on any rank$"),
+        ([(2, True, 5), (2, True, 5), (2, False, 5)], r"^rank 1 refused"),
+        (
+            [(2, False, 5), (4, False, 5), (3, False, 6)],
+            r"^this rank \(\d\) has \d micro-batches, others have 2 to 4; every",
+        ),
+        (
+            [(2, False, 5), (2, False, 5), (2, False, 4)],
+            r"^forward_only, router_replay or the LoRA tenants with a loss differ",
+        ),
+        (
+            [(2, False, 0), (2, False, 5), (2, False, 0)],
+            r"^forward_only, router_replay or the LoRA tenants with a loss differ",
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_with_other_numbers_or_kinds_of_data_or_one_that_refuses_stop_all(
+    of_ranks: list[tuple[int, bool, int]], message: str | None
+) -> None:
+    found = run_ranks(lambda group: problem_between_ranks(*of_ranks[group.rank()], group, CPU), 3)
+    for rank, problem in enumerate(found):
+        assert (problem is None) is (message is None)
+        if problem is None or message is None:
+            continue
+        with pytest.raises(BatchError, match=message):
+            raise problem
+        if "micro_batches" in problem.details:
+            assert problem.details == {"micro_batches": of_ranks[rank][0], "least": 2, "most": 4}
+            assert str(problem).startswith(f"this rank ({rank}) has {of_ranks[rank][0]} micro-batches")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_rank_has_its_own_problem_or_who_refused_and_the_schedule_is_asked_last(replicas: int) -> None:
+    scheduled: list[tuple[int, bool]] = []
+    good, bad, other = [GOOD, GOOD], [GOOD, batch([99])], [GOOD, batch([7])]
+
+    def check(of_ranks: Sequence[list[PackedBatch]], forward_only: bool, group: dist.ProcessGroup) -> str:
+        alone = SimpleNamespace(size=lambda: 1)
+        groups = SimpleNamespace(world_group=group, replica_group=group if replicas == 1 else alone, device=CPU)
+        asked = handle(
+            groups=groups,
+            require_schedulable=lambda count, *, forward_only: scheduled.append((count, forward_only)),
+        )
+        try:
+            check_micro_batches(asked, PassRequest(of_ranks[group.rank()], None, forward_only))
+        except BatchError as error:
+            return str(error)
+        return ""
+
+    assert run_ranks(lambda group: check([good, good], True, group)) == ["", ""]
+    assert run_ranks(lambda group: check([good, good], False, group)) == ["", ""]
+    assert scheduled == [(2, True), (2, True), (2, False), (2, False)]
+    first, second = run_ranks(lambda group: check([good, bad], True, group))
+    assert second.startswith("micro-batch 1 has token 99")
+    found = run_ranks(lambda group: check([good, other], True, group))
+    if replicas == 1:
+        assert "different micro-batches" in first
+        assert all("different micro-batches" in each for each in found)
+    else:
+        assert first.startswith("rank 1 refused its micro-batches")
+        assert found == ["", ""]
+    assert len(scheduled) == (4 if replicas == 1 else 6)
