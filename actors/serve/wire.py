@@ -112,11 +112,28 @@ class Sampled:
 def read_header(body: bytes) -> tuple[str, int]:
     """Model and sequence number of a training request: all that its place in the order needs.
 
+    They are its first two fields, so the beginning of a body will do, and data that are wrong do not matter.
+
     Raises:
-        BatchError: the bytes are no such message.
+        BatchError: the bytes begin otherwise.
     """
-    message = _read("ForwardBackwardRequest", body)
-    return message.model_id, message.seq_id
+    try:
+        (tag, size), at = (body[0], body[1]), 2
+        if size & 0x80:
+            size, at = (size & 0x7F) | body[2] << 7, 3
+        model_id = body[at : at + size].decode()
+        at += size
+        if tag != 0x0A or body[at] != 0x10 or len(model_id) == 0:
+            raise ValueError("fields 1 and 2 do not come first")
+        seq_id = shift = 0
+        while True:
+            at += 1
+            seq_id |= (body[at] & 0x7F) << shift
+            shift += 7
+            if not body[at] & 0x80:
+                return model_id, seq_id
+    except (IndexError, ValueError) as error:
+        raise BatchError(f"body: {len(body)} bytes do not begin with a model_id and a seq_id ({error})") from None
 
 
 def read_pass(body: bytes) -> PassRequest:
