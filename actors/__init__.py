@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from actors.rollout.messages import Sample as Sample
     from actors.rollout.messages import sample_seeds as sample_seeds
     from actors.rollout.tokens import RolloutTokens as RolloutTokens
-    from actors.run.episode_run import EpisodeRun as EpisodeRun
+    from actors.run.rl_run import EpisodeRun as EpisodeRun
     from actors.run.rl_run import RLRun as RLRun
     from actors.run.run import Run as Run
     from actors.run.session import Session as Session
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from actors.sync.source import WeightSource as WeightSource
     from actors.train.context import HandleRef as HandleRef
     from actors.train.context import RankContext as RankContext
-    from actors.train.future import GroupFuture as GroupFuture
+    from actors.train.group import GroupFuture as GroupFuture
     from actors.train.group import TrainGroup as TrainGroup
     from actors.train.loss import Loss as Loss
 
 _MODULES = {
     "Canary": "actors.sync.adapter_push",
-    "EpisodeRun": "actors.run.episode_run",
-    "GroupFuture": "actors.train.future",
+    "EpisodeRun": "actors.run.rl_run",
+    "GroupFuture": "actors.train.group",
     "HandleRef": "actors.train.context",
     "Loss": "actors.train.loss",
     "PushReport": "actors.sync.report",
@@ -63,33 +63,7 @@ _MODULES = {
     "sample_seeds": "actors.rollout.messages",
 }
 
-__all__ = [
-    "Canary",
-    "EpisodeRun",
-    "GroupFuture",
-    "HandleRef",
-    "Loss",
-    "PushReport",
-    "RLRun",
-    "RankContext",
-    "RolloutConfig",
-    "RolloutGroup",
-    "RolloutTokens",
-    "Run",
-    "RunCheckpoints",
-    "RunFolder",
-    "Sample",
-    "SamplingConfig",
-    "Session",
-    "TrainGroup",
-    "WeightSource",
-    "WeightSync",
-    "init_local_ray",
-    "join_ray",
-    "open_session",
-    "preflight",
-    "sample_seeds",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

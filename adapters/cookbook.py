@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rl_backend.contracts import BatchError, ConfigError, EpisodeEndError
-from rl_backend.data.rewards.pool import TimeLimitError
-from rl_backend.environment.calling import Caller
+from rl_backend.data.rewards.worker_pool import TimeLimitError
 from rl_backend.environment.playing import ended_by
 from rl_backend.environment.protocol import Result, Sampler, Stop
+from rl_backend.environment.user_code import Caller
 
 # The metric with which a cookbook environment leaves a turn out of training.
 MASKED = "parse_error_masked"

@@ -24,11 +24,9 @@ from benchmarks.parity_lora import run_lora
 from benchmarks.parity_random import is_refusal, run_random
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ParallelConfig, RLBackendError
-from rl_backend.lab.parity.compare import Tolerances
+from rl_backend.lab.parity.compare import SideRecord, Tolerances
 from rl_backend.lab.parity.config import TRANSFORMERS, DType, ParityConfig, ParitySide
-from rl_backend.lab.parity.record import SideRecord
-from rl_backend.lab.parity.run import compare_sides, record_side
-from rl_backend.lab.parity.text import LEAST_LOSS_FALL
+from rl_backend.lab.parity.run import LEAST_LOSS_FALL, compare_sides, record_side
 from rl_backend.lab.text import finite
 
 STEPS = 20

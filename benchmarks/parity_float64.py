@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_backend.algorithm import sft_loss
-from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.checkpoint.stored_names import own_name
+from rl_backend.checkpoint.hf_reader import own_name, read_hf_config
 from rl_backend.contracts import ModelOutput
 from rl_backend.data import pack_plan
+from rl_backend.lab.parity.compare import SideRecord
 from rl_backend.lab.parity.config import ParityConfig, make_sequences, plan_batch
-from rl_backend.lab.parity.record import SideRecord
 
 
 class Steps(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.report import machine, update_result
 from rl_backend.contracts import OptimizerConfig, PackedBatch, TokenSequence
 from rl_backend.contracts.lora import BASE_ONLY, LORA_FIELD, LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.lab.parity.config import start_of
 from tests.support.models import write_tiny
 from tests.support.peft_reference import Steps, load_factors, peft_factors, peft_model, train_with_peft

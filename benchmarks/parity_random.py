@@ -16,9 +16,8 @@ from benchmarks.parity_float64 import distance, float64_steps
 from benchmarks.random_models import RandomModel, draw, write_model
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError
-from rl_backend.lab.parity.compare import Tolerances
+from rl_backend.lab.parity.compare import SideRecord, Tolerances
 from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide
-from rl_backend.lab.parity.record import SideRecord
 from rl_backend.lab.parity.run import compare_sides, record_side
 from rl_backend.lab.text import finite
 

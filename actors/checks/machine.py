@@ -25,11 +25,8 @@ OF_A_CLUSTER = "are those of the cluster's machines"
 
 
 def find_packages(config: RunConfig) -> str:
-    """Looks for what the run imports, without importing it.
-
-    Raises:
-        UnsupportedError: a package is missing or of another version.
-    """
+    """Looks for packages that the run imports, without importing them."""
+    # A job's machines have packages of their own.
     if is_on_cluster():
         return f"packages {OF_A_CLUSTER}"
     found = ["torch", "ray"]
@@ -43,12 +40,7 @@ def find_packages(config: RunConfig) -> str:
 
 
 def find_devices(config: RunConfig) -> str:
-    """Divides this machine's GPUs and cores over ranks and engines.
-
-    Raises:
-        ConfigError: there are too few, or options are of devices that are not here.
-        UnsupportedError: engines on this machine cannot serve the model.
-    """
+    """Divides this machine's GPUs and cores over ranks and engines."""
     if is_on_cluster():
         return f"cores and GPUs {OF_A_CLUSTER}"
     gpus, ranks, engines = torch.cuda.device_count(), config.ranks * config.training_groups, config.num_engines
@@ -57,13 +49,10 @@ def find_devices(config: RunConfig) -> str:
     except ConfigError as error:
         raise ConfigError.of(f"{type(config).__name__}.ranks", config.ranks, str(error)) from None
     device = getattr(config.train.backend_cfg, "device", "auto")
-    owner = f"{type(config.train.backend_cfg).__name__}.device"
-    if device == "cuda" and not gpus:
-        raise ConfigError.of(owner, device, "this machine has no GPU that PyTorch sees; use auto or cpu")
-    if device == "cpu" and gpus:
-        raise ConfigError.of(
-            owner, device, "every rank gets a GPU of this machine; use auto, or hide them with CUDA_VISIBLE_DEVICES="
-        )
+    if (device == "cuda" and not gpus) or (device == "cpu" and gpus):
+        ranks_get = "use auto, or hide the GPUs with CUDA_VISIBLE_DEVICES=" if gpus else "use auto or cpu"
+        problem = f"PyTorch sees {gpus} GPUs on this machine, and ranks take one each if there are some; {ranks_get}"
+        raise ConfigError.of(f"{type(config.train.backend_cfg).__name__}.device", device, problem)
     if isinstance(config, SampledConfig):
         served = config.rollout.replace(model_path=config.model)
         on_gpus = _check_engines(served, gpus, beside=ranks if config.batches_ahead else 0)
@@ -79,12 +68,7 @@ def is_on_cluster() -> bool:
 
 
 def require_engines(engines: RolloutConfig) -> None:
-    """Checks that this machine can start engines, without any training rank; a cluster's machines are left to Ray.
-
-    Raises:
-        ConfigError: options of devices that are not here, or that do not divide the model.
-        UnsupportedError: vLLM is missing, or cannot serve the model here.
-    """
+    """Checks that this machine can start engines, without any training rank."""
     if is_on_cluster():
         return
     _require_vllm()
@@ -101,14 +85,19 @@ def _require_vllm() -> None:
 
 
 def _check_engines(engines: RolloutConfig, gpus: int, *, beside: int = 0) -> bool:
-    """Whether they are on GPUs; ``beside`` processes have cores of their own at the same time."""
+    """Whether they are on GPUs; ``beside`` processes take cores at the same time."""
     if engines.device == "cuda" and not gpus:
         raise ConfigError.of("RolloutConfig.device", "cuda", "this machine has no GPU that PyTorch sees; use auto or cpu")
     on_gpus = engines.device == "cuda" or (engines.device == "auto" and gpus and engines.cores is None)
     device = "cuda" if on_gpus else "cpu"
     check_engine_device(engines, device)
     check_served(engines, device)
-    _check_arguments(engines)
+    known = _vllm_arguments() if engines.engine_args else frozenset()
+    # vLLM itself would say so when engines have started.
+    if known and (unknown := sorted(set(engines.engine_args) - known)):
+        near = get_close_matches(unknown[0], known, 1)
+        advice = f"did you mean {near[0]}?" if near else "leave it out"
+        raise ConfigError.of("RolloutConfig.engine_args", unknown, f"vllm.EngineArgs has no such argument; {advice}")
     heads, parts = text_config(read_hf_config(engines.model_path)).get("num_attention_heads"), engines.tensor_parallel
     if isinstance(heads, int) and heads % parts:
         raise ConfigError.of(
@@ -121,17 +110,9 @@ def _check_engines(engines: RolloutConfig, gpus: int, *, beside: int = 0) -> boo
     return bool(on_gpus)
 
 
-def _check_arguments(engines: RolloutConfig) -> None:
-    known = _vllm_arguments() if engines.engine_args else frozenset()
-    if known and (unknown := sorted(set(engines.engine_args) - known)):
-        near = get_close_matches(unknown[0], known, 1)
-        advice = f"did you mean {near[0]}?" if near else "leave it out"
-        raise ConfigError.of("RolloutConfig.engine_args", unknown, f"vllm.EngineArgs has no such argument; {advice}")
-
-
 @cache
 def _vllm_arguments() -> frozenset[str]:
-    """Fields of ``vllm.EngineArgs`` by its source, which takes long to import; empty where they are not found there."""
+    # By the source, because vLLM takes long to import; empty where they are not found there.
     spec = importlib.util.find_spec("vllm")
     files = [Path(folder, "engine", "arg_utils.py") for folder in (spec and spec.submodule_search_locations) or ()]
     statements = (each for file in files if file.is_file() for each in ast.parse(file.read_bytes()).body)

@@ -20,16 +20,13 @@ from rl_backend.runtime.native.layout import micro_batch_multiple
 
 
 def find_memory(config: RunConfig) -> str:
-    """Estimates what ranks and engines take; see ``rl-backend plan``.
-
-    Raises:
-        ConfigError: what they hold at all times is more than this machine has.
-    """
+    """Estimates what ranks and engines take; refuses what is held at all times and more than this machine has."""
     if is_on_cluster():
         return f"memory and devices {OF_A_CLUSTER}"
     if dist.is_initialized():
         return "is not estimated in a process that has a process group"
     gpus = torch.cuda.device_count()
+    # The check of the layout says what is wrong with it.
     try:
         find_layout(config)
     except RLBackendError:
@@ -75,11 +72,8 @@ def _plan(config: RunConfig, model: RunModel, gpus: int) -> Plan:
 
 
 def _bytes(config: RunConfig, plans: dict[RunModel, Plan], gpus: int, *, held: bool) -> int:
-    """Of the GPU that has most, or of all processes of this machine.
-
-    Args:
-        held: only what does not depend on the work of a step.
-    """
+    """Of the GPU that has most, or of all processes; ``held`` without what the work of a step takes."""
+    # Models of a group hold memory together, but run one after the other.
     groups = [0] * config.training_groups
     passes = [0] * config.training_groups
     for model, plan in plans.items():

@@ -25,12 +25,7 @@ from rl_backend.runtime import check_config, check_weights
 
 
 def find_model(config: RunConfig) -> str:
-    """Looks for the directory of each model, its ``config.json``, and plugins that its family may come from.
-
-    Raises:
-        ConfigError: there is none.
-        CheckpointError: ``config.json`` is damaged.
-    """
+    """Looks for the directory of each model, its ``config.json``, and plugins that its family may come from."""
     texts = []
     for model in config.models():
         option = f"{type(config).__name__}.{model.option}"
@@ -44,31 +39,28 @@ def find_model(config: RunConfig) -> str:
 
 
 def require_whole_model(option: str, path: str) -> None:
-    """Raises :class:`ConfigError` for folders that are mistaken for a model's."""
+    """Refuses folders that are mistaken for a model's."""
     folder = Path(path)
     if (folder / "config.json").is_file():
-        if (folder / "run.json").is_file():
-            raise ConfigError.of(option, path, f"is a run's folder; give {folder / 'model'}")
+        # A run's folder also has a config.json, with the options of the run.
+        if not (folder / "run.json").is_file():
+            return
+        problem = f"is a run's folder; give {folder / 'model'}"
     elif (folder / "adapter_config.json").is_file():
-        raise ConfigError.of(option, path, "has adapters alone; give the whole model, which lora.save_merged writes")
+        problem = "has adapters alone; give the whole model, which lora.save_merged writes"
     else:
         problem = "has no config.json; give the folder of a Hugging Face model, with *.safetensors and tokenizer.json"
-        raise ConfigError.of(option, path, problem)
+    raise ConfigError.of(option, path, problem)
 
 
 def require_readable_weights(option: str, path: str) -> None:
-    """Raises :class:`CheckpointError` for weight files that are missing, damaged or not of one model."""
+    """Refuses weight files that are missing, damaged or not of one model."""
     with _named(option, path):
         require_same_head(path)
 
 
 def find_layout(config: RunConfig) -> str:
-    """Divides the models over the ranks.
-
-    Raises:
-        ConfigError: sizes that do not divide them.
-        UnsupportedError: a model, or a feature of it, that the runtime does not have.
-    """
+    """Divides the models over the ranks."""
     on_cpu = not is_on_cluster() and not torch.cuda.is_available()
     for model in config.models():
         runtime = runtime_of(config, model)
@@ -80,12 +72,7 @@ def find_layout(config: RunConfig) -> str:
 
 
 def find_weights(config: RunConfig) -> str:
-    """Reads the headers of the weight files, and a head that should be the embeddings.
-
-    Raises:
-        CheckpointError: weights that are missing, damaged or of another model.
-        UnsupportedError: weights that are quantised, or of a model that the runtime does not have.
-    """
+    """Reads the headers of the weight files, and a head that should be the embeddings."""
     texts = []
     for model in config.models():
         with _named(f"{type(config).__name__}.{model.option}", model.path):
@@ -100,11 +87,7 @@ def find_weights(config: RunConfig) -> str:
 
 
 def find_lengths(config: RunConfig) -> str:
-    """Compares the longest sequence with the positions of the models.
-
-    Raises:
-        ConfigError: it is longer.
-    """
+    """Compares the longest sequence with the positions of the models."""
     longest, known = config.longest_sequence, list[int]()
     for model in config.models():
         positions = positions_of(model.path, getattr(config.train.backend_cfg, "model", "auto"))
@@ -118,11 +101,7 @@ def find_lengths(config: RunConfig) -> str:
 
 
 def find_tokenizer(config: RunConfig) -> str:
-    """Loads the tokenizer.
-
-    Raises:
-        ConfigError: there is none, it names no end of a text, or one that the model does not know.
-    """
+    """Loads the tokenizer, which must name an end of a text that the model knows."""
     tokenizer = load_tokenizer(config.model)
     require_known_end(f"{type(config).__name__}.model", config.model, tokenizer)
     template = "a" if tokenizer.chat_template else "no"

@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from actors.checks.data import find_data
-from actors.checks.folder import find_run_folder
 from actors.checks.machine import find_devices, find_packages
 from actors.checks.memory import find_memory
 from actors.checks.model import find_layout, find_lengths, find_model, find_tokenizer, find_weights
+from actors.collect.held_out import HeldOutSet
+from actors.collect.inputs import load_episode_inputs, load_inputs
+from actors.folder.lock import RunLock, without_new_folders
+from actors.folder.resume import find_start
 from actors.options.config import with_local_model
-from actors.options.sampled_config import RunConfig
+from actors.options.sampled_config import EpisodeConfig, RLConfig, RunConfig
 from rl_backend.contracts import RLBackendError
+
+
+def find_data(config: RunConfig) -> str:
+    """Reads data and reward functions, as the run does."""
+    if isinstance(config, EpisodeConfig):
+        episodes = load_episode_inputs(config)
+        return f"{len(episodes.rows)} rows{_held_out(episodes.held_out)}, {config.task}"
+    if not isinstance(config, RLConfig):
+        return config.read_data()
+    inputs = load_inputs(config)
+    return f"{len(inputs.prompts)} prompts{_held_out(inputs.held_out)}, reward {config.reward}"
+
+
+def _held_out(sets: Sequence[HeldOutSet]) -> str:
+    return "".join(f", {len(each.prompts)} held out in {each.name}" for each in sets)
+
+
+def find_run_folder(config: RunConfig) -> str:
+    """Makes the folder and takes its lock, and leaves nothing behind."""
+    start = find_start(config.with_known_steps() if config.resume else config)
+    folder = Path(config.run_dir)
+    has_lock = (folder / ".lock").exists()
+    with without_new_folders(folder):
+        try:
+            with RunLock(folder):
+                free = shutil.disk_usage(folder).free
+        finally:
+            # A folder that was there is left as it was.
+            if folder.is_dir() and not has_lock:
+                (folder / ".lock").unlink(missing_ok=True)
+    what = ", ".join(start.describe()) or "is free"
+    return f"{folder} {what}, {free / 2**30:.1f} GiB of disk left"
 
 
 class Check(NamedTuple):
@@ -31,6 +67,7 @@ class Check(NamedTuple):
     read_by_run: bool = False
 
 
+# A check comes after those that say what is wrong with the files and sizes that it reads.
 CHECKS = (
     Check("packages", find_packages),
     Check("run folder", find_run_folder, read_by_run=True),
@@ -47,14 +84,7 @@ CHECKS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
-
-    Attributes:
-        name: of the check.
-        text: what there is, or why the run is refused.
-        seconds: that it took.
-        error: what refuses the run; None where nothing does.
-    """
+    """What one check found, how long it took, and the error that refuses the run, if one does."""
 
     name: str
     text: str
@@ -63,26 +93,26 @@ class Finding:
 
 
 def findings(config: RunConfig) -> Iterator[Finding]:
-    """Makes every check, even after one that refuses the run; where the model is nowhere, that is all there is to say."""
+    """Makes every check, even after one that refuses the run."""
+    # Without a model there is nothing else to say.
     try:
         config = with_local_model(config)
     except RLBackendError as error:
         yield Finding("model", str(error), 0.0, error)
         return
     for check in CHECKS:
-        yield _made(check, config)
+        started = time.perf_counter()
+        try:
+            text, refusal = check.find(config), None
+        except RLBackendError as raised:
+            text, refusal = str(raised), raised
+        yield Finding(check.name, text, time.perf_counter() - started, refusal)
 
 
 def preflight(config: RunConfig) -> list[Finding]:
-    """Checks all that can be known of a run before Ray, ranks or engines are started.
+    """Checks all that can be known of a run before Ray, ranks or engines are started, see :data:`CHECKS`.
 
-    That is: the run folder can be made and is free, or can be resumed; the model's ``config.json``, weights and tokenizer
-    are there and fit each other; lengths fit the model's positions; the layout fits the model; this machine has the devices
-    and the memory; data and reward function can be read, and there are enough of them for a batch. Where ``RAY_ADDRESS``
-    names a cluster, devices and memory are left to it.
-
-    Returns:
-        What was found, for people.
+    Where ``RAY_ADDRESS`` names a cluster, devices and memory are left to it.
 
     Raises:
         ConfigError, UnsupportedError, CheckpointError, BatchError: the first that refuses the run, in one sentence that
@@ -101,12 +131,3 @@ def check_start(config: RunConfig, *, session_is_open: bool) -> None:
     for check in CHECKS:
         if not check.read_by_run and not (check.of_machine and session_is_open):
             check.find(config)
-
-
-def _made(check: Check, config: RunConfig) -> Finding:
-    started = time.perf_counter()
-    try:
-        text, error = check.find(config), None
-    except RLBackendError as refusal:
-        text, error = str(refusal), refusal
-    return Finding(check.name, text, time.perf_counter() - started, error)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 from actors.collect.held_out import HeldOutResult
 from actors.collect.stream import BatchStream, DrawnBatch
 from actors.options.sampled_config import SampledConfig
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from rl_backend.contracts import WeightVersionError
 
 type Staleness = Callable[[Iterable[Iterable[int]]], dict[str, float]]
@@ -18,13 +18,6 @@ type Staleness = Callable[[Iterable[Iterable[int]]], dict[str, float]]
 
 
 class CollectedBatch(Protocol):
-    """What any step trains on.
-
-    Attributes:
-        metrics: of the step, to which others are added.
-        failures: what went wrong while it was made, for the user.
-    """
-
     @property
     def metrics(self) -> dict[str, float]: ...
 
@@ -33,47 +26,34 @@ class CollectedBatch(Protocol):
 
 
 class Draft[S, B: CollectedBatch](Protocol):
-    """The batch of one step while it is made."""
-
     def add(self, batch: DrawnBatch[Any, S], clock: Clock) -> bool:
         """Takes a batch of the stream; whether the step has all that it gets."""
 
     def finish(self, rate: dict[str, float], staleness: Staleness) -> B:
-        """What the step trains on.
-
-        Args:
-            rate: the metric ``tokens_per_second/sample``, where engines were sampling.
-        """
+        """What the step trains on; ``rate`` has ``tokens_per_second/sample``, where engines were sampling."""
 
 
 class Source[S, B: CollectedBatch](ABC):
-    """Samples of a run: answers to prompts, or episodes. Use as a context manager, which ends the stream.
-
-    Attributes:
-        stream: batches of samples.
-    """
+    """Samples of a run: answers to prompts, or episodes. Use as a context manager, which ends the stream."""
 
     stream: BatchStream[Any, S]
 
     @abstractmethod
     def versions(self, batch: DrawnBatch[Any, S]) -> list[set[int]]:
-        """Of the weights that each of the batch's samples was made with."""
+        """Weight versions of each of the batch's samples."""
 
     @abstractmethod
     def count_tokens(self, batch: DrawnBatch[Any, S]) -> int:
-        """That engines have sampled for a batch."""
+        """Tokens that engines have sampled for a batch."""
 
     @abstractmethod
-    def discard(self, batch: DrawnBatch[Any, S]) -> None:
-        """Nothing will be trained on the batch."""
+    def discard(self, batch: DrawnBatch[Any, S]) -> None: ...
 
     @abstractmethod
-    def draft(self, step: int) -> Draft[S, B]:
-        """A batch to be made for ``step``."""
+    def draft(self, step: int) -> Draft[S, B]: ...
 
     @abstractmethod
-    def sampled_ids(self, batch: B) -> Iterable[Sequence[int]]:
-        """Token ids of a step's batch."""
+    def sampled_ids(self, batch: B) -> Iterable[Sequence[int]]: ...
 
     @abstractmethod
     def describe(self, batch: B) -> list[dict[str, Any]]:
@@ -85,7 +65,7 @@ class Source[S, B: CollectedBatch](ABC):
 
     @abstractmethod
     def answer_held_out(self) -> list[HeldOutResult]:
-        """Of all held-out sets. Seeds are the same at every step, so that weights alone differ."""
+        """Results of all held-out sets. Seeds are the same at every step, so that weights alone differ."""
 
     def __enter__(self) -> Self:
         self.stream.__enter__()
@@ -96,12 +76,7 @@ class Source[S, B: CollectedBatch](ABC):
 
 
 class WeightVersions:
-    """Which training step made which weights, and how many steps samples are behind.
-
-    Args:
-        ahead: batches that are sampled while earlier ones are trained on.
-        earlier: the :attr:`state` of the run that this one continues; empty at the first step.
-    """
+    """Which training step made which weights, and how many steps samples are behind."""
 
     def __init__(self, ahead: int, earlier: Mapping[str, Any] | None = None) -> None:
         self._ahead = ahead
@@ -109,7 +84,7 @@ class WeightVersions:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a run that continues after this step takes over; pushes as far back as samples may be."""
+        # Pushes as far back as samples may be: a checkpoint must not grow with the run.
         oldest = max(self._step_of_version.values()) - self._ahead
         pushes = [[version, step] for version, step in self._step_of_version.items() if step >= oldest]
         return {"step_of_version": pushes}
@@ -123,7 +98,7 @@ class WeightVersions:
         return step - 1 - min(self._step_of_version[version] for version in versions)
 
     def oldest(self, samples: Iterable[Iterable[int]], step: int) -> int:
-        """Of a batch of samples.
+        """Age of the oldest sample of a batch.
 
         Raises:
             WeightVersionError: sampling ahead does not explain that age.
@@ -139,16 +114,7 @@ class WeightVersions:
 
 
 class Collector[B: CollectedBatch]:
-    """Takes batches from a source until a step has enough to train on.
-
-    Args:
-        config: sizes and staleness.
-        source: samples.
-        earlier: the :attr:`state` of the run that this one continues; empty at the first step.
-
-    Attributes:
-        versions: told of each push.
-    """
+    """Takes batches from a source until a step has enough to train on."""
 
     def __init__(self, config: SampledConfig, source: Source[Any, B], *, earlier: Mapping[str, Any] | None = None) -> None:
         self._config = config
@@ -158,13 +124,8 @@ class Collector[B: CollectedBatch]:
     def collect(self, step: int, clock: Clock) -> B:
         """The batch of ``step``, counted from 1; the phase ``sample`` of the clock, and those of the source.
 
-        Metrics, besides those of the source: ``tokens_per_second/sample``, of sampled tokens while engines were sampling;
-        when sampling ahead ``staleness_mean`` and ``staleness_max``, training steps by which the weights of the samples
-        trained on are behind, and ``samples_dropped`` for being too old.
-
-        Raises:
-            WeightVersionError: weights older than sampling ahead explains.
-            RewardError, EpisodeFailedError: see the source.
+        Adds to the source's metrics ``tokens_per_second/sample``; when sampling ahead ``staleness_mean``, ``staleness_max``
+        (training steps by which weights of the samples are behind) and ``samples_dropped`` for being too old.
         """
         config, source = self._config, self._source
         draft = source.draft(step)

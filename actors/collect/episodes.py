@@ -1,37 +1,109 @@
-"""Samples of a run of episodes: groups of them are played, what failed is dropped."""
+"""Samples of a run of episodes: groups are played, ahead where that is allowed, and what failed is dropped."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.collect.collector import Source, Staleness
-from actors.collect.episode_stream import EpisodeStream, group_tasks
 from actors.collect.held_out import HeldOutEpisodes, HeldOutResult, HeldOutSet
 from actors.collect.inputs import EpisodeInputs, Row
 from actors.collect.sample_metrics import episode_metrics
-from actors.collect.stream import DrawnBatch
+from actors.collect.stream import BatchStream, DrawnBatch
 from actors.collect.transcripts import describe_episodes
-from actors.folder.progress import StreamPosition
+from actors.folder.checkpoints import StreamPosition
 from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import SamplingConfig
-from actors.watch.clock import Clock
+from actors.rollout.messages import sample_seed
 from actors.watch.console import warn
+from actors.watch.metrics import Clock
 from rl_backend.algorithm import episode_rewards
-from rl_backend.algorithm.episodes import is_cut
+from rl_backend.algorithm.sequences import is_cut
 from rl_backend.contracts import EpisodeFailedError
 from rl_backend.data.rewards import Score
 from rl_backend.environment import Episode, Limits, TokenSource
-from rl_backend.environment.groups import FAILED, Group, PlayOptions, play_groups
+from rl_backend.environment.groups import FAILED, Group, GroupTask, PlayOptions, play_groups
 from rl_backend.environment.playing import run_episodes, with_reward, without_reward
 from rl_backend.environment.protocol import Player
 from rl_backend.lab.text import count
 from rl_backend.options.option_set import filled
 
+# In place of a sample's number: a seed for what the group's environments draw, which no sample has.
+_ENVIRONMENT = -1
+
+
+def group_tasks(rows: Sequence[Row], number: int, n: int, seed: int) -> list[GroupTask]:
+    """``n`` episodes of each row, with seeds that follow from the batch's number."""
+    return [
+        GroupTask(
+            row,
+            sample_seed(seed, number, index, _ENVIRONMENT),
+            [sample_seed(seed, number, index, sample) for sample in range(n)],
+        )
+        for index, row in enumerate(rows)
+    ]
+
+
+class EpisodeStream(BatchStream[Row, Group]):
+    """Groups of ``n`` episodes, one for each row; with ``during_episodes`` a push does not wait for their end."""
+
+    def __init__(
+        self,
+        player: Player,
+        source: TokenSource,
+        options: PlayOptions,
+        batches: Iterator[list[Row]],
+        *,
+        n: int,
+        seed: int,
+        ahead: int,
+        during_episodes: bool = False,
+        start: StreamPosition | None = None,
+    ) -> None:
+        self._player, self._source, self._options = player, source, options
+        self._n, self._seed, self._during_episodes = n, seed, during_episodes
+        self._playing: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        super().__init__(batches, ahead=ahead, start=start)
+
+    @contextmanager
+    def between_batches(self) -> Iterator[None]:
+        """As of any stream; with ``during_episodes`` it waits for nothing, and engines take new weights between tokens."""
+        if self._during_episodes:
+            yield
+            return
+        with super().between_batches():
+            yield
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        playing = self._playing
+        super().__exit__(kind, error, traceback)
+        if error is not None and playing is not None:
+            loop, task = playing
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(task.cancel)
+            # Until environments have closed what they opened, for which players have a limit of time.
+            self._one_at_a_time.shutdown(wait=True)
+
+    def _draw(self, number: int, prompts: list[Row]) -> DrawnBatch[Row, Group]:
+        return DrawnBatch(number, prompts, run_episodes(self._play(number, prompts)))
+
+    async def _play(self, number: int, rows: Sequence[Row]) -> list[Group]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._playing = asyncio.get_running_loop(), task
+        try:
+            tasks = group_tasks(rows, number, self._n, self._seed)
+            return await play_groups(self._player, tasks, self._source, self._options)
+        finally:
+            self._playing = None
+
+
+# Batches in a row with nothing to train on; more of them would only cost hours.
 _MOST_IN_VAIN = 10
-"""Batches in a row of which nothing can be trained on."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +111,9 @@ class EpisodeBatch:
     """What a step trains on. Lists have an entry for each episode, those of a group next to each other.
 
     Attributes:
-        rows: of the data set.
         episodes: with the rewards of other ones, where ``shuffle_rewards`` is set.
         groups: number of each episode's group.
         rewards: of each episode; 0 for one that was cut off, with ``truncated="zero"``.
-        dropped: episodes that were left out.
-        failures: what went wrong in those that failed.
     """
 
     rows: list[Row]
@@ -57,15 +126,7 @@ class EpisodeBatch:
 
 
 class EpisodeSource(Source[Group, EpisodeBatch]):
-    """Groups of episodes, one for each row.
-
-    Args:
-        config: sizes, limits and failures.
-        inputs: rows, and who plays them.
-        engines: for turns that are sampled so.
-        start: where the stream begins.
-        on_warning: told of batches that nothing can be trained on, and of environments that block all others.
-    """
+    """Groups of episodes, one for each row."""
 
     def __init__(
         self,
@@ -90,7 +151,6 @@ class EpisodeSource(Source[Group, EpisodeBatch]):
         )
 
     def play_options(self, limits: Limits) -> PlayOptions:
-        """How groups are played within these limits."""
         config = self._config
         return PlayOptions(limits, config.on_episode_failure, config.least_episodes, self._inputs.score, self._on_warning)
 
@@ -136,9 +196,8 @@ class EpisodeSource(Source[Group, EpisodeBatch]):
 class EpisodeDraft:
     """The batch of one step while it is made.
 
-    Metrics: those of :func:`~actors.collect.sample_metrics.episode_metrics`; ``episodes_dropped`` and ``groups_dropped``,
-    with ``on_episode_failure="drop"``; ``batches_cut_off``, with ``truncated="mask"``, passed over because all of their
-    episodes were cut off.
+    Adds to :func:`~actors.collect.sample_metrics.episode_metrics` ``episodes_dropped`` and ``groups_dropped``, with
+    ``on_episode_failure="drop"``, and ``batches_cut_off``, passed over with ``truncated="mask"``.
     """
 
     def __init__(self, config: EpisodeConfig, step: int, on_skipped: Callable[[str], None]) -> None:
@@ -147,11 +206,7 @@ class EpisodeDraft:
         self._batch: DrawnBatch[Row, Group] | None = None
 
     def add(self, batch: DrawnBatch[Row, Group], clock: Clock) -> bool:
-        """Takes a batch, unless all of its episodes were cut off and are masked.
-
-        Raises:
-            EpisodeFailedError: an episode failed and is to stop the run, or too many batches in a row were passed over.
-        """
+        """Takes a batch, unless all of its episodes were cut off and are masked, which is refused after some in a row."""
         if self._config.truncated == "mask" and _all_cut(batch):
             self._cut += 1
             problem = "every episode was cut off, and truncated='mask' trains on none of them"
@@ -166,11 +221,7 @@ class EpisodeDraft:
         return True
 
     def finish(self, rate: dict[str, float], staleness: Staleness) -> EpisodeBatch:
-        """The groups that are left.
-
-        Raises:
-            EpisodeFailedError: no group of the step is.
-        """
+        """The groups that are left; raises :class:`EpisodeFailedError` where there is none."""
         assert self._batch is not None, "finish comes after an add that was enough"
         config, batch = self._config, self._batch
         dropped = [episode for group in batch.samples for episode in group.dropped]
@@ -209,14 +260,10 @@ def play_held_out(
     seed: int,
     index: int,
 ) -> HeldOutEpisodes:
-    """Plays every row of a set. Seeds are the same at every step, so that weights alone differ.
-
-    Args:
-        options: for this set, but an episode that fails counts as zero.
-        index: of the set.
-    """
+    """Plays every row of a set, the ``index``-th. Seeds are the same at every step, so that weights alone differ."""
     # Steps of training are counted from 1, so its episodes have other seeds.
     tasks = group_tasks(held_out.prompts, -1 - index, held_out.sampling.n, seed)
+    # A run trains on without a failed episode; a score without it would be too good.
     groups = run_episodes(play_groups(player, tasks, source, replace(options, on_failure="zero")))
     episodes = [episode for group in groups for episode in group.episodes]
     scores = [
@@ -227,11 +274,7 @@ def play_held_out(
 
 
 def turn_sampling(sampling: SamplingConfig, ends: Sequence[int]) -> SamplingConfig:
-    """How turns are sampled; lengths come with each turn, and further stop tokens.
-
-    Args:
-        ends: tokens that end any turn, see :class:`~actors.collect.inputs.EpisodeInputs`.
-    """
+    """How turns are sampled, which end with ``ends``; lengths come with each turn, and further stop tokens."""
     names = ("temperature", "top_p", "top_k", "min_p", "stop_strings")
     given = {name: getattr(sampling, name) for name in names if sampling.is_set(name)}
     return SamplingConfig(**given, stop_token_ids=tuple(dict.fromkeys([*sampling.stop_token_ids, *ends])))
@@ -244,7 +287,7 @@ def _all_cut(batch: DrawnBatch[Row, Group]) -> bool:
 
 
 def _is_trained(episode: Episode) -> bool:
-    """Whether it has a token to train on: a turn that no environment has left out."""
+    # An environment may leave turns out, so that an episode with turns has nothing to train on.
     return any(any(segment.sampled) for segment in episode.segments)
 
 
@@ -254,13 +297,12 @@ def _played(batch: DrawnBatch[Row, Group]) -> Iterator[Episode]:
 
 
 def _versions(episode: Episode) -> set[int]:
-    """Of the weights that sampled its tokens."""
     return {version for turn in episode.turns for version in turn.versions}
 
 
 def _shuffled(groups: Sequence[Sequence[Episode]], seed: str) -> list[list[Episode]]:
-    """The same rewards on other episodes, at their last tokens."""
     rewards = [episode.reward for group in groups for episode in group]
     random.Random(seed).shuffle(rewards)
     left = iter(rewards)
+    # At the last tokens: those that earned a reward are not known of another episode.
     return [[with_reward(without_reward(episode), next(left)) for episode in group] for group in groups]

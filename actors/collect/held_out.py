@@ -29,8 +29,6 @@ class HeldOutSet:
 
     Attributes:
         prompts: of class :class:`~rl_backend.data.prompts.Prompt`; of episodes, the rows that they are played with.
-        sampling: how they are answered.
-        pass_at: each k of pass@k.
         pass_threshold: a response passes whose reward is at least this.
         note: what was done with prompts that are too long.
     """
@@ -44,7 +42,7 @@ class HeldOutSet:
 
     @classmethod
     def of(cls, given: EvalSet, name: str, prompts: Sequence[Any], sampling: SamplingConfig, note: str = "") -> Self:
-        """As the options of the set say."""
+        # In order, and once where n is 1.
         pass_at = tuple(dict.fromkeys((1, sampling.n))) if given.pass_at is None else given.pass_at
         threshold = 1.0 if given.pass_threshold is None else given.pass_threshold
         return cls(name, prompts, sampling, pass_at, threshold, note)
@@ -56,15 +54,10 @@ def load_held_out(
     load: Callable[..., Examples[Prompt]],
     new_ends: Callable[[], Ends],
 ) -> list[HeldOutSet]:
-    """Reads held-out sets; raises as :func:`~rl_backend.data.prompts.load_prompts`.
-
-    Args:
-        sampling: of each set.
-        load: as :func:`~rl_backend.data.prompts.load_prompts`, of path, ``held_out`` and ``see``.
-        new_ends: what ends responses to one set, which has seen no prompt yet.
-    """
+    """Reads held-out sets with ``load``, which is and raises as :func:`~rl_backend.data.prompts.load_prompts`."""
     found = []
     for name, each in sets.items():
+        # What ends responses to one set may not end those to another.
         ends = new_ends()
         prompts = load(each.path, held_out=True, see=ends.see)
         how = ends.added_to(sampling[name])
@@ -82,22 +75,18 @@ class HeldOutResult:
 
     @property
     def rewards(self) -> list[float]:
-        """Of each response."""
         return [score.value for score in self.scores]
 
     @property
     def failures(self) -> list[str]:
-        """A message for each call of a reward function that failed."""
         return [failure for score in self.scores for failure in score.failures]
 
     @property
     def sampled_ids(self) -> Iterable[Sequence[int]]:
-        """Of each response."""
         return (sample.response_ids for sample in self.samples)
 
     @property
     def reward(self) -> float:
-        """Mean over all responses."""
         return statistics.fmean(self.rewards)
 
     @property
@@ -122,7 +111,6 @@ class HeldOutResult:
         return found
 
     def lines(self, tokenizer: Any) -> list[dict[str, Any]]:
-        """Lines of ``held_out.jsonl``."""
         prompts = [prompt for prompt in self.held_out.prompts for _ in range(self.held_out.sampling.n)]
         described = describe_samples(self.samples, prompts, self.scores, tokenizer)
         return [{"set": self.held_out.name, **line} for line in described]
@@ -142,25 +130,18 @@ class HeldOutResult:
 
 @dataclass(frozen=True)
 class HeldOutEpisodes(HeldOutResult):
-    """Episodes of a held-out set, row by row; ``samples`` is empty.
-
-    Attributes:
-        episodes: one that failed has a reward of 0.
-    """
+    """Episodes of a held-out set, row by row; ``samples`` is empty, and an episode that failed has a reward of 0."""
 
     episodes: Sequence[Episode] = ()
 
     @property
     def sampled_ids(self) -> Iterable[Sequence[int]]:
-        """Of each turn."""
         return (turn.token_ids for episode in self.episodes for turn in episode.turns)
 
     def lines(self, tokenizer: Any) -> list[dict[str, Any]]:
-        """Lines of ``held_out.jsonl``."""
         return [{"set": self.held_out.name, **line} for line in describe_episodes(self.episodes, tokenizer)]
 
 
 def warn_of_unknown(result: HeldOutResult, tokenizer: Any, label: str = "") -> None:
-    """Says how many of the sampled tokens the tokenizer does not know, if any."""
     if unknown := unknown_tokens(result.sampled_ids, tokenizer):
         warn(f"held-out set {result.held_out.name}: {unknown} of the sampled tokens {UNKNOWN}; {KNOWN}", label)

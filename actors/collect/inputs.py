@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from actors.cluster.ray_watch import cluster_loss
+from actors.cluster.session import raise_if_terminated
 from actors.collect.held_out import HeldOutSet, load_held_out
-from actors.collect.reward_scores import load_scorer
 from actors.collect.stop_tokens import Ends, stop_token_ids
 from actors.options.sampled_config import EpisodeConfig, RLConfig
 from actors.rollout.config import SamplingConfig
 from actors.train.model import require_experts, require_known_end
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError
-from rl_backend.data.chat import turn_end
+from rl_backend.data.chat_template import turn_end
 from rl_backend.data.examples import open_dataset
 from rl_backend.data.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
-from rl_backend.data.rewards import RewardScorer
+from rl_backend.data.rewards import RewardConfig, RewardScorer
 from rl_backend.data.rewards.worker import what_it_raised
 from rl_backend.environment.conversation import ChatFormat
-from rl_backend.environment.loading import load_environment, load_player, load_score
 from rl_backend.environment.playing import run_episodes
-from rl_backend.environment.protocol import Player, Score
+from rl_backend.environment.protocol import Player, Score, load_environment, load_player, load_score
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
 from rl_backend.options.option_set import filled
 
@@ -31,11 +31,7 @@ type Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokenizer, reward functions, prompts, and how to sample.
-
-    Attributes:
-        notes: what was done with prompts that are too long, for the run's first line.
-    """
+    """Tokenizer, reward functions, prompts, and how to sample; ``notes`` are for the run's first line."""
 
     tokenizer: Any
     reward: RewardScorer
@@ -47,14 +43,8 @@ class Inputs:
 
 
 def load_inputs(config: RLConfig) -> Inputs:
-    """Reads everything that ``config`` names.
-
-    Raises:
-        ConfigError, BatchError: a file or folder that is missing or cannot be used.
-    """
-    require_experts(f"{type(config).__name__}.router_replay", config.router_replay, config.model)
-    tokenizer = load_tokenizer(config.model)
-    require_known_end(f"{type(config).__name__}.model", config.model, tokenizer)
+    """Reads everything that ``config`` names; raises ConfigError or BatchError for what is missing or cannot be used."""
+    tokenizer = _load_tokenizer(config)
     reward = load_scorer(config.rewards)
     load = partial(
         load_prompts,
@@ -67,12 +57,7 @@ def load_inputs(config: RLConfig) -> Inputs:
     ends = new_ends()
     prompts = load(config.dataset, see=ends.see)
     held_out = load_held_out(config.eval_sets, config.eval_sampling, load, new_ends)
-    if len(prompts) < config.prompts_per_step:
-        raise ConfigError.of(
-            f"{type(config).__name__}.prompts_per_step",
-            config.prompts_per_step,
-            f"{config.dataset} has {len(prompts)} prompts; use at most that",
-        )
+    _require_rows(config, len(prompts), "prompts")
     return Inputs(
         tokenizer=tokenizer,
         reward=reward,
@@ -84,12 +69,23 @@ def load_inputs(config: RLConfig) -> Inputs:
     )
 
 
+def load_scorer(config: RewardConfig) -> RewardScorer:
+    """The reward functions of a run, which must not outlast a SIGTERM or the loss of Ray that they catch."""
+    return config.load(check=_raise_what_was_caught)
+
+
+def _raise_what_was_caught() -> None:
+    # A reward function that catches everything has caught these too; the run must end all the same.
+    raise_if_terminated()
+    if (loss := cluster_loss()) is not None:
+        raise loss
+
+
 @dataclass(frozen=True)
 class EpisodeInputs:
     """Tokenizer, player and rows.
 
     Attributes:
-        player: plays an episode in the run's environment.
         score: of a group's episodes; None without.
         ends: tokens that end any turn, whoever samples it: those of tokenizer, ``generation_config.json`` and chat template.
         notes: how the chat template is used, for the run's first line.
@@ -106,21 +102,11 @@ class EpisodeInputs:
 
 
 def load_episode_inputs(config: EpisodeConfig) -> EpisodeInputs:
-    """Reads everything that ``config`` names.
-
-    Raises:
-        ConfigError, BatchError: a file or folder that is missing or cannot be used, an environment that cannot be loaded,
-            or a chat template with which the run must say what it wants.
-    """
-    name = type(config).__name__
-    require_experts(f"{name}.router_replay", config.router_replay, config.model)
-    tokenizer = load_tokenizer(config.model)
-    require_known_end(f"{name}.model", config.model, tokenizer)
+    """Reads everything that ``config`` names; raises ConfigError or BatchError for what is missing or cannot be used."""
+    tokenizer = _load_tokenizer(config)
     ends = (*stop_token_ids(config.model, tokenizer), *_template_end(tokenizer, config))
     rows = open_dataset(config.dataset)
-    if len(rows) < config.prompts_per_step:
-        problem = f"{config.dataset} has {len(rows)} rows; use at most that"
-        raise ConfigError.of(f"{name}.prompts_per_step", config.prompts_per_step, problem)
+    _require_rows(config, len(rows), "rows")
     held_out = [
         HeldOutSet.of(each, set_name, open_dataset(each.path, held_out=True), config.eval_sampling[set_name])
         for set_name, each in config.eval_sets.items()
@@ -134,11 +120,7 @@ def load_episode_inputs(config: EpisodeConfig) -> EpisodeInputs:
 def load_episode_player(
     config: EpisodeConfig, tokenizer: Any, row: Row, stop_token_ids: Sequence[int]
 ) -> tuple[Player, tuple[str, ...]]:
-    """The player, and how it uses the chat template, which is checked with the environment of ``row``.
-
-    Raises:
-        ConfigError: see :func:`load_episode_inputs`.
-    """
+    """The player, and how it uses the chat template, which is checked with the environment of ``row``."""
     if config.player is not None:
         return load_player(config.player), ()
     assert config.environment is not None  # see EpisodeConfig
@@ -155,6 +137,21 @@ def load_episode_player(
     found = run_episodes(_checked(player, row, config))
     changes = "; ".join(found.check.changes) if found is not None else ""
     return player, (f"history {found.history}: the chat template changes {changes}",) if found and changes else ()
+
+
+def _load_tokenizer(config: RLConfig | EpisodeConfig) -> Any:
+    """The model's tokenizer, after checking that the model fits it, and the routes that are replayed."""
+    name = type(config).__name__
+    require_experts(f"{name}.router_replay", config.router_replay, config.model)
+    tokenizer = load_tokenizer(config.model)
+    require_known_end(f"{name}.model", config.model, tokenizer)
+    return tokenizer
+
+
+def _require_rows(config: RLConfig | EpisodeConfig, number: int, what: str) -> None:
+    if number < config.prompts_per_step:
+        problem = f"{config.dataset} has {number} {what}; use at most that"
+        raise ConfigError.of(f"{type(config).__name__}.prompts_per_step", config.prompts_per_step, problem)
 
 
 def _template_end(tokenizer: Any, config: EpisodeConfig) -> list[int]:

@@ -10,19 +10,19 @@ from typing import Any
 from actors.collect.collector import Source, Staleness
 from actors.collect.held_out import HeldOutResult, HeldOutSet
 from actors.collect.inputs import Inputs
-from actors.collect.reward_scores import begin_scoring, score
 from actors.collect.sample_metrics import sample_metrics
 from actors.collect.stream import SampledBatch, SampleStream
 from actors.collect.transcripts import describe_samples
-from actors.folder.progress import StreamPosition
+from actors.folder.checkpoints import StreamPosition
 from actors.options.sampled_config import RLConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import Sample, sample_seeds
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from rl_backend.algorithm import groups_with_signal
 from rl_backend.contracts import RewardError
+from rl_backend.data.chat_template import decode
 from rl_backend.data.prompts import Prompt
-from rl_backend.data.rewards import RewardScorer, Score, Scoring, reward_metrics
+from rl_backend.data.rewards import RewardCall, RewardScorer, Score, Scoring, reward_metrics
 from rl_backend.lab.text import count
 
 
@@ -30,11 +30,8 @@ from rl_backend.lab.text import count
 class TrainingBatch:
     """What a step trains on: groups of ``samples_per_prompt``, an entry of each list per sample.
 
-    There are ``prompts_per_step`` groups, or fewer where reward functions failed and ``on_reward_failure`` is drop.
-
-    Attributes:
-        scores: what the rewards are made of.
-        failures: messages of the reward functions' calls that failed, also in groups that were dropped.
+    There are ``prompts_per_step`` groups, or fewer where reward functions failed and ``on_reward_failure`` is drop, whose
+    messages are in ``failures`` all the same.
     """
 
     prompts: list[Prompt]
@@ -60,9 +57,6 @@ class PromptSource(Source[Sample, TrainingBatch]):
     """Responses of engines to prompts, with their scores.
 
     Args:
-        config: sizes and failures.
-        inputs: prompts, and how responses are scored.
-        rollout: engines.
         adapter: the LoRA tenant that samples; None for the weights alone.
         start: where the stream begins.
         batches_with_signal: with a number, dynamic sampling: groups of equal rewards are replaced by groups of further
@@ -94,7 +88,7 @@ class PromptSource(Source[Sample, TrainingBatch]):
         )
 
     def begin_scoring(self, batch: SampledBatch) -> None:
-        """Begins to score a batch, from the stream's thread and before it is asked for."""
+        # From the stream's thread: scores are ready, or nearly so, when the step asks for the batch.
         self._scoring[batch.number] = begin_scoring(
             batch.samples, batch.prompts, self._inputs.tokenizer, self._inputs.reward
         )
@@ -148,14 +142,9 @@ class PromptSource(Source[Sample, TrainingBatch]):
 class PromptDraft:
     """The batch of one step while it is made: the phase ``reward`` of the clock, waiting for scores or making them.
 
-    Metrics: those of :func:`~actors.collect.sample_metrics.sample_metrics` and
-    :func:`~rl_backend.data.rewards.reward_metrics`, of all samples that were scored; ``reward_failures``, calls that failed,
-    and ``groups_dropped`` because of them, unless such a call stops the run; ``batches_sampled`` and
+    Adds to :func:`~actors.collect.sample_metrics.sample_metrics` and :func:`~rl_backend.data.rewards.reward_metrics`
+    ``reward_failures`` and ``groups_dropped``, unless a failure stops the run; ``batches_sampled`` and
     ``groups_without_signal``, with dynamic sampling.
-
-    Args:
-        scored_groups: of a batch.
-        batches_with_signal: see :class:`PromptSource`.
     """
 
     def __init__(
@@ -174,11 +163,7 @@ class PromptDraft:
         self._taken = self._dropped = 0
 
     def add(self, batch: SampledBatch, clock: Clock) -> bool:
-        """Scores a batch, whose groups are chosen, kept for filling up, or dropped because a call failed.
-
-        Raises:
-            RewardError: a reward function failed and is to stop the run.
-        """
+        """Scores a batch, whose groups are chosen, kept for filling up, or dropped because a call failed."""
         self._taken += 1
         for group in self._scored_groups(batch):
             self._failures += [failure for score in group.scores for failure in score.failures]
@@ -195,11 +180,7 @@ class PromptDraft:
         return len(self._chosen) >= self._config.prompts_per_step or self._taken == (self._batches_with_signal or 1)
 
     def finish(self, rate: dict[str, float], staleness: Staleness) -> TrainingBatch:
-        """The groups with a signal, filled up with others.
-
-        Raises:
-            RewardError: a reward function failed for every prompt of the step.
-        """
+        """The groups with a signal, filled up with others; refused where a function failed for every prompt."""
         config, step, scored, failures = self._config, self._step, self._scored, self._failures
         if not scored:
             raise RewardError(f"step {step}: a reward function failed for every prompt of the step, such as: {failures[0]}")
@@ -227,6 +208,23 @@ class PromptDraft:
         )
 
 
+def begin_scoring(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, scorer: RewardScorer) -> Scoring:
+    """Begins with the scores of samples; ``prompts[i]`` is the one that ``samples[i]`` answers."""
+    texts = [decode(sample.response_ids, tokenizer, special=False) for sample in samples]
+    examples = [prompt.example for prompt in prompts]
+    return scorer.begin(
+        [
+            RewardCall(example.data_source, text, example.ground_truth, example.extra_info, example.prompt)
+            for text, example in zip(texts, examples, strict=True)
+        ]
+    )
+
+
+def score(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, scorer: RewardScorer) -> list[Score]:
+    """As :func:`begin_scoring`, and waits; raises :class:`RewardError` where a call that failed is to stop the run."""
+    return begin_scoring(samples, prompts, tokenizer, scorer).result()
+
+
 def answer(
     rollout: RolloutGroup,
     sets: Sequence[HeldOutSet],
@@ -236,7 +234,7 @@ def answer(
     seed: int,
     adapter: str | None = None,
 ) -> list[HeldOutResult]:
-    """Answers and scores each set. Seeds of sampled responses are the same at every step, so that weights alone differ."""
+    """Answers and scores each set. Seeds are the same at every step, so that weights alone differ."""
     results = []
     for index, held_out in enumerate(sets):
         sampling = held_out.sampling

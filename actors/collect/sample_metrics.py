@@ -8,24 +8,22 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from actors.rollout.messages import Sample
-from rl_backend.algorithm.episodes import truncated_share
-from rl_backend.data.chat import known_token_ids
+from rl_backend.algorithm.sequences import truncated_share
+from rl_backend.data.chat_template import known_token_ids
 from rl_backend.environment import Episode
 from rl_backend.environment.groups import FAILED
 from rl_backend.environment.playing import OF_ENVIRONMENTS
 
+# Metrics of every episode; those beside them are its environment's.
 OF_THE_SAMPLER = frozenset(
     {
         *("turns", "segments", "sampled_tokens", "prompt_tokens", "cached_tokens", "tool_calls", "failed_tool_calls"),
         *("engine_seconds", "seconds", "environment_seconds"),
     }
 )
-"""Metrics of every episode; those beside them are its environment's."""
 
 
 class ScoredGroup(Protocol):
-    """The responses to one prompt."""
-
     @property
     def samples(self) -> Sequence[Sample]: ...
     @property
@@ -33,10 +31,8 @@ class ScoredGroup(Protocol):
 
 
 def sample_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Over all responses: ``reward``, ``reward_std``, ``prompt_tokens``, ``response_tokens``, ``response_tokens_max``.
-
-    Also ``responses_cut_off``, the share that ended at the length limit, and ``equal_groups``, the share of groups whose
-    rewards are all equal, of those with at least two.
+    """Over all responses. ``responses_cut_off`` is the share that ended at the length limit, ``equal_groups`` the share of
+    groups whose rewards are all equal, of those with at least two.
     """
     rewards = [reward for group in groups for reward in group.rewards]
     samples = [sample for group in groups for sample in group.samples]
@@ -56,10 +52,8 @@ def sample_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def unknown_tokens(sampled: Iterable[Sequence[int]], tokenizer: Any) -> int:
-    """How many of the sampled ids the tokenizer has no token for: they decode to nothing.
-
-    Engines do not mask them: log-probs would be of another distribution than the trainer's, which is over all ids.
-    """
+    """How many of the sampled ids the tokenizer has no token for: they decode to nothing."""
+    # Engines do not mask them: log-probs would be of another distribution than the trainer's, which is over all ids.
     known = known_token_ids(tokenizer)
     return sum(token not in known for token_ids in sampled for token in token_ids)
 
@@ -67,13 +61,11 @@ def unknown_tokens(sampled: Iterable[Sequence[int]], tokenizer: Any) -> int:
 def episode_metrics(groups: Sequence[Sequence[Episode]], dropped: Sequence[Episode] = ()) -> dict[str, float]:
     """Over all episodes that are trained on, unless noted; at least one.
 
-    ``reward``, ``reward_std``; ``equal_groups``, the share of groups of equal rewards, of those with at least two episodes;
-    ``turns``, ``turns_max``, ``segments`` (above 1 where the history began anew), ``response_tokens`` (sampled) and
-    ``response_tokens_max``; ``tool_calls``, and ``tool_calls_failed``, the share of them that failed;
-    ``prompt_tokens_cached``, the share of the turns' prompts that engines did not compute again; ``environment_share``, of
-    the episodes' time what was spent on waiting for environments; ``episodes_cut_off``, the share that a limit ended.
-    ``stop/<reason>`` and ``episodes_failed``: shares of all episodes, with those that were dropped. ``episode/<name>``:
-    means of the environments' metrics.
+    ``equal_groups``: share of groups of equal rewards, of those with at least two episodes. ``segments``: above 1 where the
+    history began anew. ``response_tokens``: sampled. ``tool_calls_failed``: share of the calls. ``prompt_tokens_cached``:
+    share of the turns' prompts that engines did not compute again. ``environment_share``: of the episodes' time.
+    ``episodes_cut_off``: share that a limit ended. ``stop/<reason>`` and ``episodes_failed``: shares of all episodes, with
+    those that were dropped. ``episode/<name>``: means of the environments' metrics.
     """
     episodes = [episode for group in groups for episode in group]
     rewards = [episode.reward for episode in episodes]

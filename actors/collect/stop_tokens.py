@@ -10,37 +10,22 @@ from typing import Any
 from actors.folder.state import read_object
 from actors.rollout.config import SamplingConfig
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.chat import turn_end
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import as_messages
+from rl_backend.data.chat_template import turn_end
+from rl_backend.data.examples import DataConfig, as_messages
 from rl_backend.data.prompts import Prompt
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Ends of responses to the prompts of a data set: of texts the model's, of chats also those of the chat template.
-
-    Attributes:
-        model: Hugging Face directory.
-        tokenizer: of the model.
-        data: how prompts become messages.
-    """
+    """Ends of responses to the prompts of a data set: of texts the model's, of chats also those of the chat template."""
 
     model: str
     tokenizer: Any
     data: DataConfig
     _of_turns: dict[Hashable, int | None] = field(default_factory=dict)
-    """By the form of the messages: who speaks in which order, with tools or documents or without."""
 
     def see(self, prompt: Prompt, where: str) -> None:
-        """Adds what ends an answer to a prompt, which SFT trains. Any prompt may be a text, or messages.
-
-        Args:
-            where: the prompt's row, for messages.
-
-        Raises:
-            BatchError: the chat template refuses an answer to the messages.
-        """
+        """Adds what ends an answer to the prompt of row ``where``, which SFT trains. A prompt may be a text, or messages."""
         messages = as_messages(prompt.example.prompt, self.data, where)
         if messages is None:
             return
@@ -61,32 +46,25 @@ class Ends:
             raise BatchError(f"{where}: {error.message}") from error
 
     def added_to(self, sampling: SamplingConfig) -> SamplingConfig:
-        """``sampling`` with the ends of all prompts that were seen beside its own.
-
-        Raises:
-            ConfigError: ``generation_config.json`` of the model is damaged.
-        """
+        """``sampling`` with the ends of all prompts that were seen; raises as :func:`stop_token_ids`."""
         of_turns = [end for end in self._of_turns.values() if end is not None]
         ends = (*sampling.stop_token_ids, *stop_token_ids(self.model, self.tokenizer), *of_turns)
         return sampling.replace(stop_token_ids=tuple(dict.fromkeys(ends)))
 
 
 def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
-    """What ends a response: the tokenizer's end-of-text token and those that ``generation_config.json`` names.
-
-    Chat models end a turn with a different token from a text.
-
-    Raises:
-        ConfigError: that file is damaged.
-    """
+    """What ends a response: the tokenizer's end-of-text token and those that ``generation_config.json`` names."""
     path = Path(model) / "generation_config.json"
+    ids: list[Any] = []
+    problem: Exception | str = ""
     try:
         named = read_object(path).get("eos_token_id") if path.exists() else None
         ids = named if isinstance(named, list) else [] if named is None else [named]
-        if not all(type(token) is int for token in ids):
-            raise ValueError(f"eos_token_id={named!r}, expected a token id or a list of them")
-    except (OSError, ValueError) as error:
-        raise ConfigError.of(
-            "model", model, f"generation_config.json cannot be used: {error}; repair or remove it"
-        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        problem = error
+    if not all(type(token) is int for token in ids):
+        problem = f"eos_token_id={ids!r}, expected token ids"
+    if problem:
+        raise ConfigError.of("model", model, f"generation_config.json cannot be used: {problem}; repair or remove it")
+    # Chat models end a turn with a different token from a text: both are needed.
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
 
-from actors.folder.progress import StreamPosition
+from actors.folder.checkpoints import StreamPosition
 from actors.rollout.config import SamplingConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import Sample, sample_seeds
@@ -21,11 +21,7 @@ from rl_backend.data.prompts import Prompt
 
 @dataclass(frozen=True)
 class DrawnBatch[P, S]:
-    """Samples, prompt by prompt, ``n`` of each; ``prompts`` has one entry for each sample. The first ``number`` is 1.
-
-    Attributes:
-        seconds: that sampling took; 0 for samples of an earlier process.
-    """
+    """Samples, prompt by prompt; ``prompts`` has one entry for each sample. The first ``number`` is 1."""
 
     number: int
     prompts: list[P]
@@ -34,7 +30,6 @@ class DrawnBatch[P, S]:
 
 
 SampledBatch = DrawnBatch[Prompt, Sample]
-"""Responses of engines to prompts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +43,10 @@ class BatchStream[P, S](ABC):
     """Samples one batch of prompts after the other. A kind of stream says how, in :meth:`_draw`.
 
     Args:
-        batches: prompts of each batch.
         ahead: batches begun before :meth:`next` asks for them. At 0 a batch is begun by :meth:`next`, with the weights of
             that moment.
         on_sampled: called with each batch as soon as it is sampled, in the thread that samples.
-        start: the :attr:`position` that an earlier stream was at. Prompts up to there are passed over, and what it had drawn
-            is not drawn again.
+        start: the :attr:`position` that an earlier stream was at. Prompts up to there are passed over.
     """
 
     def __init__(
@@ -68,6 +61,7 @@ class BatchStream[P, S](ABC):
         self._ahead = ahead
         self._on_sampled = on_sampled
         self._taken = self._begun = 0
+        # One at a time: what the next step waits for does not share the engines with batches after it.
         self._one_at_a_time = ThreadPoolExecutor(1, thread_name_prefix="sample-stream")
         self._waiting: deque[_Begun[P, S]] = deque()
         self._raised: _Begun[P, S] | None = None
@@ -78,9 +72,7 @@ class BatchStream[P, S](ABC):
             self._go_to(start)
 
     def next(self, more: int | None = None) -> DrawnBatch[P, S]:
-        """The next batch; waits for it, and raises what :meth:`~actors.rollout.group.group.RolloutGroup.generate` raises.
-
-        After an error the same batch is sampled again by the next call.
+        """The next batch; waits for it, and raises what sampling raises. The next call then samples the same batch again.
 
         Args:
             more: batches that will certainly be asked for after this one, where that is less than ``ahead``.
@@ -104,16 +96,14 @@ class BatchStream[P, S](ABC):
 
     @property
     def position(self) -> StreamPosition:
-        """For a stream that continues from here; it samples again what is not kept in it."""
+        """For a stream that continues from here."""
         return StreamPosition(self._taken)
 
     @contextmanager
     def between_batches(self) -> Iterator[None]:
-        """Waits for the batch that :meth:`next` will return, if it is begun, and samples nothing inside the context.
-
-        A push made inside waits for no other samples, and with ``ahead=1`` it is certain which weights a batch is made with.
-        """
+        """Waits for the batch that :meth:`next` will return, if it is begun, and samples nothing inside."""
         if self._waiting:
+            # The next batch is then of the weights before: with ``ahead=1`` it is certain which weights a batch is of.
             wait([self._waiting[0].samples])
         try:
             self._may_begin.clear()
@@ -153,20 +143,11 @@ class BatchStream[P, S](ABC):
         return batch
 
     @abstractmethod
-    def _draw(self, number: int, prompts: list[P]) -> DrawnBatch[P, S]:
-        """Samples a batch."""
+    def _draw(self, number: int, prompts: list[P]) -> DrawnBatch[P, S]: ...
 
 
 class SampleStream(BatchStream[Prompt, Sample]):
-    """Responses of engines to prompts.
-
-    Args:
-        rollout: samples.
-        sampling: how.
-        seed: with the number of the batch it fixes every sample, apart from the weights.
-        adapter: the LoRA tenant that samples; None for the weights alone.
-        batches, ahead, start, on_sampled: see :class:`BatchStream`.
-    """
+    """Responses of engines to prompts. Seed and number of a batch fix every sample, apart from the weights."""
 
     def __init__(
         self,
@@ -207,6 +188,7 @@ class SampleStream(BatchStream[Prompt, Sample]):
 
     def _go_to(self, position: StreamPosition) -> None:
         super()._go_to(position)
+        # Drawn again, they would be of newer weights than those of the run that was interrupted.
         for samples in position.drawn:
             self._begun += 1
             batch: Future[SampledBatch] = Future()

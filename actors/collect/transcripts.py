@@ -7,10 +7,10 @@ from itertools import groupby
 from typing import Any
 
 from actors.rollout.messages import Sample
-from rl_backend.data.chat import decode
+from rl_backend.data.chat_template import decode
 from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import Score
-from rl_backend.data.rewards.result import for_json
+from rl_backend.data.rewards.function import for_json
 from rl_backend.environment import Episode, Segment, ToolCall, Turn
 
 STATUS_OK = "ok"
@@ -37,11 +37,10 @@ def describe_samples(
 
 
 def describe_episodes(episodes: Iterable[Episode], tokenizer: Any, *, dropped: bool = False) -> list[dict[str, Any]]:
-    """A line for each episode.
+    """A line for each episode: ``prompt`` is its first, ``response`` what follows in its last segment.
 
-    ``prompt`` is its first prompt and ``response`` what follows in its last segment. ``turns`` has for each turn the
-    messages before it (``given``), what the model wrote (``text``), its ``calls``, ``reward`` and ``finish``. ``segments``
-    has for each sequence its pieces of text, as ``[text, trained]``.
+    ``turns`` has for each turn the messages before it (``given``), what the model wrote (``text``), its ``calls``,
+    ``reward`` and ``finish``; ``segments`` for each sequence its pieces of text, as ``[text, trained]``.
     """
     return [_line(episode, tokenizer, dropped) for episode in episodes]
 
@@ -86,7 +85,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _as_json(value: Any, depth: int = 0) -> Any:
-    """What a model wrote, by whatever parser: values that JSON has not as Python writes them, and no endless nesting."""
+    # What a model wrote, by whatever parser: values that JSON does not have, and nesting as deep as it likes.
     nested = isinstance(value, Mapping | list | tuple)
     if nested and depth == _DEEPEST:
         return "..."
@@ -98,7 +97,7 @@ def _as_json(value: Any, depth: int = 0) -> Any:
 
 
 def _pieces(segment: Segment, tokenizer: Any) -> list[list[Any]]:
-    """Consecutive tokens that were trained or not, each run decoded by itself; the first was given."""
+    # Each run is decoded by itself, so that a reader sees where training begins; the first was given.
     runs = groupby(zip(segment.token_ids, segment.sampled, strict=True), key=lambda pair: bool(pair[1]))
     return [[decode([token for token, _ in run], tokenizer), trained] for trained, run in runs]
 
@@ -113,7 +112,7 @@ def _text(content: Any) -> str:
 
 
 def transcript(episode: Episode, tokenizer: Any) -> str:
-    """An episode for people: what the model was given, what it wrote, its calls and rewards."""
+    """An episode for people."""
     (line,) = describe_episodes([episode], tokenizer)
     shown = []
     for number, turn in enumerate(line["turns"], 1):

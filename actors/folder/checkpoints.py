@@ -1,31 +1,31 @@
-"""The checkpoints of one run: several models and the loop's own state as one, committed by one rename."""
+"""A run's checkpoints: several models and the run's progress as one, committed by one rename."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
+import torch
 from pydantic import Field, field_validator
 
+from actors.folder.lock import written_to
+from actors.rollout.messages import Routes, Sample, VersionSpan
 from rl_backend.checkpoint.confined import require_inside, require_names
 from rl_backend.checkpoint.durable_commit import rename_synced, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, SealedConfig
+from rl_backend.checkpoint.metadata_reader import load_problem
 from rl_backend.checkpoint.training_state import file_facts
 from rl_backend.contracts import CheckpointError, ConfigError
 
-CHECKPOINTS = "checkpoints"
-"""Where a run's folder has them."""
-
-LATEST = "latest"
-
-RUN_FILE = "run.json"
+CHECKPOINTS, LATEST, RUN_FILE = "checkpoints", "latest", "run.json"
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(incomplete|removed-[0-9a-f]{8})|\.latest\.new")
@@ -34,14 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunManifest(SealedConfig):
-    """``run.json``, which makes a directory a checkpoint of a run.
-
-    Attributes:
-        format: version of the layout.
-        step: training steps taken.
-        state: the loop's own.
-        files: path -> size and digest, of each model's manifest and of every file beside the models.
-    """
+    """``run.json``, which makes a directory a checkpoint of a run; ``files`` has each model's manifest, and other files."""
 
     format: Literal[1] = 1
     step: int = Field(ge=0)
@@ -57,13 +50,7 @@ class RunManifest(SealedConfig):
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A committed checkpoint of a run.
-
-    Attributes:
-        step: training steps that it holds.
-        state: what :meth:`RunCheckpoints.commit` was given.
-        models: names of the directories that ``load_checkpoint`` takes.
-    """
+    """A committed checkpoint: the loop's ``state``, and ``models``, names of directories for ``load_checkpoint``."""
 
     path: Path
     step: int
@@ -71,35 +58,18 @@ class RunCheckpoint:
     models: tuple[str, ...]
 
     def model(self, name: str) -> Path:
-        """The directory of one model.
-
-        Raises:
-            CheckpointError: there is none of that name.
-        """
-        if name not in self.models:
-            raise CheckpointError(
-                f"{self.path} holds no {name!r}, only {', '.join(self.models)}; load a checkpoint of a run that trained it",
-                path=str(self.path),
-                name=name,
-            )
+        """The directory of one model; ``load_checkpoint`` refuses one that is not there."""
         return self.path / name
 
 
 def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
     """Reads ``run.json`` and verifies that the checkpoint is the one that was committed; a link is followed.
 
-    ``load_checkpoint`` verifies the contents of each model.
-
     Raises:
-        CheckpointError: not a checkpoint of a run, a file that is missing or has other bytes than were written, or a name
-            that leads out of the directory.
+        CheckpointError: not a checkpoint of a run, or a file that is missing, has other bytes, or lies outside.
     """
-    given = Path(path)
-    path = given.resolve()
-    file = path / RUN_FILE
-    if not path.is_dir():
-        raise CheckpointError(f"{given} is not a directory; give a step-... directory of a run", path=str(given))
-    if not file.is_file():
+    path = Path(path).resolve()
+    if not (path / RUN_FILE).is_file():
         hint = (
             f"it is one model's; give {path.parent}, which holds the run's state as well"
             if (path / MANIFEST_NAME).is_file()
@@ -108,10 +78,14 @@ def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
         raise CheckpointError(f"{path} has no {RUN_FILE}, so it is no checkpoint of a run; {hint}", path=str(path))
     manifest = RunManifest.read_sealed(require_inside(path, RUN_FILE))
     for name, facts in manifest.files.items():
-        if not require_inside(path, name).is_file():
-            raise _damaged(path, name, "it is missing")
-        if file_facts(path / name) != facts:
-            raise _damaged(path, name, "it has other bytes than were written")
+        missing = not require_inside(path, name).is_file()
+        if missing or file_facts(path / name) != facts:
+            what = "it is missing" if missing else "it has other bytes than were written"
+            raise CheckpointError(
+                f"{path} is damaged, {name}: {what}; remove the directory to continue from an earlier one",
+                path=str(path),
+                name=name,
+            )
     return RunCheckpoint(path, manifest.step, manifest.state, models_among(manifest.files))
 
 
@@ -122,17 +96,14 @@ class RunCheckpoints:
 
         checkpoints = RunCheckpoints("runs/mine/checkpoints", keep_last=3)
         runtime.save_checkpoint(policy, checkpoints.draft(step) / "policy")      # every rank
-        runtime.save_checkpoint(critic, checkpoints.draft(step) / "critic")
         if dist.get_rank() == 0:
             checkpoints.commit(step, {"batches": batches_taken})                 # one process, after the saves
 
-    :meth:`clean_up`, :meth:`commit` and :meth:`latest` are for one process of the run, its driver or rank 0, which tells the
-    others what it found: on a shared file system ranks that look for themselves may see different directories. One run
-    writes to a ``root`` at a time.
+    :meth:`clean_up`, :meth:`commit` and :meth:`latest` are for one process of the run, which tells the others what it found:
+    on a shared file system ranks that look for themselves may see different directories. One run writes to a ``root``.
 
     Args:
-        root: made by the first save.
-        keep_last: committed checkpoints to keep; a new one is committed before an old one is removed. None keeps all.
+        keep_last: committed checkpoints to keep; None keeps all.
 
     Raises:
         ConfigError: ``keep_last`` below 1.
@@ -145,24 +116,20 @@ class RunCheckpoints:
         self.keep_last = keep_last
 
     def steps(self) -> list[int]:
-        """Steps of the committed checkpoints, in order."""
         return [step for step, _ in self._committed()]
 
     def latest(self) -> RunCheckpoint | None:
         """The newest committed checkpoint; None without any.
 
-        Found by looking at the directories, not at ``latest``, which a run that was killed may have left behind.
-
         Raises:
             CheckpointError: it is damaged. An earlier one is not used instead, because the run had continued.
         """
+        # Not by the link ``latest``, which a run that was killed may have left behind.
         committed = self._committed()
         return read_run_checkpoint(committed[-1][1]) if committed else None
 
     def draft(self, step: int) -> Path:
-        """The directory that holds the checkpoint of ``step`` until it is committed; the same on every rank.
-
-        Files beside the models are committed, and later verified, with them.
+        """The directory that holds the checkpoint of ``step``, and files beside its models, until it is committed.
 
         Raises:
             CheckpointError: that step, or a later one, has been committed.
@@ -177,16 +144,10 @@ class RunCheckpoints:
         return self.root / f".{path.name}.incomplete"
 
     def make_draft(self, step: int) -> Path:
-        """:meth:`draft`, as a directory that exists.
-
-        Raises:
-            CheckpointError: as :meth:`draft`, or it cannot be made.
-        """
+        """:meth:`draft`, as a directory that exists; raises RunFolderError when it cannot be made."""
         draft = self.draft(step)
-        try:
+        with written_to(draft):
             draft.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot make {draft}: {error}", path=str(draft)) from error
         return draft
 
     def commit(self, step: int, state: Mapping[str, Any]) -> RunCheckpoint:
@@ -199,29 +160,29 @@ class RunCheckpoints:
             CheckpointError: a model is missing or still being saved, ``state`` is not JSON, or the file system refuses.
         """
         draft, path = self.draft(step), self._path(step)
-        kept = _json_state(state, draft)
+        if lost := [name for name, value in state.items() if not _is_json(name, value)]:
+            raise CheckpointError(
+                f"the state for {draft} would not be read back as it is: {lost[0]}={state[lost[0]]!r}; use JSON: lists, "
+                "finite numbers, and strings as keys",
+                path=str(draft),
+            )
         try:
-            manifest = RunManifest(step=step, state=kept, files=_saved_files(draft))
+            manifest = RunManifest(step=step, state=dict(state), files=_saved_files(draft))
+            # The manifest last: with it the draft is whole, and one rename makes it a checkpoint.
             write_synced(draft / RUN_FILE, manifest.sealed_text())
             sync(draft)
             rename_synced(draft, path)
         except OSError as error:
             raise CheckpointError(f"cannot commit {path}: {with_notes(error)}", path=str(path)) from error
-        try:
-            self._point_latest_to(path)
-        except OSError as error:
-            # It is committed, and resuming looks at the directories.
-            logger.warning("%s does not point to %s: %s", self.root / LATEST, path.name, error)
+        self._point_latest_to(path)
+        # Last: a crash in between leaves one too many, not one too few.
         self._remove_old()
         return RunCheckpoint(path, step, manifest.state, models_among(manifest.files))
 
     def discard(self, step: int) -> None:
         """Removes the draft of ``step``, if any, to save that step again after one of its saves has failed.
 
-        For one process, while no rank saves to the draft.
-
-        Raises:
-            CheckpointError: that step, or a later one, has been committed, or the draft cannot be renamed.
+        For one process, while no rank saves to the draft; raises as :meth:`draft`, and when it cannot be renamed.
         """
         draft = self.draft(step)
         if draft.exists():
@@ -230,11 +191,7 @@ class RunCheckpoints:
     def clean_up(self) -> None:
         """Removes what a run that was killed has left unfinished, and points ``latest`` to the newest checkpoint.
 
-        To be called before the first save, when no other run writes to ``root``.
-
-        Raises:
-            CheckpointError: ``latest`` cannot be written, or a draft cannot be renamed; one that then cannot be removed is
-                only warned of, and tried again by the next run.
+        To be called before the first save, when no other run writes to ``root``; raises when a draft cannot be renamed.
         """
         if not self.root.is_dir():
             return
@@ -246,10 +203,7 @@ class RunCheckpoints:
                 _remove(entry)
         committed = self._committed()
         if committed:
-            try:
-                self._point_latest_to(committed[-1][1])
-            except OSError as error:
-                raise CheckpointError(f"cannot write {self.root / LATEST}: {error}", path=str(self.root)) from error
+            self._point_latest_to(committed[-1][1])
             self._remove_old()
 
     def _path(self, step: int) -> Path:
@@ -263,10 +217,14 @@ class RunCheckpoints:
 
     def _point_latest_to(self, path: Path) -> None:
         new = self.root / ".latest.new"
-        new.unlink(missing_ok=True)
-        new.symlink_to(path.name)
-        new.replace(self.root / LATEST)
-        sync(self.root)
+        try:
+            new.unlink(missing_ok=True)
+            new.symlink_to(path.name)
+            new.replace(self.root / LATEST)
+            sync(self.root)
+        except OSError as error:
+            # The checkpoint is committed, and resuming looks at the directories.
+            logger.warning("%s does not point to %s: %s", self.root / LATEST, path.name, error)
 
     def _remove_old(self) -> None:
         if self.keep_last is None:
@@ -279,17 +237,13 @@ class RunCheckpoints:
 
 
 def _saved_files(draft: Path) -> dict[str, FileFacts]:
-    """Of a draft in which every model's save is complete."""
     files = {}
     entries = sorted(draft.iterdir()) if draft.is_dir() else []
     for entry in entries:
-        if entry.name.startswith("."):
+        # A save that has not finished has a hidden name, whatever it holds by now.
+        if entry.name.startswith(".") or (entry.is_dir() and not (entry / MANIFEST_NAME).is_file()):
             raise CheckpointError(
-                f"{draft} has {entry.name}: a save has not finished; commit after wait_for_checkpoint", path=str(draft)
-            )
-        if entry.is_dir() and not (entry / MANIFEST_NAME).is_file():
-            raise CheckpointError(
-                f"{entry} has no {MANIFEST_NAME}; a run's checkpoint holds what save_checkpoint writes, without hf",
+                f"{entry} is not what save_checkpoint leaves when it is done, without hf; commit after wait_for_checkpoint",
                 path=str(draft),
             )
         file = entry / MANIFEST_NAME if entry.is_dir() else entry
@@ -302,20 +256,11 @@ def _saved_files(draft: Path) -> dict[str, FileFacts]:
     return files
 
 
-def _json_state(state: Mapping[str, Any], draft: Path) -> dict[str, Any]:
-    given = dict(state)
+def _is_json(name: object, value: Any) -> bool:
     try:
-        kept = json.loads(json.dumps(given))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the state for {draft} is not JSON: {error}", path=str(draft)) from None
-    changed = [name for name in given if kept.get(name) != given[name]]
-    if changed:
-        raise CheckpointError(
-            f"the state for {draft} would not be read back as it is: {changed[0]}={given[changed[0]]!r}; use lists, finite "
-            "numbers, and strings as keys",
-            path=str(draft),
-        )
-    return given
+        return isinstance(name, str) and bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _discard(draft: Path) -> None:
@@ -329,11 +274,8 @@ def _discard(draft: Path) -> None:
 
 
 def _take_away(directory: Path, name: str) -> None:
-    """Removes a directory that loses its own name at once.
-
-    Half removed, a checkpoint would be taken for a damaged one. What cannot be removed, such as files that are open on NFS
-    or that a process left over still writes, is then in nobody's way.
-    """
+    # Half removed under its own name, a checkpoint would be taken for a damaged one. What cannot be removed, such as files
+    # that are open on NFS or that a process left over still writes, is then in nobody's way.
     removed = directory.with_name(f"{name}.removed-{uuid.uuid4().hex[:8]}")
     directory.rename(removed)
     _remove(removed)
@@ -350,11 +292,144 @@ def _remove(entry: Path) -> None:
 
 
 def models_among(files: Iterable[str]) -> tuple[str, ...]:
-    """Names of the directories of models, of the paths in a checkpoint of a run."""
     return tuple(Path(name).parent.name for name in files if Path(name).name == MANIFEST_NAME)
 
 
-def _damaged(path: Path, name: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is damaged, {name}: {what}; remove the directory to continue from an earlier one", path=str(path), name=name
+DRAWN_SAMPLES = "drawn_samples.pt"
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """A place between two batches of the data.
+
+    Attributes:
+        taken: batches that training has taken.
+        drawn: samples of the following batches, where they are complete; their prompts are those of the data.
+    """
+
+    taken: int = 0
+    drawn: Sequence[Sequence[Sample]] = ()
+
+
+class Identity(NamedTuple):
+    """What a resumed run must share with the one before: its configuration's class, options that are not the default, facts
+    of the files and functions that options name, dtype of the trained parameters.
+    """
+
+    example: str
+    options: Mapping[str, Any]
+    contents: Mapping[str, Any]
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come after a step; ``path`` is the checkpoint's directory, None where a run begins.
+
+    A run that continues compares :attr:`identity`, cuts the logs of its folder back to :attr:`logs`, and restores the rest.
+    The JSON ``state`` has ``run``, ``logs``, ``batches``, and what each part of the loop wants back by its name.
+    """
+
+    step: int = 0
+    state: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+    @classmethod
+    def of(cls, checkpoint: RunCheckpoint | None) -> Self:
+        """What a checkpoint says; None is where a run begins."""
+        return cls() if checkpoint is None else cls(checkpoint.step, checkpoint.state, checkpoint.path)
+
+    @classmethod
+    def saved(
+        cls,
+        draft: Path,
+        step: int,
+        identity: Mapping[str, Any],
+        logs: Mapping[str, Any],
+        parts: Mapping[str, Any],
+        position: StreamPosition | None,
+    ) -> Self:
+        """Progress to be committed with ``draft``, which gets the samples that were drawn ahead."""
+        # No random state: what is drawn follows from seed, step and batch, and the generators of ranks are in the models.
+        state = {"run": identity, "logs": logs, **parts}
+        if position is not None:
+            state["batches"] = {"taken": position.taken}
+            save_drawn(position.drawn, draft)
+        return cls(step, state, draft)
+
+    def part(self, name: str) -> Mapping[str, Any]:
+        """What a part of the loop has saved; empty where a run begins, refused where a checkpoint has none."""
+        if self.path is None:
+            return {}
+        saved = self.state.get(name)
+        if not isinstance(saved, Mapping):
+            problem = f"{self.path} has no usable {name!r} in its state; continue from another checkpoint"
+            raise CheckpointError(problem, path=str(self.path))
+        return saved
+
+    @property
+    def identity(self) -> Identity:
+        """Of the run that saved the checkpoint; raises :class:`CheckpointError` where another program did."""
+        try:
+            saved: Mapping[str, Any] = self.state["run"]
+            return Identity(saved["example"], dict(saved["options"]), dict(saved["contents"]), saved.get("dtype"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"{self.path} is of another program: its state does not say which run it belongs to"
+            raise CheckpointError(
+                f"{problem} ({type(error).__name__}: {error}); give it to that one", path=str(self.path)
+            ) from None
+
+    @property
+    def logs(self) -> dict[str, FileFacts]:
+        """What each log of the run's folder had; refused where the checkpoint does not say."""
+        try:
+            return {name: FileFacts(**facts) for name, facts in self.state["logs"].items()}
+        except (AttributeError, KeyError, TypeError, ConfigError) as error:
+            problem = f"does not say what the logs of its run held ({type(error).__name__}: {error})"
+            raise CheckpointError(f"{self.path} {problem}; continue from it in a new run_dir", path=str(self.path)) from None
+
+    @property
+    def position(self) -> StreamPosition:
+        """Where a stream of samples continues; refused where samples that were drawn ahead cannot be read."""
+        if self.path is None:
+            return StreamPosition()
+        return StreamPosition(self.part("batches")["taken"], load_drawn(self.path))
+
+
+def save_drawn(batches: Sequence[Sequence[Sample]], directory: Path) -> None:
+    path, written = directory / DRAWN_SAMPLES, io.BytesIO()
+    torch.save([[_to_dict(sample) for sample in batch] for batch in batches], written)
+    with written_to(path):
+        # Not getbuffer(): Python crashes when it collects a BytesIO whose buffer an error still holds.
+        path.write_bytes(written.getvalue())
+
+
+def load_drawn(directory: Path) -> list[list[Sample]]:
+    path = directory / DRAWN_SAMPLES
+    try:
+        return [[_from_dict(sample) for sample in batch] for batch in torch.load(path, weights_only=True)]
+    except Exception as error:  # pickle raises errors of any type for damaged data
+        raise CheckpointError(f"{path} cannot be read: {load_problem(error)}", path=str(path)) from error
+
+
+def _to_dict(sample: Sample) -> dict[str, Any]:
+    values = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
+    values["version_spans"] = [tuple(span) for span in sample.version_spans]
+    if sample.routes is not None:
+        # torch knows no read-only tensors.
+        values["routes"] = {
+            "experts": torch.from_numpy(sample.routes.experts.copy()),
+            "weight_version": sample.routes.weight_version,
+        }
+    return values
+
+
+def _from_dict(values: Mapping[str, Any]) -> Sample:
+    routes = values["routes"]
+    return Sample(
+        **{
+            **values,
+            "version_spans": tuple(VersionSpan(*span) for span in values["version_spans"]),
+            "routes": None if routes is None else Routes(routes["experts"].numpy(), routes["weight_version"]),
+        }
     )

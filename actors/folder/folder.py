@@ -21,8 +21,7 @@ from actors.cluster.ray_watch import cluster_loss, exit_hooks
 from actors.cluster.session import RunStopped, termination
 from actors.folder.checkpoints import CHECKPOINTS, RunCheckpoints
 from actors.folder.lock import RunLock, cannot_write, usable_run_dir, written_to
-from actors.folder.log_file import LogFile
-from actors.folder.start import LOGS, RunStart, read_file_of_run, require_new_run
+from actors.folder.resume import LOGS, LogFile, RunStart, read_file_of_run, require_new_run
 from actors.folder.state import RunState, RunWatch
 from actors.watch.metrics import Curves, WriterFacts
 from actors.watch.trace import TraceCollector, TraceSource
@@ -47,24 +46,19 @@ def set_aside(path: Path) -> Path:
 class RunFolder:
     """What a run leaves in one directory: a report for people, files for programs, and live metrics while it runs.
 
-    ``report.html`` is written about every minute and when the run ends, however it ends. It is made of ``config.json``,
+    ``report.html`` is written about every minute and when the run ends, however it ends, of ``config.json``,
     ``metrics.jsonl``, ``samples.jsonl``, ``held_out.jsonl``, ``summary.json`` and ``run.json`` (``state`` is running,
-    finished, failed, interrupted or killed); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events
-    and, with ``trace``, ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus.
-    ``run.json`` says how a run ended on a full disk too.
-
-    A run that continues from a checkpoint in the folder cuts its logs back to that step, so each step appears once.
+    finished, failed, interrupted or killed); ``rl-backend report DIR`` makes it again. Where Ray runs, each step's metrics
+    are also exported to Prometheus. A run that continues in the folder cuts its logs back, so each step appears once.
 
     Args:
         path: holds no other run, and none that is still running.
         config: written first.
         start: where the run begins.
-        trace: the groups whose actors are traced, with this process; empty for no trace.
+        trace: the groups whose actors are traced in ``trace.json``, with this process; empty for no trace.
         report_seconds: shortest time between two reports during the run; 0 writes one at its end only.
         lock: of the folder, where it was taken before; released with the folder.
-        metrics_to: writers of each step's metrics beside ``metrics.jsonl``, with commas between: names of
-            :data:`~actors.watch.metrics.WRITERS`, or ``package.module:Class`` of a
-            :class:`~actors.watch.metrics.MetricsWriter`.
+        metrics_to: writers beside ``metrics.jsonl``, see :class:`~actors.watch.metrics.Curves`.
 
     Raises:
         ConfigError: the folder holds another run, has changed since ``start`` was decided, or cannot be written to.
@@ -104,6 +98,7 @@ class RunFolder:
             self._lock.release()
             raise
         self._report_seconds = report_seconds
+        # A run that hangs when Ray is lost is ended by os._exit, past every context.
         exit_hooks.append(self._write_end)
         self._last_log = time.monotonic_ns()
         self._next_report = time.monotonic() + report_seconds if report_seconds else math.inf
@@ -120,18 +115,12 @@ class RunFolder:
         self._facts: dict[str, Any] = {"started": _now(), "resumed": []}
         if start.same_folder:
             earlier = read_file_of_run(self.path, "run.json")
-            started, resumed = earlier.get("started"), earlier.get("resumed", [])
-            if not (isinstance(started, str) and isinstance(resumed, list)):
-                raise ConfigError.of(
-                    "run_dir",
-                    str(self.path),
-                    "its run.json does not say when the run started and was resumed; repair the file, or continue from the "
-                    "checkpoint in a new run_dir",
-                )
-            self._facts = {"started": started, "resumed": [*resumed, {"after_step": start.step, "at": _now()}]}
+            resumed = [*earlier.get("resumed", []), {"after_step": start.step, "at": _now()}]
+            self._facts = {"started": earlier.get("started"), "resumed": resumed}
         options = config.model_dump_json(indent=2) + "\n"
         if not start.same_folder:
-            replace_text(self.path / "config.json", options)  # first: it says where the run began
+            # First: it says where the run began.
+            replace_text(self.path / "config.json", options)
         self._write_state("running")
         self._watch.start()
         if start.same_folder:
@@ -144,15 +133,10 @@ class RunFolder:
         self._curves = Curves(metrics_to, WriterFacts(self.path, config.model_dump(mode="json"), identity, drop_from))
 
     def record(self, trace: Sequence[TraceSource]) -> None:
-        """Begins the trace of these groups, which end after the folder."""
         self._trace = TraceCollector(set_aside(self.path / "trace.json"), trace)
 
     def log(self, step: int, metrics: Mapping[str, float | int], warnings: Sequence[str] = ()) -> None:
-        """One line of ``metrics.jsonl``, one point of every curve and Prometheus gauge, and a step of the trace.
-
-        Args:
-            warnings: sentences for the line of ``metrics.jsonl`` and the top of the report.
-        """
+        """One line of ``metrics.jsonl``, one point of every curve and Prometheus gauge, and a step of the trace."""
         with written_to(self.path):
             self._metrics.write({"step": step, **metrics, **({"warnings": list(warnings)} if warnings else {})})
             self._curves.write(step, metrics)
@@ -165,7 +149,7 @@ class RunFolder:
             self._report()
 
     def log_start(self, metrics: Mapping[str, float | int]) -> None:
-        """What was measured before training: step 0 of ``metrics.jsonl``, of every curve and of Prometheus."""
+        """What was measured before training, as step 0."""
         with written_to(self.path):
             self._metrics.write({"step": 0, **metrics})
             self._curves.write(0, metrics)
@@ -189,7 +173,6 @@ class RunFolder:
             return {name: log.sync().model_dump(mode="json") for name, log in logs}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """``summary.json``; a later call replaces an earlier one."""
         with written_to(self.path):
             replace_text(self.path / "summary.json", json_text(summary, indent=2) + "\n")
 
@@ -202,6 +185,7 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # From here on this method says how the run ended.
         exit_hooks.remove(self._write_end)
         refused: dict[str, OSError] = {}
         logs = (self._metrics, self._samples, self._held_out, self._curves)

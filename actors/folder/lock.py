@@ -20,11 +20,7 @@ _TRY_SECONDS = 0.5
 
 
 class RunLock:
-    """A run's folder, made, found writable and held by the process of the run as long as it lives, however it ends.
-
-    Raises:
-        ConfigError: another process holds it, or the folder cannot be made or written to.
-    """
+    """A run's folder, made, found writable and held by the process of the run as long as it lives, however it ends."""
 
     def __init__(self, run_dir: Path | str) -> None:
         run_dir = Path(run_dir)
@@ -46,6 +42,7 @@ class RunLock:
                 f"is in use by a run that is still alive ({holder}); wait for its end or choose another",
             ) from None
         except OSError as error:
+            # Some network file systems have no locks: nobody could train there.
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                 self._file.close()
                 raise
@@ -71,7 +68,7 @@ class RunLock:
 
 
 def _lock(file: TextIO) -> None:
-    """Tries for a moment, because a reader that looks whether the folder is held holds it briefly itself."""
+    # A reader that looks whether the folder is held holds it for a moment itself.
     deadline = time.monotonic() + _TRY_SECONDS
     while True:
         try:
@@ -84,14 +81,7 @@ def _lock(file: TextIO) -> None:
 
 @contextmanager
 def usable_run_dir(run_dir: Path | str, option: str = "run_dir") -> Iterator[None]:
-    """Around what is written before a run begins.
-
-    Args:
-        option: that names the folder, for the message.
-
-    Raises:
-        ConfigError: the file system refuses: no space, read-only, or a file where a folder should be.
-    """
+    """Around what is written before a run begins: an :class:`OSError` becomes a :class:`ConfigError` of ``option``."""
     try:
         yield
     except OSError as error:
@@ -101,11 +91,7 @@ def usable_run_dir(run_dir: Path | str, option: str = "run_dir") -> Iterator[Non
 
 
 def require_writable(folder: Path | str, option: str) -> None:
-    """Makes the folder and writes to it, and leaves nothing behind.
-
-    Raises:
-        ConfigError: the file system refuses.
-    """
+    """Makes the folder and writes to it, leaves nothing behind, and refuses it where the file system does."""
     with usable_run_dir(folder, option), without_new_folders(Path(folder)):
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -114,7 +100,7 @@ def require_writable(folder: Path | str, option: str) -> None:
 
 @contextmanager
 def without_new_folders(folder: Path) -> Iterator[None]:
-    """Takes away at its end what it was entered without: ``folder``, and those that it lies in."""
+    """At its end ``folder`` goes again, and those that it lies in, where they were missing at the beginning."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
@@ -126,11 +112,7 @@ def without_new_folders(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def written_to(run_dir: Path) -> Iterator[None]:
-    """Around what is written during a run.
-
-    Raises:
-        RunFolderError: the file system refuses.
-    """
+    """Around what is written during a run: an :class:`OSError` becomes a :class:`RunFolderError`."""
     try:
         yield
     except OSError as error:
@@ -138,5 +120,4 @@ def written_to(run_dir: Path) -> Iterator[None]:
 
 
 def cannot_write(run_dir: Path, error: BaseException | str) -> str:
-    """What a run that cannot write to its folder says."""
     return f"{run_dir} cannot be written: {error}; make room, then continue from its newest checkpoint with resume=auto"

@@ -1,165 +1,270 @@
-"""The identity of a run: options and files that a resumed run must share with the one before.
-
-Fields declare what may change, see :class:`~rl_backend.contracts.OnResume`; all others decide.
-"""
+"""Resuming: where a run begins, in a new folder or after a checkpoint, and its logs cut back to that checkpoint."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import xxhash
 
-from actors.folder.progress import Progress
+from actors.folder.checkpoints import CHECKPOINTS, Progress, RunCheckpoint, RunCheckpoints, read_run_checkpoint
+from actors.folder.identity import deciding_options, require_same_run
+from actors.folder.lock import usable_run_dir
+from actors.folder.state import read_object
 from actors.options.sampled_config import RunConfig
-from rl_backend.checkpoint.model_files import TEMPLATES
+from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.checkpoint.training_state import file_facts
-from rl_backend.contracts import SAME_CONTENTS, BaseConfig, ConfigError, OnResume
-from rl_backend.data.gym import is_gym
-from rl_backend.data.hub import hub_name, local_model
-from rl_backend.data.rewards import WeightedReward
-from rl_backend.data.sources import data_files
-from rl_backend.options.option_set import get, has, options_of, value_and_default
-
-_WHOLE = (".json", ".jinja", ".model", ".txt")
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
-_DATA_SETS: Mapping[str, str | None] = {"dataset": "train", "eval_dataset": None}
-"""Option -> the split that it means where it names none of several."""
+from rl_backend.contracts import ConfigError
+from rl_backend.lab.text import json_text
 
 
-def saved_facts(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint says of its run; only the same run may continue from it.
+class LogFile:
+    """Lines that are appended to a file, each whole when it is written; bytes after those that are ``kept`` are cut off."""
+
+    def __init__(self, path: Path, kept: FileFacts | None = None) -> None:
+        self._digest, self._size = xxhash.xxh3_64(), 0
+        if kept is not None:
+            require_unchanged(path, kept)
+            with path.open("rb") as stream:
+                while self._size < kept.num_bytes:
+                    self._count(stream.read(min(kept.num_bytes - self._size, 1 << 22)))
+        # Unbuffered: what a process that is killed has logged is in the file.
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(self._size)
+
+    def write(self, *lines: Mapping[str, Any]) -> None:
+        text = "".join(json_text(line, ensure_ascii=False) + "\n" for line in lines).encode()
+        self._count(text)
+        # A single write may take less than all, on a full disk for one.
+        while text:
+            text = text[self._file.write(text) :]
+
+    def sync(self) -> FileFacts:
+        """Flushes the lines to the disk; what the file then holds."""
+        os.fsync(self._file.fileno())
+        return FileFacts(num_bytes=self._size, xxh3=self._digest.hexdigest())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _count(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._size += len(data)
+
+
+def require_unchanged(log: Path, facts: FileFacts) -> None:
+    """Refuses a log that does not begin with the lines that it had when a checkpoint was saved."""
+    try:
+        found = file_facts(log, facts.num_bytes)
+    except OSError as error:
+        problem = f"cannot be read: {error}"
+    else:
+        if found == facts:
+            return
+        if found.num_bytes < facts.num_bytes:
+            problem = f"has lost lines: it had {facts.num_bytes} bytes at the checkpoint and has {found.num_bytes}"
+        else:
+            problem = f"is damaged: its first {facts.num_bytes} bytes are not those that it had at the checkpoint"
+    raise ConfigError.of("resume", str(log), f"{problem}; repair it, or continue from the checkpoint in a new run_dir")
+
+
+LOGS = ("metrics.jsonl", "samples.jsonl", "held_out.jsonl")
+
+
+class RunFinishedError(ConfigError):
+    """A run that is continued with ``resume=auto`` has taken all its steps: nothing is left to do."""
+
+    @classmethod
+    def in_folder(cls, config: RunConfig) -> Self:
+        return cls(f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue")
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Where a run begins.
+
+    Attributes:
+        checkpoint: what it continues from; None at the first step.
+        kept: what each log in the run folder had when the checkpoint was saved; of other logs nothing is kept.
+        newest: step of the newest checkpoint in the run folder when this was decided.
+        replaces: the folder holds steps of an interrupted run without a checkpoint, which this run repeats.
+    """
+
+    checkpoint: RunCheckpoint | None = None
+    kept: Mapping[str, FileFacts] = field(default_factory=dict)
+    newest: int | None = None
+    replaces: bool = False
+
+    @property
+    def step(self) -> int:
+        """Training steps already taken."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def same_folder(self) -> bool:
+        """Whether the checkpoint was saved by the run whose folder this is."""
+        return bool(self.kept)
+
+    @property
+    def progress(self) -> Progress:
+        return Progress.of(self.checkpoint)
+
+    def describe(self) -> list[str]:
+        return [] if self.checkpoint is None else [f"continuing after step {self.step}, from {self.checkpoint.path}"]
+
+
+def find_start(config: RunConfig) -> RunStart:
+    """Follows ``config.resume``. Reads the run folder and changes nothing.
 
     Raises:
-        ConfigError: the dataset is missing.
+        RunFinishedError: ``resume=auto``, and the run has taken all its steps.
+        ConfigError: the folder holds another run, or one that has finished, or ``config`` differs in an option that decides.
+        CheckpointError: a checkpoint that is damaged, or none.
     """
-    return {"example": type(config).__name__, "options": deciding_options(config), "contents": _contents(config)}
-
-
-def deciding_options(config: RunConfig) -> dict[str, Any]:
-    """Name -> value, as JSON, of those that a resumed run must have too, where they are not the default."""
-    values = config.model_dump(mode="json")
-    deciding = (path for path, owner, name in _places(config, None) if owner.is_set(name) and has(values, path))
-    return {options_of(type(config)).name_of(path): get(values, path) for path in deciding}
-
-
-def _places(config: BaseConfig, kind: OnResume | None, prefix: str = "") -> Iterator[tuple[str, BaseConfig, str]]:
-    """Place, configuration and name of each value of which a resume asks this; None: to be the same."""
-    for name, field in type(config).model_fields.items():
-        value = getattr(config, name)
-        declared = next((each for each in field.metadata if isinstance(each, OnResume)), None)
-        if isinstance(value, BaseConfig) and declared is None:
-            yield from _places(value, kind, f"{prefix}{name}.")
-        elif declared == kind:
-            yield prefix + name, config, name
-
-
-def require_same_run(config: RunConfig, progress: Progress) -> None:
-    """Checks everything except ``dtype=auto``, see :func:`require_same_dtype`.
-
-    Raises:
-        ConfigError: names the first option in which ``config`` is another run than that of a checkpoint.
-        CheckpointError: another program saved it.
-    """
-    name, path, saved = type(config).__name__, progress.path, progress.identity
-    if saved.example != name:
-        raise ConfigError.of("resume", config.resume, f"{path} is of a run of {saved.example}, this is one of {name}")
-    here, named = deciding_options(config), options_of(type(config))
-    # Under a place, where it has got a short name since.
-    options = {named.name_of(option): value for option, value in saved.options.items()}
-    for option in here | options:
-        if options.get(option) != here.get(option):
-            value, default = value_and_default(config, option)
-            there = options.get(option, default)
-            problem = f"the run of {path} has {there!r}, and would not go on as it was; use that, or a new run"
-            raise ConfigError.of(f"{name}.{option}", value, problem)
-    for option, found in _contents(config).items():
-        if saved.contents.get(option) != found:
-            raise ConfigError.of(
-                f"{name}.{option}",
-                value_and_default(config, option)[0],
-                f"is not, byte for byte, what the run of {path} has; use that, or a new run",
-            )
-    if config.dtype != "auto":
-        require_same_dtype(config, progress)
-
-
-def require_same_dtype(config: RunConfig, progress: Progress) -> None:
-    """Raises :class:`ConfigError` unless ``config`` trains in the dtype of the run that it continues; auto needs Ray."""
-    saved, dtype = progress.identity.dtype, config.trained_dtype
-    if saved != dtype:
+    own = checkpoints_of(config)
+    with usable_run_dir(config.run_dir), suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(config.run_dir)
+    if config.resume is None:
+        require_new_run(config.run_dir)
+        return RunStart()
+    newest = max(own.steps(), default=None)
+    if config.resume == "auto":
+        checkpoint = own.latest()
+        if checkpoint is None:
+            return RunStart(replaces=_may_be_replaced(config))
+    else:
+        _require_checkpoint(config.resume)
+        checkpoint = read_run_checkpoint(config.resume)
+    in_own_folder = checkpoint.path.parent == own.root.resolve()
+    require_same_run(config, Progress.of(checkpoint))
+    if checkpoint.step > config.steps:
         raise ConfigError.of(
-            f"{type(config).__name__}.dtype",
-            config.dtype,
-            f"is {dtype} here; the run of {progress.path} has {saved}; use dtype={saved}, or start a new run",
+            f"{type(config).__name__}.steps",
+            config.steps,
+            f"{checkpoint.path} is of step {checkpoint.step} already; raise it",
+        )
+    if not in_own_folder:
+        if newest is not None:
+            require_new_run(config.run_dir)
+        return RunStart(checkpoint, replaces=_may_be_replaced(config))
+    if newest is not None and newest > checkpoint.step:
+        raise ConfigError.of(
+            "resume",
+            config.resume,
+            f"{config.run_dir} has later checkpoints, up to step {newest}; remove them, or continue in a new run_dir",
+        )
+    finished = _has_finished(config.run_dir) and read_file_of_run(config.run_dir, "config.json").get("steps")
+    # A run that has finished and lacks its last checkpoint takes the steps after the newest that is left again.
+    if finished == config.steps == checkpoint.step:
+        if config.resume == "auto":
+            raise RunFinishedError.in_folder(config)
+        raise ConfigError.of(
+            "resume",
+            config.resume,
+            f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue",
+        )
+    return RunStart(checkpoint, _kept_logs(checkpoint, config), newest)
+
+
+def _require_checkpoint(path: str) -> None:
+    """Refuses what is no checkpoint at first sight. Both the folder of a run and a checkpoint have a ``run.json``."""
+    if Path(path).is_dir() and not (Path(path) / LOGS[0]).is_file():
+        return
+    problem = "is no folder; give auto, or a checkpoint, such as runs/grpo/checkpoints/latest"
+    if Path(path).is_dir():
+        problem = "is the folder of a run; give auto and this run_dir"
+        if RunCheckpoints(Path(path) / CHECKPOINTS).steps():
+            problem += f", or {path.rstrip('/')}/{CHECKPOINTS}/latest"
+    raise ConfigError.of("resume", path, problem)
+
+
+def _kept_logs(checkpoint: RunCheckpoint, config: RunConfig) -> dict[str, FileFacts]:
+    kept = Progress.of(checkpoint).logs
+    for name in LOGS:
+        if name in kept:
+            require_unchanged(Path(config.run_dir) / name, kept[name])
+    return kept
+
+
+def require_new_run(path: Path | str) -> None:
+    """Refuses a ``path`` that holds a run that has taken a step, or cannot be a folder."""
+    with usable_run_dir(path):
+        used = _has_steps(path) or RunCheckpoints(Path(path) / CHECKPOINTS).steps()
+    if used:
+        raise ConfigError.of(
+            "run_dir", str(path), "holds another run; choose a new directory, remove it, or continue it with resume=auto"
         )
 
 
-def _contents(config: RunConfig) -> dict[str, Any]:
-    found = {
-        options_of(type(config)).name_of(path): getattr(owner, name) for path, owner, name in _places(config, SAME_CONTENTS)
-    }
-    if not isinstance(config.eval_dataset, str | None):
-        found["eval_dataset"] = {name: each.path for name, each in config.eval_sets.items()}
-    return {name: _data(name, value) if name in _DATA_SETS else _content(value) for name, value in found.items()}
+def checkpoints_of(config: RunConfig) -> RunCheckpoints:
+    return RunCheckpoints(Path(config.run_dir) / CHECKPOINTS, config.keep_checkpoints or None)
 
 
-def _data(name: str, source: str | Mapping[str, str] | None) -> Any:
-    """Of the files of a data set: of one file all bytes, of several pieces of each. Of several sets by their names."""
-    if isinstance(source, Mapping):
-        return {each: _data(name, path) for each, path in source.items()}
-    if source is None or Path(source).is_file():
-        return _content(source)
-    files = data_files(source, field=name, default_split=_DATA_SETS[name])
-    # The options of a generated task are in its name alone.
-    return [*([source] if is_gym(source) else ()), *(_pieces(file) for file in files)]
-
-
-def _content(named: str | Mapping[str, WeightedReward] | None) -> Any:
-    """Of a file, a Hugging Face directory or functions; None where there is nothing, which is refused when it is loaded."""
-    if named is None:
-        return None
-    if not isinstance(named, str):
-        return {name: {"weight": each.weight, "content": _content(each.function)} for name, each in named.items()}
-    path = Path(local_model(named) if hub_name(named) else named)
-    if path.is_dir():
-        files = sorted([*path.iterdir(), *path.glob(f"{TEMPLATES}/*.jinja")])
-        return {str(file.relative_to(path)): facts for file in files if (facts := _model_file(file)) is not None}
-    if path.is_file():
-        return file_facts(path).model_dump(mode="json")
-    location, separator, function = named.rpartition(":")
-    source = _source(location) if separator else None
-    return None if source is None else {"function": function, **file_facts(source).model_dump(mode="json")}
-
-
-def _source(location: str) -> Path | None:
-    """The file of ``path/file.py`` or ``package.module``."""
-    if location.endswith(".py"):
-        return Path(location) if Path(location).is_file() else None
+def _may_be_replaced(config: RunConfig) -> bool:
+    """Whether the folder has steps of an interrupted run without a checkpoint, which may then be repeated."""
+    if not (Path(config.run_dir) / "config.json").exists():
+        return False
+    earlier = read_file_of_run(config.run_dir, "config.json")
+    began, begins = _origin(earlier.get("resume")), _origin(config.resume)
+    has_steps = _has_steps(config.run_dir)
+    if began != begins and (has_steps or begins is None):
+        where = "at its first step" if began is None else f"after {began}"
+        raise ConfigError.of(
+            "resume",
+            config.resume,
+            f"the run in {config.run_dir} began {where} and has no checkpoint yet; start there again, with "
+            f"resume={earlier.get('resume')!r}, or choose another run_dir",
+        )
+    if not has_steps:
+        return False
     try:
-        spec = importlib.util.find_spec(location)
-    except Exception:  # noqa: BLE001, a package that is imported for it may raise anything, and does so again when it is loaded
-        return None
-    return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
+        same = deciding_options(type(config)(**earlier)) == deciding_options(config)
+    except ConfigError:
+        same = False
+    if not same:
+        raise ConfigError.of(
+            "run_dir", config.run_dir, "holds a run with other options, without a checkpoint; choose another, or remove it"
+        )
+    if _has_finished(config.run_dir):
+        if config.resume == "auto" and earlier.get("steps") == config.steps:
+            raise RunFinishedError.in_folder(config)
+        raise ConfigError.of(
+            "run_dir", config.run_dir, "holds a run that has finished, without a checkpoint; choose another"
+        )
+    return True
 
 
-def _model_file(file: Path) -> Any:
-    """Of weights, which may be of many gigabytes, the size and pieces from the first byte to the last."""
-    if file.suffix in _WHOLE:
-        return file_facts(file).model_dump(mode="json")
-    if file.suffix != ".safetensors":
-        return None
-    return _pieces(file)
+def _origin(resume: str | None) -> Path | None:
+    """The checkpoint of another run that a run begins with."""
+    return None if resume in (None, "auto") else Path(str(resume)).resolve()
 
 
-def _pieces(file: Path) -> Any:
-    size = file.stat().st_size
-    digest = xxhash.xxh3_64()
-    with file.open("rb") as stream:
-        for index in range(_SAMPLES):
-            stream.seek(max(size - _SAMPLE_BYTES, 0) * index // (_SAMPLES - 1), os.SEEK_SET)
-            digest.update(stream.read(_SAMPLE_BYTES))
-    return {"num_bytes": size, "samples_xxh3": digest.hexdigest()}
+def _has_steps(run_dir: Path | str) -> bool:
+    metrics = Path(run_dir) / LOGS[0]
+    if not metrics.exists():
+        return False
+    # The line of step 0 has what was measured before training.
+    with metrics.open("rb") as lines:
+        return any(not line.startswith(b'{"step": 0,') for line in islice(lines, 2))
+
+
+def _has_finished(run_dir: str) -> bool:
+    return read_file_of_run(run_dir, "run.json").get("state") == "finished"
+
+
+def read_file_of_run(run_dir: Path | str, name: str) -> dict[str, Any]:
+    """The object in ``config.json`` or ``run.json`` of a run's folder; raises ConfigError if it is missing or damaged."""
+    file = Path(run_dir) / name
+    try:
+        return read_object(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError.of(
+            "run_dir",
+            str(run_dir),
+            f"{name} of the run in it cannot be read: {error}; put the file right, or choose a new run_dir",
+        ) from None

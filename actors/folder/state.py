@@ -23,9 +23,6 @@ _LONGEST_ERROR = 8000
 class RunState:
     """Writes ``run.json`` of a folder, all or nothing, the last time even on a full disk.
 
-    The room for the last state is taken with the first one: a file of the same size waits beside it, is overwritten in place
-    and takes its name.
-
     Attributes:
         running: a state was written, and not the last one.
     """
@@ -36,11 +33,7 @@ class RunState:
         self.running = False
 
     def write(self, facts: Mapping[str, Any], *, last: bool) -> None:
-        """Replaces what the file holds.
-
-        Args:
-            facts: JSON; ``error``, a text or None, is cut where it is very long.
-            last: no other state follows.
+        """Replaces what the file holds; ``facts`` is JSON, and no other state follows the ``last``.
 
         Raises:
             OSError: the file system refuses.
@@ -49,6 +42,8 @@ class RunState:
         if error is not None and len(error) > _LONGEST_ERROR:
             facts = {**facts, "error": f"{error[:_LONGEST_ERROR]}..."}
         text = (json.dumps(facts, indent=2) + "\n").encode()
+        # The room for the last state is taken with the first one: a file of the same size waits beside it, is overwritten in
+        # place and takes its name.
         if not last:
             self._take_room(len(text))
         with self._spare.open("r+b" if self._spare.exists() else "w+b") as file:
@@ -88,7 +83,7 @@ class RunWatch:
         self._end = finish
         _started.add(self)
         try:
-            # It exits at once; the watcher, its child, stays.
+            # It exits at once; the watcher, its child, stays. -I -S: it imports nothing of the user's environment.
             subprocess.run(
                 [sys.executable, "-I", "-S", watcher.__file__, str(self._folder), self.process],
                 stdin=end,
@@ -123,13 +118,9 @@ def read_object(file: Path) -> dict[str, Any]:
     """The object that a JSON file holds.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not JSON, or not an object.
+        OSError, ValueError, RecursionError: the file cannot be read, is not JSON or not an object, or is nested too deeply.
     """
-    try:
-        found = json.loads(file.read_text())
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    found = json.loads(file.read_text())
     if not isinstance(found, dict):
         raise ValueError(f"is a {type(found).__name__}, not a JSON object")
     return found

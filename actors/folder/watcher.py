@@ -18,10 +18,7 @@ _TRY_SECONDS, _GIVE_UP_SECONDS = 0.2, 600.0
 
 
 def watch(folder: str, process: str) -> None:
-    """Waits for the end of standard input, then turns the state "running" of the run into "killed".
-
-    That of a run that ended in order, or that another process continues, is left alone.
-    """
+    """Waits for the end of standard input, then turns the state "running" of the run into "killed"."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 1):
@@ -29,21 +26,21 @@ def watch(folder: str, process: str) -> None:
     ended = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     deadline = time.monotonic() + _GIVE_UP_SECONDS
     # Who holds the lock reads the folder for a moment, continues the run, or is a process that the run has left.
+    # A run that ended in order, or that another process continues, is left alone.
     while is_running(folder, process) and not _say_killed(folder, process, ended) and time.monotonic() < deadline:
         time.sleep(_TRY_SECONDS)
 
 
 def is_running(folder: str, process: str) -> bool:
-    """Whether ``run.json`` says that this run runs."""
     facts = _read(folder)
     return facts.get("state") == "running" and facts.get("process") == process
 
 
 def _say_killed(folder: str, process: str, ended: str) -> bool:
-    """False while another process holds the folder."""
     with open(os.path.join(folder, ".lock"), "rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        #             return False
         except BlockingIOError:
             return False
         except OSError:  # a file system without locks
@@ -64,7 +61,7 @@ def _read(folder: str) -> dict[str, object]:
 
 
 def _write(folder: str, facts: dict[str, object]) -> None:
-    """Writes into the space that :class:`~actors.folder.state.RunState` has reserved for the last state."""
+    # The space that RunState has reserved for the last state: the disk may be full.
     spare = os.path.join(folder, ".run.json.spare")
     with open(spare, "r+b" if os.path.exists(spare) else "w+b") as file:
         file.write((json.dumps(facts, indent=2) + "\n").encode())

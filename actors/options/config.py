@@ -1,19 +1,22 @@
-"""Options of every run: runtime and layout, data, resources, checkpoints."""
+"""Options of every run: runtime and layout, data, resources, checkpoints, metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import importlib.util
+import re
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
+import ray
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 
 from actors.cluster.placement import ClusterShare
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
-from actors.options.metric_writers import writer_names
 from actors.options.policy_options import LoRAOptions
-from actors.options.rank_options import BACKEND, RANKS, Ranks, RunDtype, Runtime, check_ranks, resolve_dtype
 from actors.rollout.config import RolloutConfig
 from rl_backend.contracts import (
+    BACKEND_CONFIGS,
     MAY_CHANGE,
     SAME_CONTENTS,
     BaseConfig,
@@ -25,25 +28,105 @@ from rl_backend.contracts import (
     RuntimeConfig,
 )
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import read_examples
+from rl_backend.contracts.runtime_config import import_plugins
+from rl_backend.data.examples import DataConfig, read_examples
 from rl_backend.data.hub import local_model
 from rl_backend.options.option_set import Follows, OptionSet, filled, get, gives, has, read_options, write_options
+
+# Where the options of the runtime are.
+BACKEND = "train.backend_cfg"
+
+ChosenDtype = Literal["auto", "float32", "bfloat16"]
+
+Runtime = Annotated[RuntimeConfig, Field(description="the training runtime")]
+Ranks = Annotated[int, MAY_CHANGE, Field(ge=1, description="training ranks; data parallel as far as tp, pp and cp leave")]
+# A resumed run is checked for the dtype that comes of it, see actors.folder.resume.
+RunDtype = Annotated[ChosenDtype, MAY_CHANGE, Field(description="of training and sampling; auto: bfloat16 with GPUs")]
+
+
+def resolve_dtype(dtype: ChosenDtype) -> Literal["float32", "bfloat16"]:
+    """``auto`` is bfloat16 on a cluster with GPUs, else float32."""
+    if dtype == "auto":
+        return "bfloat16" if ray.cluster_resources().get("GPU", 0) > 0 else "float32"
+    return dtype
+
+
+def _section_types(values: Mapping[str, Any]) -> dict[str, type[BaseConfig]]:
+    train = values.get("train", {})
+    plugins = train.get("plugins", ())
+    # One of them may register the runtime whose options these are.
+    import_plugins(re.findall(r"[\w.]+", plugins) if isinstance(plugins, str) else plugins)
+    return {BACKEND: BACKEND_CONFIGS.get(train.get("backend", "native"))}
+
+
+RANKS = OptionSet(
+    short={
+        "backend": "train.backend",
+        "plugins": "train.plugins",
+        **{name: f"{BACKEND}.parallel.{name}" for name in ParallelConfig.model_fields},
+        "seed": "train.seed",
+    },
+    follows={
+        f"{BACKEND}.param_dtype": Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
+    },
+    section_types=_section_types,
+    groups={
+        "training": ("seed",),
+        "layout": ("ranks", "backend", "plugins", *ParallelConfig.model_fields),
+    },
+    metavars={"plugins": "MODULE,..."},
+)
+
+
+def check_ranks(owner: str, train: RuntimeConfig, ranks: int, dtype: ChosenDtype) -> None:
+    """Refuses a layout that does not divide the ranks, and a dtype where the runtime has none to choose."""
+    try:
+        train.backend_cfg.parallel.data_parallel_size(ranks)
+    except ConfigError as error:
+        raise ConfigError.of(f"{owner}.ranks", ranks, str(error)) from None
+    if dtype != "auto" and not hasattr(train.backend_cfg, "param_dtype"):
+        raise ConfigError.of("dtype", dtype, f"runtime {train.backend!r} has no param_dtype; use auto")
+
+
+# Names of metric writers, which are also those of the packages that they need.
+BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+def writer_names(names: str | None) -> list[str]:
+    """The metric writers of ``metrics_to``; refuses those that are not installed or cannot be imported."""
+    wanted = list(dict.fromkeys(name for part in (names or "").split(",") if (name := part.strip())))
+    if wanted == ["none"]:
+        return []
+    for name in wanted:
+        if name not in BUILT_IN:
+            import_writer(name)
+        elif importlib.util.find_spec(name) is None:
+            problem = f"{name} is not installed: pip install {name}, or {instead_of(wanted)}"
+            raise ConfigError.of("metrics_to", name, problem)
+    return wanted
+
+
+def import_writer(name: str) -> Any:
+    """The class that ``package.module:Class`` names; refuses what cannot be imported."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        problem = f"cannot be imported ({error}); give package.module:Class, or one of {', '.join(BUILT_IN)}"
+        raise ConfigError.of("metrics_to", name, problem) from None
+
+
+def instead_of(names: Collection[str]) -> str:
+    """What to do without one of ``names``."""
+    return "leave it out" if len(names) > 1 else "give none"
+
 
 _OPTIMIZER = f"{BACKEND}.optimizer"
 _SAVES = HasEffect(lambda config: config.save_every, "save_every=0 saves no checkpoints; set it too")
 
 
 class RunModel(NamedTuple):
-    """A model of a run.
-
-    Attributes:
-        option: that names its directory.
-        path: Hugging Face directory.
-        head: what it ends in.
-        forward_only: whether it is never trained.
-        group: number of its training group.
-    """
+    """A model of a run: the option that names its directory, the directory, and its training group."""
 
     option: str
     path: str
@@ -64,6 +147,7 @@ TRAINING = RANKS | OptionSet(
         f"{_OPTIMIZER}.total_training_steps": Follows(
             lambda config: config.optimizer_steps,
             "follows from steps; set lr_decay_steps for a decay of another length",
+            # Longer than any warm-up, which is compared with it.
             until=1 << 31,
         ),
         "lora.seed": Follows(lambda config: config.seed),
@@ -104,8 +188,7 @@ HeldOutSets = Annotated[
 class TrainingOptions(BaseModel):
     """Model, data, resources and checkpoints: the options that every run has, for a configuration to take in.
 
-    Fields declare with :data:`~rl_backend.contracts.MAY_CHANGE` what a run that continues from a checkpoint may have
-    otherwise, see :mod:`actors.folder.resume`.
+    ``MAY_CHANGE`` marks the fields that a run that continues from a checkpoint may have otherwise.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -117,6 +200,7 @@ class TrainingOptions(BaseModel):
     train: Runtime
     ranks: Ranks = 1
     dtype: RunDtype = "auto"
+    # Configurations that take this in narrow the type: only runs that sample push adapters.
     lora: LoRAConfig = Field(default=LoRAOptions(), description="adapters over a frozen model, see docs/lora.md")
     dataset: Annotated[str, SAME_CONTENTS] = Field(
         min_length=1,
@@ -167,6 +251,7 @@ class TrainingOptions(BaseModel):
             raise ConfigError.of(f"{name}.seed", self.seed, "must be at least 0")
         if not optimizer.lr:
             raise ConfigError.of(f"{name}.lr", optimizer.lr, "must be above 0, or nothing is learned")
+        # Unless the data decide the steps, which nobody has read yet.
         if self.chooses_steps and 0 < self.optimizer_steps <= optimizer.warmup_steps:
             raise ConfigError.of(
                 f"{name}.lr_warmup_steps",
@@ -178,12 +263,12 @@ class TrainingOptions(BaseModel):
 
     @property
     def model(self) -> str:
-        """Hugging Face directory with config, safetensors and tokenizer, or a name on the Hub: ``train.hf_path``."""
+        """Hugging Face directory, or a name on the Hub."""
         return self.train.hf_path
 
     @property
     def seed(self) -> int:
-        """Fixes data order, samples and training: ``train.seed``."""
+        """Fixes data order, samples and training."""
         return self.train.seed
 
     @property
@@ -206,7 +291,7 @@ class TrainingOptions(BaseModel):
         return f"{self.ranks} training rank(s) of {self.train.backend}{layout}"
 
     def runtime_config(self) -> RuntimeConfig:
-        """Of the trained model, with what follows from other options; needs Ray, which knows the GPUs."""
+        """Of the trained model, with values that follow from other options; needs Ray, which knows the GPUs."""
         config: RuntimeConfig = filled(self, "train")
         return config
 
@@ -224,16 +309,11 @@ class TrainingOptions(BaseModel):
         return None
 
     def read_data(self) -> str:
-        """Reads all data that the run reads, as it reads them; says what there is. Of a run that samples, others read it.
-
-        Raises:
-            ConfigError, BatchError: data that cannot be used.
-        """
+        """Reads all data, as the run does, and says what there is. Data of runs that sample are read elsewhere."""
         return f"{len(read_examples(self.dataset, self.data, require_answer=False))} rows"
 
     @property
     def eval_sets(self) -> dict[str, EvalSet]:
-        """Held-out sets by name."""
         return sets_by_name(self.eval_dataset)
 
     @property
@@ -243,15 +323,11 @@ class TrainingOptions(BaseModel):
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the trained model in the whole run; its schedule ends with the last."""
+        """Optimizer steps of the trained model in the whole run."""
         return self.steps
 
     def other_optimizer(self, lr_option: str, **changes: Any) -> OptimizerConfig:
-        """The optimizer of a second model, whose peak learning rate is the option of that name.
-
-        Raises:
-            ConfigError: the trained model's schedule does not fit that rate; names the option.
-        """
+        """The optimizer of a second model, with the peak learning rate of the option ``lr_option``."""
         lr = getattr(self, lr_option)
         try:
             return self.train.backend_cfg.optimizer.replace(lr=lr, **changes)
@@ -265,7 +341,7 @@ class TrainingOptions(BaseModel):
         return True
 
     def with_known_steps(self) -> Self:
-        """With the length of the run as ``steps``; reads data where they decide it, and then raises as :meth:`read_data`."""
+        """With the length of the run as ``steps``; reads data where they decide it."""
         return self
 
     @property
@@ -289,11 +365,7 @@ class TrainingOptions(BaseModel):
 
 
 def with_local_model[C: TrainingOptions](config: C) -> C:
-    """With the folder of the model in place of a name on the Hub, see :func:`~rl_backend.data.hub.local_model`.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
+    """With the folder of the model in place of a name on the Hub."""
     folder = local_model(config.model, field=f"{type(config).__name__}.model")
     if folder == config.model:
         return config

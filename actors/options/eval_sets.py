@@ -18,7 +18,7 @@ _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "sto
 
 
 class EvalSet(BaseConfig):
-    """A held-out set, and how its prompts are answered. What is None is as the run has it.
+    """A held-out set, and how its prompts are answered; None is as the run has it.
 
     Attributes:
         path: rows, as of ``eval_dataset``.
@@ -49,27 +49,20 @@ class EvalSet(BaseConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.n is not None:
-            self._check_pass_at(self.n)
+        self._check_pass_at(self.n)
         return self
 
-    def _check_pass_at(self, n: int) -> None:
-        for k in self.pass_at or ():
-            if k > n:
-                raise ConfigError.of(
-                    "EvalSet.pass_at", k, f"pass@{k} is estimated from at least {k} responses, and n={n}; raise n"
-                )
+    def _check_pass_at(self, n: int | None) -> None:
+        k = max(self.pass_at or (0,))
+        if n is not None and k > n:
+            raise ConfigError.of("EvalSet.pass_at", k, f"pass@{k} needs at least {k} responses, and n={n}; raise n")
 
     def sampling(self, run: SamplingConfig, n: int = 1, *, greedy: bool = True) -> SamplingConfig:
-        """How the set's prompts are answered.
+        """How the set's prompts are answered; ``run``, ``n`` and ``greedy`` count where the set does not say.
 
         Args:
-            run: sampling of the run, for what the set does not say.
-            n: responses of each prompt where the set does not say.
-            greedy: a single response is the likeliest, where the set does not say.
-
-        Raises:
-            ConfigError: options that cannot work together.
+            n: responses of each prompt.
+            greedy: a single response is the likeliest.
         """
         n = self.n or n
         self._check_pass_at(n)
@@ -83,7 +76,7 @@ class EvalSet(BaseConfig):
 
 
 def _as_given(value: Any) -> Any:
-    """One of several paths alone is the path; text that begins with a brace is a mapping in JSON."""
+    # The flag may be given several times, once for each path.
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if value == "none":
@@ -103,11 +96,7 @@ type EvalDatasets = Annotated[str | tuple[str, ...] | dict[str, EvalSet] | None,
 
 
 def sets_by_name(given: str | Sequence[str] | Mapping[str, EvalSet] | None) -> dict[str, EvalSet]:
-    """A path is called by its last part without suffix.
-
-    Raises:
-        ConfigError: a name that metrics cannot have, or two paths of the same name.
-    """
+    """Name -> set; a path is called by its last part without suffix."""
     if isinstance(given, Mapping):
         for name in given:
             if not re.fullmatch(r"[\w.-]+", name):

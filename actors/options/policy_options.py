@@ -37,7 +37,7 @@ class PolicyLoss(BaseConfig):
     loss_scale_factor: Annotated[float | None, Field(gt=0), _DIVIDES] = None
 
     def function(self, longest_response: int, **options: Any) -> Loss:
-        """What ranks minimise, with further options."""
+        """What ranks minimise."""
         given = {name: value for name, value in self.model_dump(exclude={"name"}).items() if value is not None}
         if self.loss_agg_mode == "seq-mean-token-sum-norm":
             given.setdefault("loss_scale_factor", float(longest_response))
@@ -93,5 +93,5 @@ class PolicyLoRA(LoRAConfig):
 
 
 def tenant_config(lora: LoRAConfig) -> LoRAConfig:
-    """What a tenant is made with: these options without those of the run alone."""
+    """The options without those of a run alone."""
     return LoRAConfig(**{name: getattr(lora, name) for name in LoRAConfig.model_fields})

@@ -9,26 +9,25 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from actors.cluster.placement import ClusterShare
-from actors.options.config import TRAINING, HeldOutSets, TrainingConfig, TrainingOptions
+from actors.options.config import TRAINING, HeldOutSets, TrainingConfig, TrainingOptions, resolve_dtype
 from actors.options.eval_sets import sets_by_name
 from actors.options.policy_options import PolicyLoRA
-from actors.options.rank_options import resolve_dtype
 from actors.rollout.config import RolloutConfig, SamplingConfig, fitting_lengths, positions_of
 from actors.rollout.placement import with_share
 from actors.sync.staged_transports import TransportName
 from actors.train.model import RouterReplayMode
-from rl_backend.algorithm.episodes import Truncated
+from rl_backend.algorithm.sequences import Truncated
 from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, BaseConfig, ConfigError, HasEffect
-from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.rewards import OnFailure, RewardConfig, WeightedReward
 from rl_backend.environment import Limits
 from rl_backend.environment.conversation import OtherEnd
-from rl_backend.environment.parsers import PARSERS
 from rl_backend.environment.rendering import History
 from rl_backend.model.blocks import divisors, nearest
 from rl_backend.options.option_set import Follows, OptionSet, filled, get, has, options_of
 
 _EVALUATES = HasEffect(lambda config: config.eval_dataset, "needs an eval_dataset")
+_STALE = HasEffect(lambda config: config.max_staleness, "max_staleness=0 makes no stale samples; raise it")
 _WEIGHTS = HasEffect(
     lambda config: config.importance_options(),
     "importance={0.importance!r} and max_staleness={0.max_staleness} has no weights to cap; leave it out, or set importance "
@@ -37,7 +36,7 @@ _WEIGHTS = HasEffect(
 
 
 def fitted_lengths(kind: type[BaseModel], given: Mapping[str, Any], model_path: str) -> dict[str, int]:
-    """Lengths of prompts and responses that are not given, where their defaults are more than the model has positions for.
+    """Lengths of prompts and responses that are not given and whose defaults are too much for the model's positions.
 
     Args:
         model_path: place of the model's directory.
@@ -65,6 +64,7 @@ SAMPLED = OptionSet(
     },
     preset={"sampling.n": 8, "sampling.max_new_tokens": 512},
     follows={
+        # Stand-ins are the least that RolloutConfig takes.
         "rollout.model_path": Follows(lambda config: config.model, "engines sample from the trained model", until="-"),
         "rollout.dtype": Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
         "rollout.placement": Follows(lambda config: config.placement),
@@ -116,7 +116,7 @@ class SampledOptions(BaseModel):
     sample_ahead: int | None = Field(
         default=None, ge=0, description="batches sampled while earlier ones are trained on; none: max_staleness"
     )
-    stale_samples: Literal["drop", "correct"] = Field(
+    stale_samples: Annotated[Literal["drop", "correct"], _STALE] = Field(
         default="drop", description="samples older than max_staleness: leave out, or train on with importance weights"
     )
     importance: Literal["auto", "off", "truncate", "mask"] = Field(
@@ -150,25 +150,16 @@ class SampledOptions(BaseModel):
             raise ConfigError.of(f"{name}.updates_per_step", updates, problem)
         if not 0 < self.sampling.temperature < math.inf:
             raise ConfigError.of(f"{name}.temperature", self.sampling.temperature, "must be above 0 and finite")
-        if self.max_staleness == 0 and self.sample_ahead:
-            raise ConfigError.of(
-                f"{name}.sample_ahead",
-                self.sample_ahead,
-                "max_staleness=0 is strictly on-policy, and nothing can be sampled ahead; raise max_staleness",
-            )
-        if self.max_staleness and self.sample_ahead == 0:
-            raise ConfigError.of(
-                f"{name}.sample_ahead", 0, "sampling and training would take turns; use max_staleness=0 for that"
-            )
-        if self.stale_samples == "correct" and not self.max_staleness:
-            raise ConfigError.of(f"{name}.stale_samples", "correct", "max_staleness=0 makes no stale samples; raise it")
+        if self.sample_ahead is not None and bool(self.sample_ahead) != bool(self.max_staleness):
+            problem = f"max_staleness={self.max_staleness}: set both to 0, strictly on-policy, or neither"
+            raise ConfigError.of(f"{name}.sample_ahead", self.sample_ahead, problem)
+        # Weights are the trainer's probability over the engine's, which a cut makes 0 for tokens that are never sampled.
         for cut in self.sampling.cuts if self.importance_options() else ():
             raise ConfigError.of(
                 f"{name}.{cut}",
                 getattr(self.sampling, cut),
-                f"importance={self.importance!r} with max_staleness={self.max_staleness} weighs tokens by the trainer's "
-                "probability over the engine's, and cannot make up for tokens that are never sampled; leave it out, or set "
-                "importance to off",
+                f"importance={self.importance!r} with max_staleness={self.max_staleness} cannot make up for tokens that are "
+                "never sampled; leave it out, or set importance to off",
             )
         if self.importance == "off" and self.stale_samples == "correct":
             raise ConfigError.of(
@@ -182,12 +173,12 @@ class SampledOptions(BaseModel):
 
     @property
     def eval_sampling(self) -> dict[str, SamplingConfig]:
-        """How each held-out set is answered: greedily, or as it says; several responses of a prompt as in training."""
+        """How each held-out set is answered."""
         return {name: each.sampling(self.sampling) for name, each in sets_by_name(self.eval_dataset).items()}
 
     @property
     def stops_at_strings(self) -> bool:
-        """Whether responses, in training or to a held-out set, end at a text, which engines look for."""
+        """Whether engines look for texts that end a response, in training or of a held-out set."""
         return any(each.stop_strings for each in (self.sampling, *self.eval_sampling.values()))
 
     @property
@@ -204,7 +195,7 @@ class SampledOptions(BaseModel):
         return self.max_staleness if self.sample_ahead is None else self.sample_ahead
 
     def meta(self) -> dict[str, Any]:
-        """Facts of every batch."""
+        """Meta of every batch."""
         meta = {"temperature": self.sampling.temperature, "calculate_entropy": self.entropy_coef > 0}
         # Routes of runtimes and of samples are for the layers with experts alone.
         return meta if self.router_replay == "off" else meta | {"routed_experts_layers": "moe"}
@@ -218,7 +209,6 @@ class SampledOptions(BaseModel):
         return {}
 
     def rollout_config(self, share: ClusterShare) -> RolloutConfig:
-        """Of the engines, with their share of the cluster."""
         return with_share(filled(self, "rollout"), share)
 
     def sampling_facts(self) -> list[str]:
@@ -240,7 +230,6 @@ REWARDS = OptionSet(
         "on_reward_failure": "rewards.on_failure",
     },
 )
-"""Of reward functions."""
 
 
 class RLConfig(SampledOptions, TrainingOptions, BaseConfig):
@@ -268,12 +257,10 @@ class RLConfig(SampledOptions, TrainingOptions, BaseConfig):
 
     @property
     def reward(self) -> str | dict[str, WeightedReward]:
-        """The reward functions: ``rewards.functions``."""
         return self.rewards.functions
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt with the longest response."""
         return self.max_prompt_tokens + self.sampling.max_new_tokens
 
     @property
@@ -303,7 +290,7 @@ _EPISODE_TOKENS = "limits.episode_tokens"
 
 
 def _fitted_to_episodes(kind: type[BaseModel], given: Mapping[str, Any]) -> dict[str, int]:
-    """Lengths that are not given are at most the model's positions."""
+    # Lengths that are not given are at most the model's positions.
     positions = _positions(given, "train.hf_path")
     if positions is None:
         return {}
@@ -359,8 +346,8 @@ class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
     score: Annotated[str | None, SAME_CONTENTS] = Field(
         default=None, description="function of a group's episodes, whose rewards are added to theirs"
     )
-    tool_format: Annotated[str, _STEPS] = Field(
-        default="hermes", min_length=1, description="of the calls that the model writes: hermes, json or pythonic"
+    tool_format: Annotated[Literal["hermes", "json", "pythonic"], _STEPS] = Field(
+        default="hermes", description="of the calls that the model writes; a player may have another"
     )
     on_cut: Annotated[Literal["continue", "end"], _STEPS] = Field(
         default="continue", description="a turn that is cut by max_response_tokens: continue the episode, or end it"
@@ -399,23 +386,17 @@ class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
         if (self.environment is None) == (self.player is None):
             problem = "give either an environment, which is stepped, or a player, which samples by itself"
             raise ConfigError.of(f"{name}.environment", self.environment, problem)
-        if self.tool_format not in PARSERS:
-            problem = (
-                f"expected {', '.join(PARSERS)}; for another parser, also of vLLM, give a player: a SteppedPlayer whose "
-                "StepOptions have the function as tool_format"
-            )
-            raise ConfigError.of(f"{name}.tool_format", self.tool_format, problem)
-        for option in ("step_seconds", "tool_calls") if self.player is not None else ():
-            if getattr(self.limits, option) is not None:
-                problem = "a player has neither steps nor tools that the run knows of; leave it out"
-                raise ConfigError.of(f"{name}.limits.{option}", getattr(self.limits, option), problem)
+        unused = {}
         if self.is_set("max_prompt_tokens"):
-            problem = "environments make their prompts; set max_episode_tokens"
-            raise ConfigError.of(f"{name}.max_prompt_tokens", self.max_prompt_tokens, problem)
+            unused["max_prompt_tokens"] = "environments make their prompts; set max_episode_tokens"
+        for option in ("step_seconds", "tool_calls"):
+            if self.player is not None and getattr(self.limits, option) is not None:
+                unused[f"limits.{option}"] = "a player has neither steps nor tools that the run knows of; leave it out"
         for option in DataConfig.model_fields:
             if option != "chat_template_kwargs" and self.data.is_set(option):
-                problem = "an environment is given the row as it stands; leave it out"
-                raise ConfigError.of(f"{name}.{option}", getattr(self.data, option), problem)
+                unused[f"data.{option}"] = "an environment is given the row as it stands; leave it out"
+        for option, problem in unused.items():
+            raise ConfigError.of(f"{name}.{option}", get(self, option), problem)
         if self.sampling.max_new_tokens >= self.limits.episode_tokens:
             problem = f"max_episode_tokens={self.limits.episode_tokens} must hold a prompt and a turn; use less"
             raise ConfigError.of(f"{name}.max_response_tokens", self.sampling.max_new_tokens, problem)
@@ -439,7 +420,6 @@ class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
 
     @property
     def task(self) -> str:
-        """For people."""
         return f"environment {self.environment}" if self.environment else f"player {self.player}"
 
     def facts(self) -> list[str]:
@@ -454,18 +434,11 @@ class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
 
 
 SampledConfig = RLConfig | EpisodeConfig
-"""Of a run that samples."""
-
 RunConfig = TrainingConfig | SampledConfig
-"""Of any run."""
 
 
 def _require_room(config: SampledConfig, longest_is: str) -> None:
-    """Raises :class:`ConfigError` where ranks have no sequence, or a sequence does not fit.
-
-    Args:
-        longest_is: what ``longest_sequence`` is made of.
-    """
+    """Refuses ranks without a sequence and sequences that do not fit; ``longest_is`` the sum that is too long."""
     name = type(config).__name__
     if config.sequences_per_update < config.data_parallel_size:
         raise ConfigError.of(
@@ -474,16 +447,13 @@ def _require_room(config: SampledConfig, longest_is: str) -> None:
             f"an update has {config.sequences_per_update} responses; each of {config.data_parallel_size} data-parallel "
             "ranks needs one; use fewer ranks, or more prompts_per_step",
         )
-    for field, tokens in (
-        ("max_tokens_per_micro_batch", config.train.max_tokens_per_micro_batch),
-        ("rollout.max_model_len", config.rollout.max_model_len),
+    trained = f"must hold one sequence: {longest_is} = {config.longest_sequence}"
+    held_out = f"a held-out set needs {config.longest_sampled}: max_prompt_tokens and its max_new_tokens"
+    micro_batch, engine = config.train.max_tokens_per_micro_batch, config.rollout.max_model_len
+    for field, tokens, needed, problem in (
+        ("max_tokens_per_micro_batch", micro_batch, config.longest_sequence, trained),
+        ("rollout.max_model_len", engine, config.longest_sequence, trained),
+        ("rollout.max_model_len", engine, config.longest_sampled, held_out),
     ):
-        if config.longest_sequence > tokens:
-            problem = f"must hold one sequence: {longest_is} = {config.longest_sequence}"
+        if needed > tokens:
             raise ConfigError.of(f"{name}.{field}", tokens, problem)
-    if config.longest_sampled > config.rollout.max_model_len:
-        raise ConfigError.of(
-            f"{name}.rollout.max_model_len",
-            config.rollout.max_model_len,
-            f"a held-out set needs {config.longest_sampled}: max_prompt_tokens and its max_new_tokens",
-        )

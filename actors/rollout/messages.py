@@ -255,7 +255,7 @@ class Sample:
         return [span.version for span in self.version_spans for _ in range(span.tokens)]
 
     def with_routes(self, sequence: TokenSequence) -> TokenSequence:
-        """Adds the sample's routes to its sequence, as :mod:`rl_backend.contracts.routed_experts` has them.
+        """Adds the sample's routes to its sequence, as :mod:`rl_backend.contracts.replay` has them.
 
         They are for the layers with experts alone: a replay needs ``meta["routed_experts_layers"] = "moe"``. The last token
         has none. The weight versions of routes and sample go along, and a replay refuses them where they differ.

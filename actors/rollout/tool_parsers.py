@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_backend.contracts import ConfigError
-from rl_backend.environment.parsers import Attempt, CallParser, ParsedTurn
+from rl_backend.environment.tool_call_parsers import Attempt, CallParser, ParsedTurn
 
 # Where parsers have the text that begins a call: they return no calls at all where one of several is broken, and a turn with
 # that text is kept as an attempt that could not be read.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from actors.collect.episodes import EpisodeBatch as EpisodeBatch
     from actors.collect.held_out import HeldOutResult as HeldOutResult
     from actors.collect.prompts import TrainingBatch as TrainingBatch
-    from actors.folder.start import RunFinishedError as RunFinishedError
+    from actors.folder.resume import RunFinishedError as RunFinishedError
     from actors.options.config import RunModel as RunModel
     from actors.options.config import TrainingConfig as TrainingConfig
     from actors.options.eval_sets import EvalSet as EvalSet
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from actors.run.command_line import run_command as run_command
     from actors.run.evaluation import EvalConfig as EvalConfig
     from actors.run.evaluation import evaluate as evaluate
-    from actors.run.result import RunResult as RunResult
     from actors.run.run import OnStep as OnStep
+    from actors.run.sampling import RunResult as RunResult
     from actors.run.stop import StopRequest as StopRequest
     from actors.train.model import GroupModel as GroupModel
     from actors.train.model import update_metrics as update_metrics
@@ -61,9 +61,9 @@ _MODULES = {
     "Phases": "actors.watch.console",
     "PolicyLoss": "actors.options.policy_options",
     "RLConfig": "actors.options.sampled_config",
-    "RunFinishedError": "actors.folder.start",
+    "RunFinishedError": "actors.folder.resume",
     "RunModel": "actors.options.config",
-    "RunResult": "actors.run.result",
+    "RunResult": "actors.run.sampling",
     "StopRequest": "actors.run.stop",
     "TrainingBatch": "actors.collect.prompts",
     "TrainingConfig": "actors.options.config",
@@ -84,43 +84,7 @@ _MODULES = {
     "write_report": "rl_backend.lab.report.page",
 }
 
-__all__ = [
-    "Advantage",
-    "EpisodeBatch",
-    "EpisodeConfig",
-    "EvalConfig",
-    "EvalSet",
-    "Follows",
-    "GroupModel",
-    "HeldOutResult",
-    "MetricsWriter",
-    "OnStep",
-    "OptionSet",
-    "Phases",
-    "PolicyLoss",
-    "RLConfig",
-    "RunFinishedError",
-    "RunModel",
-    "RunResult",
-    "StopRequest",
-    "TrainingBatch",
-    "TrainingConfig",
-    "announce",
-    "evaluate",
-    "kl_metrics",
-    "overlaid",
-    "parse_config",
-    "positions_of",
-    "rewards_of_tokens",
-    "run_command",
-    "to_sequences",
-    "update_metrics",
-    "update_parts",
-    "with_advantages",
-    "with_episode_gae",
-    "with_outputs",
-    "write_report",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

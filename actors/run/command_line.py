@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import EXIT_TERMINATED, RunTerminated
-from actors.folder.start import RunFinishedError
+from actors.folder.resume import RunFinishedError
 from rl_backend.contracts import BaseConfig, ClusterLostError, EngineDeadError, RLBackendError
 from rl_backend.options.command_line import in_flags, parse_config
 
@@ -19,13 +19,12 @@ RUN_AGAIN = "start the run again; --resume auto continues from its newest checkp
 def run_command(main: Callable[..., None], config_type: type[BaseConfig] | None = None, description: str = "") -> None:
     """Runs ``main`` and ends the process with its status.
 
-    Our errors become one message and status 2; a run that had finished says so with status 0; Ctrl-C is status 130,
-    SIGTERM status 143. A run that either ends between two steps has the same status as one that is cut short.
+    Our errors become one message and status 2; a run that had finished says so with status 0; Ctrl-C is status 130, SIGTERM
+    status 143, also of a run that either ends between two steps.
 
     Args:
         main: takes the options, if there is a type of them.
         config_type: of the options, which are read from the command line; errors then name flags in place of fields.
-        description: of the command, for ``--help``.
     """
     config: BaseConfig | None = None
     try:
@@ -45,6 +44,7 @@ def run_command(main: Callable[..., None], config_type: type[BaseConfig] | None 
         _leave(2, lost=isinstance(error, ClusterLostError))
     except RunTerminated:
         print("stopped by SIGTERM", file=sys.stderr)
+        # 128 + the signal's number, as shells and schedulers expect it.
         _leave(EXIT_TERMINATED, lost=cluster_loss() is not None)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

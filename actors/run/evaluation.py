@@ -1,4 +1,4 @@
-"""An evaluation alone: held-out sets answered with the weights of a model directory."""
+"""Engines without training: an evaluation of held-out sets, and one episode shown."""
 
 from __future__ import annotations
 
@@ -14,25 +14,30 @@ from actors.checks.machine import require_engines
 from actors.checks.model import require_readable_weights, require_whole_model
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
+from actors.collect.episodes import group_tasks, turn_sampling
 from actors.collect.held_out import HeldOutResult, load_held_out, warn_of_unknown
+from actors.collect.inputs import load_episode_inputs, load_scorer
 from actors.collect.prompts import answer
-from actors.collect.reward_scores import load_scorer
 from actors.collect.stop_tokens import Ends
+from actors.collect.transcripts import transcript
 from actors.folder.lock import require_writable, usable_run_dir
+from actors.options.config import ChosenDtype, resolve_dtype, with_local_model
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
-from actors.options.rank_options import ChosenDtype, resolve_dtype
-from actors.options.sampled_config import REWARDS, fitted_lengths
+from actors.options.sampled_config import REWARDS, EpisodeConfig, fitted_lengths
 from actors.rollout.config import RolloutConfig, SamplingConfig, more_than, positions_of
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.placement import with_share
+from actors.rollout.tokens import RolloutTokens
 from actors.run.session import log_of_engines, ray_is
-from actors.watch.console import Phases
+from actors.watch.console import Phases, warn
 from rl_backend.checkpoint.durable_commit import replace_text
 from rl_backend.contracts import BaseConfig, ConfigError
-from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.hub import local_model
 from rl_backend.data.prompts import load_prompts, load_tokenizer
 from rl_backend.data.rewards import RewardConfig
+from rl_backend.environment.groups import PlayOptions, play_groups
+from rl_backend.environment.playing import run_episodes
 from rl_backend.lab.text import count, json_text
 from rl_backend.options.option_set import Follows, OptionSet, filled, gives, read_options, write_options
 
@@ -102,7 +107,7 @@ class EvalConfig(BaseConfig):
 
     @property
     def model(self) -> str:
-        """Hugging Face directory with config, safetensors and tokenizer: ``rollout.model_path``."""
+        """Hugging Face directory with config, safetensors and tokenizer."""
         return self.rollout.model_path
 
     @property
@@ -119,7 +124,6 @@ class EvalConfig(BaseConfig):
 
     @property
     def eval_sampling(self) -> dict[str, SamplingConfig]:
-        """How each set is answered."""
         one, given = self.sampling, gives(self, "sampling.temperature")
         several = one if one.temperature or given else one.replace(temperature=1.0)
         sets = self.eval_sets.items()
@@ -133,10 +137,8 @@ class EvalConfig(BaseConfig):
 
 
 def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[str, HeldOutResult]:
-    """Answers and scores held-out sets with the weights of a model directory.
-
-    Args:
-        rollout: open engines, with the weights that they have; None starts those that ``config`` asks for.
+    """Answers and scores held-out sets with the weights of a model directory, on open engines or those that ``config``
+    wants.
 
     Returns:
         Results by the names of the sets; with ``config.out`` they are also in ``evaluation.json`` there, and every answer in
@@ -147,7 +149,10 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
             cannot be used, before anything is started.
     """
     if config.out is not None:
-        _check_out(config.out)
+        with usable_run_dir(config.out, _OUT):
+            if (Path(config.out) / RESULTS).exists():
+                raise ConfigError.of(_OUT, config.out, f"has {RESULTS} already; choose a new folder")
+        require_writable(config.out, _OUT)
     model = local_model(config.model, field="EvalConfig.model")
     config = config.replace(rollout=config.rollout.replace(model_path=model)) if model != config.model else config
     _check_model(config)
@@ -186,13 +191,6 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
     return {result.held_out.name: result for result in results}
 
 
-def _check_out(out: str) -> None:
-    with usable_run_dir(out, _OUT):
-        if (Path(out) / RESULTS).exists():
-            raise ConfigError.of(_OUT, out, f"has {RESULTS} already; choose a new folder")
-    require_writable(out, _OUT)
-
-
 def _check_model(config: EvalConfig) -> None:
     model = config.model
     require_whole_model("EvalConfig.model", model)
@@ -213,3 +211,32 @@ def _write(folder: Path, config: EvalConfig, results: Sequence[HeldOutResult], t
         metrics = {name: value for result in results for name, value in result.metrics.items()}
         facts = {"config": config.model_dump(mode="json"), "metrics": metrics}
         replace_text(folder / RESULTS, json_text(facts, indent=2) + "\n")
+
+
+def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | None = None) -> str:
+    """Plays the environment of a row of the data set, counted from 0, and describes the episode for people.
+
+    Raises:
+        ConfigError, BatchError, UnsupportedError: as a run with these options, before anything is started.
+        EpisodeFailedError: the score of the episode failed.
+    """
+    config = with_local_model(config)
+    phases = Phases()
+    with phases.phase("data", f"reading {config.dataset}, and {config.task}"):
+        inputs = load_episode_inputs(config)
+    if not 0 <= row < len(inputs.rows):
+        raise ConfigError.of("row", row, f"{config.dataset} has {len(inputs.rows)} rows, counted from 0")
+    with ExitStack() as stack:
+        if rollout is None:
+            require_engines(config.rollout)
+            with phases.phase("ray", ray_is()):
+                stack.enter_context(ray_session(0, 1))
+            wanted = filled(config, "rollout").replace(num_engines=1, require_push=False)
+            with phases.phase("engines", "starting a vLLM engine, which loads the model"):
+                rollout = stack.enter_context(RolloutGroup(with_share(wanted, share_cluster(0, 1))))
+        source = RolloutTokens(rollout, turn_sampling(config.sampling, inputs.ends))
+        tasks = group_tasks([inputs.rows[row]], 0, 1, config.seed)
+        options = PlayOptions(filled(config, "limits"), "zero", score=inputs.score, on_blocked=warn)
+        with phases.phase("episode", f"row {row} of {config.dataset}"):
+            (group,) = run_episodes(play_groups(inputs.player, tasks, source, options))
+    return transcript(group.episodes[0], inputs.tokenizer)

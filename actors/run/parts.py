@@ -37,20 +37,13 @@ class ModelRecipe:
 
 
 class Parts:
-    """Session, training groups, models, engines, and the sync between the policy and the engines.
+    """What a run works with: session, training groups, models, engines, and the sync between policy and engines.
 
-    Models are stable references: when a training group is lost, :meth:`replace_group` points those that it had at another
-    one. Use as a context manager, which ends before the session does.
+    Use as a context manager, which ends before the session does.
 
     Args:
-        config: of the run.
-        session: groups and engines.
-        phases: of the start.
         owner: begins the names of LoRA tenants, which runs on the session must not share.
         borrowed: the session goes on after the run, which removes its tenants and adapters.
-
-    Attributes:
-        groups: training groups, by number.
     """
 
     def __init__(self, config: RunConfig, session: Session, phases: Phases, *, owner: str, borrowed: bool) -> None:
@@ -65,7 +58,6 @@ class Parts:
 
     @property
     def rollout(self) -> RolloutGroup:
-        """Engines of a run that samples."""
         assert self._session.rollout is not None  # Session.require, and open_session, have seen to it
         return self._session.rollout
 
@@ -75,7 +67,6 @@ class Parts:
         return max(group.peak_memory for group in self.groups)
 
     def build(self, recipe: ModelRecipe) -> GroupModel:
-        """Builds a model."""
         model = self._make(recipe)
         self._built.append((recipe, model))
         return model
@@ -85,6 +76,7 @@ class Parts:
 
         Their references stay, and engines get weights from the new group. A checkpoint is to be loaded next.
         """
+        # References that loops hold stay: only what they point at changes.
         lost, self.groups[number] = self.groups[number], group
         for recipe, model in self._built:
             if model.group is lost:
@@ -109,7 +101,6 @@ class Parts:
             self._sync = enter(WeightSync(policy.group, rollout, policy.handle, transport=transport, merged=merged))
 
     def push(self) -> PushReport:
-        """Brings the policy's present weights to the engines."""
         assert self._sync is not None, "connect comes first"
         return self._sync.push()
 
@@ -117,6 +108,7 @@ class Parts:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        # An engine lets go of an adapter before its tenant goes.
         try:
             self._connection.__exit__(*error)
         finally:

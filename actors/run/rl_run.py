@@ -1,41 +1,39 @@
-"""A run whose engines answer prompts, and whose reward functions score the answers."""
+"""Runs that sample: engines answer prompts (:class:`RLRun`), or play episodes of many turns (:class:`EpisodeRun`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from actors.collect.inputs import load_inputs
+from actors.collect.episodes import EpisodeBatch, EpisodeSource, turn_sampling
+from actors.collect.inputs import load_episode_inputs, load_inputs
 from actors.collect.prompts import PromptSource, TrainingBatch
-from actors.options.sampled_config import RLConfig
+from actors.options.sampled_config import EpisodeConfig, RLConfig
 from actors.rollout.group.group import RolloutGroup
-from actors.run.result import RunResult
+from actors.rollout.tokens import RolloutTokens
 from actors.run.run import OnStep, Run
+from actors.run.sampling import RunResult
 from actors.run.session import Session
 from actors.run.stop import StopRequest
 from actors.sync.report import PushReport
 from actors.train.model import GroupModel
+from actors.watch.console import warn
 
 
 class RLRun(Run[RLConfig]):
-    """A run that samples: batches of prompts are answered by engines, scored, and trained on::
+    """Engines answer batches of prompts, which are scored and trained on::
 
-        with RLRun(config) as run:
-            policy = run.build_model("policy")
-            run.begin("Mine", {"policy": policy})
-            for step in run.steps():
-                batch = run.collect()
-                ...  # updates of the policy
-                run.lap("train")
-                run.push()
-                run.end_step(batch.metrics | update_metrics(updates))
-            run.save_model(policy)
-            result = run.finish()
-
-    Args:
-        config, session, on_step, label, stop: see :class:`~actors.run.run.Run`.
-
-    Attributes:
-        inputs: tokenizer, reward functions and prompts.
+    with RLRun(config) as run:
+        policy = run.build_model("policy")
+        run.begin("Mine", {"policy": policy})
+        for step in run.steps():
+            batch = run.collect()
+            ...  # updates of the policy
+            run.lap("train")
+            run.push()
+            run.end_step(batch.metrics | update_metrics(updates))
+        run.save_model(policy)
+        result = run.finish()
     """
 
     def __init__(
@@ -86,4 +84,48 @@ class RLRun(Run[RLConfig]):
 
     def finish(self) -> RunResult:
         """After the last step; also writes ``summary.json``."""
+        return self._sampled.finish()
+
+
+class EpisodeRun(Run[EpisodeConfig]):
+    """Engines play groups of episodes, which are trained on. The loop is that of :class:`RLRun`, with
+    ``episode_sequences(batch.episodes, truncated=config.truncated)`` and ``episode_parts(sequences, batch.groups, ...)``.
+    """
+
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        session: Session | None = None,
+        on_step: OnStep | None = None,
+        *,
+        label: str = "",
+        stop: StopRequest | None = None,
+    ) -> None:
+        super().__init__(config, session, on_step, label=label, stop=stop)
+        with self.phase("data", f"reading {self.config.dataset}, and {self.config.task}"):
+            self.inputs = load_episode_inputs(self.config)
+
+    def begin(self, title: str, trained: Mapping[str, GroupModel], facts: Sequence[str] = ()) -> None:
+        config, inputs, start = self.config, self.inputs, self.start
+
+        def open_source(rollout: RolloutGroup, adapter: str | None) -> EpisodeSource:
+            return EpisodeSource(
+                config,
+                inputs,
+                lambda sampling: RolloutTokens(rollout, turn_sampling(sampling, inputs.ends), adapter=adapter),
+                start=start.progress.position,
+                on_warning=partial(warn, label=self.label),
+            )
+
+        known = [f"{len(inputs.rows)} rows", config.task, *inputs.notes, *config.facts(), *facts]
+        self._begin_sampling(title, trained, known, config, inputs, open_source)
+
+    def collect(self) -> EpisodeBatch:
+        batch: EpisodeBatch = self._sampled.collect(self._step, self._clock)
+        return batch
+
+    def push(self) -> PushReport:
+        return self._sampled.push(self._step, self.lap)
+
+    def finish(self) -> RunResult:
         return self._sampled.finish()

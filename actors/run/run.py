@@ -13,10 +13,10 @@ import xxhash
 
 from actors.checks.preflight import check_start
 from actors.collect.collector import CollectedBatch, Source
+from actors.folder.checkpoints import StreamPosition
 from actors.folder.folder import RunFolder
 from actors.folder.lock import RunLock, usable_run_dir
-from actors.folder.progress import StreamPosition
-from actors.folder.start import find_start
+from actors.folder.resume import find_start
 from actors.options.config import with_local_model
 from actors.options.policy_options import tenant_config
 from actors.options.sampled_config import RunConfig, SampledConfig
@@ -27,16 +27,16 @@ from actors.run.saver import RunSaver
 from actors.run.session import Session, borrowed_session, open_session, require_paths
 from actors.run.stop import StopRequest
 from actors.train.model import GroupModel, RouterReplayMode
-from actors.watch.clock import Clock
 from actors.watch.console import Phases, StepLines, command_began, say, say_facts, warn
 from actors.watch.health_metrics import HealthWarnings
+from actors.watch.metrics import Clock
 from actors.watch.trace import TraceSource
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import Head, OptimizerConfig
 from rl_backend.lab.text import as_number, finite
 
+# Of a checkpoint's state: metrics of its step and health, under names that checkpoints have.
 _METRICS, _HEALTH = "metrics", "vital_signs"
-"""Of a checkpoint's state: metrics of its step, as :func:`~rl_backend.lab.text.json_text` writes them, and health."""
 
 type OnStep = Callable[[int, dict[str, float]], None]
 """Called after each step with its number and metrics."""
@@ -60,14 +60,10 @@ class Run[C: RunConfig]:
     Args:
         config: read and checked when the object is made: nothing is started for a run that cannot begin.
         session: open training groups and engines, which stay open; None opens them for this run.
-        on_step: called after each step.
         label: begins every line that the run prints.
         stop: ends the run after the step that it is in; None lets SIGTERM and Ctrl-C do that, in the main thread.
 
     Attributes:
-        start: where the run begins.
-        session: inside the context, what it works with.
-        folder: inside the context, what it writes.
         last_metrics: those of the last step, as :meth:`end_step` was given them; at first those of the checkpoint's step.
 
     Raises:
@@ -91,6 +87,7 @@ class Run[C: RunConfig]:
         self._phases = Phases(label, self._began)
         self.config = config = with_local_model(config)
         self.label = label
+        # In the order of what it costs: nothing is started for a run that cannot begin.
         self.start = find_start(config)
         check_start(config, session_is_open=session is not None)
         self._borrowed = session
@@ -166,11 +163,10 @@ class Run[C: RunConfig]:
         return self._phases.phase(name, waits_for)
 
     def begin(self, title: str, trained: Mapping[str, GroupModel], facts: Sequence[str] = ()) -> None:
-        """Restores the models of the checkpoint that the run continues, if any, and prints what the run is.
+        """Restores the models of the checkpoint that the run continues, if any, and prints what the run is, with ``facts``.
 
         Args:
             trained: the models that checkpoints hold, by the names of their directories.
-            facts: further words for the line.
         """
         self._restore(trained)
         say_facts(f"{self.label}{title}", [*facts, *self.start.describe()])
@@ -197,21 +193,21 @@ class Run[C: RunConfig]:
         self._saver.finish()
 
     def lap(self, phase: str) -> None:
-        """Ends a phase of the step: the metrics ``seconds/<phase>`` and ``tokens_per_second/<phase>``.
-
-        The tokens are those of passes whose results have come since the last lap, of the trained model that had most.
+        """Ends a phase of the step: the metrics ``seconds/<phase>`` and ``tokens_per_second/<phase>``, of results that have
+        come.
         """
+        # Of the trained model that had most: models of different groups compute at the same time.
         self._clock.lap(phase, max((model.tokens.take() for model in self._trained), default=0))
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
         """Saves a checkpoint if one is due, logs and prints the step, warns, and commits what is saved by now.
 
-        Args:
-            metrics: those of :data:`~actors.watch.console.SHOWN` are printed, as many as a line has room for. The run adds
-                ``tokens_per_second/<phase>`` and ``peak_memory_gib``, of the rank that has held most so far.
+        The run adds ``tokens_per_second/<phase>`` and ``peak_memory_gib``, of the rank that has held most so far, to
+        ``metrics``.
         """
         step, clock, sampling = self._step, self._clock, self._sampling
         self.last_metrics = dict(metrics)
+        # First: with async_save files are written while the step is evaluated.
         self._saver.save(step, clock)
         measured = {**metrics, **clock.rates, "peak_memory_gib": self._parts.peak_memory / 2**30}
         warnings = self._health.warnings(step, measured)
@@ -225,6 +221,7 @@ class Run[C: RunConfig]:
         self._lines.end(step, measured, clock.seconds)
         for warning in warnings:
             warn(warning, self.label)
+        # After the logs: a checkpoint says how long they are.
         self._saver.commit(step, self._state(), self._position)
         if self._on_step:
             self._on_step(step, measured)
@@ -256,7 +253,6 @@ class Run[C: RunConfig]:
         raise stopped
 
     def _state(self) -> dict[str, Any]:
-        """What a run that continues after this step takes over, by the part that wants it back."""
         sampling = {} if self._sampling is None else self._sampling.state
         return {**sampling, _HEALTH: self._health.state, _METRICS: finite(self.last_metrics, json.dumps)}
 
@@ -279,13 +275,6 @@ class Run[C: RunConfig]:
         inputs: SampledInputs,
         open_source: Callable[[RolloutGroup, str | None], Source[Any, B]],
     ) -> None:
-        """As :meth:`begin`; also pushes the weights of the first of ``trained``, and evaluates them.
-
-        Args:
-            config: of this run.
-            inputs: that it has read.
-            open_source: of engines, and of the adapter that samples; None for the weights alone.
-        """
         self._restore(trained)
         policy = next(iter(trained.values()))
         self._parts.connect(policy, config.transport)

@@ -1,28 +1,102 @@
-"""The sampling half of a run: a batch for each step, a push after it, held-out sets where they are due."""
+"""The sampling half of a run: a batch for each step, a push after it, held-out sets where they are due, and the result."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from actors.collect.collector import CollectedBatch, Collector, Source
 from actors.collect.held_out import HeldOutResult, HeldOutSet, warn_of_unknown
 from actors.collect.sample_metrics import unknown_tokens
+from actors.folder.checkpoints import Progress, StreamPosition
 from actors.folder.folder import RunFolder
-from actors.folder.progress import Progress, StreamPosition
 from actors.options.sampled_config import SampledConfig
-from actors.run.result import RunResult, Totals
 from actors.sync.report import PushReport
-from actors.watch.clock import Clock
 from actors.watch.console import Phases, say
+from actors.watch.metrics import Clock
 from rl_backend.contracts import RLBackendError
 from rl_backend.lab.text import count, duration
 
 
-class SampledInputs(Protocol):
-    """What any run that samples has read."""
+@dataclass(frozen=True)
+class RunResult:
+    """What a run has come to; of a run that was resumed, all its parts together.
 
+    Attributes:
+        held_out_reward_before: mean reward of the responses to the first held-out set; None without one.
+        max_log_prob_gap: largest mean in a step of the difference between trainer and engine, in nats; with stale samples
+            also between new weights and old.
+        seconds: of the whole run, from the beginning of the command.
+        start_seconds: of them, until the first step began.
+        step_seconds: of them, in training steps.
+        held_out_before: estimates of all held-out sets, by their names as metrics.
+    """
+
+    held_out_reward_before: float | None
+    held_out_reward_after: float | None
+    max_log_prob_gap: float
+    seconds: float
+    start_seconds: float
+    step_seconds: float
+    held_out_before: Mapping[str, float] = field(default_factory=dict)
+    held_out_after: Mapping[str, float] = field(default_factory=dict)
+
+
+class Totals:
+    """What a run that samples has come to so far; ``earlier`` is the :attr:`state` of the run that this one continues."""
+
+    def __init__(self, earlier: Mapping[str, Any], began: float) -> None:
+        self._began = began
+        self._reward_before: float | None = earlier.get("held_out_reward_before")
+        self._held_out_before: Mapping[str, float] = earlier.get("held_out_before", {})
+        self.reward: float | None = earlier.get("held_out_reward")
+        self.held_out: Mapping[str, float] = earlier.get("held_out_after", {})
+        self._max_gap: float = earlier.get("max_log_prob_gap", 0.0)
+        self._step_seconds: float = earlier.get("step_seconds", 0.0)
+        self._start_seconds: float = earlier.get("start_seconds", 0.0)
+        self._earlier_seconds: float = earlier.get("seconds", 0.0)
+        self._steps_began = 0.0
+
+    def evaluated_before(self) -> None:
+        """What the held-out sets came to last was before training."""
+        self._reward_before, self._held_out_before = self.reward, self.held_out
+
+    def begin_steps(self) -> None:
+        now = time.monotonic()
+        self._start_seconds += now - self._began
+        self._steps_began = now - self._step_seconds
+
+    def end_step(self, log_prob_gap: float) -> None:
+        """A step has ended, apart from its evaluation."""
+        self._max_gap = max(self._max_gap, log_prob_gap)
+        self._step_seconds = time.monotonic() - self._steps_began
+
+    @property
+    def state(self) -> dict[str, Any]:
+        facts = dict(vars(self.result()))
+        return {"held_out_reward": facts.pop("held_out_reward_after"), **facts}
+
+    def result(self) -> RunResult:
+        return RunResult(
+            self._reward_before,
+            self.reward,
+            self._max_gap,
+            self._seconds,
+            self._start_seconds,
+            self._step_seconds,
+            self._held_out_before,
+            self.held_out,
+        )
+
+    @property
+    def _seconds(self) -> float:
+        return self._earlier_seconds + time.monotonic() - self._began
+
+
+class SampledInputs(Protocol):
     @property
     def tokenizer(self) -> Any: ...
 
@@ -34,18 +108,8 @@ class Sampling[B: CollectedBatch]:
     """Collects what steps train on, keeps engines at the policy's weights, and answers held-out sets with them.
 
     Args:
-        config: sizes, staleness, evaluation.
-        inputs: tokenizer and held-out sets.
-        source: samples.
         publish: brings the policy's present weights to the engines.
-        folder: gets the lines of samples and of held-out answers.
-        progress: where the run begins.
         began: when the command did, on the clock of ``time.monotonic``.
-        label: begins every line that is printed.
-
-    Attributes:
-        collector: makes the batches.
-        version: of the weights that engines have.
     """
 
     def __init__(
@@ -68,14 +132,13 @@ class Sampling[B: CollectedBatch]:
         self.version = 0
 
     def begin(self, step: int, phases: Phases, *, first: bool) -> tuple[PushReport, list[HeldOutResult]]:
-        """Pushes the weights that ``step`` has left, and evaluates them where nothing was trained before.
-
-        Args:
-            first: the run continues no other.
+        """Pushes the weights that ``step`` has left, and evaluates them where the run is the ``first`` and continues no
+        other.
         """
         with phases.phase("push", "the first weights to the engines"):
             pushed = self._push(step)
         results: list[HeldOutResult] = []
+        # A run that continues has measured this, and its checkpoint says what.
         if first and self._inputs.held_out:
             prompts = sum(len(held_out.prompts) for held_out in self._inputs.held_out)
             with phases.phase("held-out", f"answering {count(prompts, 'prompt')}"):
@@ -90,10 +153,7 @@ class Sampling[B: CollectedBatch]:
         self._totals.begin_steps()
 
     def collect(self, step: int, clock: Clock) -> B:
-        """What the step trains on: the phase ``sample``, and ``reward`` where scores are waited for.
-
-        With the metric ``unknown_tokens`` where the tokenizer has no token for some of the sampled ids.
-        """
+        """What the step trains on: the phase ``sample``, and ``reward`` where scores are waited for."""
         self._batch = batch = self.collector.collect(step, clock)
         if unknown := unknown_tokens(self._source.sampled_ids(batch), self._inputs.tokenizer):
             batch.metrics["unknown_tokens"] = unknown
@@ -102,6 +162,7 @@ class Sampling[B: CollectedBatch]:
 
     def push(self, step: int, lap: Callable[[str], None]) -> PushReport:
         """Sends the policy's weights to the engines, between two batches: phases ``wait_for_samples`` and ``sync``."""
+        # A push during a batch would give its samples weights of two versions.
         with self._source.stream.between_batches():
             if self._config.batches_ahead:
                 lap("wait_for_samples")
@@ -110,11 +171,7 @@ class Sampling[B: CollectedBatch]:
         return report
 
     def end_step(self, step: int, log_prob_gap: float, clock: Clock) -> dict[str, float]:
-        """Evaluates, where that is due; the phase ``evaluate``, and metrics.
-
-        Raises:
-            RLBackendError: the log-prob gap is not a number: trainer or engines compute wrong numbers.
-        """
+        """Evaluates, where that is due; the phase ``evaluate``, and metrics. Refuses a log-prob gap that is not a number."""
         if not math.isfinite(log_prob_gap):
             raise RLBackendError(f"step {step}: the log-prob gap between trainer and vLLM is {log_prob_gap}")
         self._totals.end_step(log_prob_gap)
@@ -129,7 +186,6 @@ class Sampling[B: CollectedBatch]:
         return metrics
 
     def log_samples(self, step: int) -> None:
-        """Writes lines of the step's samples."""
         assert self._batch is not None, "a step collects before it ends"
         self._folder.log_samples(step, self._source.describe(self._batch))
 
@@ -143,12 +199,10 @@ class Sampling[B: CollectedBatch]:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a run that continues after this step takes over, by part."""
         return {"log": self._totals.state, "collector": self.collector.versions.state}
 
     @property
     def position(self) -> StreamPosition:
-        """Of the stream of samples."""
         return self._source.stream.position
 
     def _push(self, step: int) -> PushReport:
@@ -158,7 +212,6 @@ class Sampling[B: CollectedBatch]:
         return report
 
     def _evaluate(self, step: int) -> tuple[list[HeldOutResult], dict[str, float]]:
-        """Answers the held-out sets, if any; results, and what they come to as metrics."""
         if not self._inputs.held_out:
             return [], {}
         results = self._source.answer_held_out()

@@ -8,35 +8,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from actors.folder.checkpoints import CHECKPOINTS, RunCheckpoints
+from actors.folder.checkpoints import CHECKPOINTS, Progress, RunCheckpoints, StreamPosition
 from actors.folder.folder import RunFolder
-from actors.folder.progress import Progress, StreamPosition
-from actors.folder.resume import require_same_dtype, saved_facts
-from actors.folder.start import RunStart
+from actors.folder.identity import require_same_dtype, saved_facts
+from actors.folder.resume import RunStart
 from actors.options.sampled_config import RunConfig
 from actors.train.model import GroupModel
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from rl_backend.contracts import CheckpointError
 
+# A run that ends with an error, Ctrl-C too, waits so long for its last checkpoint; another Ctrl-C ends the wait.
 _WAIT_SECONDS = 300.0
 
 
 class RunSaver:
     """Loads the models of a run where it begins, and saves them every ``config.save_every`` steps and after the last.
 
-    In a step :meth:`save` comes after the update and :meth:`commit` after the step's lines are logged::
-
-        with RunSaver(config, folder, models, start) as saver:  # ends before the groups of its models
-            saver.save(step, clock)
-            log.step(...)
-            saver.commit(step, log.state)
-
-    With ``config.async_save`` files are written while later steps run, and the checkpoint is committed after the step in
-    which the last of them is written. A run that ends with an error, Ctrl-C too, waits up to five minutes for them and
-    commits; another Ctrl-C ends the wait.
-
-    Args:
-        models: those that are trained, by the name of their directory.
+    In a step :meth:`save` comes after the update and :meth:`commit` after the step's lines are logged. With
+    ``config.async_save`` files are written while later steps run, and committed after the step in which the last is written.
+    ``models`` are by the names of their directories. A context manager, which ends before the groups of its models.
 
     Raises:
         ConfigError: the checkpoint's run has another dtype than this cluster gives it.
@@ -65,13 +55,8 @@ class RunSaver:
             clock.lap("save")
 
     def end(self, step: int, parts: Mapping[str, Any], position: StreamPosition | None = None) -> Path | None:
-        """Commits a checkpoint of ``step``, after which a run ends early, if it was not due; waits until it is written.
-
-        Args:
-            parts, position: as of :meth:`commit`.
-
-        Returns:
-            The checkpoint; None for a run that saves none.
+        """Commits a checkpoint of ``step``, after which a run ends early, and waits until it is written; None without
+        ``save_every``.
         """
         if not self._config.save_every:
             return None
@@ -87,6 +72,7 @@ class RunSaver:
         self._state = {}
 
     def _begin(self, step: int) -> None:
+        # One checkpoint is written at a time; a slow disk makes the loop wait here.
         self.finish()
         # Made here: on NFS a driver that has looked for it, and finds it made elsewhere, would not see it for a while.
         draft = self._store.make_draft(step)
@@ -98,8 +84,7 @@ class RunSaver:
         """Adds the loop's state to the checkpoint of ``step``, if one was begun, and commits what is written by now.
 
         Args:
-            parts: of JSON, by the part of the loop that wants it back from :meth:`~actors.folder.progress.Progress.part`.
-            position: of the stream of samples; None for a loop without one.
+            parts: of JSON, by the part of the loop that wants it back from :meth:`Progress.part`.
         """
         if self._saving == step:
             draft, logs = self._store.draft(step), self._folder.sync_logs()
@@ -109,10 +94,7 @@ class RunSaver:
             self.finish()
 
     def finish(self, timeout: float | None = None) -> None:
-        """Waits for a checkpoint that is being written and commits it.
-
-        Args:
-            timeout: seconds, for all models; None waits as long as it takes.
+        """Waits for a checkpoint that is being written, up to ``timeout`` seconds, and commits it.
 
         Raises:
             CheckpointError: a model was not written.
@@ -124,6 +106,7 @@ class RunSaver:
         for model in self._models.values():
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             model.group.wait_for_checkpoint.submit(model.handle).result(left)
+        # The commit would take the models that are there for all.
         draft = self._store.draft(self._saving)
         missing = [name for name in self._models if not (draft / name).is_dir()]
         if missing:

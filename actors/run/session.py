@@ -31,18 +31,15 @@ from rl_backend.lab.text import count
 
 ENGINES_LOG = "engines.log"
 
+# A run brings its model's weights, and engines may have more of the others than it asks for; the second set depends on
+# the cluster.
 _OF_A_RUN = {"model_path", "max_model_len", "load_tokenizer", "max_adapters", "max_adapter_rank"}
 _OF_THE_CLUSTER = {"cores_per_engine", "cores", "placement", "gpus_per_worker", "gpu_memory_utilization"}
 
 
 @dataclass
 class _Shared:
-    """What runs of one session have in common.
-
-    Attributes:
-        bases: frozen models that adapters stand beside, by group and directory.
-        served: the one whose weights engines have while ``runs`` push adapters.
-    """
+    """What runs of one session have in common: frozen models by group and directory, and the one that engines serve."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     bases: dict[tuple[TrainGroup, str], HandleRef] = field(default_factory=dict)
@@ -52,15 +49,10 @@ class _Shared:
 
 @dataclass(frozen=True)
 class Session:
-    """Training groups and engines that are open, for one run after the other.
+    """Training groups of equal ranks, and engines, that are open for one run after the other.
 
     Every run builds its own models, which stay on the ranks until the groups end, and begins with a push of its weights.
-    Runs of LoRA adapters share the frozen models below them. Those that push adapters may work at the same time, in
-    threads of one driver: engines have the weights of one such model then, and beside them an adapter of each run.
-
-    Attributes:
-        groups: of equal ranks. A run's first model is on the first.
-        rollout: engines; None for runs that sample nothing.
+    Runs that push LoRA adapters over one frozen model may work at the same time, in threads of one driver.
     """
 
     groups: Sequence[TrainGroup]
@@ -79,14 +71,11 @@ class Session:
 
     @contextmanager
     def serving(self, group: TrainGroup, base: HandleRef, transport: TransportName) -> Iterator[None]:
-        """Inside, engines have the weights of ``base``, which runs that came before may use already.
-
-        Raises:
-            ConfigError: those have adapters over another model.
-        """
+        """Inside, engines have the weights of ``base``; refused while other runs have adapters over another model."""
         shared, rollout = self._shared, self.rollout
         assert rollout is not None, "adapters are pushed to engines"
         with shared.lock:
+            # The first of the runs that push adapters brings the weights below them; the others find them there.
             if not shared.runs:
                 rollout.forget_weights()
                 with WeightSync(group, rollout, base, transport=transport) as sync:
@@ -106,11 +95,7 @@ class Session:
                 shared.runs -= 1
 
     def forget_weights(self) -> None:
-        """For a run that pushes all weights.
-
-        Raises:
-            ConfigError: other runs push adapters.
-        """
+        """For a run that pushes all weights; refused while other runs push adapters."""
         with self._shared.lock:
             if self._shared.runs:
                 raise ConfigError.of(
@@ -122,7 +107,7 @@ class Session:
                 self.rollout.forget_weights()
 
     def require(self, config: RunConfig) -> None:
-        """Raises :class:`ConfigError` unless a run of ``config`` would open such a session itself, apart from its cores."""
+        """Refuses a ``config`` that would open another session itself, apart from its cores."""
         wanted: dict[str, Any] = {"training groups": config.training_groups, "ranks": config.ranks}
         found: dict[str, Any] = {"training groups": len(self.groups), "ranks": self.groups[0].num_ranks}
         wanted |= _flat(config.runtime_config())
@@ -133,32 +118,17 @@ class Session:
             compared = [name for name in RolloutConfig.model_fields if name not in _OF_A_RUN | _OF_THE_CLUSTER]
             wanted |= {f"rollout.{name}": getattr(asked, name) for name in compared}
             found |= {f"rollout.{name}": getattr(engines, name, None) for name in compared}
-        for name in wanted | found:
-            if wanted.get(name) != found.get(name):
-                raise ConfigError.of(
-                    "session",
-                    f"{name}={found.get(name)!r}",
-                    f"the run asks for {wanted.get(name)!r}; open a session for it with open_session(config)",
-                )
-        if asked is not None and engines is not None and engines.max_model_len < asked.max_model_len:
-            raise ConfigError.of(
-                "session",
-                f"max_model_len={engines.max_model_len}",
-                f"the run's prompts and responses have up to {asked.max_model_len} tokens; open a session for them",
-            )
-        if asked is not None and engines is not None and asked.load_tokenizer and not engines.load_tokenizer:
-            raise ConfigError.of(
-                "session",
-                "load_tokenizer=False",
-                "the run has stop_strings, which engines need a tokenizer for; open another",
-            )
-        for name in ("max_adapters", "max_adapter_rank") if config.pushes_adapters else ():
-            if getattr(engines, name) < getattr(asked, name):
-                raise ConfigError.of(
-                    "session",
-                    f"{name}={getattr(engines, name)}",
-                    f"the run asks for {getattr(asked, name)}; open one with more",
-                )
+        lacks = [name for name in wanted | found if wanted.get(name) != found.get(name)]
+        if asked is not None and engines is not None:
+            # Engines may have more of these than the run needs.
+            adapters = ("max_adapters", "max_adapter_rank") if config.pushes_adapters else ()
+            for name in ("max_model_len", "load_tokenizer", *adapters):
+                wanted[name], found[name] = getattr(asked, name), getattr(engines, name)
+                if found[name] < wanted[name]:
+                    lacks.append(name)
+        if lacks:
+            has, asks = (", ".join(f"{name}={facts.get(name)!r}" for name in lacks) for facts in (found, wanted))
+            raise ConfigError.of("session", has, f"the run asks for {asks}; open one for it with open_session(config)")
 
 
 def _flat(config: RuntimeConfig) -> dict[str, Any]:
@@ -172,9 +142,6 @@ def _flat(config: RuntimeConfig) -> dict[str, Any]:
 @contextmanager
 def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Session]:
     """Joins or starts Ray, and starts the training groups and engines that ``config`` asks for.
-
-    Args:
-        phases: of the start that this is a part of; None prints those of a start of its own.
 
     Raises:
         ConfigError, UnsupportedError: the cluster does not have what they need.
@@ -206,7 +173,6 @@ def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Se
 
 
 def ray_is() -> str:
-    """What a start does about Ray, for its phase."""
     if ray.is_initialized():
         return "running already"
     address = os.environ.get("RAY_ADDRESS")
@@ -215,11 +181,7 @@ def ray_is() -> str:
 
 @contextmanager
 def log_of_engines(folder: str | None) -> Iterator[None]:
-    """What vLLM says when it does not start is for a file in ``folder``; the error has the sentence.
-
-    Args:
-        folder: made if it is missing; None takes one of the system's temporary files.
-    """
+    """What vLLM says when it does not start is for a file in ``folder``; the error has the sentence."""
     try:
         yield
     except RolloutError as error:
@@ -235,11 +197,7 @@ def log_of_engines(folder: str | None) -> Iterator[None]:
 
 @contextmanager
 def borrowed_session(session: Session, config: RunConfig) -> Iterator[Session]:
-    """``session`` for a run of ``config``, without the weights of the run before.
-
-    Raises:
-        ConfigError: it was opened for another kind of run.
-    """
+    """``session`` for a run of ``config``, without the weights of the run before, or refused if it does not fit."""
     with raised_on_sigterm():
         session.require(config)
         if not config.pushes_adapters:
@@ -248,17 +206,8 @@ def borrowed_session(session: Session, config: RunConfig) -> Iterator[Session]:
 
 
 def require_paths(trainer: TrainGroup, model: str, run_dir: Path) -> None:
-    """Checks, before a model is loaded, that every rank's node has the model and sees this process's run folder.
-
-    Engines check the model themselves when they start.
-
-    Args:
-        model: Hugging Face directory, at the same path on every node.
-        run_dir: exists here; ranks write checkpoints to it.
-
-    Raises:
-        ConfigError: names the node and the path.
-    """
+    """Checks, before a model is loaded, that every rank's node has the model and sees this process's run folder."""
+    # Engines check the model themselves when they start; ranks write checkpoints to the run folder.
     mark = run_dir.resolve() / f".visible-{uuid.uuid4().hex}"
     with usable_run_dir(run_dir):
         mark.touch()
@@ -268,17 +217,13 @@ def require_paths(trainer: TrainGroup, model: str, run_dir: Path) -> None:
         mark.unlink()
     for info, (has_model, sees_run_dir) in zip(trainer.ranks, seen, strict=True):
         where = f"on node {info.node_ip} (Ray node {info.node_id}), where training rank {info.rank} runs"
-        if not has_model:
-            raise ConfigError.of(
-                "model", model, f"is not a Hugging Face directory {where}; a model has the same path on every node"
+        if not (has_model and sees_run_dir):
+            option, value, problem = (
+                ("run_dir", str(run_dir.resolve()), f"is not seen {where}; give one on a file system that all nodes share")
+                if has_model
+                else ("model", model, f"is not a Hugging Face directory {where}; a model has one path on every node")
             )
-        if not sees_run_dir:
-            raise ConfigError.of(
-                "run_dir",
-                str(run_dir.resolve()),
-                f"is not seen {where}; give a folder on a file system that all nodes share, for the ranks write the trained "
-                "model to it",
-            )
+            raise ConfigError.of(option, value, problem)
 
 
 def _look_for_paths(context: RankContext, model: str, mark: str) -> tuple[bool, bool]:

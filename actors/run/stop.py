@@ -18,8 +18,8 @@ type Reason = Literal["Ctrl-C", "SIGTERM"]
 
 _REASONS: dict[int, Reason] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
+# Within so many seconds a second signal is the same one, sent to a process and to its group or passed on by a program.
 _SAME_SECONDS: dict[int, float] = {signal.SIGINT: 0.3, signal.SIGTERM: 10.0}
-"""Within so many seconds a second signal is the same one, sent to a process and to its group or passed on by a program."""
 
 
 class StopRequest:
@@ -41,16 +41,13 @@ class StopRequest:
             self.reason, self._asked = reason, time.monotonic()
 
     def stopped(self, how: str) -> RunStopped:
-        """What ends a run that has been asked."""
         return RunTerminated(how) if self.reason == "SIGTERM" else RunStopped(f"Ctrl-C {how}")
 
     @contextmanager
     def on_signals(self, answer: str) -> Iterator[None]:
         """Inside, the first SIGTERM or Ctrl-C asks, and prints ``answer``; another one does what it did before.
 
-        An error that comes after is most likely due to the signal, where that goes to Ray's processes as well: it is raised
-        as :class:`~actors.cluster.session.RunStopped`. A signal that is ignored stays so, and outside of the main thread
-        nothing changes.
+        A signal that is ignored stays so, and outside of the main thread nothing changes.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -77,6 +74,7 @@ class StopRequest:
         except Exception as error:
             if self.reason is None:
                 raise
+            # Most likely due to the signal, where that went to Ray's processes as well.
             raise self.stopped(f"before the step was finished: {type(error).__name__}: {error}") from error
         finally:
             for number, handler in before.items():

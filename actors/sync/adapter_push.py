@@ -41,7 +41,7 @@ from rl_backend.contracts import (
     WeightSyncError,
     dtype_from_name,
 )
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 
 # Of versions. vLLM keeps keys and values by an adapter's name, so neither names nor numbers are ever used again.
 _numbers = itertools.count(1)

@@ -36,8 +36,8 @@ from rl_backend.contracts import (
     WeightSyncError,
     dtype_from_name,
 )
-from rl_backend.weights.compare import as_announced
 from rl_backend.weights.inspection import device_checksum
+from rl_backend.weights.staging import as_announced
 
 DEFAULT_BYTE_BUDGET = 2**30
 """Bytes of a bucket when the weight sync has no ``byte_budget``; more where a tensor is larger."""

@@ -43,9 +43,8 @@ from rl_backend.contracts import (
     WeightSyncError,
     dtype_from_name,
 )
-from rl_backend.weights.compare import as_announced
 from rl_backend.weights.inspection import tensor_digest
-from rl_backend.weights.staging import plan_layout, write_tensors
+from rl_backend.weights.staging import as_announced, plan_layout, write_tensors
 
 type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 

@@ -32,7 +32,6 @@ class HandleRef:
     """Names one model of a training group, in any process.
 
     Attributes:
-        group_id: of the group that built it.
         key: the operation that built it.
         data_parallel_ranks: rank -> its data-parallel rank.
         source_ranks: data-parallel rank -> the rank that has its outputs.
@@ -56,6 +55,7 @@ class HandleRef:
         """The model that all ranks have built, in the order of ranks."""
         first, size = built[0], built[0].data_parallel_size
         sources = {each.data_parallel_rank: rank for rank, each in enumerate(built) if each.is_source}
+        # Two sources of one rank's outputs, or none, would merge results of wrong sequences.
         if sorted(sources) != list(range(size)) or sum(each.is_source for each in built) != size:
             raise RLBackendError(
                 f"the runtime names ranks {sorted(sources.values())} as sources of the outputs of data-parallel ranks "
@@ -89,7 +89,6 @@ class RankContext:
     """One rank of a training group.
 
     Attributes:
-        runtime: the rank's runtime.
         operation: number of the operation that runs; the same on every rank.
         state: for whatever a caller of ``run_on_ranks`` keeps in the rank from one operation to the next; what has a
             ``close()`` is closed when the group is shut down.
@@ -110,11 +109,11 @@ class RankContext:
         return self._handles[ref.key]
 
     def handles(self, refs: HandleRef | Sequence[HandleRef]) -> Any:
-        """As :meth:`handle`, of one model or of each of several."""
         return self.handle(refs) if isinstance(refs, HandleRef) else [self.handle(ref) for ref in refs]
 
     def keep(self, handle: ModelHandle) -> BuiltModel:
-        """Stores a handle that the running operation made, under a key that is the same on every rank."""
+        """Stores a handle that the running operation made."""
+        # The operation's number is a key that is the same on every rank.
         self._handles[self.operation] = handle
         return BuiltModel(
             key=self.operation,
@@ -129,12 +128,12 @@ class RankContext:
         )
 
     def forget(self, ref: HandleRef) -> None:
-        """Drops the handle that ``ref`` names."""
         del self._handles[ref.key]
 
     def close(self) -> None:
         """Closes what callers keep here, then the runtime."""
         with ExitStack() as stack:
+            # First in, last out: what callers keep may still use the runtime's process groups.
             stack.callback(self.runtime.close)
             for kept in self.state.values():
                 if callable(getattr(kept, "close", None)):
@@ -156,5 +155,6 @@ def weight_version(context: RankContext, handle: HandleRef) -> int:
 
 def lora_factors(context: RankContext, handle: HandleRef) -> dict[str, Tensor]:
     """All of them, on the CPU, from rank 0."""
+    # On every rank, because the export is a collective.
     found = {name: tensor.cpu() for name, tensor in context.runtime.export_lora_adapter(context.handle(handle))}
     return found if context.rank == 0 else {}

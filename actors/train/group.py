@@ -1,16 +1,17 @@
-"""Training groups: ranks that are Ray actors around a runtime, with the atoms as calls on the group."""
+"""Training groups: ranks that are Ray actors around a runtime, with the atoms as operations of the group."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Self
+from typing import TYPE_CHECKING, Any, Concatenate, Self, overload
 
 from ray import cloudpickle
 from torch import Tensor
@@ -18,13 +19,11 @@ from torch import Tensor
 from actors.cluster.placement import PlacementStrategy
 from actors.train import passes
 from actors.train.context import HandleRef, RankContext, RankFunction, lora_factors, refs_in, weight_version
-from actors.train.future import GroupFuture, operation
 from actors.train.loss import LossSender
 from actors.train.order import Driver
 from actors.train.outcome import Apart, RankInfo
 from actors.train.passes import merged, spread, token_budget
-from actors.train.ranks import GroupMembers, TrainRanks
-from actors.train.start import start_ranks
+from actors.train.ranks import GroupMembers, TrainRanks, start_ranks
 from rl_backend.contracts import (
     AdamParams,
     ForwardResult,
@@ -40,6 +39,75 @@ from rl_backend.runtime import RouterReplay, Runtime
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
+
+
+class GroupFuture[R]:
+    """Result of a submitted operation."""
+
+    def __init__(self, name: str, wait: Callable[[float | None], R], ready: Callable[[], bool]) -> None:
+        self.name = name
+        self._wait = wait
+        self._ready = ready
+        self._lock = threading.Lock()
+        self._result: tuple[R] | None = None
+        self._error: Exception | None = None
+
+    def result(self, timeout: float | None = None) -> R:
+        """Waits for every rank. While nobody waits, nobody notices a failure: read the results of what was submitted.
+
+        Args:
+            timeout: seconds; the operation continues when they have passed, and ``result`` may be called again.
+
+        Raises:
+            TimeoutError: not done in time.
+            GroupFailedError: a rank died, or left its peers in a collective; the group is gone.
+            Exception: what the ranks raised, when all of them answered; the group continues.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._result is None:
+                try:
+                    self._result = (self._wait(timeout),)
+                # It continues, and may be asked for again; any other error stays the result.
+                except TimeoutError:
+                    raise
+                except Exception as error:
+                    self._error = error
+                    raise
+            return self._result[0]
+
+    def done(self) -> bool:
+        """Whether every rank has answered; does not wait."""
+        return self._result is not None or self._error is not None or self._ready()
+
+
+class BoundOperation[**P, R]:
+    """One operation of one group; ``submit`` starts it, after those submitted before."""
+
+    def __init__(self, submit: Callable[P, GroupFuture[R]]) -> None:
+        self.submit = submit
+        functools.update_wrapper(self, submit)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.submit(*args, **kwargs).result()
+
+
+class operation[G, **P, R]:  # noqa: N801, a decorator
+    """Makes a method of a group that returns a future into an operation."""
+
+    def __init__(self, method: Callable[Concatenate[G, P], GroupFuture[R]]) -> None:
+        self._method = method
+        functools.update_wrapper(self, method)  # type: ignore[arg-type]
+
+    @overload
+    def __get__(self, group: None, owner: type) -> operation[G, P, R]: ...
+    @overload
+    def __get__(self, group: G, owner: type) -> BoundOperation[P, R]: ...
+    def __get__(self, group: G | None, owner: type) -> Any:
+        if group is None:
+            return self
+        return BoundOperation(functools.wraps(self._method)(functools.partial(self._method, group)))
 
 
 Atoms = Runtime[HandleRef]
@@ -60,7 +128,7 @@ class TrainGroup:
     """Training ranks, each on its own cores or GPU.
 
     Every operation is a call that waits, and has ``.submit(...)``, which takes the same arguments and returns a
-    :class:`~actors.train.future.GroupFuture`::
+    :class:`GroupFuture`::
 
         with TrainGroup(RuntimeConfig(hf_path=...), num_ranks=2) as group:
             policy = group.build_model()
@@ -77,7 +145,6 @@ class TrainGroup:
 
     Args:
         config: every rank builds its runtime from it. Paths in it must exist on every node.
-        num_ranks: the world size.
         cores_per_rank: CPU cores reserved for a rank, and its number of threads.
         gpus_per_rank: 0, 1, or less than 1 for a single rank that shares its GPU, for example with an engine of
             ``RolloutConfig(gpus_per_worker=0.5)``.
@@ -124,10 +191,10 @@ class TrainGroup:
     def _over(
         self, config: RuntimeConfig, ranks: TrainRanks, finalizer: weakref.finalize[[], TrainGroup] | None = None
     ) -> Self:
-        """Operates ranks that run already; without a finalizer they go on when it is collected."""
         self.config = config
         self._ranks = ranks
         self._losses = LossSender()
+        # A group that nobody refers to any more must give its cores and GPUs back.
         self._finalizer = finalizer
         return self
 
@@ -143,18 +210,13 @@ class TrainGroup:
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
-        """Node, address and process of each rank."""
         return self._ranks.infos
 
     @property
     def journal(self) -> tuple[Operation, ...]:
         """The operations that built the group's models and LoRA tenants, in order, without those that were removed.
 
-        With the configuration they build a lost group again::
-
-            handles = group.replay(lost.journal)
-            policy = handles[policy.key]
-
+        ``handles = group.replay(lost.journal)`` builds a lost group again, and ``handles[policy.key]`` is its policy.
         Weights are not in it: load a checkpoint.
         """
         return tuple(self._ranks.journal)
@@ -166,7 +228,7 @@ class TrainGroup:
 
     @property
     def peak_memory(self) -> int:
-        """Bytes: the most that any rank has held so far, on its GPU or, without one, in host memory. 0 before a result."""
+        """Bytes that any rank has held at most so far, on its GPU or, without one, in host memory. 0 before a result."""
         return self._ranks.peak_memory
 
     def trace_actors(self) -> Mapping[str, Any]:
@@ -175,9 +237,7 @@ class TrainGroup:
         return {f"rank {rank}": worker for rank, worker in enumerate(workers)}
 
     def take_over(self, timeout: float = 60.0) -> None:
-        """Makes this copy the one that operates the group; every other copy is refused from now on.
-
-        Waits until the operations of the driver before are finished on every rank.
+        """Makes this copy operate the group, once the operations of the driver before are finished on every rank.
 
         Raises:
             OperationOrderError: they were not within ``timeout`` seconds, or one was lost with its driver.
@@ -189,9 +249,6 @@ class TrainGroup:
 
         Waits up to ``timeout`` seconds for operations in flight, then stops the ranks all the same. Errors of closing are
         raised after everything is freed.
-
-        Raises:
-            OperationOrderError: another driver operates the group.
         """
         if self.ended:
             return
@@ -246,10 +303,9 @@ class TrainGroup:
 
         Args:
             sequences: a list, or a TensorDict with jagged fields (``sequences_from_tensordict``), on the CPU.
-            loss: a :class:`~actors.train.loss.Loss`, or any callable that can be pickled. It is pickled at each call, and
-                sent to the ranks when the pickle is not one of the last few. None if a forward-only pass wants only outputs.
-                For sequences of several LoRA tenants one of each, by the tenant's name.
-            meta: as ``PackedBatch.meta``; see :func:`~rl_backend.data.packing.pack_plan` for what is added.
+            loss: a :class:`~actors.train.loss.Loss`, or any callable that can be pickled. None if a forward-only pass wants
+                only outputs. For sequences of several LoRA tenants one of each, by the tenant's name.
+            meta: as ``PackedBatch.meta``; see :func:`~rl_backend.data.micro_batches.pack_plan` for what is added.
             max_tokens_per_micro_batch: at most the configuration's, which None takes.
             router_replay: as in :meth:`~rl_backend.runtime.Runtime.forward_backward`; what is recorded is the output
                 ``routed_experts``.
@@ -263,11 +319,13 @@ class TrainGroup:
             HandleError: a backward pass of a forward-only model, or a model of another group.
         """
         self._require_mine([handle])
+        # Spread here, not on the ranks: wrong data is refused before an operation gets its number.
         rows = sequences if isinstance(sequences, Sequence) else sequences_from_tensordict(sequences)
         budget = token_budget(max_tokens_per_micro_batch, self.config.max_tokens_per_micro_batch)
         trains, has_loss = not forward_only, loss is not None
         shares = spread(handle, rows, budget, trains=trains, has_loss=has_loss, meta=meta)
         options = {"forward_only": forward_only, "router_replay": router_replay}
+        # Once for each data-parallel rank: those that share one get the same bytes.
         pickled = [
             cloudpickle.dumps(RankFunction(passes.forward_backward, (handle, data), options)) for data in shares.batches
         ]
@@ -318,7 +376,6 @@ class TrainGroup:
 
     @operation
     def weight_version(self, handle: HandleRef) -> GroupFuture[int]:
-        """The model's weight version, the same on every rank."""
         self._require_mine([handle])
         return self._on_ranks("weight_version", RankFunction(weight_version, (handle,)), partial(_agreed, handle))
 
@@ -343,11 +400,7 @@ class TrainGroup:
     def import_lora_adapter(
         self, handle: HandleRef, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Path | str
     ) -> GroupFuture[None]:
-        """As :meth:`~rl_backend.runtime.Runtime.import_lora_adapter`; all is checked before anything changes.
-
-        Args:
-            tensors: also a directory in peft's format that every rank can read.
-        """
+        """As :meth:`~rl_backend.runtime.Runtime.import_lora_adapter`, also of a directory that every rank can read."""
         given = str(Path(tensors).absolute()) if isinstance(tensors, Path | str) else dict(tensors)
         return self.submit(Atoms.import_lora_adapter, handle, given)
 
@@ -358,24 +411,20 @@ class TrainGroup:
     ) -> list[R]:
         """Calls ``function(context, *args, **kwargs)`` in every rank's process as one operation; one result per rank.
 
-        ``context`` is the rank's :class:`~actors.train.context.RankContext`. The function must call
-        the runtime on every rank alike, because the runtime's calls are collectives. Of a large result that this process
-        only hands on, return an :class:`~actors.train.outcome.Apart`.
+        The function must call the runtime of ``context``, a :class:`~actors.train.context.RankContext`, on every rank alike,
+        because the runtime's calls are collectives. Of a large result that this process only hands on, return an
+        :class:`~actors.train.outcome.Apart`.
         """
         return self.submit_on_ranks(function, *args, **kwargs).result()
 
     def submit_on_ranks[**P, R](
         self, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> GroupFuture[list[R]]:
-        """As :meth:`run_on_ranks`, for a future."""
         name = getattr(function, "__qualname__", type(function).__name__)
         return self._on_ranks(f"run_on_ranks({name})", RankFunction(function, args, kwargs), list)
 
     def submit[R](self, method: Callable[..., R], /, *args: Any, **arguments: Any) -> GroupFuture[R]:
-        """Starts the atom that a method of :class:`~rl_backend.runtime.Runtime` declares, with its arguments.
-
-        The operations of this class do that with the types of their arguments; this is for the atoms of your own runtime.
-        """
+        """Starts the atom that a method of :class:`~rl_backend.runtime.Runtime` declares, also one of your own runtime."""
         signature = inspect.signature(method)
         given = dict(list(signature.bind(None, *args, **arguments).arguments.items())[1:])
         # What has its default is left to the ranks: a plugin's runtime need not take it.
@@ -383,10 +432,8 @@ class TrainGroup:
         return self._submit(Operation(method.__name__, chosen))
 
     def replay(self, journal: Sequence[Operation]) -> dict[int, HandleRef]:
-        """Builds the models and LoRA tenants of another group's journal again, without their weights and optimizers.
-
-        Returns:
-            ``key`` of each handle of that group -> the handle here.
+        """Builds what another group's journal has again, without weights and optimizers; ``key`` of each handle there ->
+        handle.
         """
         built: dict[int, HandleRef] = {}
         for each in journal:
@@ -419,7 +466,6 @@ class TrainGroup:
                 raise HandleError(f"model {each.name!r} belongs to another training group", name=each.name)
 
     def _on_ranks[R](self, title: str, call: Operation | RankFunction, finish: Callable[[list[Any]], R]) -> GroupFuture[R]:
-        """The same call on every rank."""
         return self._start(title, [cloudpickle.dumps(call)] * self.num_ranks, finish)
 
     def _start[R](

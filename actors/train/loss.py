@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import ray
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rl_backend.contracts import ConfigError, ConfigurableLoss, Losses, LossFn, MetricValue, ModelOutput, PackedBatch
 
+# A loop has a few losses; a closure with new state at every step would fill the object store.
 KEPT_LOSSES = 16
 
 
@@ -81,54 +83,43 @@ def _rebuild(target: str, keywords: Mapping[str, Any]) -> Loss:
 
 
 def _import(target: str) -> Callable[..., Any]:
-    module_name, separator, attribute = target.partition(":")
-    if not separator or not module_name or not attribute:
-        raise ConfigError.of("Loss", target, "expected 'package.module:function'")
+    module_name, _, attribute = target.partition(":")
+    value: Any = None
     try:
-        value: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError.of("Loss", target, f"{module_name} cannot be imported ({error})") from None
+        module = importlib.import_module(module_name)
+        value = attrgetter(attribute)(module)
+        problem = f"a {type(value).__name__} cannot be called"
     except SystemExit as error:
-        raise ConfigError.of("Loss", target, f"{module_name} ends the process when imported, {error!r}") from error
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            raise ConfigError.of("Loss", target, f"{module_name} has no {attribute}")
-        value = getattr(value, part)
+        problem = f"{module_name} ends the process when imported, {error!r}"
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        problem = f"cannot be imported ({error})"
     if not callable(value):
-        raise ConfigError.of("Loss", target, f"a {type(value).__name__} cannot be called")
+        raise ConfigError.of("Loss", target, f"{problem}; expected 'package.module:function'")
     return value  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class SentLoss:
-    """A loss by the digest of its pickle; a rank fetches it once.
-
-    Attributes:
-        pickled: one reference, in a list so that Ray does not fetch it with the call.
-    """
+    """A loss by the digest of its pickle; a rank fetches it once."""
 
     digest: str
+    # One reference, in a list so that Ray does not fetch it with the call.
     pickled: list[ObjectRef]
 
 
 class LossSender:
-    """Pickles a loss at every call, because its state may have changed, and puts each pickle into Ray once."""
+    """Puts each pickle of a loss into Ray once."""
 
     def __init__(self) -> None:
         self._sent: OrderedDict[str, SentLoss] = OrderedDict()
 
     def send(self, loss: Losses) -> SentLoss:
-        """Raises :class:`~rl_backend.contracts.ConfigError` for a loss that cannot be called or pickled."""
+        """Raises :class:`~rl_backend.contracts.ConfigError` for a loss that cannot be called."""
         several = isinstance(loss, Mapping) and bool(loss) and all(map(callable, loss.values()))
         if not callable(loss) and not several:
             raise ConfigError(f"loss is a {type(loss).__name__}; expected a callable or Loss('package.module:function')")
-        try:
-            pickled = cloudpickle.dumps(loss)
-        except Exception as error:
-            raise ConfigError(
-                f"loss {loss!r} cannot be pickled ({type(error).__name__}: {error}); pass "
-                "Loss('package.module:function', ...)"
-            ) from error
+        # At every call, because its state may have changed.
+        pickled = cloudpickle.dumps(loss)
         digest = xxhash.xxh3_128_hexdigest(pickled)
         if digest not in self._sent:
             self._sent[digest] = SentLoss(digest, [ray.put(pickled)])

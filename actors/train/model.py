@@ -35,12 +35,10 @@ class Update(NamedTuple):
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Of a step's updates of one model: means of the metrics, largest gradient norm, share that was taken, next rate.
-
-    The norm is NaN if that of any update is.
-    """
+    """Of a step's updates of one model: means of the metrics, largest gradient norm, share that was taken, next rate."""
     means = {name: metric.mean for name, metric in merge_metrics([update.metrics for update in updates]).items()}
     norms = [update.grad_norm for update in updates]
+    # max() may pass over a NaN.
     return means | {
         "grad_norm": math.nan if any(map(math.isnan, norms)) else max(norms),
         "step_ok": sum(update.ok for update in updates) / len(updates),
@@ -49,13 +47,12 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 
 class TokenCount:
-    """Tokens of the passes of a model whose results have come."""
+    """Tokens of a model's passes whose results have come; an update counts once."""
 
     def __init__(self) -> None:
         self._tokens = 0
 
     def add(self, sequences: Sequence[TokenSequence]) -> None:
-        """Counts a pass over them; an update counts once."""
         self._tokens += sum(map(len, sequences))
 
     def take(self) -> int:
@@ -68,14 +65,12 @@ class TokenCount:
 class GroupModel:
     """The reference to a model of a run: a handle, and the training group that it lives on now.
 
-    A run hands out one for each model and keeps it: when a group is lost, :meth:`point_at` points it at another one.
     Operations on models of one group run one after the other, on models of different groups at the same time.
 
     Attributes:
         router_replay: in the passes of a policy that is trained; other passes route freely.
         base: the frozen model below a LoRA tenant; None for a model of its own.
         hf_path: directory of the weights that it began with; empty where nobody asks.
-        tokens: what it has computed.
     """
 
     group: TrainGroup
@@ -102,8 +97,7 @@ class GroupModel:
         Args:
             fields: token field -> output, as in ``{"old_log_probs": "log_probs"}``.
             before_updates: the pass of a policy that is updated next. It records or replays routes, as ``router_replay``
-                says; recorded ones become the field ``routed_experts``. The entropy becomes the field ``old_entropy``, of
-                which policy losses make a metric; here it needs no gradient.
+                says; recorded ones become the field ``routed_experts``, and the entropy ``old_entropy``.
         """
         mode = BEFORE_UPDATES[self.router_replay] if before_updates else "off"
         wanted = {**fields, "routed_experts": "routed_experts"} if mode == "record" else fields
@@ -114,7 +108,7 @@ class GroupModel:
             result = future.result()
             self.tokens.add(sequences)
             found = {field: list(result.output(name)) for field, name in wanted.items()}
-            # A plugin's runtime need not know the entropy.
+            # Policy losses make a metric of it, and need no gradient for that. A plugin's runtime need not know it.
             if before_updates and "entropy" in result.outputs:
                 found["old_entropy"] = list(result.output("entropy"))
             return found
@@ -147,20 +141,14 @@ class GroupModel:
         *,
         before_updates: bool = False,
     ) -> dict[str, list[Tensor]]:
-        """As :meth:`submit_outputs`, and waits."""
         return self.submit_outputs(fields, sequences, meta, before_updates=before_updates)()
 
     def update(self, sequences: Sequence[TokenSequence], loss: Loss, meta: Mapping[str, Any] | None = None) -> Update:
-        """As :meth:`submit_update`, and waits."""
         return self.submit_update(sequences, loss, meta or {})()
 
 
 def require_experts(option: str, mode: RouterReplayMode, model: str) -> None:
-    """Refuses replay for a model whose ``config.json`` names no experts.
-
-    Raises:
-        ConfigError: a dense model.
-    """
+    """Refuses replay for a dense model, whose ``config.json`` names no experts."""
     if mode == "off":
         return
     config = text_config(read_hf_config(model))
@@ -173,7 +161,7 @@ def require_experts(option: str, mode: RouterReplayMode, model: str) -> None:
 
 
 def require_known_end(option: str, model: str, tokenizer: Any) -> None:
-    """Raises :class:`ConfigError` where a text ends with a token that the model does not have."""
+    """Refuses a tokenizer that ends a text with a token that the model does not have."""
     vocab_size = text_config(read_hf_config(model)).get("vocab_size")
     if isinstance(vocab_size, int) and tokenizer.eos_token_id >= vocab_size:
         raise ConfigError.of(

@@ -32,12 +32,10 @@ class Driver:
 
 @dataclass(frozen=True)
 class OperationHeader:
-    """Travels with every operation.
+    """Travels with every operation, of which the group's first is number 1.
 
     Attributes:
-        number: 1 for the group's first.
-        submitter: the driver's thread, by :data:`this_thread`. What one thread submits builds on what it submitted before;
-            threads that share a group, each with a tenant of its own, do not depend on each other.
+        submitter: the driver's thread, by :data:`this_thread`.
         acknowledged: the driver has seen the failures of these operations.
         taken_over: the operations up to this one were another driver's.
     """
@@ -50,8 +48,7 @@ class OperationHeader:
 
 
 class _Thread(threading.local):
-    """A thread's number; Python gives the identity of a thread that has ended to another one."""
-
+    # Python gives the identity of a thread that has ended to another one.
     def __init__(self) -> None:
         self.number = next(_NUMBERS)
 
@@ -61,16 +58,13 @@ this_thread = _Thread()
 
 
 class OperationLedger:
-    """Gives operations their numbers, to one driver at a time. Rank 0 keeps it, outside the thread that trains.
-
-    Attributes:
-        journal: the operations that built models, with their arguments; drivers keep a copy.
-    """
+    """Gives operations their numbers, to one driver at a time. Rank 0 keeps it, outside the thread that trains."""
 
     def __init__(self, owner: Driver) -> None:
         self._owner = owner
         self._number = 0
         self._name = ""
+        # The operations that built models, with their arguments; drivers keep a copy.
         self.journal: list[Operation] = []
 
     def begin(self, driver: Driver, name: str) -> int | Driver:
@@ -82,7 +76,6 @@ class OperationLedger:
         return self._number
 
     def forget(self, key: int) -> None:
-        """Takes the operation that built the model of this key out of the journal."""
         self.journal = [each for each in self.journal if each.number != key]
 
     def transfer(self, driver: Driver) -> tuple[int, str, Driver, list[Operation]]:
@@ -98,8 +91,9 @@ class OperationSequence:
         self.started = 0
         self.finished = 0
         self._submitter = 0
+        # Thread of the driver -> number of its operation that failed unseen, and why. What a thread submits builds on what
+        # it submitted before; threads that share a group, each with its tenant, do not depend on each other.
         self._failed: dict[int, tuple[int, str]] = {}
-        """Thread of the driver -> number of its operation that failed unseen, and why."""
 
     def start(self, header: OperationHeader) -> None:
         """Raises :class:`~rl_backend.contracts.OperationOrderError` when the operation must not run."""
@@ -122,7 +116,6 @@ class OperationSequence:
             )
 
     def finish(self, failure: str | None) -> None:
-        """Ends the operation that started last."""
         if failure is not None:
             self._failed.setdefault(self._submitter, (self.started, failure))
         self.finished = self.started

@@ -18,8 +18,6 @@ _SIGNS = ("gloo/", "CUDA error", "NCCL error", "CUDNN_STATUS_", "CUBLAS_STATUS_E
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a rank runs."""
-
     rank: int
     node_id: str
     node_ip: str
@@ -27,11 +25,8 @@ class RankInfo:
 
 
 class Apart[R](NamedTuple):
-    """A result in two parts, of which the driver is sent one.
-
-    Attributes:
-        value: this one.
-        stored: what stays in Ray's object store; the driver gets a reference to it, and owns it.
+    """A result in two parts: the driver is sent ``value``, and gets and owns a reference to ``stored`` in Ray's object
+    store.
     """
 
     value: R
@@ -40,11 +35,7 @@ class Apart[R](NamedTuple):
 
 @dataclass(frozen=True)
 class Completed:
-    """An operation that ran to its end.
-
-    Attributes:
-        peak_memory: of the rank, see :func:`peak_memory`; 0 where it was not looked at.
-    """
+    """An operation that ran to its end; ``peak_memory`` as of :func:`peak_memory`, 0 where it was not looked at."""
 
     value: Any
     peak_memory: int = 0
@@ -52,8 +43,6 @@ class Completed:
 
 @dataclass(frozen=True)
 class Failed:
-    """An operation that raised."""
-
     error: Exception
     traceback: str
 
@@ -105,13 +94,12 @@ def with_origin(failure: Failed, rank: int) -> Exception:
 
 
 def breaks_process_group(error: Exception) -> bool:
-    """Whether the error came from a collective or a device, after which the process group is of no more use.
-
-    gloo reports lost peers and time-outs as a plain RuntimeError that names its source file. An error of CUDA stays: every
-    later call of the process fails with it, while its peers wait in a collective. Running out of memory does not stay.
-    """
+    """Whether the error came from a collective or a device, after which the process group is of no more use."""
+    # Running out of memory does not stay.
     if isinstance(error, torch.OutOfMemoryError):
         return False
+    # Every later call of the process fails with an error of CUDA, while its peers wait in a collective.
     if isinstance(error, dist.DistError | torch.AcceleratorError):
         return True
+    # gloo reports lost peers and time-outs as a plain RuntimeError that names its source file.
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

@@ -13,7 +13,6 @@ from actors.train.context import HandleRef, RankContext
 from rl_backend.contracts import (
     BatchError,
     ForwardResult,
-    HandleError,
     LossFn,
     Metric,
     PackedBatch,
@@ -43,12 +42,7 @@ class TenantForward(NamedTuple):
 
 @dataclass(frozen=True)
 class RankForward:
-    """One rank's ForwardResult on its way to the driver.
-
-    Attributes:
-        outputs: name -> the rank's sequences end to end, (T, ...) on the CPU.
-        tenants: name of a LoRA tenant -> the losses and metrics of its part, and why it failed.
-    """
+    """One rank's ForwardResult on its way to the driver; ``outputs`` are its sequences end to end, (T, ...) on the CPU."""
 
     losses: tuple[float, ...]
     metrics: Mapping[str, Metric]
@@ -57,13 +51,7 @@ class RankForward:
 
 
 class Shares(NamedTuple):
-    """Sequences, divided over the data-parallel ranks.
-
-    Attributes:
-        batches: data-parallel rank -> its micro-batches.
-        plan, seq_lens: which sequences went where, and their lengths with those of fillers.
-        tenants: whose they are, by ``lora_id``; empty without LoRA tenants.
-    """
+    """Sequences, divided over the data-parallel ranks; ``seq_lens`` are with fillers, ``tenants`` says whose each is."""
 
     batches: Sequence[Sequence[PackedBatch]]
     plan: MicroBatchPlan
@@ -80,19 +68,9 @@ def spread(
     has_loss: bool,
     meta: Mapping[str, Any] | None = None,
 ) -> Shares:
-    """The micro-batches of every data-parallel rank.
-
-    Args:
-        max_tokens: of a micro-batch.
-        trains: whether there is a backward pass.
-        has_loss: whether a loss is sent beside them.
-
-    Raises:
-        BatchError, HandleError: see :meth:`~actors.train.group.TrainGroup.forward_backward`; before any rank has seen it.
-    """
+    """The micro-batches of every data-parallel rank, of at most ``max_tokens`` each."""
     has_tenants = bool(rows) and LORA_FIELD in rows[0].sequence_fields
-    if handle.forward_only and trains and not has_tenants:
-        raise HandleError(f"model {handle.name!r} is forward-only; a backward pass needs gradients", name=handle.name)
+    # Here, not on the ranks: fillers are chosen by whether there is a loss.
     if trains and not has_loss:
         raise BatchError("loss=None: only a forward_only pass can do without a loss")
     check_same_fields(rows)
@@ -138,13 +116,10 @@ def forward_backward(
 
 
 def merged(handle: HandleRef, shares: Shares, values: Sequence[RankForward]) -> ForwardResult:
-    """One ForwardResult from those of the source ranks.
-
-    Loss i is the mean over data-parallel ranks of each rank's i-th micro-batch, because gradients are averaged over them:
-    the sum of all is the number whose gradient the optimizer gets. Metrics add up over ranks; outputs are in the caller's
-    order.
-    """
+    """One ForwardResult from those of the source ranks, with outputs in the caller's order."""
     sources = [values[rank] for rank in handle.source_ranks]
+    # Loss i is the mean over data-parallel ranks of each rank's i-th micro-batch, because gradients are averaged over them:
+    # the sum of all is the number whose gradient the optimizer gets.
     losses = [sum(of_batch) / len(sources) for of_batch in zip(*(source.losses for source in sources), strict=True)]
     outputs = {}
     for name in sources[0].outputs:

@@ -1,7 +1,8 @@
-"""The actors of a training group as one driver sees them: numbered dispatch, and what happens when a rank fails."""
+"""The ranks of a training group: their start, numbered dispatch, and what happens when one fails."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -10,16 +11,28 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ray
+from ray import cloudpickle
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from actors.cluster.placement import PlacementStrategy, Reservation, reserve, thread_environment
 from actors.cluster.ray_watch import ray_is_usable
+from actors.cluster.rendezvous import rendezvous_address
 from actors.train.loss import SentLoss
 from actors.train.order import Driver, OperationHeader, this_thread
 from actors.train.outcome import Completed, Failed, RankInfo, breaks_process_group, with_origin
-from rl_backend.contracts import GroupFailedError, HandleError, OperationOrderError, RLBackendError
+from actors.train.worker import TrainActor
+from rl_backend.contracts import (
+    ConfigError,
+    GroupFailedError,
+    HandleError,
+    OperationOrderError,
+    RLBackendError,
+    RuntimeConfig,
+)
 from rl_backend.contracts.atoms import Operation
+from rl_backend.runtime import check_config
 
 POLL_SECONDS = 0.02
 LEDGER_TIMEOUT_SECONDS = 30.0
@@ -47,9 +60,6 @@ class GroupMembers:
 class TrainRanks:
     """One driver's access to the members.
 
-    Args:
-        owned: whether this driver is the one that rank 0's ledger lets operate.
-
     Attributes:
         operator: who operates the group, to this driver's knowledge; for messages.
         journal: the operations that built the group's models, to this driver's knowledge.
@@ -71,7 +81,6 @@ class TrainRanks:
 
     @property
     def ended(self) -> bool:
-        """Whether the group failed or was shut down, to this driver's knowledge."""
         return self._ended is not None
 
     def dispatch(
@@ -84,7 +93,7 @@ class TrainRanks:
                 number = self._control("begin", self.driver, name)
                 if isinstance(number, Driver):
                     self._owned, self.operator = False, number.description
-                    raise self._not_owner()
+                    self.check_usable()
                 header = OperationHeader(number, name, this_thread.number, self._acknowledged, self._taken_over)
                 refs = [
                     worker.execute.remote(header, call, loss)
@@ -102,7 +111,7 @@ class TrainRanks:
             return header, refs
 
     def collect(self, title: str, number: int, refs: Sequence[ray.ObjectRef], timeout: float | None) -> list[Any]:
-        """One value per rank; raises as :meth:`~actors.train.future.GroupFuture.result`."""
+        """One value per rank; raises as :meth:`~actors.train.group.GroupFuture.result`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         pending = list(refs)
@@ -121,6 +130,8 @@ class TrainRanks:
                 self.peak_memory = max(self.peak_memory, outcome.peak_memory)
             else:
                 if not failures:
+                    # Peers that do not fail as well are most likely in a collective, and would wait for it until it times
+                    # out.
                     deadline = time.monotonic() + self.members.failure_grace
                 failures[rank_of[ready[0]]] = outcome
         if failures:
@@ -137,7 +148,6 @@ class TrainRanks:
         self._control("keep", operation)
 
     def forget(self, key: int) -> None:
-        """Takes what built the model of this key out of the journal."""
         self.journal = [each for each in self.journal if each.number != key]
         self._control("forget", key)
 
@@ -146,6 +156,7 @@ class TrainRanks:
         with self._lock:
             self._check_alive()
             number, name, previous, self.journal = self._control("transfer", self.driver)
+            #             while
             deadline = time.monotonic() + timeout
             while True:
                 progress = self._all("progress")
@@ -169,10 +180,13 @@ class TrainRanks:
         """Raises when the group has ended, or another driver operates it."""
         self._check_alive()
         if not self._owned:
-            raise self._not_owner()
+            raise OperationOrderError(
+                f"training group {self.members.name!r} is operated by {self.operator}, and this is "
+                f"{self.driver.description}; call take_over() on this copy to operate it from here",
+                owner=self.operator,
+            )
 
     def end(self) -> None:
-        """Frees the actors and their resources."""
         with self._lock:
             if self._ended is None:
                 self._ended = HandleError(f"training group {self.members.name!r} was shut down")
@@ -188,14 +202,8 @@ class TrainRanks:
 
     def _check_alive(self) -> None:
         if self._ended is not None:
+            # A new object each time: one that is raised twice would gather the tracebacks and notes of both.
             raise type(self._ended)(self._ended.message, **self._ended.details)
-
-    def _not_owner(self) -> OperationOrderError:
-        return OperationOrderError(
-            f"training group {self.members.name!r} is operated by {self.operator}, and this is "
-            f"{self.driver.description}; call take_over() on this copy to operate it from here",
-            owner=self.operator,
-        )
 
     def _control(self, method: str, *arguments: Any) -> Any:
         ref = getattr(self.members.workers[0], method).remote(*arguments)
@@ -231,6 +239,7 @@ class TrainRanks:
             return Failed(cause, str(error))
         except (ActorDiedError, ActorUnavailableError) as error:
             died: dict[int, Exception] = {rank: error}
+            # Ranks that died together are named together.
             more, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0) if pending else ([], [])
             for other in more:
                 try:
@@ -278,6 +287,7 @@ class TrainRanks:
             self._acknowledged |= {number, *(error.details["failed"] for error in refused if "failed" in error.details)}
         broken = [rank for rank in sorted(failures) if breaks_process_group(failures[rank].error)]
         typed = [rank for rank in sorted(failures) if isinstance(failures[rank].error, RLBackendError)]
+        # An error of ours says what is wrong; a broken collective only that some peer has failed.
         rank = (typed or sorted(set(failures) - set(broken)) or broken)[0]
         raised = failures[rank].error
         if isinstance(raised, RLBackendError) and raised.details.get("rank") in typed:
@@ -294,3 +304,116 @@ class TrainRanks:
         if isinstance(error, RLBackendError):
             error.details.setdefault("failed_ranks", sorted(failures))
         raise error
+
+
+logger = logging.getLogger(__name__)
+
+
+def start_ranks(
+    config: RuntimeConfig,
+    *,
+    group_id: str,
+    name: str,
+    num_ranks: int,
+    cores_per_rank: int,
+    gpus_per_rank: float,
+    placement: PlacementStrategy,
+    failure_grace: float,
+    placement_timeout: float,
+    start_timeout: float,
+) -> TrainRanks:
+    """Reserves resources, starts one actor per rank and builds the runtimes; frees everything when that fails."""
+    _check_device(config, gpus_per_rank)
+    check_config(config, num_ranks)
+    placed = reserve(
+        num_ranks=num_ranks,
+        cores_per_rank=cores_per_rank,
+        gpus_per_rank=gpus_per_rank,
+        strategy=placement,
+        name=name,
+        timeout=placement_timeout,
+    )
+    _warn_of_idle_gpus(config, name, gpus_per_rank)
+    try:
+        return _start(config, placed, group_id, name, cores_per_rank, gpus_per_rank, failure_grace, start_timeout)
+    except BaseException:
+        placed.remove()
+        raise
+
+
+def _start(
+    config: RuntimeConfig,
+    placed: Reservation,
+    group_id: str,
+    name: str,
+    cores: int,
+    gpus: float,
+    failure_grace: float,
+    timeout: float,
+) -> TrainRanks:
+    num_ranks = len(placed.slots)
+    driver = Driver.here()
+    prefix = name if group_id[:8] in name else f"{name}-{group_id[:8]}"
+    workers = tuple(
+        TrainActor.options(
+            name=f"{prefix}-rank{rank}",
+            num_cpus=cores,
+            num_gpus=gpus,
+            scheduling_strategy=placed.scheduling_strategy(rank),
+            allow_out_of_order_execution=False,
+            max_restarts=0,
+            max_task_retries=0,
+            runtime_env={"env_vars": _process_environment(cores, gpus)},
+        ).remote(group_id, rank, num_ranks, cores, driver)
+        for rank in range(num_ranks)
+    )
+    ranks = TrainRanks(GroupMembers(group_id, name, workers, placed.group, failure_grace), driver, owned=True)
+    try:
+        # Waiting for every process first keeps a slow one from looking like one that hangs.
+        nodes = ranks.collect("start", 0, [worker.node_address.remote() for worker in workers], timeout)
+        (rendezvous,) = ranks.collect("start", 0, [workers[0].open_rendezvous.remote(rendezvous_address(nodes))], timeout)
+        pickled = cloudpickle.dumps(config)
+        refs = [
+            worker.start.remote(_rank_environment(rank, num_ranks, placed, gpus), rendezvous, pickled)
+            for rank, worker in enumerate(workers)
+        ]
+        ranks.infos = tuple(ranks.collect("start", 0, refs, timeout))
+    except TimeoutError:
+        ranks.fail(f"the ranks did not start within {timeout:g} s; see Ray's logs, or raise start_timeout")
+    except BaseException:
+        ranks.end()
+        raise
+    return ranks
+
+
+def _warn_of_idle_gpus(config: RuntimeConfig, name: str, gpus_per_rank: float) -> None:
+    if getattr(config.backend_cfg, "device", "auto") != "auto" or gpus_per_rank:
+        return
+    if count := int(ray.cluster_resources().get("GPU", 0)):
+        logger.warning(
+            "%s trains on CPUs although the cluster has %d GPUs: a rank takes none unless gpus_per_rank says so. Use "
+            "gpus_per_rank=1, or device='cpu' in the configuration",
+            name,
+            count,
+        )
+
+
+def _check_device(config: RuntimeConfig, gpus_per_rank: float) -> None:
+    device = getattr(config.backend_cfg, "device", "auto")
+    if device != "auto" and (device == "cuda") != (gpus_per_rank > 0):
+        wanted = f"the configuration has device={device!r}; use gpus_per_rank={int(device == 'cuda')}"
+        raise ConfigError.of("gpus_per_rank", gpus_per_rank, wanted)
+
+
+def _process_environment(cores: int, gpus: float) -> dict[str, str]:
+    threads = {name: str(cores) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    # Without a GPU of its own a rank must not see those of others; with one, Ray sets this.
+    return threads if gpus else {**threads, **thread_environment(), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _rank_environment(rank: int, num_ranks: int, placed: Reservation, gpus: float) -> Mapping[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": "0" if gpus else str(placed.slots[rank].index_on_node),
+    }

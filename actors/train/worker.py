@@ -19,7 +19,7 @@ from actors.train.loss import LossReceiver, SentLoss
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
 from actors.train.outcome import Apart, Completed, Failed, Outcome, RankInfo, failed, peak_memory
 from actors.train.passes import forward_backward
-from rl_backend.contracts import HandleError, LossFn, RLBackendError
+from rl_backend.contracts import HandleError, LossFn
 from rl_backend.contracts.atoms import Operation
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT, store_environment
 from rl_backend.runtime import create_runtime
@@ -45,7 +45,6 @@ class TrainWorker:
         self._path: RendezvousRoute | None = None
 
     def node_address(self) -> Outcome:
-        """Answers this node's address."""
         return Completed(node_address())
 
     def open_rendezvous(self, address: str) -> Outcome:
@@ -76,8 +75,7 @@ class TrainWorker:
         outcome: Outcome
         try:
             self._sequence.start(header)
-            if self._context is None:
-                raise RLBackendError(f"rank {self._rank} has no runtime; its start failed")
+            assert self._context is not None, "a group whose start failed has ended"
             self._context.operation = header.number
             call: Operation | RankFunction = cloudpickle.loads(pickled_call)
             loss_fn = None if loss is None else self._losses.receive(loss)
@@ -93,22 +91,19 @@ class TrainWorker:
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def begin(self, driver: Driver, name: str) -> int | Driver:
-        """As :meth:`OperationLedger.begin`; asked of rank 0."""
+        """As :meth:`OperationLedger.begin`; this and the next three are asked of rank 0."""
         return self._ledger.begin(driver, name)
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def keep(self, operation: Operation) -> None:
-        """Adds to :attr:`OperationLedger.journal`; asked of rank 0."""
         self._ledger.journal.append(operation)
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def forget(self, key: int) -> None:
-        """As :meth:`OperationLedger.forget`; asked of rank 0."""
         self._ledger.forget(key)
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def transfer(self, driver: Driver) -> tuple[int, str, Driver, list[Operation]]:
-        """As :meth:`OperationLedger.transfer`; asked of rank 0."""
         return self._ledger.transfer(driver)
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
@@ -118,16 +113,11 @@ class TrainWorker:
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def take_trace(self, stop: bool = False) -> TraceBatch:
-        """As :meth:`~rl_backend.trace.recorder.TraceRecorder.take_batch`."""
         return recorder.take_batch(stop=stop)
 
 
 def run(context: RankContext, call: Operation | RankFunction, loss: LossFn | None) -> Any:
-    """Runs a call on this rank; returns what the rank answers.
-
-    Args:
-        loss: for a function that takes one as ``loss_fn``, and its arguments do not hold.
-    """
+    """Runs a call on this rank; ``loss`` is for a function whose arguments do not hold it."""
     if isinstance(call, RankFunction):
         return call.function(context, *call.args, **call.kwargs, **({} if loss is None else {"loss_fn": loss}))
     atom, arguments = call.atom, dict(call.arguments)
@@ -159,7 +149,6 @@ def _observed(context: RankContext, header: OperationHeader, call: Operation | R
 
 
 def _weight_versions(context: RankContext, call: Operation | RankFunction) -> dict[str, int]:
-    """Of the models that the call was given."""
     versions = {}
     for ref in refs_in(call.args if isinstance(call, RankFunction) else call.arguments.values()):
         try:
@@ -170,7 +159,6 @@ def _weight_versions(context: RankContext, call: Operation | RankFunction) -> di
 
 
 def _work(call: Operation | RankFunction) -> dict[str, Argument]:
-    """Size of a pass's micro-batches; empty for other calls."""
     if not isinstance(call, RankFunction) or call.function is not forward_backward:
         return {}
     _, data = call.args

@@ -53,10 +53,7 @@ _command_began: list[float] = []
 def announce(module: str) -> None:
     """Prints the first line of a command, to standard error, and notes when it began.
 
-    Call it in a script before the imports that take seconds. A module that another one imports prints nothing.
-
-    Args:
-        module: ``__name__`` of the script.
+    Call it with ``__name__`` in a script, before the imports that take seconds; a module that is imported prints nothing.
     """
     if module == "__main__":
         _command_began[:] = [time.monotonic()]
@@ -67,22 +64,14 @@ def announce(module: str) -> None:
 
 
 def command_began(*, take: bool = False) -> float:
-    """When the command began that was announced, or else now, on the clock of ``time.monotonic``.
-
-    Args:
-        take: for its first run, which its start belongs to; later ones of the process begin when they are made.
-    """
+    """When the announced command began, or else now, by ``time.monotonic``; with ``take`` for its first run alone."""
     if not _command_began:
         return time.monotonic()
     return _command_began.pop() if take else _command_began[0]
 
 
 def say(line: str) -> None:
-    """Prints a line, also while a terminal shows a phase that lasts.
-
-    Where the reader of a pipe has left, such as ``tee`` by the Ctrl-C that a run saves itself after, lines are lost from now
-    on, and the run goes on: its folder has them.
-    """
+    """Prints a line, also while a terminal shows a phase that lasts."""
     with _printing:
         live = _live and _on_terminal()
         try:
@@ -91,12 +80,12 @@ def say(line: str) -> None:
                 _live[0].draw()
             sys.stdout.flush()
         except BrokenPipeError:
-            # What is still in the buffer would be refused again.
+            # The reader of a pipe has left, such as ``tee`` by the Ctrl-C that a run saves itself after. Lines are lost from
+            # now on (also those in the buffer, which would be refused again), and the run goes on: its folder has them.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def warn(problem: str, label: str = "") -> None:
-    """Prints a warning, with the label of the run that it is about."""
     say(f"{label}warning: {problem}")
 
 
@@ -112,14 +101,8 @@ def say_facts(title: str, facts: Iterable[str]) -> None:
 
 
 class Phases:
-    """The phases of a start, each with what it waits for and its time.
-
-    On a terminal the line of a phase counts its seconds. Elsewhere a phase is a line when it ends; one of more than two
-    seconds is a line when it has begun too, and another one every minute.
-
-    Args:
-        label: begins every line.
-        began: the start, ``time.monotonic``; None is that of the command.
+    """The phases of a start, each with what it waits for and its time; a start that ``began`` at None began with the
+    command.
     """
 
     def __init__(self, label: str = "", began: float | None = None) -> None:
@@ -128,7 +111,6 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str, waits_for: str) -> Iterator[None]:
-        """Inside, the start waits."""
         phase = _Phase(self._label, name, waits_for, self.began)
         with phase.shown():
             yield
@@ -140,7 +122,6 @@ class _Phase:
         self._began = time.monotonic()
 
     def draw(self) -> None:
-        """The line that a terminal shows while the phase lasts."""
         text = self._line(f"{self._waits_for} ... {time.monotonic() - self._began:.0f}s")
         sys.stdout.write(f"{_CLEAR}{text[: _columns() - 1]}")
         sys.stdout.flush()
@@ -173,6 +154,7 @@ class _Phase:
                 say(self._line(f"{self._waits_for}: {how}{time.monotonic() - self._began:.1f} s"))
 
     def _follow(self, ended: threading.Event, live: bool) -> None:
+        # A terminal's line counts seconds. A log gets a line when a phase has lasted two seconds, then one every minute.
         wait = 1.0 if live else _BEGUN_SECONDS
         while not ended.wait(wait):
             with _printing:
@@ -188,16 +170,7 @@ class _Phase:
 
 
 class StepLines:
-    """A line for each step, of at most 100 columns: elapsed time, time left, the longest phase, metrics.
-
-    Of steps that follow each other in less than a second not every one is printed. The first and the last are, those with
-    held-out metrics, and those whose update was skipped.
-
-    Args:
-        steps: the last step of the run.
-        began: the start of the run, ``time.monotonic``.
-        label: begins every line.
-    """
+    """A line for each step: elapsed time since the run ``began``, time left, the longest phase, metrics."""
 
     def __init__(self, steps: int, began: float, label: str = "") -> None:
         self._steps, self._began, self._label = steps, began, label
@@ -206,15 +179,10 @@ class StepLines:
         self._count = 0
 
     def begin(self) -> None:
-        """The first step begins."""
         self._last = time.monotonic()
 
     def end(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """A step has ended.
-
-        Args:
-            seconds: of its phases, by ``seconds/<phase>``.
-        """
+        """A step has ended, with ``seconds`` of its phases by ``seconds/<phase>``."""
         now = time.monotonic()
         took, self._last = now - self._last, now
         self._count += 1
@@ -223,6 +191,7 @@ class StepLines:
         self._durations.append(took)
         skipped = metrics.get("step_ok", 1) != 1
         evaluated = any(name.startswith("held_out") for name in metrics)
+        # A log of steps that take milliseconds would be all that anybody sees.
         if self._count > 1 and step < self._steps and now - self._printed < _LINE_SECONDS and not skipped and not evaluated:
             return
         self._printed = now

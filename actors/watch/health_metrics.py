@@ -26,7 +26,7 @@ class Cause:
     """Why a run learns nothing, or not what it should.
 
     Attributes:
-        shows: whether a step shows it, by its metrics; None where they do not say.
+        shows: whether a step's metrics show it; None where they do not say.
         sentence: fields are metrics of the last step, and ``steps``, for how many it has lasted.
         explained_by: causes of which this one follows; it is not told beside them.
         steps: in a row that it must have lasted before it is told.
@@ -43,9 +43,9 @@ def _where(name: str, shows: Callable[[float], bool]) -> Callable[[Mapping[str, 
 
 
 def _equal_groups(metrics: Mapping[str, float]) -> bool | None:
-    """Advantages that do not compare the responses to one prompt may still differ."""
     if "equal_groups" not in metrics:
         return None
+    # Advantages that do not compare the responses to one prompt may still differ.
     return metrics["equal_groups"] == 1 and metrics.get("zero_advantages", 1.0) == 1
 
 
@@ -95,11 +95,7 @@ CAUSES: Mapping[str, Cause] = {
 
 
 class HealthWarnings:
-    """Watches the metrics of a run's steps, and says in words when it learns nothing.
-
-    Args:
-        earlier: the :attr:`state` of the run that this one continues; None at the first step.
-    """
+    """Watches the metrics of a run's steps, and says in words when it learns nothing."""
 
     def __init__(self, earlier: Mapping[str, Any] | None = None) -> None:
         earlier = earlier or {}
@@ -108,11 +104,10 @@ class HealthWarnings:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a run that continues after this step takes over."""
         return {"lasted": dict(self._lasted), "told": sorted(self._told)}
 
     def warnings(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """A sentence for each cause that has lasted its steps and has not been told before in the run."""
+        """A sentence for each cause that has lasted its steps and was not told before in the run."""
         found = []
         for name, cause in CAUSES.items():
             shown = cause.shows(metrics)

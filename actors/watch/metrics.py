@@ -1,28 +1,54 @@
-"""Writers of each step's metrics, such as TensorBoard's.
-
-A writer is named by :data:`WRITERS`, or by ``package.module:Class`` for one of your own: a :class:`MetricsWriter` that is
-made with a :class:`WriterFacts`.
-"""
+"""Metrics of each step: seconds of its phases, and the writers of them all, such as TensorBoard's."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from actors.options.metric_writers import import_writer, instead_of, writer_names
+from actors.options.config import import_writer, instead_of, writer_names
 from rl_backend.contracts import ConfigError
+from rl_backend.trace.recorder import recorder
+
+
+class Clock:
+    """Seconds of each phase of a step, as metrics ``seconds/<phase>`` and as events of the trace."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._tokens: dict[str, int] = {}
+        self._last = time.monotonic_ns()
+
+    def lap(self, phase: str, tokens: int = 0) -> None:
+        """Ends ``phase``, which worked on ``tokens`` and began with the lap before or with the clock. Repeated phases add
+        up.
+        """
+        now = time.monotonic_ns()
+        name = f"seconds/{phase}"
+        self.seconds[name] = self.seconds.get(name, 0.0) + (now - self._last) / 1e9
+        if tokens:
+            self._tokens[phase] = self._tokens.get(phase, 0) + tokens
+        recorder.add(phase, "phase", self._last, now, {})
+        self._last = now
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The metrics ``tokens_per_second/<phase>`` of phases that worked on tokens."""
+        return {
+            f"tokens_per_second/{phase}": tokens / seconds
+            for phase, tokens in self._tokens.items()
+            if (seconds := self.seconds[f"seconds/{phase}"])
+        }
 
 
 class WriterFacts(NamedTuple):
-    """What a writer is made with.
+    """What a writer is made with; ``options`` as JSON.
 
     Attributes:
-        folder: the run's.
-        options: the run's configuration, as JSON.
         identity: the same for a run that was resumed in its folder, and for no other run.
         drop_from: step from which on an earlier writer's points are replaced; None where there is none.
     """
@@ -34,7 +60,7 @@ class WriterFacts(NamedTuple):
 
 
 class MetricsWriter(Protocol):
-    """A receiver of each step's metrics, besides ``metrics.jsonl`` and Prometheus."""
+    """A receiver of each step's metrics. Your own is named by ``package.module:Class``, and made with a WriterFacts."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -64,15 +90,13 @@ class TensorBoardWriter:
 
 
 class _TrackingWriter:
-    """A run at a service that stores each step as soon as it is told.
-
-    The run is asked, not its package, whose current run may be that of another user's thread.
-    """
+    """A run at a service that stores each step as soon as it is told."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        # The run is asked, not its package, whose current run may be that of another user's thread.
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
     def flush(self) -> None:
@@ -83,7 +107,7 @@ class _TrackingWriter:
 
 
 class WandbWriter(_TrackingWriter):
-    """Weights & Biases, in project ``WANDB_PROJECT`` or rl-backend. A resumed run continues its curves."""
+    """Weights & Biases, in project ``WANDB_PROJECT`` or rl-backend."""
 
     def __init__(self, facts: WriterFacts) -> None:
         import wandb
@@ -92,6 +116,7 @@ class WandbWriter(_TrackingWriter):
             wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "rl-backend"),
                 name=facts.folder.name,
+                # With the same id a resumed run continues its curves.
                 id=facts.identity,
                 resume="allow",
                 dir=str(facts.folder),
@@ -102,7 +127,7 @@ class WandbWriter(_TrackingWriter):
 
 
 class TrackioWriter(_TrackingWriter):
-    """trackio, in project ``TRACKIO_PROJECT`` or rl-backend. A resumed run continues its curves."""
+    """trackio, in project ``TRACKIO_PROJECT`` or rl-backend."""
 
     def __init__(self, facts: WriterFacts) -> None:
         trackio = importlib.import_module("trackio")
@@ -112,15 +137,13 @@ class TrackioWriter(_TrackingWriter):
 
 
 class MlflowWriter:
-    """MLflow, in the experiment that ``MLFLOW_EXPERIMENT_NAME`` names. A resumed run continues its curves.
-
-    MLflow's active run is one of each thread, so that a writer is made and closed in the thread of its run.
-    """
+    """MLflow, in the experiment that ``MLFLOW_EXPERIMENT_NAME`` names."""
 
     def __init__(self, facts: WriterFacts) -> None:
         self._mlflow = mlflow = importlib.import_module("mlflow")
         file = facts.folder / "mlflow_run_id"
         known = file.read_text().strip() if facts.drop_from is not None and file.exists() else None
+        # MLflow's active run is one of each thread: a writer is made and closed in the thread of its run.
         run = mlflow.start_run(run_id=known, run_name=None if known else facts.folder.name)
         self._run_id = run.info.run_id
         if known is None:
@@ -145,21 +168,11 @@ WRITERS: Mapping[str, Any] = {
     "mlflow": MlflowWriter,
     "trackio": TrackioWriter,
 }
-"""Those of :data:`~actors.options.metric_writers.BUILT_IN`."""
+"""Those of :data:`~actors.options.config.BUILT_IN`."""
 
 
 class Curves:
-    """Every writer of a run.
-
-    An error of TensorBoard's, which writes to the run's folder, is raised. Another writer that fails is dropped with a
-    warning: a run of days must not end because of a service elsewhere.
-
-    Args:
-        names: as :func:`~actors.options.metric_writers.writer_names` reads them.
-
-    Raises:
-        ConfigError: one that cannot be opened.
-    """
+    """Every writer of a run; raises :class:`ConfigError` for one that cannot be opened."""
 
     def __init__(self, names: str | None, facts: WriterFacts) -> None:
         self._writers: dict[str, MetricsWriter] = {}
@@ -188,6 +201,7 @@ class Curves:
             try:
                 getattr(writer, method)(*arguments)
             except Exception as error:
+                # TensorBoard writes to the run's folder. A run of days must not end for a service elsewhere.
                 if name == "tensorboard":
                     raise
                 del self._writers[name]

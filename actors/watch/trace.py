@@ -22,8 +22,7 @@ ROUND_TRIPS = 8
 """Of each actor when tracing begins, to find how far another host's clock is away."""
 
 PROMPT_SECONDS = 0.02
-"""How long :meth:`TraceCollector.collect` waits for actors of other hosts, whose answers then measure their clocks again. An
-actor is taken for one of them until it has answered."""
+"""How long :meth:`TraceCollector.collect` waits for actors of other hosts, whose answers then measure their clocks again."""
 
 COLLECT_SECONDS = 0.25
 """Shortest time between two collections that steps ask for, so that short steps on many ranks are not slowed by them."""
@@ -31,6 +30,7 @@ COLLECT_SECONDS = 0.25
 START_SECONDS, CLOSE_SECONDS = 30.0, 5.0
 """Longest time that the beginning and the end of a trace wait for actors, over all of them."""
 
+# Engines load a push soon after it: arrows between them need no older ones.
 KEPT_PUSHES = 64
 
 
@@ -66,14 +66,8 @@ class _Lane:
 class TraceCollector:
     """Records this process and the actors of ``sources`` and writes ``path`` as the run goes.
 
-    Every actor keeps its events in a ring until :meth:`collect` asks for them. That does not wait for busy actors of this
-    host, and for those of other hosts :data:`PROMPT_SECONDS` at most.
-    Times are of the monotonic clocks: processes of one host share theirs. The clock of another host is placed by the
-    shortest round trip of a call to it, and may be wrong by half of that; the trace's event "clocks of other hosts" says it.
-
     Args:
-        sources: training and rollout groups; engines that are restarted are found again. An actor whose call fails is asked
-            no more.
+        sources: training and rollout groups; engines that are restarted are found again.
 
     Raises:
         ConfigError: this process is recording another trace already.
@@ -84,6 +78,8 @@ class TraceCollector:
             raise ConfigError.of("trace", str(path), "this process records another trace already; close that one first")
         self._sources = tuple(sources)
         self._writer = ChromeTraceWriter(path)
+        # Processes of one host share a monotonic clock. Another host's is placed by the shortest round trip of a call to it,
+        # and may be wrong by half of that, which the trace says.
         self._clock = clock_identity()
         self._clocks: dict[str, _Clock] = {}
         self._lanes: dict[tuple[int, str], _Lane] = {}
@@ -110,14 +106,14 @@ class TraceCollector:
             raise
 
     def step(self, step: int, start: int, end: int) -> None:
-        """A step of the driver's loop; times are of ``time.monotonic_ns``. Collects when that is due."""
+        """A step of the driver's loop, in ``time.monotonic_ns``. Collects when that is due."""
         span = (start - self._epoch) / 1000, (end - start) / 1000
         self._writer.complete(DRIVER, STEPS_LANE, f"step {step}", "step", *span, {"step": step})
         if time.monotonic() >= self._next_collect:
             self.collect()
 
     def collect(self) -> None:
-        """Writes what was recorded since the last call, of busy actors when they answer."""
+        """Writes what was recorded since the last call; waits for no busy actor of this host."""
         started = time.monotonic()
         self._exchange(PROMPT_SECONDS)
         self._write(DRIVER, 0.0, recorder.take())
@@ -147,10 +143,6 @@ class TraceCollector:
         self.close()
 
     def _exchange(self, timeout: float) -> None:
-        """Asks every actor that is not being asked already, and takes the answers that are there.
-
-        Those of other hosts are waited for one by one, which measures their clocks, up to ``timeout`` seconds in all.
-        """
         self._find_actors()
         for lane in self._lanes.values():
             if lane.reference is None and lane.actor is not None:
@@ -159,6 +151,7 @@ class TraceCollector:
         deadline = time.monotonic() + timeout
         waiting = self._asked()
         self._take(waiting, len(waiting), 0.0)
+        # Answers of other hosts are taken one by one, because the time of each measures a clock.
         waiting = {reference: lane for reference, lane in waiting.items() if lane.elsewhere}
         while waiting and (left := deadline - time.monotonic()) > 0:
             self._take(waiting, 1, left)
@@ -232,7 +225,6 @@ class TraceCollector:
             self._clocks[batch.clock] = found
 
     def _label(self) -> None:
-        """Says in the trace how exact the times of other hosts are."""
         others = [clock for clock in self._clocks.values() if clock.error]
         if others:
             worst = max(clock.error for clock in others) / 1e6
@@ -254,7 +246,6 @@ class TraceCollector:
     def _follow(
         self, lane: _Lane | None, event: Event, version: int, start: tuple[int, int, float], middle: tuple[int, int, float]
     ) -> None:
-        """Remembers where a weight version is pushed and loaded, for the arrows to the rollouts that use it."""
         if lane is None:
             if event.category == "push" and event.name in ("load", "stream"):
                 self._pushes[version] = start

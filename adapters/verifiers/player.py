@@ -12,7 +12,7 @@ from typing import Any, Self
 from adapters.verifiers.endpoint import Session, TokenEndpoint
 from adapters.verifiers.process import VerifiersProcess, VerifiersSettings
 from rl_backend.contracts import BatchError, ConfigError, EpisodeFailedError
-from rl_backend.data.rewards.pool import EventLoop
+from rl_backend.data.rewards.worker_pool import EventLoop
 from rl_backend.environment.protocol import Result, Sampler, Stop
 
 # Limits of verifiers' own, as its traces name them, and those of an episode. Any other condition is the environment's.

@@ -18,8 +18,8 @@ from verl.workers.engine.utils import detach_tree, prepare_micro_batches
 
 from adapters.verl.options.settings import RouterReplayMode
 from rl_backend.contracts import BatchError, ForwardResult, ModelOutput, PackedBatch, RLBackendError, UnsupportedError
-from rl_backend.contracts.routed_experts import ROUTES, ROUTES_LAYERS, ROUTES_MASK, route_fields
-from rl_backend.data.chat import TEXT_ALONE
+from rl_backend.contracts.replay import ROUTES, ROUTES_LAYERS, ROUTES_MASK, route_fields
+from rl_backend.data.chat_template import TEXT_ALONE
 from rl_backend.runtime import RankPlace, RouterReplay
 
 _UNSUPPORTED = {

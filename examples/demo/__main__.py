@@ -18,7 +18,7 @@ from actors import Session
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
 from actors.folder.lock import usable_run_dir, written_to
-from actors.options.rank_options import RANKS, Ranks, RunDtype, Runtime, check_ranks, resolve_dtype
+from actors.options.config import RANKS, Ranks, RunDtype, Runtime, check_ranks, resolve_dtype
 from actors.run import RunResult
 from actors.run.command_line import run_command
 from actors.train.model import RouterReplayMode

@@ -10,10 +10,10 @@ from rl_backend.algorithm.advantages import (
     reinforce_plus_plus_baseline_advantages as reinforce_plus_plus_baseline_advantages,
 )
 from rl_backend.algorithm.advantages import rloo_advantages as rloo_advantages
-from rl_backend.algorithm.episodes import episode_lengths as episode_lengths
-from rl_backend.algorithm.episodes import episode_parts as episode_parts
-from rl_backend.algorithm.episodes import episode_rewards as episode_rewards
-from rl_backend.algorithm.episodes import episode_sequences as episode_sequences
+from rl_backend.algorithm.critic import explained_variance as explained_variance
+from rl_backend.algorithm.critic import gae_advantages as gae_advantages
+from rl_backend.algorithm.critic import masked_whiten as masked_whiten
+from rl_backend.algorithm.critic import value_loss as value_loss
 from rl_backend.algorithm.loss_aggregation import LOSS_AGG_MODES as LOSS_AGG_MODES
 from rl_backend.algorithm.loss_aggregation import LossAggMode as LossAggMode
 from rl_backend.algorithm.loss_aggregation import aggregate_loss as aggregate_loss
@@ -30,13 +30,13 @@ from rl_backend.algorithm.policy import sft_loss as sft_loss
 from rl_backend.algorithm.rewards import kl_in_reward as kl_in_reward
 from rl_backend.algorithm.rewards import overlong_penalty as overlong_penalty
 from rl_backend.algorithm.rewards import token_rewards as token_rewards
+from rl_backend.algorithm.sequences import episode_lengths as episode_lengths
+from rl_backend.algorithm.sequences import episode_parts as episode_parts
+from rl_backend.algorithm.sequences import episode_rewards as episode_rewards
+from rl_backend.algorithm.sequences import episode_sequences as episode_sequences
 from rl_backend.algorithm.surrogates import cispo_policy_loss as cispo_policy_loss
 from rl_backend.algorithm.surrogates import clipped_policy_loss as clipped_policy_loss
 from rl_backend.algorithm.surrogates import gspo_policy_loss as gspo_policy_loss
 from rl_backend.algorithm.surrogates import masked_importance_weights as masked_importance_weights
 from rl_backend.algorithm.surrogates import sequences_without_veto as sequences_without_veto
 from rl_backend.algorithm.surrogates import truncated_importance_weights as truncated_importance_weights
-from rl_backend.algorithm.value import explained_variance as explained_variance
-from rl_backend.algorithm.value import gae_advantages as gae_advantages
-from rl_backend.algorithm.value import masked_whiten as masked_whiten
-from rl_backend.algorithm.value import value_loss as value_loss

@@ -9,11 +9,7 @@ from rl_backend.contracts import ConfigError
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts.
-
-    Attributes:
-        error: standard error of the mean; None for a single prompt.
-    """
+    """A mean over prompts, and its standard error; None for a single prompt."""
 
     mean: float
     error: float | None
@@ -22,12 +18,8 @@ class Estimate(NamedTuple):
 def mean_over_prompts(values: Sequence[float]) -> Estimate:
     """Mean and standard error of one value for each prompt.
 
-    Responses to one prompt are alike, so prompts are what was drawn independently: the error is the standard deviation over
-    prompts by the root of their number. Source: Miller, Adding Error Bars to Evals, https://arxiv.org/abs/2411.00640,
-    section 2, where prompts are the clusters.
-
-    Args:
-        values: at least one.
+    Prompts are the clusters: the error is the standard deviation over prompts by the root of their number. Source: Miller,
+    Adding Error Bars to Evals, https://arxiv.org/abs/2411.00640, section 2.
     """
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return Estimate(statistics.fmean(values), error)
@@ -38,16 +30,9 @@ def pass_at_k(responses: int, passed: int, k: int) -> float:
 
     Source: Chen et al., Evaluating Large Language Models Trained on Code, https://arxiv.org/abs/2107.03374, equation 1.
 
-    Args:
-        responses: n, sampled in the same way.
-        passed: c, those that pass.
-        k: at most n.
-
     Raises:
-        ConfigError: numbers that cannot be.
+        ConfigError: k is not within 1 and n, the number of responses.
     """
     if not 1 <= k <= responses:
         raise ConfigError.of("k", k, f"pass@k takes k of the {responses} responses to a prompt; use 1 to {responses}")
-    if not 0 <= passed <= responses:
-        raise ConfigError.of("passed", passed, f"there are {responses} responses")
     return 1.0 - math.comb(responses - passed, k) / math.comb(responses, k)

@@ -17,7 +17,7 @@ from rl_backend.algorithm.loss_aggregation import (
     check_loss_agg_mode,
     check_not_negative,
     differentiable_entropy,
-    required_log_probs,
+    required_output,
     token_advantages,
     token_mean_metric,
     token_vector,
@@ -44,7 +44,6 @@ KL_TYPES: tuple[str, ...] = (*_ESTIMATORS, *(f"{name}+" for name in _ESTIMATORS)
 
 
 def check_kl_type(kl_type: str) -> None:
-    """Raises :class:`ConfigError` for an unknown estimator."""
     if kl_type not in KL_TYPES:
         raise ConfigError.of("kl_type", kl_type, f"must be one of {', '.join(KL_TYPES)}")
 
@@ -76,6 +75,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kl_type: str = "k3") ->
     value = _ESTIMATORS[kl_type.removesuffix("+")](difference)
     if not kl_type.endswith("+"):
         return value
+    # Straight through: the value of the named estimator, the gradient of k2.
     surrogate = 0.5 * difference.square()
     return surrogate - surrogate.detach() + value.detach()
 
@@ -93,17 +93,13 @@ class PolicyGradientLoss:
     """Surrogate * importance weights + ``kl_coef`` * KL to a reference - ``entropy_coef`` * entropy; a
     :class:`~rl_backend.contracts.LossFn`.
 
-    ``policy_loss``, ``grpo_loss``, ``gspo_loss`` and ``cispo_loss`` are such losses. All three terms are aggregated in the
-    same way. Composed as verl's ``ppo_loss``. Called with options, a loss is the one of :meth:`with_options`; given there,
-    they are checked once. ``dp_group`` is not needed, since the denominators are counted over all ranks.
+    All three terms are aggregated in the same way, as in verl's ``ppo_loss``. Tokens with weight 0 still count in the
+    denominators: dropping them makes the step smaller.
 
     Reads token fields, each (T,) and aligned as :mod:`rl_backend.contracts.batch` defines:
         ``loss_mask``; ``old_log_probs``; ``advantages`` (or a sequence field of that name, (B,)); ``ref_log_probs`` when
         ``kl_coef`` > 0; ``rollout_log_probs`` when ``tis_cap``, ``mis_bounds`` or ``importance_veto`` is given. For metrics
         alone: ``rollout_log_probs``, and ``old_entropy``, of the policy of ``old_log_probs``.
-
-    Reads from ``data.meta``: ``dp_size`` and ``batch_num_tokens`` or ``global_batch_size``, see
-    :func:`~rl_backend.algorithm.loss_aggregation.aggregate_loss`.
 
     Attributes:
         surrogate: one of :mod:`rl_backend.algorithm.surrogates`, or of your own.
@@ -111,14 +107,12 @@ class PolicyGradientLoss:
         clip_ratio_c: dual clip, of ``clipped_policy_loss`` alone; None switches it off.
         loss_agg_mode, loss_scale_factor: see :func:`~rl_backend.algorithm.loss_aggregation.aggregation_terms`.
         kl_coef: may be annealed to 0, where no reference is needed.
-        kl_type: see :func:`~rl_backend.algorithm.policy.kl_penalty`.
+        kl_type: see :func:`kl_penalty`.
         tis_cap: see :func:`~rl_backend.algorithm.surrogates.truncated_importance_weights`.
         mis_bounds: see :func:`~rl_backend.algorithm.surrogates.masked_importance_weights`; instead of ``tis_cap``.
         importance_level: ``token`` or ``sequence``, of either.
         importance_veto: see :func:`~rl_backend.algorithm.surrogates.sequences_without_veto`; with or without weights.
         entropy_coef: weight of the entropy bonus, nats; needs ``meta["calculate_entropy"]``.
-
-    Tokens with weight 0 still count in the denominators: dropping them makes the step smaller.
 
     Returns:
         The loss, and metrics as (sum, weight) pairs: ``policy_loss`` (the mean that is optimised), ``clip_fraction``,
@@ -148,9 +142,7 @@ class PolicyGradientLoss:
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        if not callable(self.surrogate):
-            raise ConfigError.of("surrogate", self.surrogate, "must be a function, for example clipped_policy_loss")
-        if self.clip_ratio_c is not None and "clip_ratio_c" not in self._parameters:
+        if "clip_ratio_c" not in self._parameters and self.clip_ratio_c is not None:
             raise ConfigError.of(
                 "clip_ratio_c", self.clip_ratio_c, "dual clip is ppo's; this surrogate has none: leave it None"
             )
@@ -163,15 +155,16 @@ class PolicyGradientLoss:
             raise ConfigError.of("entropy_coef", self.entropy_coef, "must be a finite number")
 
     def with_options(self, **options: Any) -> Self:
-        """This loss with other options; raises TypeError for a name that it does not have."""
+        """Raises TypeError for a name that it does not have."""
         return replace(self, **options)
 
     def __call__(
         self, model_output: ModelOutput, data: PackedBatch, dp_group: Any = None, **options: Any
     ) -> tuple[Tensor, Mapping[str, MetricValue]]:
+        # Options that are given at the call are checked now; with_options checks them before anything runs.
         if options:
             return self.with_options(**options)(model_output, data)
-        log_probs = required_log_probs(model_output)
+        log_probs = required_output(model_output, "log_probs")
         loss_mask = token_vector(data, "loss_mask")
         old_log_probs = token_vector(data, "old_log_probs")
         token_losses, metrics = self._surrogate_losses(log_probs, old_log_probs, loss_mask, data)
@@ -196,6 +189,7 @@ class PolicyGradientLoss:
         if self.entropy_coef != 0:
             loss = loss - self.entropy_coef * self._aggregated(differentiable_entropy(model_output), loss_mask, data)
         entropy = model_output.entropy
+        # The entropy of the first pass is nearly that of this one, and costs nothing.
         if entropy is None and "old_entropy" in data.token_fields:
             entropy = token_vector(data, "old_entropy")
         if entropy is not None:
@@ -217,6 +211,7 @@ class PolicyGradientLoss:
         self, log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor, data: PackedBatch
     ) -> tuple[Tensor, dict[str, MetricValue]]:
         advantages = token_advantages(data)
+        # Only what the surrogate has a parameter for: users' own need neither.
         given = {"clip_ratio_c": self.clip_ratio_c, "seq_lens": data.seq_lens}
         token_losses, clipped = self.surrogate(
             log_probs,
@@ -286,17 +281,10 @@ def sft_loss(
 ) -> tuple[Tensor, Mapping[str, MetricValue]]:
     """Negative log-likelihood of the tokens that ``loss_mask`` selects; a :class:`~rl_backend.contracts.LossFn`.
 
-    ``token-mean`` is verl's ``sft_loss``. Reads the token field ``loss_mask`` and the denominators of
-    :func:`~rl_backend.algorithm.loss_aggregation.aggregate_loss` from ``data.meta``. ``dp_group`` is not needed, since these
-    are counted over all ranks.
-
-    Metrics: ``nll``, the mean over the selected tokens, nats.
-
-    Raises:
-        BatchError: a missing field, output or denominator.
-        ConfigError: ``loss_agg_mode`` or ``loss_scale_factor``.
+    ``token-mean`` is verl's ``sft_loss``. Metrics: ``nll``, the mean over the selected tokens, nats. Errors as of
+    :func:`~rl_backend.algorithm.loss_aggregation.aggregate_loss`.
     """
-    log_probs = required_log_probs(model_output)
+    log_probs = required_output(model_output, "log_probs")
     loss_mask = data.token_field("loss_mask")
     loss = aggregate_loss(-log_probs, loss_mask, data, loss_agg_mode, loss_scale_factor=loss_scale_factor)
     return loss, {"nll": token_mean_metric(-log_probs, loss_mask)}

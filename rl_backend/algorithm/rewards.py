@@ -8,29 +8,18 @@ from torch import Tensor
 from rl_backend.algorithm.advantages import Rewards, finite_rewards
 from rl_backend.algorithm.loss_aggregation import check_not_negative, check_packed, zero_masked
 from rl_backend.algorithm.policy import check_kl_type, kl_penalty
-from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.contracts import ConfigError
 
 
 def token_rewards(rewards: Rewards, loss_mask: Tensor, seq_lens: Tensor) -> Tensor:
-    """(T,): each sequence's reward at the last token that ``loss_mask`` selects, 0 elsewhere.
+    """(T,) float64: each sequence's reward at the last token that ``loss_mask`` selects, 0 elsewhere.
 
-    A sequence without any selected token has no action to reward; its reward is left out.
-
-    Args:
-        rewards: (B,) numbers, one per sequence.
-        loss_mask: (T,); selects where it is not 0.
-        seq_lens: (B,) int64 on the CPU.
-
-    Returns:
-        in float64, on the device of ``loss_mask``: advantages are small differences of them.
-
-    Raises:
-        BatchError: a reward that is not finite, or shapes that do not fit.
+    A sequence without any selected token has no action to reward; its reward is left out. Raises :class:`BatchError` for a
+    reward that is not finite, or shapes that do not fit.
     """
     check_packed(seq_lens, loss_mask=loss_mask)
+    # In float64: advantages are small differences of rewards.
     scores = finite_rewards(rewards).to(loss_mask.device)
-    if scores.shape != seq_lens.shape:
-        raise BatchError(f"{scores.shape[0]} rewards for {seq_lens.shape[0]} sequences")
     placed = torch.zeros(loss_mask.shape[0], dtype=scores.dtype, device=loss_mask.device)
     lengths = seq_lens.tolist()
     for reward, row, selected in zip(scores, placed.split(lengths), (loss_mask != 0).split(lengths), strict=True):
@@ -42,28 +31,17 @@ def token_rewards(rewards: Rewards, loss_mask: Tensor, seq_lens: Tensor) -> Tens
 def kl_in_reward(
     rewards: Tensor, log_probs: Tensor, ref_log_probs: Tensor, loss_mask: Tensor, *, kl_coef: float, kl_type: str = "k1"
 ) -> Tensor:
-    """(T,): ``rewards - kl_coef * KL`` at the selected tokens, 0 elsewhere; without gradient.
+    """(T,): ``rewards - kl_coef * KL`` at the selected tokens, 0 elsewhere; without gradient. All tensors are (T,).
 
     The alternative to a KL term in the loss; for estimators that look at later rewards: GAE and REINFORCE++. Source: RLHF,
     https://arxiv.org/abs/2203.02155, equation 2; verl's ``apply_kl_penalty``.
 
     Args:
-        rewards: (T,) of tokens, see :func:`token_rewards`.
-        log_probs: (T,) of the policy that sampled: ``old_log_probs``.
-        ref_log_probs: (T,) of the reference.
-        loss_mask: (T,); the other tensors are not read where it is 0.
-        kl_coef: 0 or above.
+        log_probs: of the policy that sampled: ``old_log_probs``.
         kl_type: see :func:`~rl_backend.algorithm.policy.kl_penalty`.
-
-    Raises:
-        ConfigError: ``kl_coef`` or ``kl_type``.
-        BatchError: shapes that differ.
     """
     check_not_negative(kl_coef=kl_coef)
     check_kl_type(kl_type)
-    for name, tensor in (("log_probs", log_probs), ("ref_log_probs", ref_log_probs), ("loss_mask", loss_mask)):
-        if tensor.dim() != 1 or tensor.shape != rewards.shape:
-            raise BatchError(f"{name} has shape {tuple(tensor.shape)}; expected (T,), as rewards: {tuple(rewards.shape)}")
     kl = kl_penalty(zero_masked(log_probs, loss_mask), zero_masked(ref_log_probs, loss_mask), kl_type)
     return zero_masked(rewards - kl_coef * kl, loss_mask).detach()
 
@@ -71,29 +49,19 @@ def kl_in_reward(
 def overlong_penalty(
     response_lengths: Tensor | Sequence[int], *, max_response_tokens: int, buffer_tokens: int, penalty: float = 1.0
 ) -> Tensor:
-    """What a long response adds to its reward: (N,) float64, from 0 down to ``-penalty``.
+    """What a long response adds to its reward: float64, from 0 down to ``-penalty``.
 
     0 up to ``max_response_tokens - buffer_tokens``, then falling linearly to ``-penalty`` at ``max_response_tokens``, and
     that beyond. Source: soft overlong punishment, DAPO, https://arxiv.org/abs/2503.14476, equation 13; verl's
     ``DAPORewardManager``.
 
-    Args:
-        response_lengths: (N,) tokens of each response.
-        max_response_tokens: the longest response that is sampled.
-        buffer_tokens: how many of these are penalised; at least 1, at most ``max_response_tokens``.
-        penalty: 0 or above.
-
     Raises:
-        ConfigError: an option out of its range.
-        BatchError: ``response_lengths`` is not (N,).
+        ConfigError: ``buffer_tokens`` is not within [1, ``max_response_tokens``], or ``penalty`` is negative.
     """
     if not 1 <= buffer_tokens <= max_response_tokens:
         raise ConfigError.of(
             "buffer_tokens", buffer_tokens, f"must be within [1, max_response_tokens={max_response_tokens}]"
         )
     check_not_negative(penalty=penalty)
-    lengths = torch.as_tensor(response_lengths)
-    if lengths.dim() != 1:
-        raise BatchError(f"response_lengths has shape {tuple(lengths.shape)}; expected (N,): one number per response")
-    excess = lengths.to(torch.float64) - (max_response_tokens - buffer_tokens)
+    excess = torch.as_tensor(response_lengths).to(torch.float64) - (max_response_tokens - buffer_tokens)
     return -penalty * (excess / buffer_tokens).clamp(min=0.0, max=1.0)

@@ -1,11 +1,9 @@
 """Policy-gradient surrogates, one loss per token, and importance weights for tokens that another policy sampled.
 
-Surrogates differ in what importance ratio they use and where they clip it. All read the other tensors only where
-``loss_mask`` is not 0.
-
-The importance weight of a token is ``exp(old_log_probs - rollout_log_probs)``: ``old_log_probs`` by the trainer, at its
-weights when the step began; ``rollout_log_probs`` by the engine, at the weights that sampled. It corrects for both of their
-differences: an engine that computes differently from the trainer, and a sample that is some updates old.
+All read the other tensors only where ``loss_mask`` is not 0. The importance weight of a token is
+``exp(old_log_probs - rollout_log_probs)``: ``old_log_probs`` by the trainer, at its weights when the step began;
+``rollout_log_probs`` by the engine, at the weights that sampled. It corrects for an engine that computes differently, and
+for a sample that is some updates old.
 """
 
 import math
@@ -29,7 +27,6 @@ IMPORTANCE_LEVELS = ("token", "sequence")
 
 
 def check_clip_options(clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None) -> None:
-    """Raises :class:`ConfigError` for a negative or infinite clip ratio, or ``clip_ratio_c`` that is not above 1."""
     check_not_negative(clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)
     if clip_ratio_c is not None and not (math.isfinite(clip_ratio_c) and clip_ratio_c > 1):
         raise ConfigError.of("clip_ratio_c", clip_ratio_c, "must be a finite number above 1; None switches dual clip off")
@@ -48,25 +45,15 @@ def clipped_policy_loss(
     """PPO: ``max(-A r, -A clip(r, 1 - low, 1 + high))`` with ``r = exp(log_probs - old_log_probs)``.
 
     Where A < 0 the loss is at most ``-A clip_ratio_c`` (dual clip). ``log_probs - old_log_probs`` is limited to
-    [-20, 20], beyond which the gradient is 0.
+    [-20, 20], beyond which the gradient is 0. All tensors are (T,).
 
     Sources: PPO, https://arxiv.org/abs/1707.06347, equation 7; two clip ratios, DAPO, https://arxiv.org/abs/2503.14476;
     dual clip, https://arxiv.org/abs/1912.09729, equation 5; as in verl's ``compute_policy_loss_vanilla``.
-
-    Args:
-        log_probs: (T,) floating, with a gradient.
-        old_log_probs: (T,), of the policy that the ratio refers to.
-        advantages: (T,).
-        loss_mask: (T,).
-        clip_ratio_c: None switches the dual clip off.
 
     Returns:
         (T,) losses, 0 where ``loss_mask`` is 0, and metrics over the selected tokens: ``clip_fraction`` (the upper bound
         of the objective was active), ``clip_fraction_lower`` (the dual clip was; only with ``clip_ratio_c``),
         ``approx_kl`` (mean of ``old_log_probs - log_probs``, nats).
-
-    Raises:
-        ConfigError: a clip ratio.
     """
     check_clip_options(clip_ratio_low, clip_ratio_high, clip_ratio_c)
     log_ratio = zero_masked(log_probs - old_log_probs, loss_mask).clamp(min=-20.0, max=20.0)
@@ -98,23 +85,17 @@ def gspo_policy_loss(
 
     ``s = exp(mean(log_probs - old_log_probs))`` over the selected tokens, at token t in the form
     ``sg(s) * exp(log_probs_t - sg(log_probs_t))`` with ``sg`` the stop-gradient: its value is s, its gradient reaches every
-    token with that token's own advantage. ``log s`` is at most 10, beyond which the gradient is 0. The data must hold
-    complete sequences, as every loss in this project sees them.
+    token with that token's own advantage. ``log s`` is at most 10, beyond which the gradient is 0. Sequences are complete.
 
     Sources: GSPO, https://arxiv.org/abs/2507.18071, sections 4.1 and 4.3 (GSPO-token), clip ratios of its experiments;
-    verl's ``compute_policy_loss_gspo``.
-
-    Args:
-        seq_lens: (B,) int64 on the CPU.
-        log_probs, old_log_probs, advantages, loss_mask: as in :func:`clipped_policy_loss`.
-
-    Returns, Raises:
-        as :func:`clipped_policy_loss`, without ``clip_fraction_lower``.
+    verl's ``compute_policy_loss_gspo``. Arguments, result and errors as of :func:`clipped_policy_loss`, without
+    ``clip_fraction_lower``; ``seq_lens``: (B,) int64 on the CPU.
     """
     check_clip_options(clip_ratio_low, clip_ratio_high)
     log_probs = zero_masked(log_probs, loss_mask)
     log_ratio = (log_probs - zero_masked(old_log_probs, loss_mask)).detach()
     count = sum_by_sequence((loss_mask != 0).to(log_ratio.dtype), seq_lens).clamp(min=1.0)
+    # GSPO-token: the value is the sequence's ratio, and each token keeps its own gradient.
     log_sequence_ratio = broadcast_to_tokens(sum_by_sequence(log_ratio, seq_lens) / count, seq_lens)
     ratio = (log_sequence_ratio + log_probs - log_probs.detach()).clamp(max=10.0).exp()
     losses, clipped = _pessimistic(ratio, zero_masked(advantages, loss_mask), clip_ratio_low, clip_ratio_high)
@@ -138,13 +119,8 @@ def cispo_policy_loss(
     ``log_probs - old_log_probs`` is limited to [-20, 20] inside r.
 
     Sources: CISPO, https://arxiv.org/abs/2506.13585, equations 4 and 5, which sets no lower bound (``clip_ratio_low=1``);
-    verl's ``compute_policy_loss_cispo``.
-
-    Args:
-        log_probs, old_log_probs, advantages, loss_mask: as in :func:`clipped_policy_loss`.
-
-    Returns, Raises:
-        as :func:`clipped_policy_loss`, without ``clip_fraction_lower``; ``clip_fraction`` counts ratios beyond either bound.
+    verl's ``compute_policy_loss_cispo``. Arguments, result and errors as of :func:`clipped_policy_loss`, without
+    ``clip_fraction_lower``; ``clip_fraction`` counts ratios beyond either bound.
     """
     check_clip_options(clip_ratio_low, clip_ratio_high)
     log_probs = zero_masked(log_probs, loss_mask)
@@ -168,23 +144,22 @@ def check_importance_options(
     tis_cap: float | None, mis_bounds: Sequence[float] | None, importance_level: str, importance_veto: float | None
 ) -> None:
     """Raises :class:`ConfigError` for a bound out of its range, truncation together with masking, or an unused level."""
+    wrong: list[tuple[str, object, str]] = []
     if tis_cap is not None and not (math.isfinite(tis_cap) and tis_cap > 0):
-        raise ConfigError.of("tis_cap", tis_cap, "must be a finite number above 0, usually 2; None switches it off")
-    if mis_bounds is not None:
-        if tis_cap is not None:
-            raise ConfigError.of("mis_bounds", mis_bounds, f"weights are masked or truncated (tis_cap={tis_cap}), not both")
-        if len(mis_bounds) != 2 or not (0 <= mis_bounds[0] <= 1 <= mis_bounds[1] < math.inf):
-            raise ConfigError.of(
-                "mis_bounds", mis_bounds, "must be (low, high) with 0 <= low <= 1 <= high, for example (0.5, 2.0)"
-            )
+        wrong.append(("tis_cap", tis_cap, "must be a finite number above 0, usually 2; None switches it off"))
+    if mis_bounds is not None and tis_cap is not None:
+        wrong.append(("mis_bounds", mis_bounds, f"weights are masked or truncated (tis_cap={tis_cap}), not both"))
+    if mis_bounds is not None and (len(mis_bounds) != 2 or not 0 <= mis_bounds[0] <= 1 <= mis_bounds[1] < math.inf):
+        expected = "must be (low, high) with 0 <= low <= 1 <= high, for example (0.5, 2.0)"
+        wrong.append(("mis_bounds", mis_bounds, expected))
     if importance_level not in IMPORTANCE_LEVELS:
-        raise ConfigError.of("importance_level", importance_level, f"must be one of {', '.join(IMPORTANCE_LEVELS)}")
-    if importance_level != "token" and tis_cap is None and mis_bounds is None:
-        raise ConfigError.of(
-            "importance_level", importance_level, "needs tis_cap or mis_bounds; without weights it is unused"
-        )
+        wrong.append(("importance_level", importance_level, f"must be one of {', '.join(IMPORTANCE_LEVELS)}"))
+    elif importance_level != "token" and tis_cap is None and mis_bounds is None:
+        wrong.append(("importance_level", importance_level, "needs tis_cap or mis_bounds; without weights it is unused"))
     if importance_veto is not None and not 0 < importance_veto < 1:
-        raise ConfigError.of("importance_veto", importance_veto, "must be within (0, 1), for example 1e-4; None: no veto")
+        wrong.append(("importance_veto", importance_veto, "must be within (0, 1), for example 1e-4; None: no veto"))
+    if wrong:
+        raise ConfigError.of_all(wrong)
 
 
 def truncated_importance_weights(
@@ -198,23 +173,15 @@ def truncated_importance_weights(
 ) -> Tensor:
     """``min(exp(old_log_probs - rollout_log_probs), cap)``: (T,), detached, 0 where ``loss_mask`` is 0.
 
-    ``sequence`` takes the product over the selected tokens of a sequence instead, one weight for all of them: unbiased
+    With level ``sequence`` it is the product over the selected tokens of a sequence, one weight for all of them: unbiased
     before the cap, with a variance that grows with the length. The logarithm of a weight is limited to [-20, 20].
 
     Sources: truncated importance sampling, Ionides 2008, https://doi.org/10.1198/106186008X320456; for the mismatch between
-    trainer and rollout engine, https://fengyao.notion.site/off-policy-rl; limits as in verl's
-    ``compute_rollout_correction_weights``.
+    trainer and rollout engine, https://fengyao.notion.site/off-policy-rl; verl's ``compute_rollout_correction_weights``.
 
     Args:
-        old_log_probs: (T,), of the sampled tokens by the trainer.
-        rollout_log_probs: (T,), of the same tokens by the engine that sampled them.
-        loss_mask: (T,); nonzero on response tokens.
+        old_log_probs, rollout_log_probs: (T,), of the sampled tokens by the trainer, and by the engine that sampled them.
         seq_lens: (B,) int64 on the CPU.
-        cap: largest weight.
-        level: ``token`` or ``sequence``.
-
-    Raises:
-        ConfigError: the cap or the level.
     """
     check_importance_options(cap, None, level, None)
     weights = _weights(old_log_probs, rollout_log_probs, loss_mask, seq_lens, level)
@@ -230,19 +197,13 @@ def masked_importance_weights(
     bounds: Sequence[float],
     level: str = "token",
 ) -> Tensor:
-    """The weight within ``bounds``, 0 outside: (T,), detached, 0 where ``loss_mask`` is 0.
+    """The weight within ``bounds``, ends included, 0 outside: (T,), detached, 0 where ``loss_mask`` is 0.
 
     A weight that a cap would only shrink drops its token here (``token``), or its whole sequence (``sequence``).
 
     Sources: IcePop, https://arxiv.org/abs/2510.18855; by sequence, https://richardli.xyz/rl-collapse; verl's
-    ``compute_rollout_correction_weights`` with ``rollout_is_threshold="low_high"``.
-
-    Args:
-        bounds: (low, high) with 0 <= low <= 1 <= high; weights equal to a bound are kept.
-        old_log_probs, rollout_log_probs, loss_mask, seq_lens, level: as in :func:`truncated_importance_weights`.
-
-    Raises:
-        ConfigError: the bounds or the level.
+    ``compute_rollout_correction_weights`` with ``rollout_is_threshold="low_high"``. Other arguments as of
+    :func:`truncated_importance_weights`.
     """
     check_importance_options(None, bounds, level, None)
     weights = _weights(old_log_probs, rollout_log_probs, loss_mask, seq_lens, level)
@@ -256,14 +217,11 @@ def sequences_without_veto(
     """(T,) bool: False at every token of a sequence in which the weight of any selected token is below ``veto``.
 
     The trainer holds such a token for all but impossible, and what follows it was written in a state that the trained policy
-    does not reach. Source: https://richardli.xyz/rl-collapse; verl rejects on both sides, with ``seq_max_k2``.
-
-    Args:
-        veto: within (0, 1).
-        old_log_probs, rollout_log_probs, loss_mask, seq_lens: as in :func:`truncated_importance_weights`.
+    does not reach. Source: https://richardli.xyz/rl-collapse; verl rejects on both sides, with ``seq_max_k2``. Arguments as
+    of :func:`truncated_importance_weights`.
 
     Raises:
-        ConfigError: ``veto``.
+        ConfigError: ``veto`` is not within (0, 1).
     """
     check_importance_options(None, None, "token", veto)
     log_ratio = zero_masked(old_log_probs - rollout_log_probs, loss_mask).detach()

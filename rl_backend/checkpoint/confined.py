@@ -30,35 +30,27 @@ def require_names(names: object, depth: int = 1) -> None:
 
 
 def require_inside(folder: Path, name: str) -> Path:
-    """``folder / name``, once it is known that no link on the way leads out of ``folder``.
+    """``folder / name``; ``folder`` itself may be a link.
 
     Raises:
-        CheckpointError: one does, or links lead to each other. ``folder`` itself may be a link.
+        CheckpointError: a link on the way leads out of ``folder``, or links lead to each other.
     """
-    file = folder / name
+    file, problem = folder / name, None
     try:
-        root, found = folder.resolve(), file.resolve()
+        found = file.resolve()
+        if not found.is_relative_to(folder.resolve()):
+            problem = f"is a link out of it, to {found}"
     except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for links that lead to each other
-        raise CheckpointError.at(
-            folder,
-            f"is refused: {name} cannot be followed to a file ({error}); put a copy of the file in its place",
-            name=name,
-        ) from None
-    if not found.is_relative_to(root):
-        raise CheckpointError.at(
-            folder,
-            f"is refused: {name} is a link out of it, to {found}; put a copy of the file in its place if you trust it",
-            name=name,
-        )
+        problem = f"cannot be followed to a file ({error})"
+    if problem:
+        remedy = "put a copy of the file in its place if you trust it"
+        raise CheckpointError.at(folder, f"is refused: {name} {problem}; {remedy}", name=name)
     return file
 
 
 def require_inside_model(directory: Path, name: str) -> Path:
-    """:func:`require_inside` for a Hugging Face directory; a snapshot in huggingface_hub's cache links into its repository.
-
-    Raises:
-        CheckpointError: a link on the way leads out.
-    """
+    """:func:`require_inside` for a Hugging Face directory."""
+    # A snapshot in huggingface_hub's cache links to blobs beside it in its repository.
     snapshot = directory.resolve()
     repository = snapshot.parent.parent
     if snapshot.parent.name == "snapshots" and (repository / "blobs").is_dir():

@@ -8,6 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rl_backend.contracts import CheckpointError
+
 logger = logging.getLogger(__name__)
 
 
@@ -17,11 +19,7 @@ def draft_of(path: Path) -> Path:
 
 
 def commit_draft(draft: Path, path: Path) -> None:
-    """Gives a complete and flushed draft its name, in one step.
-
-    Raises:
-        OSError: ``path`` exists, or the file system refuses; see :func:`rename_synced`.
-    """
+    """Gives a complete and flushed draft its name in one step; :class:`OSError` where ``path`` exists, or the disk fails."""
     # A rename would replace an empty directory that appeared at ``path`` after the draft was begun.
     if path.exists():
         raise FileExistsError(f"{path} was made by another process while the draft was written")
@@ -37,11 +35,7 @@ def discard_draft(draft: Path) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Generator[Path]:
-    """A draft to fill, which has the name ``path``, flushed, once the body ends; a failure leaves nothing of it behind.
-
-    Raises:
-        OSError: as :func:`commit_draft`.
-    """
+    """A draft to fill, which is flushed and gets the name ``path`` when the body ends; a failure leaves nothing behind."""
     draft = draft_of(path)
     draft.mkdir(parents=True)
     try:
@@ -51,6 +45,15 @@ def new_directory(path: Path) -> Generator[Path]:
     except BaseException:
         discard_draft(draft)
         raise
+
+
+def require_new(path: Path) -> None:
+    """Raises :class:`~rl_backend.contracts.CheckpointError` unless :func:`new_directory` can make ``path``."""
+    if path.exists() or not path.parent.is_dir():
+        taken = f"{path} exists already; choose a new directory"
+        raise CheckpointError(
+            taken if path.exists() else f"{path.parent} is not a directory; create it first", path=str(path)
+        )
 
 
 def write_synced(file: Path, text: str) -> None:
@@ -85,11 +88,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def rename_synced(old: Path, new: Path) -> None:
-    """Renames within a directory and flushes that. Where it fails, ``old`` has its name and ``new`` is not there.
-
-    Raises:
-        OSError: the file system refuses; with a note if the rename back fails too.
-    """
+    """Renames within a directory and flushes that; :class:`OSError`, with a note if the rename back fails too."""
     old.rename(new)
     try:
         sync(new.parent)

@@ -2,16 +2,16 @@
 
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 
-from rl_backend.checkpoint.durable_commit import new_directory
+from rl_backend.checkpoint.durable_commit import new_directory, require_new
 from rl_backend.contracts import BatchError, CheckpointError, UnsupportedError
-from rl_backend.data.chat import turn_end
+from rl_backend.data.chat_template import turn_end
 
 _QUESTION = ({"role": "user", "content": "x"},)
 _TEXT = "The quick brown fox jumps over the lazy dog, and runs away from it."
@@ -44,13 +44,8 @@ class ImportedModel(NamedTuple):
 def import_gguf(file: Path | str, out: Path | str, *, dtype: torch.dtype = torch.float32) -> ImportedModel:
     """Writes a GGUF file as a directory of weights, configuration and tokenizer, through transformers' own reader.
 
-    transformers reads the end token wrongly from some files. It is taken from the chat template, where there is one: what
-    ends an answer there ends it in ``tokenizer_config.json`` and ``generation_config.json`` too. The whole model is in
-    memory in ``dtype``. The directory appears in one rename; a failure leaves nothing behind.
-
-    Args:
-        out: must not exist; its parent must.
-        dtype: of the weights that are written.
+    The end token is that of the chat template, where there is one. The whole model is in memory in ``dtype``, which is
+    written. ``out`` must not exist, its parent must; a failure leaves nothing behind.
 
     Raises:
         UnsupportedError: the package ``gguf`` is missing, or transformers does not read this kind of model.
@@ -60,18 +55,16 @@ def import_gguf(file: Path | str, out: Path | str, *, dtype: torch.dtype = torch
     source, target = Path(file).expanduser(), Path(out).expanduser()
     if importlib.util.find_spec("gguf") is None:
         raise UnsupportedError("GGUF files are read with the package gguf, which is not installed: pip install gguf")
-    if not source.is_file():
-        raise CheckpointError.at(source, "is no file; give one that ends in .gguf")
-    if target.exists():
-        raise CheckpointError.at(target, "exists already; choose a new directory")
-    if not target.parent.is_dir():
-        raise CheckpointError(f"{target.parent} is not a directory; create it first", path=str(target))
+    require_new(target)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     stored = _tensor_types(source)
-    tokenizer = _read(source, _load_tokenizer)
+    tokenizer = _read(source, AutoTokenizer)
     _require_words(source, tokenizer)
     named = tokenizer.eos_token
     end = _end_token(source, tokenizer)
-    model = _read(source, lambda folder, name: _load_model(folder, name, dtype))
+    model = _read(source, AutoModelForCausalLM, dtype=dtype)
+    # transformers reads the end token wrongly from some files; answers end where the chat template ends them.
     if end is not None:
         tokenizer.eos_token = end
         model.config.eos_token_id = tokenizer.eos_token_id
@@ -91,26 +84,14 @@ def _tensor_types(source: Path) -> Mapping[str, int]:
     try:
         return Counter(tensor.tensor_type.name for tensor in GGUFReader(source).tensors)
     except (OSError, ValueError, IndexError) as error:  # what the reader raises of a file that is cut or is no GGUF
-        raise CheckpointError.at(source, f"cannot be read as GGUF ({error}); fetch it again") from error
+        raise CheckpointError.at(source, f"cannot be read as GGUF ({error}); fetch it again, or give another") from error
 
 
-def _read(source: Path, load: Callable[[str, str], Any]) -> Any:
+def _read(source: Path, auto_class: Any, **options: Any) -> Any:
     try:
-        return load(str(source.parent), source.name)
+        return auto_class.from_pretrained(str(source.parent), gguf_file=source.name, **options)
     except (ValueError, NotImplementedError, KeyError) as error:  # transformers' errors of what it does not read
         raise UnsupportedError(f"{source}: transformers does not read it: {error}") from error
-
-
-def _load_tokenizer(folder: str, name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, gguf_file=name)
-
-
-def _load_model(folder: str, name: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype)
 
 
 def _require_words(source: Path, tokenizer: Any) -> None:
@@ -126,14 +107,11 @@ def _require_words(source: Path, tokenizer: Any) -> None:
 def _end_token(source: Path, tokenizer: Any) -> str | None:
     if not tokenizer.chat_template:
         return None if tokenizer.eos_token is None else str(tokenizer.eos_token)
+    problem = "ends answers without a special token, so nothing says what ends them"
     try:
         end = turn_end(_QUESTION, tokenizer)
     except BatchError as error:
-        raise CheckpointError.at(source, f"has a chat template that cannot be used: {error}") from error
+        end, problem = None, f"cannot be used: {error}"
     if end is None:
-        raise CheckpointError.at(
-            source,
-            "has a chat template that ends answers without a special token, so nothing says what ends them; take the model "
-            "from its own directory",
-        )
+        raise CheckpointError.at(source, f"has a chat template that {problem}; take the model from its own directory")
     return str(tokenizer.convert_ids_to_tokens(end))

@@ -9,24 +9,20 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.checkpoint.hf_reader import other_files, read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES, critic_config, write_hf_directory
 from rl_backend.checkpoint.kept_weights import describe_kept, open_kept
 from rl_backend.checkpoint.manifest import read_manifest
-from rl_backend.checkpoint.model_files import other_files
-from rl_backend.checkpoint.mxfp4 import in_mxfp4, mxfp4_infos
-from rl_backend.checkpoint.stored_metadata import METADATA_FILE
-from rl_backend.checkpoint.training_state import TensorsReader, raise_interrupt, require_written
+from rl_backend.checkpoint.metadata_reader import METADATA_FILE
+from rl_backend.checkpoint.quantisation import in_mxfp4, mxfp4_infos
+from rl_backend.checkpoint.training_state import WEIGHTS, TensorsReader, require_written, told_as_checkpoint_error
 from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name, export_dtype, text_config
 
-PREFIX = "model."
-"""Names of weights in a checkpoint begin with it."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+# DeepSeek and GLM number layers for multi-token prediction behind the others and do not count them among them.
 _DRAFTING_LAYER = re.compile(r"\blayers\.(\d+)\.eh_proj\.")
-"""Of a layer for multi-token prediction, which DeepSeek and GLM number behind the others and do not count among them."""
 _FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
@@ -35,50 +31,36 @@ class TrainingWeights:
 
     Opening checks that every file is there with its size and that all weights are stored. No file stays open between calls.
 
-    Attributes:
-        path: the checkpoint's directory.
-        manifest: its manifest.
-        shapes: Hugging Face name -> shape.
-
     Raises:
-        CheckpointError: not a training checkpoint, an incomplete or damaged one, or one with weights that only the runtime
-            which wrote it can name.
+        CheckpointError: not a training checkpoint of a whole model, an incomplete or damaged one, or one with weights that
+            only the runtime which wrote it can name.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         self.manifest.require_files(self.path)
+        private, problem = self.manifest.private, None
         if self.manifest.lora is not None:
-            raise CheckpointError.at(
-                self.path,
+            problem = (
                 "holds a LoRA tenant, not a model; load it into a tenant of its base, and use export_lora_adapter, or "
-                "save_checkpoint(hf=True) for the model with the adapter added",
+                "save_checkpoint(hf=True) for the model with the adapter added"
             )
-        if self.manifest.private:
-            backend = self.manifest.runtime_config.get("backend")
-            raise CheckpointError.at(
-                self.path,
-                f"has {len(self.manifest.private)} weights in an order that only the {backend} runtime reads, "
-                f"{self.manifest.private[0]} for one; load it there and use save_checkpoint(hf=True)",
+        elif private:
+            problem = (
+                f"has {len(private)} weights in an order that only the {self.manifest.runtime_config.get('backend')} "
+                f"runtime reads, {private[0]} for one; load it there and use save_checkpoint(hf=True)"
             )
+        if problem:
+            raise CheckpointError.at(self.path, problem)
         self.shapes = dict(self.manifest.parameters)
-        if not self.shapes:
-            raise CheckpointError.at(self.path, "is damaged: its manifest lists no weights")
         require_written(self.path, METADATA_FILE, self.manifest.files.get(METADATA_FILE))
         self._reader = TensorsReader(self.path, self.manifest.files)
         for name, shape in self.shapes.items():
-            self._reader.require_stored(PREFIX + name, shape, torch.float32)
+            self._reader.require_stored(WEIGHTS + name, shape, torch.float32)
 
     def verify(self, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Reads every file and compares it with its digest.
-
-        Args:
-            progress: told the size of each file that is verified.
-
-        Raises:
-            CheckpointError: a file has other bytes than were written.
-        """
+        """Compares every file with its digest (:class:`CheckpointError`), and tells ``progress`` the size of each."""
         for name, facts in self.manifest.files.items():
             require_written(self.path, name, facts)
             progress(facts.num_bytes)
@@ -92,41 +74,26 @@ class TrainingWeights:
         ]
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor on the CPU in the dtype of :meth:`infos`), in the order of ``shapes``.
+        """(Hugging Face name, whole tensor on the CPU as :meth:`infos` says), each valid until the next is taken.
 
-        All are views of one buffer of the size of the largest, each valid until the next is taken. One stored piece
-        of a tensor, as one rank wrote it in float32, is in memory at the same time.
-
-        Raises:
-            CheckpointError: a file cannot be read.
+        In memory are one buffer of the size of the largest, and one stored piece, as one rank wrote it in float32.
         """
         infos = self.infos(dtype)
         buffer = torch.empty(max(info.nbytes for info in infos), dtype=torch.uint8)
         for name, shape, tensor_dtype in ((info.name, info.shape, dtype_from_name(info.dtype)) for info in infos):
             tensor = buffer[: math.prod(shape) * tensor_dtype.itemsize].view(tensor_dtype).view(shape)
-            try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
-                    load({PREFIX + name: tensor}, storage_reader=self._reader, no_dist=True)
-            except CheckpointException as error:
-                raise_interrupt(error, 0)
-                causes = "; ".join(str(cause) for cause, _ in error.failures.values())
-                raise CheckpointError(
-                    f"{name} cannot be read from {self.path}: {causes}", path=str(self.path), name=name
-                ) from error
+            with told_as_checkpoint_error(f"{name} cannot be read from {self.path}"), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+                load({WEIGHTS + name: tensor}, storage_reader=self._reader, no_dist=True)
             yield name, tensor
 
 
 def source_of(weights: TrainingWeights, given: Path | str | None = None) -> Path:
-    """The Hugging Face directory with the configuration and tokenizer of a checkpoint's model.
-
-    Args:
-        given: None takes the directory that the run began from.
+    """The Hugging Face directory of a checkpoint's model, with configuration and tokenizer: ``given``, or that of its run.
 
     Raises:
         CheckpointError: the directory is missing, has a link that leads out of it, lacks weights that are taken from it, or
-            its ``config.json`` does not name this model. A manifest may name any folder of this machine, so a directory
-            that does not prove the match is refused.
+            its ``config.json`` does not name this model.
     """
     began_from = weights.manifest.runtime_config.get("hf_path")
     source = Path(given if given is not None else str(began_from))
@@ -137,6 +104,7 @@ def source_of(weights: TrainingWeights, given: Path | str | None = None) -> Path
             f"({_needed(weights.manifest.kept)})",
             path=str(source),
         )
+    # A manifest may name any folder of this machine: one that does not prove the match would have its files copied.
     _require_same_model(weights, read_hf_config(source), source)
     other_files(source)
     open_kept(source, weights.manifest.kept)
@@ -159,19 +127,17 @@ def export_checkpoint(
 ) -> None:
     """Writes what transformers and vLLM load to ``out``, complete or not at all, with the weights that ``source`` keeps.
 
-    In memory are the largest tensor and a stored piece of it. Files are not verified: see
-    :meth:`~rl_backend.checkpoint.hf_export.TrainingWeights.verify`.
+    In memory are the largest tensor and a stored piece of it. Files are not verified: see :meth:`TrainingWeights.verify`.
 
     Args:
-        out: must not exist; its parent must.
         source: from :func:`source_of`.
         dtype: of trained weights, as in :meth:`TrainingWeights.infos`. Checkpoints have float32 masters.
-        mxfp4: write experts in MXFP4 (:mod:`rl_backend.checkpoint.mxfp4`), as gpt-oss is published.
+        mxfp4: write experts in MXFP4, as gpt-oss is published.
         max_shard_bytes: largest size of one file; a larger tensor gets its own file.
         progress: told the bytes of each tensor that is read.
 
     Raises:
-        CheckpointError: see :func:`~rl_backend.checkpoint.hf_writer.write_hf_directory`, or a file cannot be read.
+        CheckpointError: as :func:`~rl_backend.checkpoint.hf_writer.write_hf_directory`, or a file cannot be read.
     """
 
     def tensors() -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Reading Hugging Face directories: headers first, then tensors or parts of them."""
+"""Reading Hugging Face directories: configuration, other files, headers, then tensors or parts of them."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,10 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rl_backend.checkpoint.block_fp8 import BlockFactors, find_factors
 from rl_backend.checkpoint.confined import name_problem, require_inside_model
-from rl_backend.checkpoint.mxfp4 import MXFP4Weight, find_mxfp4
-from rl_backend.checkpoint.stored_names import ExpertPart, expert_parts, own_name
+from rl_backend.checkpoint.quantisation import BlockFactors, MXFP4Weight, find_factors, find_mxfp4
 from rl_backend.contracts import CheckpointError, UnsupportedError, quantisation_problem
 from rl_backend.contracts.errors import listed
 
@@ -40,47 +38,34 @@ TORCH_DTYPES = {
 
 
 class StoredTensor(NamedTuple):
-    """One tensor in a file's header. ``dtype`` is safetensors' own name unless it is a plain float."""
+    """One tensor in a header; ``dtype`` is safetensors' own name unless it is a plain float."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
 
 
 def read_hf_config(path: Path | str) -> dict[str, Any]:
-    """``config.json`` of a local Hugging Face directory.
-
-    Raises:
-        CheckpointError: the directory or the file is missing, or the file is not a JSON object.
-    """
-    directory = Path(path)
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"hf_path {str(path)!r} is not a directory; download the model first and give its local directory",
-            path=str(path),
-        )
-    return _read_json_object(directory / "config.json", "give a Hugging Face model directory, which has one")
+    """``config.json`` of a local Hugging Face directory; :class:`CheckpointError` unless it is there, a JSON object."""
+    return _read_json_object(
+        Path(path) / "config.json", "give the local directory of a Hugging Face model, which has one; download it first"
+    )
 
 
 class HFReader:
     """The tensors of a local Hugging Face directory, in one or several safetensors files, with or without an index.
 
-    These are the tensors of ``model.safetensors``; without one, of the files that the index names; without an index, of all
-    ``*.safetensors`` files. A directory is refused where transformers or vLLM would read other tensors: with an index of
-    other files beside ``model.safetensors``, or with one tensor in two of the files, whatever the index says. Opening checks
-    every file's header against its size. No file stays open between calls.
+    Opening checks every file's header against its size. No file stays open between calls.
 
     Attributes:
         config: ``config.json``.
         files: what is read.
-        infos: Hugging Face name -> shape and dtype; of packed experts those of single ones
-            (:mod:`rl_backend.checkpoint.stored_names`), of a text model its own names
-            (:mod:`rl_backend.checkpoint.stored_names`). Weights that are stored in FP8 with factors of their blocks, or in
-            MXFP4 (:mod:`rl_backend.checkpoint.block_fp8`, ``mxfp4``), are float32, and their factors no tensors.
+        infos: Hugging Face name -> shape and dtype: of packed experts those of single ones, of a text model its own names.
+            Weights that are stored in FP8 or MXFP4 are float32, and their factors no tensors.
         dequantised: names of those weights.
 
     Raises:
         CheckpointError: a missing directory, ``config.json`` or weight file, a truncated or corrupt one, or an index that
-            does not fit the files; a directory that holds two versions of a tensor.
+            does not fit the files; a directory of which transformers or vLLM would read other tensors.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -97,13 +82,12 @@ class HFReader:
         self._require_named_files()
         for file in self.files:
             self._read_header(file)
-        absent = [name for name, file in sorted((weight_map or {}).items()) if self._file_name(name) != file]
-        if weight_map is not None and absent:
-            name = absent[0]
+        found = {name: file.name for name, file in self._files.items()}
+        absent = [f"{name!r} is in {file}" for name, file in sorted((weight_map or {}).items()) if found.get(name) != file]
+        if absent:
             raise CheckpointError(
-                f"{WEIGHTS_INDEX} of {self.path} says that {name!r} is in {weight_map[name]}, which does not have it "
-                f"({len(absent)} such tensors); the download is mixed or incomplete, fetch it again",
-                tensors=absent,
+                f"{WEIGHTS_INDEX} of {self.path} says that {absent[0]}, which does not have it ({len(absent)} of these); "
+                "the download is mixed or incomplete, fetch it again"
             )
         self._take_own_names()
         self._unpack_experts()
@@ -117,12 +101,7 @@ class HFReader:
         """One tensor, or the part of it in ``region``, a slice for each of its first dimensions.
 
         The result may share the file's memory map, which lives as long as the result does: copy it and let it go.
-
-        Raises:
-            CheckpointError: there is no such tensor, or the file can no longer be read.
         """
-        if name not in self._files:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}", tensor=name)
         if name in self._quantised:
             return self._quantised[name].read(self._read_slice, region)
         if name in self._parts:
@@ -166,18 +145,12 @@ class HFReader:
                 del self.infos[stored]
             self.infos[name] = StoredTensor(weight.shape, torch.float32)
 
-    def _file_name(self, name: str) -> str | None:
-        file = self._files.get(name)
-        return None if file is None else file.name
-
     def _require_named_files(self) -> None:
-        """Refuses weights that transformers would look for in another file."""
         named = self.config.get("transformers_weights")
         if named not in (None, WEIGHTS_INDEX, *(file.name for file in self.files if len(self.files) == 1)):
             raise CheckpointError(
                 f"config.json of {self.path} has transformers_weights={named!r}, and {listed([f.name for f in self.files])} "
-                "is read; leave the field out, or have the directory hold the weights that it names alone",
-                field="transformers_weights",
+                "is read; leave the field out, or have the directory hold the weights that it names alone"
             )
 
     def _read_header(self, file: Path) -> None:
@@ -187,8 +160,7 @@ class HFReader:
                     raise CheckpointError(
                         f"tensor {name!r} is in both {self._files[name].name} and {file.name} of {self.path}; transformers "
                         "and vLLM take that of the file which they read last, whatever an index says; remove the file that "
-                        "is out of date, or save the model again",
-                        tensor=name,
+                        "is out of date, or save the model again"
                     )
                 stored = opened.get_slice(name)
                 dtype = stored.get_dtype()
@@ -197,28 +169,23 @@ class HFReader:
 
 
 def require_float_weights(path: Path | str) -> None:
-    """Refuses a model whose weights are quantised in a way that is not read, from ``config.json`` and its files' headers.
-
-    Raises:
-        UnsupportedError: names the field or the tensor.
-        CheckpointError: as :class:`HFReader`.
-    """
-    reader, remedy = HFReader(path), "give the directory of the model as it was before, or dequantise it first"
+    """Raises :class:`UnsupportedError` for weights that are quantised in a way that is not read, by field or tensor."""
+    reader = HFReader(path)
     problems = {
         "quantization_config": quantisation_problem(reader.config),
         **{field: "it is not read" for field in ("quantization", "compression_config") if reader.config.get(field)},
     }
-    for field, problem in problems.items():
-        if problem:
-            given = f"config.json has {field}={reader.config[field]!r}"
-            raise UnsupportedError(f"{reader.path} is quantised: {given}; {remedy} ({problem})", field=field)
-    for name, stored in reader.infos.items():
-        if isinstance(stored.dtype, str) and "weight" in name.rpartition(".")[2]:
-            raise UnsupportedError(
-                f"{reader.path} is quantised: tensor {name!r} has dtype {stored.dtype}; expected "
-                f"{', '.join(FLOAT_DTYPES)}; {remedy}",
-                tensor=name,
-            )
+    found = [
+        *(f"config.json has {field}={reader.config[field]!r} ({problem})" for field, problem in problems.items() if problem),
+        *(
+            f"tensor {name!r} has dtype {stored.dtype}"
+            for name, stored in reader.infos.items()
+            if isinstance(stored.dtype, str) and "weight" in name.rpartition(".")[2]
+        ),
+    ]
+    if found:
+        remedy = "give the directory of the model as it was before, or dequantise it first"
+        raise UnsupportedError(f"{reader.path} is quantised: {listed(found)}; {remedy}")
 
 
 def _weight_files(directory: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
@@ -226,19 +193,13 @@ def _weight_files(directory: Path, weight_map: Mapping[str, str] | None) -> list
         if (directory / SINGLE_FILE).is_file() and set(weight_map.values()) != {SINGLE_FILE}:
             raise CheckpointError(
                 f"{directory} has both {SINGLE_FILE}, which transformers reads, and {WEIGHTS_INDEX} of other files, which "
-                "vLLM reads; remove what is out of date",
-                files=[SINGLE_FILE, WEIGHTS_INDEX],
+                "vLLM reads; remove what is out of date"
             )
         files = [require_inside_model(directory, name) for name in sorted(set(weight_map.values()))]
     elif (directory / SINGLE_FILE).is_file():
         files = [directory / SINGLE_FILE]
     else:
         files = sorted(directory.glob("*.safetensors"))
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise CheckpointError(
-            f"{WEIGHTS_INDEX} of {directory} names {listed(absent)}, which is missing; fetch the model again", files=absent
-        )
     if not files:
         raise CheckpointError.at(
             directory,
@@ -250,24 +211,24 @@ def _weight_files(directory: Path, weight_map: Mapping[str, str] | None) -> list
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     weight_map = _read_json_object(index, "fetch it again").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map; fetch it again, or remove it to read all *.safetensors files")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or name_problem(file):
-            raise CheckpointError(f"{index} places {name!r} in {file!r}; expected the name of a file beside it", tensor=name)
-    return weight_map
+    files: dict[str, Any] = weight_map if isinstance(weight_map, dict) else {}
+    wrong = [f"{name!r} in {file!r}" for name, file in files.items() if not isinstance(file, str) or name_problem(file)]
+    if not files or wrong:
+        problem = f"places {listed(wrong)}; expected the name of a file beside it" if wrong else "has no weight_map"
+        raise CheckpointError(f"{index} {problem}; fetch it again, or remove it to read all *.safetensors files")
+    return files
 
 
 def _read_json_object(file: Path, remedy: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError.at(file, f"is missing; {remedy}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError.at(file, f"cannot be read as JSON ({error}); {remedy}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError.at(file, f"holds a {type(content).__name__}; expected a JSON object; {remedy}")
-    return content
+        problem = f"cannot be read as JSON ({error})"
+    else:
+        if isinstance(content, dict):
+            return content
+        problem = f"holds a {type(content).__name__}; expected a JSON object"
+    raise CheckpointError.at(file, f"{problem}; {remedy}")
 
 
 @contextmanager
@@ -279,3 +240,95 @@ def _open(file: Path) -> Iterator[Any]:
         raise CheckpointError.at(
             file, f"is truncated or corrupt, or cannot be read ({error}); fetch or write it again"
         ) from error
+
+
+_SETTINGS = (
+    *("generation_config.json", "tokenizer_config.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+_NAMES = frozenset(
+    {
+        *_SETTINGS,
+        *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+        *("tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "bpe.codes"),
+        *("source.spm", "target.spm", "normalizer.json"),
+        *("chat_template.jinja", "chat_template.json"),
+        *("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md", "USE_POLICY.md"),
+    }
+)
+TEMPLATES = "additional_chat_templates"
+"""Folder of a model's named chat templates, beside the default one."""
+
+
+def other_files(source: Path) -> dict[str, Path]:
+    """Tokenizer, chat templates, settings, model card, licence: name below ``source`` -> file, no link out of it."""
+    # Every other name is left out: a file beside a model need not be part of it. ``auto_map`` names classes in Python files.
+    configs = [require_inside_model(source, name) for name in ("config.json", *_SETTINGS) if (source / name).is_file()]
+    has_code = any('"auto_map"' in config.read_text(encoding="utf-8", errors="replace") for config in configs)
+    names = [
+        entry.name
+        for entry in source.iterdir()
+        if entry.name in _NAMES or entry.suffix == ".tiktoken" or (has_code and entry.suffix == ".py")
+    ]
+    names += [f"{TEMPLATES}/{entry.name}" for entry in (source / TEMPLATES).glob("*.jinja")]
+    return {name: require_inside_model(source, name) for name in sorted(names) if (source / name).is_file()}
+
+
+# transformers' AutoModelForCausalLM takes the language model out of a released Qwen3.5, and saves it so: config.json is that
+# of the text model alone, the names are nested. transformers and vLLM load it as they load the text model's own names.
+_NESTED_TYPES = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+_NESTED, _OWN = "model.language_model.", "model."
+
+
+def own_name(model_type: object, name: str) -> str:
+    """The name in the text model of a tensor that a directory of this ``model_type`` may hold under a nested one."""
+    if model_type in _NESTED_TYPES and name.startswith(_NESTED):
+        return _OWN + name.removeprefix(_NESTED)
+    return name
+
+
+# Qwen publishes these with the experts of a layer in one tensor in bfloat16, but in FP8 expert by expert, as transformers
+# saves them. Models know the names of single experts: whichever a directory has, they find.
+_PACKED_TYPES = frozenset({"qwen3_5_moe", "qwen3_5_moe_text"})
+_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+class ExpertPart(NamedTuple):
+    """One tensor of one expert, inside of a packed tensor, (experts, rows, columns).
+
+    Attributes:
+        name: as it is called where experts are not packed.
+        packed: the name of the packed tensor.
+    """
+
+    name: str
+    packed: str
+    expert: int
+    rows: range
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), self.columns
+
+    def place(self, region: tuple[slice, ...]) -> tuple[slice, ...]:
+        """``region`` of this tensor, in the packed one; a dimension of one expert comes first."""
+        first, *others = region or (slice(None),)
+        rows = self.rows[first]
+        return slice(self.expert, self.expert + 1), slice(rows.start, rows.stop), *others
+
+
+def expert_parts(model_type: object, name: str, shape: tuple[int, ...]) -> Iterator[ExpertPart]:
+    """The tensors of single experts in the stored tensor called ``name``; none of one that packs no experts."""
+    block, _, last = name.rpartition(".")
+    if model_type not in _PACKED_TYPES or last not in _PROJECTIONS or len(shape) != 3:
+        return
+    # Layers for multi-token prediction have other names, and are left as they are.
+    if not (name.startswith("model.") and block.endswith(".mlp.experts")):
+        return
+    projections = _PROJECTIONS[last]
+    size = shape[1] // len(projections)
+    for expert in range(shape[0]):
+        for number, projection in enumerate(projections):
+            rows = range(number * size, (number + 1) * size)
+            yield ExpertPart(f"{block}.{expert}.{projection}.weight", name, expert, rows, shape[2])

@@ -26,7 +26,6 @@ LM_HEAD_BIAS = "lm_head.bias"
 
 _EMBEDDINGS = "embed_tokens.weight"
 _TIED_ROWS = 4096
-_OF_TWO_MODELS = "the weights and the configuration are of different models; take both from one"
 
 
 def load_weights(
@@ -41,10 +40,7 @@ def load_weights(
 ) -> dict[str, tuple[int, ...]]:
     """Fills each parameter, or this rank's shard of it, from the Hugging Face directory ``path``.
 
-    All names, shapes and dtypes are checked first. Then stored tensors are read one at a time, only the part in the shard,
-    and converted to the parameter's dtype: host memory holds the shards and at most one more tensor. A stored
-    ``lm_head`` that is not asked for is ignored for a critic, and with tied embeddings where it equals them; stored
-    rotary frequencies are ignored; any other tensor without a parameter is refused, unless it is kept.
+    All names, shapes and dtypes are checked first. Host memory holds the shards and at most one more tensor.
 
     Args:
         parameters: name in the module -> parameter, a DTensor where it is sharded.
@@ -58,8 +54,7 @@ def load_weights(
         Name -> shape of the tensors that are kept.
 
     Raises:
-        CheckpointError: what :class:`HFReader` raises, a missing, surplus or quantised tensor, another shape, or a head that
-            differs from the embeddings that it should be tied to.
+        CheckpointError: as :class:`HFReader`, :func:`check_tensors` and :func:`require_same_head`.
     """
     reader = HFReader(path)
     absent = set(zero_if_absent) - set(reader.infos)
@@ -87,13 +82,8 @@ def load_weights(
 
 
 def with_stored_copies(path: Path | str, names: Mapping[str, WeightName]) -> dict[str, WeightName]:
-    """``names`` without the copies that the directory ``path`` lacks: a saved or pushed model has the tensors that it has.
-
-    GLM-4.5 has its embeddings and its head again in its layer for multi-token prediction, GLM-4.6 has them once.
-
-    Raises:
-        CheckpointError: there are copies to look for, and the directory cannot be read.
-    """
+    """``names`` without the copies that ``path`` lacks: a saved or pushed model has the tensors that its directory has."""
+    # GLM-4.5 has its embeddings and its head again in its layer for multi-token prediction, GLM-4.6 has them once.
     if not any(isinstance(name, CopiedWeight) for name in names.values()):
         return dict(names)
     stored = HFReader(path).infos
@@ -108,18 +98,12 @@ def with_stored_copies(path: Path | str, names: Mapping[str, WeightName]) -> dic
 
 
 def _read_tensors(name: WeightName) -> Iterator[tuple[tuple[int, ...], str]]:
-    """As :func:`stored_tensors`, without copies."""
     return stored_tensors(name.name if isinstance(name, CopiedWeight) else name)
 
 
 def require_same_head(path: Path | str) -> None:
-    """Refuses a directory that says that its head is its embeddings, and stores another head. Both are read to compare.
-
-    transformers unties a head that differs without a word, and vLLM drops it: neither is what the other computes.
-
-    Raises:
-        CheckpointError: what :class:`HFReader` raises, or the head differs.
-    """
+    """Raises :class:`CheckpointError` for a directory that says that its head is its embeddings, and stores another head."""
+    # transformers unties a head that differs without a word, and vLLM drops it: neither is what the other computes.
     reader = HFReader(path)
     # Further ones are copies for the prediction of further tokens.
     embeddings = min((name for name in reader.infos if name.endswith(_EMBEDDINGS)), key=len, default=None)
@@ -148,8 +132,7 @@ def _require_same_rows(reader: HFReader, embeddings: str, region: tuple[slice, .
     ):
         raise CheckpointError(
             f"{reader.path} has tie_word_embeddings=true in config.json, but a {LM_HEAD} that differs from its "
-            "embeddings; set tie_word_embeddings to false to use that head, or remove the tensor",
-            tensor=LM_HEAD,
+            "embeddings; set tie_word_embeddings to false to use that head, or remove the tensor"
         )
 
 
@@ -162,18 +145,11 @@ def check_tensors(
     elsewhere: frozenset[str] = frozenset(),
     kept: tuple[str, ...] = (),
 ) -> dict[str, tuple[int, ...]]:
-    """Refuses a directory that :func:`load_weights` cannot fill parameters from, by names, shapes and dtypes.
-
-    Args:
-        shapes: name in the module -> whole shape of the parameter.
-        weight_names, stored_buffers, elsewhere, kept: as in :func:`load_weights`.
-        absent: Hugging Face names of tensors that are not needed.
-
-    Returns:
-        Name -> shape of the tensors that are kept.
+    """As :func:`load_weights`, without reading: whole ``shapes`` by names in the module; ``absent`` tensors are not needed.
 
     Raises:
-        CheckpointError: a missing, surplus or quantised tensor, another shape, or a kept one of a dtype that is not written.
+        CheckpointError: missing, surplus or quantised tensors, or other shapes, all that there are; a kept one of a dtype
+            that is not written.
     """
     wanted = {
         stored: shape[len(index) :]
@@ -182,39 +158,35 @@ def check_tensors(
         if stored not in absent
     }
     score = VALUE_HEAD_WEIGHTS[0]
-    if score in reader.infos and score not in elsewhere | wanted.keys() and LM_HEAD not in reader.infos:
-        raise CheckpointError(
-            f"{reader.path} holds a critic or a reward model: it has {score} and no {LM_HEAD}; build it with head='values', "
-            "or give the directory of a language model",
-            tensor=score,
-        )
-    missing = [name for name in wanted if name not in reader.infos]
-    if missing:
-        raise CheckpointError(
-            f"{reader.path} has no tensor {listed(missing)}; the model that config.json describes needs it", tensors=missing
-        )
-    for name, shape in wanted.items():
-        stored = reader.infos[name]
-        if stored.shape != shape:
-            expected = f"config.json describes {shape}; {_OF_TWO_MODELS}"
-            if name in VALUE_HEAD_WEIGHTS:
-                expected = f"a critic's has {shape}: one value per token"
-            raise CheckpointError(f"tensor {name!r} of {reader.path} has shape {stored.shape}; {expected}", tensor=name)
-        if not isinstance(stored.dtype, torch.dtype):
-            raise CheckpointError(
-                f"tensor {name!r} of {reader.path} has dtype {stored.dtype}; expected {', '.join(FLOAT_DTYPES)}; convert "
-                "quantised weights first",
-                tensor=name,
-            )
-    ignored = ("rotary_emb.inv_freq", *stored_buffers)
     known = elsewhere | wanted.keys() | {LM_HEAD}
     known |= {LM_HEAD_BIAS} if score in known else set()
+    # A head that is not asked for is ignored for a critic, and with tied embeddings where it equals them.
+    ignored = ("rotary_emb.inv_freq", *stored_buffers)
     unread = [name for name in reader.infos if name not in known and not name.endswith(ignored)]
     surplus = [name for name in unread if not name.startswith(kept)]
-    if surplus:
+    held = {name: (reader.infos[name], shape) for name, shape in wanted.items() if name in reader.infos}
+    found = {
+        "it has no tensor": [name for name in wanted if name not in held],
+        "it has tensor": [
+            *(
+                f"{name} of shape {stored.shape}, not {shape}"
+                for name, (stored, shape) in held.items()
+                if stored.shape != shape
+            ),
+            *(
+                f"{name} of dtype {stored.dtype}, not {', '.join(FLOAT_DTYPES)} (convert quantised weights first)"
+                for name, (stored, _) in held.items()
+                if not isinstance(stored.dtype, torch.dtype)
+            ),
+        ],
+        "the model has no parameter for": surplus,
+    }
+    problems = [f"{kind} {listed(wrong)}" for kind, wrong in found.items() if wrong]
+    if problems:
+        remedy = "take both from one model"
+        if score in surplus and LM_HEAD not in reader.infos:
+            remedy = "it holds a critic or a reward model: build it with head='values', or give a language model's directory"
         raise CheckpointError(
-            f"{reader.path} has tensor {listed(surplus)}, for which the model that config.json describes has no parameter; "
-            f"{_OF_TWO_MODELS}",
-            tensors=surplus,
+            f"the weights in {reader.path} do not fit its config.json: {'; '.join(problems)}; {remedy}", problems=problems
         )
     return find_kept(reader, kept, known)

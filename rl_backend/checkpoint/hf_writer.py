@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_backend.checkpoint.block_fp8 import without_quantisation
 from rl_backend.checkpoint.confined import require_inside_model
-from rl_backend.checkpoint.durable_commit import new_directory
-from rl_backend.checkpoint.hf_reader import SINGLE_FILE, TORCH_DTYPES, WEIGHTS_INDEX, read_hf_config
+from rl_backend.checkpoint.durable_commit import new_directory, require_new
+from rl_backend.checkpoint.hf_reader import SINGLE_FILE, TORCH_DTYPES, WEIGHTS_INDEX, other_files, read_hf_config
 from rl_backend.checkpoint.kept_weights import open_kept
-from rl_backend.checkpoint.model_files import other_files
-from rl_backend.checkpoint.mxfp4 import mxfp4_config
+from rl_backend.checkpoint.quantisation import mxfp4_config, without_quantisation
 from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name, name_of_dtype, text_config
 
+# torch's name of a dtype -> that of safetensors.
 _DTYPES = {name_of_dtype(dtype): name for name, dtype in TORCH_DTYPES.items()}
-"""torch's name of a dtype -> that of safetensors."""
 _ALIGNMENT = 8
 _PART = 1 << 24
 _LABEL = "LABEL_0"
@@ -44,21 +42,17 @@ def write_hf_directory(
 ) -> None:
     """Writes a directory that transformers and vLLM load: weights, and the other files of ``source_dir``.
 
-    Weights are written in shards, one tensor at a time as they come: only one is in memory. ``config.json`` gets the
-    dtype of most elements of ``infos``, and is otherwise that of ``source_dir``, with what transformers does not know and
-    without a ``quantization_config``, unless ``mxfp4``: what was read from FP8 or MXFP4 is written as plain numbers.
-    Everything goes to a hidden directory beside ``path``, is flushed to the disk, and appears under ``path`` in one rename;
-    a failure leaves nothing behind.
+    Only one tensor at a time is in memory. ``config.json`` gets the dtype of most elements of ``infos``, and no
+    ``quantization_config`` unless ``mxfp4``. ``path`` appears complete or not at all.
 
     Args:
         path: must not exist; its parent must.
         infos: of ``tensors``: Hugging Face names, shapes and dtypes, in the order in which files are filled.
         tensors: Hugging Face name -> tensor on any device; each is written before the next is taken.
-        source_dir: the Hugging Face directory that the model came from; its configuration, tokenizer, chat templates,
-            generation settings, model card and code are copied, and nothing else: see
-            :func:`~rl_backend.checkpoint.model_files.other_files`.
-        config: written to ``config.json`` in place of that of ``source_dir``.
-        mxfp4: ``tensors`` have experts in MXFP4, from :func:`~rl_backend.checkpoint.mxfp4.in_mxfp4`.
+        source_dir: the Hugging Face directory that the model came from, of which
+            :func:`~rl_backend.checkpoint.hf_reader.other_files` are copied.
+        config: in place of that of ``source_dir``.
+        mxfp4: ``tensors`` have experts in MXFP4, from :func:`~rl_backend.checkpoint.quantisation.in_mxfp4`.
         kept: name -> shape of tensors of ``source_dir`` that are copied byte for byte beside ``tensors``.
         max_shard_bytes: largest size of one file; a larger tensor gets its own file.
 
@@ -67,10 +61,7 @@ def write_hf_directory(
             of ``kept``, a link in it that leads out, tensors that are not those of ``infos``, or the disk is full.
     """
     target, source = Path(path), Path(source_dir)
-    if target.exists():
-        raise CheckpointError.at(target, "exists already; choose a new directory")
-    if not target.parent.is_dir():
-        raise CheckpointError(f"{target.parent} is not a directory; create it first", path=str(target))
+    require_new(target)
     if not source.is_dir():
         raise CheckpointError.at(
             source,
@@ -80,10 +71,6 @@ def write_hf_directory(
     source_config = read_hf_config(source)
     kept_infos, kept_tensors = open_kept(source, kept or {})
     try:
-        copied = other_files(source)
-    except OSError as error:
-        raise CheckpointError(f"{source} cannot be read ({error}); nothing was written", path=str(target)) from error
-    try:
         with new_directory(target) as draft:
             written = [*infos, *kept_infos]
             places = lay_out_files(draft, written, max_shard_bytes)
@@ -92,7 +79,7 @@ def write_hf_directory(
             if len(set(weight_map.values())) > 1:
                 content = {"metadata": {"total_size": sum(info.nbytes for info in written)}, "weight_map": weight_map}
                 _write_json(draft / WEIGHTS_INDEX, content)
-            for name, file in copied.items():
+            for name, file in other_files(source).items():
                 (draft / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, draft / name)
             described = (mxfp4_config if mxfp4 else without_quantisation)(source_config if config is None else config)
@@ -129,11 +116,7 @@ def _write_json(file: Path, content: dict[str, object]) -> None:
 
 
 class Place(NamedTuple):
-    """Where a tensor is written.
-
-    Attributes:
-        start: its first byte in ``file``.
-    """
+    """Where a tensor is written: ``start`` is its first byte in ``file``."""
 
     file: Path
     start: int
@@ -141,17 +124,7 @@ class Place(NamedTuple):
 
 
 def lay_out_files(directory: Path, infos: Sequence[TensorInfo], max_shard_bytes: int) -> dict[str, Place]:
-    """Makes the weight files of a model, with their headers: name -> place of each tensor.
-
-    Args:
-        infos: the tensors to write, in the order in which files are filled; they may come in another order.
-        max_shard_bytes: largest size of the tensors in one file; a larger tensor gets its own file.
-
-    Raises:
-        CheckpointError: no tensors, one name twice, or a dtype that safetensors do not have.
-    """
-    if not infos:
-        raise CheckpointError("there are no tensors to write")
+    """Makes the weight files of a model, with their headers: name -> place of each of ``infos``, in their order."""
     places: dict[str, Place] = {}
     shards = list(_shards(infos, max_shard_bytes))
     for number, shard in enumerate(shards, start=1):
@@ -161,8 +134,6 @@ def lay_out_files(directory: Path, infos: Sequence[TensorInfo], max_shard_bytes:
         # The order of the safetensors library, in which every tensor of a mapped file begins at a multiple of its itemsize.
         # Readers compute on the mapped memory, and another place of a tensor can change the last bit of what they get.
         for info in sorted(shard, key=lambda info: (-dtype_from_name(info.dtype).itemsize, info.name)):
-            if info.name in places or info.name in starts:
-                raise CheckpointError(f"tensor {info.name!r} came twice", tensor=info.name)
             starts[info.name] = end
             header[info.name] = {
                 "dtype": _DTYPES[info.dtype],
@@ -180,7 +151,7 @@ def lay_out_files(directory: Path, infos: Sequence[TensorInfo], max_shard_bytes:
 
 
 def write_tensors(places: Mapping[str, Place], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Writes each tensor to its place before the next is taken: one is in memory, or less where it can be viewed as bytes.
+    """Writes each tensor to its place before the next is taken.
 
     Raises:
         CheckpointError: one comes twice, is not as announced, or does not come.
@@ -188,15 +159,11 @@ def write_tensors(places: Mapping[str, Place], tensors: Iterator[tuple[str, Tens
     """
     missing = dict(places)
     for name, tensor in tensors:
-        if name not in missing:
-            problem = "twice" if name in places else "and was not announced"
-            raise CheckpointError(f"tensor {name!r} came {problem}", tensor=name)
-        file, start, info = missing.pop(name)
-        found = (tuple(tensor.shape), name_of_dtype(tensor.dtype))
-        if found != (info.shape, info.dtype):
-            raise CheckpointError(
-                f"tensor {name!r} came as {found[1]} {found[0]}, {info.dtype} {info.shape} was announced", tensor=name
-            )
+        place, found = missing.pop(name, None), f"{name_of_dtype(tensor.dtype)} {tuple(tensor.shape)}"
+        announced = f"{place.info.dtype} {place.info.shape}" if place else "nothing more of this name"
+        if place is None or found != announced:
+            raise CheckpointError(f"tensor {name!r} came as {found}, {announced} was announced", tensor=name)
+        file, start, _ = place
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         with file.open("r+b") as stream:
             stream.seek(start)
@@ -212,8 +179,6 @@ def _shards(infos: Sequence[TensorInfo], max_shard_bytes: int) -> Iterator[list[
     shard: list[TensorInfo] = []
     size = 0
     for info in infos:
-        if info.dtype not in _DTYPES:
-            raise CheckpointError(f"tensor {info.name!r} has dtype {info.dtype}, which is not written", tensor=info.name)
         if shard and size + info.nbytes > max_shard_bytes:
             yield shard
             shard, size = [], 0
@@ -223,10 +188,8 @@ def _shards(infos: Sequence[TensorInfo], max_shard_bytes: int) -> Iterator[list[
 
 
 def critic_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` of a critic that starts from the model of ``hf_config``.
-
-    transformers' ``AutoModelForTokenClassification`` reads it: one label, and, as in training, no dropout before the head.
-    """
+    """``config.json`` of a critic that starts from the model of ``hf_config``."""
+    # transformers' AutoModelForTokenClassification reads it: one label, and, as in training, no dropout before the head.
     config = {name: value for name, value in hf_config.items() if name not in ("num_labels", "problem_type")}
     architectures = [_TASK.sub("", name) + "ForTokenClassification" for name in hf_config.get("architectures") or ()]
     if architectures:

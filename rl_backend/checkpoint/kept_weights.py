@@ -7,21 +7,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rl_backend.checkpoint.block_fp8 import plain_dtype
 from rl_backend.checkpoint.hf_reader import TORCH_DTYPES, HFReader
+from rl_backend.checkpoint.quantisation import plain_dtype
 from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name
 from rl_backend.contracts.errors import listed
 
 STALE = "they are not trained, so they fit the rest less with every step: drafts by MTP weights are accepted less often"
-"""What to know of kept weights."""
 
 
 class KeptWeights(NamedTuple):
-    """Weights to copy.
+    """Weights to copy, as their directory stores them, or in the model's dtype where it stores them in FP8.
 
-    Attributes:
-        infos: what they are, as their directory stores them; in the model's dtype where it stores them in FP8.
-        tensors: (name, tensor on the CPU) of each in the same order, read when it is taken: only one is in memory.
+    ``tensors`` are read when they are taken, one at a time, to the CPU.
     """
 
     infos: list[TensorInfo]
@@ -29,14 +26,7 @@ class KeptWeights(NamedTuple):
 
 
 def find_kept(reader: HFReader, prefixes: tuple[str, ...], trained: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors of a directory that are kept: names that begin with one of ``prefixes``.
-
-    Args:
-        trained: names that are not kept, however they begin.
-
-    Raises:
-        CheckpointError: one has a dtype that is not written.
-    """
+    """Name -> shape of the kept tensors of a directory: not ``trained``, with names that begin with a prefix."""
     kept = [name for name in reader.infos if name.startswith(prefixes) and name not in trained]
     return {info.name: info.shape for info in _infos(reader, kept)}
 
@@ -45,8 +35,7 @@ def open_kept(source: Path, kept: Mapping[str, tuple[int, ...]]) -> KeptWeights:
     """What :func:`find_kept` found, in the directory that it was found in, or in a copy. Only headers are read yet.
 
     Raises:
-        CheckpointError: the directory is missing or damaged, has no such tensor or one of another shape, or one of a dtype
-            that is not written.
+        CheckpointError: the directory is damaged, or lacks a tensor in this shape and in a dtype that is written.
     """
     if not kept:
         return KeptWeights([], iter(()))
@@ -57,7 +46,6 @@ def open_kept(source: Path, kept: Mapping[str, tuple[int, ...]]) -> KeptWeights:
             source,
             f"lacks {listed(others)}, or has another shape of it, which are kept beside the trained weights; give the "
             "directory that the run began from, or a copy of it",
-            tensors=others,
         )
     infos = _infos(reader, kept)
     tensors = ((info.name, reader.read(info.name).to(dtype_from_name(info.dtype))) for info in infos)
@@ -72,7 +60,6 @@ def _infos(reader: HFReader, names: Iterable[str]) -> list[TensorInfo]:
             raise CheckpointError.at(
                 reader.path,
                 f"has {name} in {dtype}, which is not copied to a saved model; expected {', '.join(TORCH_DTYPES)}",
-                tensor=name,
             )
         written = TORCH_DTYPES[dtype] if isinstance(dtype, str) else dtype
         if name in dequantised:
@@ -82,7 +69,7 @@ def _infos(reader: HFReader, names: Iterable[str]) -> list[TensorInfo]:
 
 
 def describe_kept(kept: Collection[str]) -> str:
-    """What they belong to, and how many there are: ``model.visual (153), mtp (15)``."""
+    """Modules and numbers of their tensors: ``model.visual (153), mtp (15)``."""
     modules: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for name in sorted(kept):
         *path, _ = name.split(".")

@@ -16,40 +16,30 @@ _DIGEST = '"digest": "{}"'
 
 
 class SealedConfig(BaseConfig):
-    """A configuration that is written with a digest of its text.
+    """A configuration that is written with a digest of its text."""
 
-    Attributes:
-        digest: xxh3-64 of the text with this field, the first in it, empty.
-    """
-
+    # xxh3-64 of the text with this field empty. It comes first, so that only its place in the text is looked for.
     digest: str = ""
 
     def sealed_text(self) -> str:
-        """The text to write."""
         text = self.replace(digest="").model_dump_json(indent=1)
         return text.replace(_DIGEST.format(""), _DIGEST.format(_digest(text)), 1)
 
     @classmethod
     def read_sealed(cls, file: Path) -> Self:
-        """Reads a file of :meth:`sealed_text`.
-
-        Raises:
-            CheckpointError: the file is of another kind, or was changed.
-        """
-        details = {"path": str(file.parent), "name": file.name}
+        """Reads a file of :meth:`sealed_text`; :class:`CheckpointError` where it is of another kind, or was changed."""
         try:
             text = file.read_text()
             found = cls.model_validate_json(text)
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}", **details) from None
         except ValidationError as error:
-            problem = "; ".join(each["msg"] for each in error.errors())
-        except (ConfigError, UnicodeDecodeError) as error:
+            problem = "; ".join(": ".join((*map(str, each["loc"]), each["msg"])) for each in error.errors())
+        except (ConfigError, UnicodeDecodeError, OSError) as error:
             problem = str(error)
         else:
             if _digest(text.replace(_DIGEST.format(found.digest), _DIGEST.format(""), 1)) == found.digest:
                 return found
             problem = "it has other text than was written"
+        details = {"path": str(file.parent), "name": file.name}
         raise CheckpointError(f"{file} is damaged: {problem}; take an earlier checkpoint", **details)
 
 
@@ -58,17 +48,11 @@ def _digest(text: str) -> str:
 
 
 MANIFEST_NAME = "manifest.json"
-
 _FORMAT = re.compile(r'"format"\s*:\s*(\d+)')
 
 
 class FileFacts(BaseConfig):
-    """Size and digest of a file when it was written.
-
-    Attributes:
-        num_bytes: its size.
-        xxh3: xxh3-64 of its bytes, as 16 hexadecimal digits.
-    """
+    """Size and xxh3-64, 16 hexadecimal digits, of a file when it was written."""
 
     num_bytes: int = Field(ge=0)
     xxh3: str
@@ -92,23 +76,15 @@ class TrainingManifest(SealedConfig):
     """Everything about a checkpoint that is not a tensor.
 
     Attributes:
-        format: version of the layout.
-        model_type: of the Hugging Face configuration.
         parameters: Hugging Face name -> shape; the fingerprint of the model.
         private: those of ``parameters`` that the runtime saved under private names, which no other runtime reads.
         kept: Hugging Face name -> shape of weights that are not trained: an exported model takes them from the directory
             that the run began from.
         in_float32: Hugging Face names of weights that are computed with in float32, whatever the dtype of the rest.
-        head: ``log_probs`` or ``values``.
-        weight_version: of the saved weights.
-        schedule_steps: scheduler steps taken.
-        optimizer_steps: steps that the optimizer has taken.
         fewer_steps: Hugging Face name -> steps, of parameters that had no gradient in some of them.
-        world_size: ranks that saved it.
         runtime_config: ``RuntimeConfig`` of the run, for readers; only ``backend`` and the layout are used.
         lora: of a tenant's checkpoint, which has no weights of the base; None for a whole model.
         extra: from the caller of ``save_checkpoint``.
-        files: name -> size and digest of every other file in the directory.
     """
 
     format: Literal[2] = 2
@@ -135,26 +111,24 @@ class TrainingManifest(SealedConfig):
         return files
 
     def require_model(self, model_type: str, parameters: Mapping[str, tuple[int, ...]], head: Head, path: Path) -> None:
-        """Raises :class:`CheckpointError`, with the first difference, unless the checkpoint is of this model."""
+        """Raises :class:`CheckpointError`, with the differences, unless the checkpoint is of this model."""
+        problems = []
         if self.model_type != model_type:
-            raise CheckpointError.at(path, f"holds a {self.model_type!r} model, this one is {model_type!r}")
+            problems.append(f"a {self.model_type!r} model, this one is {model_type!r}")
         if self.head != head:
-            raise CheckpointError.at(
-                path,
-                f"holds a model with head={self.head!r}, this one has head={head!r}; load it into one of "
-                f"build_model(head={self.head!r})",
-                head=self.head,
+            problems.append(
+                f"a model with head={self.head!r}, this one has head={head!r}; load it into one of "
+                f"build_model(head={self.head!r})"
             )
-        for name in {**self.parameters, **parameters}:
-            saved, here = self.parameters.get(name), parameters.get(name)
-            if saved != here:
-                there, found = ("none" if shape is None else shape for shape in (saved, here))
-                raise CheckpointError.at(
-                    path,
-                    f"holds another model: {name} has shape {there} there and {found} here; load "
-                    f"it with the configuration that saved it (hf_path={self.runtime_config.get('hf_path')!r})",
-                    name=name,
-                )
+        other = [name for name in {**self.parameters, **parameters} if self.parameters.get(name) != parameters.get(name)]
+        if other and not problems:
+            there, found = (shapes.get(other[0], "none") for shapes in (self.parameters, parameters))
+            problems.append(
+                f"another model: {other[0]} has shape {there} there and {found} here ({len(other)} differ); load it with "
+                f"the configuration that saved it (hf_path={self.runtime_config.get('hf_path')!r})"
+            )
+        if problems:
+            raise CheckpointError.at(path, f"holds {'; '.join(problems)}")
 
     def require_readable_by(self, backend: str, path: Path) -> None:
         """Raises :class:`CheckpointError` when another runtime saved parameters under private names."""
@@ -172,13 +146,11 @@ class TrainingManifest(SealedConfig):
         """Raises :class:`CheckpointError` for a file that is missing, of another size, or a link out of ``path``."""
         for name, facts in self.files.items():
             file = require_inside(path, name)
-            if not file.is_file():
-                raise CheckpointError.at(path, f"is incomplete: {name} is missing", name=name)
-            found = file.stat().st_size
+            found = file.stat().st_size if file.is_file() else None
             if found != facts.num_bytes:
-                raise CheckpointError.at(
-                    path, f"is damaged: {name} has {found} bytes, {facts.num_bytes} were written", name=name
-                )
+                changed = f"damaged: {name} has {found} bytes, {facts.num_bytes} were written"
+                problem = f"incomplete: {name} is missing" if found is None else changed
+                raise CheckpointError.at(path, f"is {problem}", name=name)
 
 
 def damaged(path: Path, name: str, what: str) -> CheckpointError:
@@ -187,14 +159,8 @@ def damaged(path: Path, name: str, what: str) -> CheckpointError:
 
 
 def read_manifest(path: Path) -> TrainingManifest:
-    """The manifest of a checkpoint directory.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it names files outside of the directory.
-    """
+    """The manifest of a directory; :class:`CheckpointError` for one that is absent, damaged or names files outside."""
     file = path / MANIFEST_NAME
-    if not path.is_dir():
-        raise CheckpointError.at(path, "is not a directory")
     if not file.is_file():
         hint = (
             "it is a Hugging Face directory: give it as RuntimeConfig.hf_path"
@@ -202,6 +168,7 @@ def read_manifest(path: Path) -> TrainingManifest:
             else "a save that did not finish leaves none"
         )
         raise CheckpointError.at(path, f"has no {MANIFEST_NAME}, so it is no training checkpoint; {hint}")
+    # By its number before its fields are read: those of another format would be told as damage.
     found = _FORMAT.search(require_inside(path, MANIFEST_NAME).read_text(errors="replace"))
     if found and found[1] != "2":
         raise CheckpointError.at(

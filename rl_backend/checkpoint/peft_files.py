@@ -22,22 +22,22 @@ _FACTOR = re.compile(
     r"^(?P<module>.+)\.lora_((?P<linear>[AB])\.weight|embedding_(?P<embedding>[AB])|(?P<dora>magnitude)_vector)$"
 )
 _HEAD = VALUE_HEAD_WEIGHTS[0].removesuffix(".weight")
+# Parameter that peft adapts as a whole -> what it consists of, in each expert.
 _PACKED_EXPERTS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
-"""Parameter that peft adapts as a whole -> what it consists of, in each expert."""
 _READ = {
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights",
     "modules_to_save", "target_parameters",
 }  # fmt: skip
+# Fields that change nothing in what saved factors compute: where they came from, how they were found and trained.
 _ANY_VALUE = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
     "megatron_config", "megatron_core", "qalora_group_size",
 }  # fmt: skip
-"""Fields that change nothing in what saved factors compute: where they came from, how they were found and trained."""
+# Values of init_lora_weights, beside true and false, that leave the base as it is. With others peft has changed it, and the
+# factors hold beside what is left of it.
 _SAME_BASE = ("gaussian", "orthogonal", "eva", "mica")
-"""Values of ``init_lora_weights``, beside true and false, that leave the base as it is. With others peft has changed it, and
-the factors hold beside what is left of it."""
 
 
 class PeftAdapter(NamedTuple):
@@ -59,14 +59,10 @@ class PeftAdapter(NamedTuple):
 
 
 def write_peft_directory(path: Path | str, tensors: Iterable[tuple[str, Tensor]], config: LoRAConfig, base: str) -> None:
-    """Writes what peft and vLLM load. ``path`` appears complete or not at all.
-
-    Args:
-        tensors: whole factors by peft's names, and a critic's head.
-        base: Hugging Face directory of the model, for readers.
+    """Writes what peft and vLLM load: whole factors by peft's names, and a critic's head. ``base`` is for readers.
 
     Raises:
-        CheckpointError: ``path`` exists, or the disk is full.
+        CheckpointError: ``path``, which appears complete or not at all, exists, or the disk is full.
     """
     target = Path(path)
     require_free(target)
@@ -106,8 +102,7 @@ def read_peft_directory(path: Path | str) -> PeftAdapter:
 
     Raises:
         CheckpointError: a file that is missing or damaged, or a factor without the other.
-        UnsupportedError: biases, other whole modules, other parameters as targets than packed experts, another sort of
-            adapter, or a tensor that is no factor.
+        UnsupportedError: what makes an adapter more than factors beside its base, or a tensor that is no factor.
     """
     directory = Path(path)
     try:
@@ -115,17 +110,9 @@ def read_peft_directory(path: Path | str) -> PeftAdapter:
         tensors = load_file(directory / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError.at(directory, f"is no adapter in peft's format: {error}") from error
-    if config.get("peft_type") != "LORA":
-        raise UnsupportedError(f"{directory / CONFIG_FILE}: peft_type={config.get('peft_type')!r}; only LORA is read")
     _require_plain(config, directory)
-    # peft adds the names of both to what it trains of a model for token classification.
-    if whole := set(config.get("modules_to_save") or ()) - {_HEAD, "classifier"}:
-        raise UnsupportedError(
-            f"{directory / CONFIG_FILE}: modules_to_save has {min(whole)!r}; only the head of a critic, {_HEAD!r}, is read",
-            name="modules_to_save",
-        )
     head = {name: tensors.pop(PEFT_PREFIX + name).float() for name in VALUE_HEAD_WEIGHTS if PEFT_PREFIX + name in tensors}
-    tensors, of_packed = _unpacked(tensors, config, directory)
+    tensors, of_packed = _unpacked(tensors, config)
     parts: dict[str, dict[LoRAPart, Tensor]] = {}
     kinds: dict[str, LoRAKind] = {}
     frozen: dict[str, Tensor] = {}
@@ -137,9 +124,7 @@ def read_peft_directory(path: Path | str) -> PeftAdapter:
             frozen[stored.replace(".base_layer", "")] = tensor
             continue
         if found is None or tensor.dim() != (1 if found["dora"] else 2):
-            raise UnsupportedError(
-                f"{directory / WEIGHTS_FILE}: {name} is no factor of a linear layer or embedding", name=name
-            )
+            raise UnsupportedError(f"{directory / WEIGHTS_FILE}: {name} is no factor of a linear layer or embedding")
         part = cast(LoRAPart, found["linear"] or found["embedding"] or found["dora"])
         parts.setdefault(found["module"], {})[part] = tensor.to(torch.float32)
         if not found["dora"]:
@@ -147,48 +132,48 @@ def read_peft_directory(path: Path | str) -> PeftAdapter:
     scales = {}
     expected = {"A", "B", "magnitude"} if config.get("use_dora") else {"A", "B"}
     for module, held in parts.items():
-        if held.keys() != expected or held["A"].shape[0] != held["B"].shape[1]:
-            raise CheckpointError.at(directory, f"is damaged: {module} lacks a factor, or its factors have different ranks")
         rank, alpha = (_of_module(config, field, of_packed.get(module, module)) for field in ("r", "lora_alpha"))
-        if rank != held["A"].shape[0]:
-            raise CheckpointError.at(directory, f"says rank {rank} for {module}, whose factors have {held['A'].shape[0]}")
+        if held.keys() != expected or not rank == held["A"].shape[0] == held["B"].shape[1]:
+            found_ranks = ", ".join(f"{part} of shape {tuple(each.shape)}" for part, each in held.items())
+            raise CheckpointError.at(
+                directory, f"is damaged: {module} has {found_ranks}; expected {', '.join(sorted(expected))} of rank {rank:g}"
+            )
         scales[module] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return PeftAdapter(parts, kinds, scales, head, frozen)
 
 
 def _require_plain(config: Mapping[str, Any], directory: Path) -> None:
-    """Raises :class:`~rl_backend.contracts.UnsupportedError` for what makes an adapter more than factors beside its base.
-
-    A field of a later peft is refused unless it is empty: nobody here knows what it does.
-    """
+    problems = []
+    if config.get("peft_type") != "LORA":
+        problems.append(f"peft_type={config.get('peft_type')!r}; only LORA is read")
     for name, value in config.items():
+        # A field of a later peft is refused unless it is empty: nobody here knows what it does.
         if name not in _READ | _ANY_VALUE and value and (name, value) != ("bias", "none"):
-            raise UnsupportedError(f"{directory / CONFIG_FILE}: {name}={value!r} is not read; train without it", name=name)
+            problems.append(f"{name}={value!r} is not read; train without it")
     initial = config.get("init_lora_weights")
     if isinstance(initial, str) and initial.lower() not in _SAME_BASE:
-        raise UnsupportedError(
-            f"{directory / CONFIG_FILE}: init_lora_weights={initial!r} is not read, only true, false, "
-            f"{', '.join(_SAME_BASE)}: its factors belong to a base that peft has changed; let peft convert them, with "
-            "save_pretrained(path_initial_model_for_weight_conversion=...)",
-            name="init_lora_weights",
+        problems.append(
+            f"init_lora_weights={initial!r} is not read, only true, false, {', '.join(_SAME_BASE)}: its factors belong to a "
+            "base that peft has changed; let peft convert them, with "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
+    # peft adds the names of both to what it trains of a model for token classification.
+    if whole := set(config.get("modules_to_save") or ()) - {_HEAD, "classifier"}:
+        problems.append(f"modules_to_save has {min(whole)!r}; only the head of a critic, {_HEAD!r}, is read")
+    targets = config.get("target_parameters") or ()
+    if unknown := [target for target in targets if not any(each.endswith(target) for each in _PACKED_EXPERTS)]:
+        problems.append(f"target_parameters={unknown!r} is not read, only {', '.join(_PACKED_EXPERTS)}")
+    if problems:
+        raise UnsupportedError(f"{directory / CONFIG_FILE}: {'; '.join(problems)}")
 
 
-def _unpacked(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _unpacked(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Factors of packed experts as those of each expert's modules, and for each module the name that patterns go by.
 
     peft adapts a parameter (experts, out, in) by A, (experts * rank, in), and B, (out, rank * experts), the experts fastest.
     Of two in one module, that of the first is in ``base_layer``.
     """
-    targets = config.get("target_parameters") or ()
-    wanted = [each for each in _PACKED_EXPERTS if each.endswith(tuple(targets))]
-    if unknown := [target for target in targets if not any(each.endswith(target) for each in wanted)]:
-        raise UnsupportedError(
-            f"{directory / CONFIG_FILE}: target_parameters={unknown!r} is not read, only {', '.join(_PACKED_EXPERTS)}",
-            name="target_parameters",
-        )
+    wanted = [each for each in _PACKED_EXPERTS if each.endswith(tuple(config.get("target_parameters") or ()))]
     parameters = dict(zip((".mlp.experts.base_layer", ".mlp.experts")[-len(wanted) :], wanted, strict=bool(wanted)))
     found, of_packed = dict[str, Tensor](), dict[str, str]()
     for name, tensor in tensors.items():
@@ -221,11 +206,7 @@ def _of_module(config: Mapping[str, Any], field: str, module: str) -> float:
 
 
 def fitted_to(adapter: PeftAdapter, config: LoRAConfig, path: Path | str) -> dict[str, Tensor]:
-    """The tensors by peft's names, factors at the rank and scale of ``config``: padded with zeros, and B scaled.
-
-    Raises:
-        UnsupportedError: a module of a larger rank; DoRA, where the tenant has none, or the other way round.
-    """
+    """The tensors by peft's names, factors at the rank and scale of ``config``: padded with zeros, and B scaled."""
     found = {PEFT_PREFIX + name: tensor for name, tensor in adapter.head.items()}
     for module, parts in adapter.parts.items():
         rank, kind = parts["A"].shape[0], adapter.kinds[module]

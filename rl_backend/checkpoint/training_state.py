@@ -1,11 +1,12 @@
 """Training state as ``torch.distributed.checkpoint`` directories for any number of ranks, in files digested as written."""
 
 import io
+import math
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,20 @@ from torch.futures import Future
 from rl_backend.checkpoint.confined import require_inside
 from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, damaged
-from rl_backend.checkpoint.stored_metadata import METADATA_FILE, load_problem, stored_metadata
+from rl_backend.checkpoint.metadata_reader import METADATA_FILE, load_problem, stored_metadata
 from rl_backend.contracts import CheckpointError, RLBackendError, name_of_dtype
+
+WEIGHTS = "model."
+"""Names of weights in a checkpoint begin with it, and end with the Hugging Face name."""
+MOMENTS = {kind: f"optimizer.{kind}." for kind in ("exp_avg", "exp_avg_sq")}
+"""AdamW's moment -> what the names of its tensors begin with; they end with the Hugging Face name of the weight."""
+RANDOM = "random."
+"""Names of random state begin with it and end with the rank; one that a checkpoint does not have stays as it is."""
 
 _CHUNK = 1 << 22
 
 
 class _DigestingFile(io.BufferedWriter):
-    """Writes to a file and into a digest; written bytes cannot be changed."""
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self._digest = xxhash.xxh3_64()
@@ -62,6 +68,7 @@ class _DigestingFile(io.BufferedWriter):
             self.error = error
             raise
 
+    # Bytes that are digested cannot be changed any more.
     def seek(self, *args: Any) -> NoReturn:
         raise io.UnsupportedOperation("seek")
 
@@ -99,9 +106,7 @@ class _DigestingFileSystem(FileSystem):
 
 
 class DigestingWriter(FileSystemWriter):
-    """A ``FileSystemWriter`` that keeps size and digest of this rank's files.
-
-    The digest is of the bytes handed to the file system: it finds what a disk changes later.
+    """A ``FileSystemWriter`` that keeps size and digest of the bytes that it hands to the file system.
 
     Attributes:
         written: file name -> facts, of the files of this rank.
@@ -126,31 +131,22 @@ def file_facts(file: Path, limit: int | None = None) -> FileFacts:
 
 def require_written(path: Path, name: str, facts: FileFacts | None) -> None:
     """Raises :class:`CheckpointError` unless ``name`` in the checkpoint ``path`` has the bytes that were written."""
+    problem = f"{name} has other bytes than were written"
     try:
         found = file_facts(path / name)
     except OSError as error:
-        raise CheckpointError(f"{path / name} cannot be read: {error}", path=str(path), name=name) from error
+        found, problem = None, f"{name} cannot be read ({error})"
     if found != facts:
-        raise damaged(path, name, f"{name} has other bytes than were written")
+        raise damaged(path, name, problem)
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class TensorsReader(FileSystemReader):
-    """Reads the tensors of a checkpoint. ``.metadata`` is read once, and nothing in a file is run.
+    """Reads the tensors of a checkpoint from ``files``, those of its manifest. Nothing in a file is run.
 
-    Every element of every tensor is stored exactly once, and every piece read is checked against ``.metadata``.
-
-    Args:
-        path: the checkpoint's directory.
-        files: of its manifest; data is read from no others.
-
-    Attributes:
-        metadata: the pieces of each tensor, and their files.
-
-    Raises:
-        CheckpointError: as :func:`~rl_backend.checkpoint.stored_metadata.stored_metadata`.
+    Every piece is checked against ``.metadata``; see :func:`~rl_backend.checkpoint.metadata_reader.stored_metadata`.
     """
 
     def __init__(self, path: Path, files: Mapping[str, FileFacts]) -> None:
@@ -167,20 +163,14 @@ class TensorsReader(FileSystemReader):
         return self.metadata
 
     def require_stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-        """Checks shape and dtype of a stored tensor before any of it is read.
-
-        Args:
-            dtype: of the tensor to fill. Floating ones convert, others must be equal; None is not compared.
-
-        Raises:
-            CheckpointError: there is no such tensor, or it has another shape or dtype.
-        """
+        """Raises :class:`CheckpointError` unless a tensor of this shape is stored in ``dtype``, or converts to it."""
         stored = self.metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
             self._refuse(name, "does not have it", f"in shape {shape}")
         if tuple(stored.size) != shape:
             self._refuse(name, f"has it in shape {tuple(stored.size)}", f"in shape {shape}")
         found = stored.properties.dtype
+        # Floating dtypes convert to each other.
         if dtype is not None and found != dtype and not (found in _FLOATS and dtype in _FLOATS):
             self._refuse(name, f"has it as {name_of_dtype(found)}", f"as {name_of_dtype(dtype)}")
 
@@ -188,7 +178,6 @@ class TensorsReader(FileSystemReader):
         raise damaged(Path(self.path), name, f"its {METADATA_FILE} {found}, {name} was expected {expected}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises :class:`CheckpointError` with the file's name where it holds other tensors than ``.metadata`` says."""
         stored: dict[MetadataIndex, _StorageInfo] = self.metadata.storage_data
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
@@ -241,7 +230,6 @@ class TensorPieces:
         self.writes = writes
 
     def piece(self, index: MetadataIndex) -> Tensor:
-        """The piece at ``index.offset``."""
         assert index.offset is not None, "every item of pieces has an offset"
         return self.pieces[tuple(index.offset)]
 
@@ -265,16 +253,12 @@ class TensorPieces:
 
 
 class PiecesSavePlanner(DefaultSavePlanner):
-    """Looks pieces up by their offsets."""
-
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
         return found.piece(index) if isinstance(found, TensorPieces) else super().lookup_object(index)
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):
-    """Looks pieces up by their offsets."""
-
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
@@ -291,11 +275,9 @@ type StateTensors = Mapping[str, Tensor | TensorPieces]
 
 
 class HostBuffers:
-    """Host memory for one model's state; pinned for tensors on a GPU, which copies at the speed of the bus.
+    """Host memory for one model's state; pinned for tensors on a GPU, which copies at the speed of the bus."""
 
-    It stays allocated from one copy to the next: writing to fresh memory takes several times as long.
-    """
-
+    # Kept from one copy to the next: writing to fresh memory takes several times as long.
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
@@ -333,12 +315,7 @@ def raise_on_every_rank(
     cause: BaseException | None = None,
     kind: type[RLBackendError] = CheckpointError,
 ) -> None:
-    """A collective over ``group`` (gloo): raises on every rank if any rank has a problem.
-
-    Args:
-        cause: what the error on this rank is raised from.
-        kind: of the error.
-    """
+    """A collective over ``group`` (gloo): raises ``kind`` on every rank if any rank has a problem, here from ``cause``."""
     problems: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     found = {rank: text for rank, text in enumerate(problems) if text is not None}
@@ -352,9 +329,7 @@ def raise_on_every_rank(
 def on_every_rank(group: dist.ProcessGroup, failed: str, kind: type[RLBackendError] = CheckpointError) -> Iterator[None]:
     """Ends its body with a collective over ``group`` (gloo): what fails on one rank is an error on every rank.
 
-    Args:
-        failed: begins the message, unless the body raises one of ``kind`` with its own.
-        kind: of the error.
+    The message begins with ``failed``, unless the body raises one of ``kind`` with its own.
     """
     problem: str | None = None
     cause: Exception | None = None
@@ -375,11 +350,7 @@ def require_free(path: Path) -> None:
 
 
 def reserve_draft(path: Path, group: dist.ProcessGroup) -> Path:
-    """Checks that ``path`` is free and makes a draft of it. A collective over ``group``.
-
-    Raises:
-        CheckpointError: ``path`` exists, or the directory cannot be made; on every rank.
-    """
+    """Checks that ``path`` is free and makes a draft of it. A collective over ``group``; errors are raised on every rank."""
     drafts = [draft_of(path)]
     with on_every_rank(group, f"cannot make a directory beside {path}"):
         if dist.get_rank(group) == 0:
@@ -404,11 +375,8 @@ def write_training_state(
     first = dist.get_rank(group) == 0
     writer = DigestingWriter(draft)
     try:
-        try:
+        with told_as_checkpoint_error(f"{path} could not be written", group):
             save(dict(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
-        except CheckpointException as error:
-            raise_interrupt(error, dist.get_rank(group))
-            raise CheckpointError.at(path, f"could not be written: {_causes(error)}") from error
         parts: list[dict[str, FileFacts]] = [{}] * dist.get_world_size(group)
         dist.gather_object(writer.written, parts if first else None, group=group, group_dst=0)
         with on_every_rank(group, f"cannot complete {path}"):
@@ -424,24 +392,49 @@ def write_training_state(
 
 
 def read_training_state(reader: TensorsReader, tensors: StateTensors, group: dist.ProcessGroup) -> None:
-    """Fills ``tensors`` in place from a checkpoint whose files are those that were written. A collective.
-
-    Raises:
-        CheckpointError: a rank could not read; on every rank, and ``tensors`` are partly filled.
-    """
-    try:
+    """Fills ``tensors`` in place; a collective. They are partly filled where :class:`CheckpointError` is raised, on all."""
+    with told_as_checkpoint_error(f"{reader.path} could not be read", group):
         load(dict(tensors), storage_reader=reader, planner=PiecesLoadPlanner(), process_group=group)
+
+
+@contextmanager
+def told_as_checkpoint_error(failed: str, group: dist.ProcessGroup | None = None) -> Generator[None]:
+    """Turns torch's error of a save or load into a :class:`CheckpointError` that begins with ``failed``."""
+    try:
+        yield
     except CheckpointException as error:
-        raise_interrupt(error, dist.get_rank(group))
-        raise CheckpointError.at(reader.path, f"could not be read: {_causes(error)}") from error
+        own = error.failures.get(dist.get_rank(group) if group is not None else 0)
+        # torch counts an interrupt of this process, in the middle of a read or a write, among the failures.
+        if own is not None and not isinstance(own[0], Exception):
+            raise own[0] from None
+        causes = (f"rank {rank}: {type(each).__name__}: {each}" for rank, (each, _) in error.failures.items())
+        raise CheckpointError(f"{failed}: {'; '.join(causes)}") from error
 
 
-def raise_interrupt(error: CheckpointException, rank: int) -> None:
-    """torch counts an interrupt of this process, in the middle of a read or a write, among the failures."""
-    own = error.failures.get(rank)
-    if own is not None and not isinstance(own[0], Exception):
-        raise own[0] from None
+class Box(NamedTuple):
+    """A rectangle of a tensor; its elements follow each other from ``start`` in the flattened tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
 
 
-def _causes(error: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items())
+def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
+    """The elements ``start`` to ``end`` of a flattened tensor as rectangles, at most ``2 * len(shape) - 1``, in order."""
+    if start >= end:
+        return
+    if not shape:
+        yield Box((), (), start)
+        return
+    inner = shape[1:]
+    row = math.prod(inner)
+    index = start // row
+    if start % row or end - start < row:
+        stop = min(end, (index + 1) * row)
+        for box in boxes(inner, start - index * row, stop - index * row):
+            yield Box((index, *box.offsets), (1, *box.sizes), box.start + index * row)
+    else:
+        rows = (end - start) // row
+        stop = start + rows * row
+        yield Box((index, *[0] * len(inner)), (rows, *inner), start)
+    yield from boxes(shape, stop, end)

@@ -27,16 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what each check found.
-
-    Raises:
-        ConfigError: options that the example refuses.
-    """
+    """Prints what each check found."""
     from actors.checks.preflight import findings
-    from actors.folder.start import RunFinishedError
+    from actors.folder.resume import RunFinishedError
     from rl_backend.options.command_line import in_flags, parse_config
 
-    import_from_here()  # as the run would
+    import_from_here()
     kind: type[TrainingConfig] = config_type(arguments.name)
     config = parse_config(kind, f"Checks a run of {arguments.name}; these are its options.", arguments.options)
     refused, started = 0, time.perf_counter()
@@ -44,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         if name:
             print(f"{name}:")
         for found in findings(each):
-            finished = isinstance(found.error, RunFinishedError)  # which a run takes for a success
+            finished = isinstance(found.error, RunFinishedError)
+            # A run that has finished ends with success.
             refused += found.error is not None and not finished
             verdict = "ok" if found.error is None else "done" if finished else "REFUSED"
             text = found.text if found.error is None else in_flags(found.error, each)
@@ -56,12 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def config_type(name: str) -> type[Any]:
     """The type of an example's options: what its ``train``, or ``evaluate``, takes."""
-    file = example_file(name)
-    spec = importlib.util.spec_from_file_location(f"rl_backend_example_{name}", file)
+    spec = importlib.util.spec_from_file_location(f"rl_backend_example_{name}", example_file(name))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Configurations look up the names in their annotations here.
+    # Configurations look up the names in their annotations in sys.modules.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     kind: type[Any] = typing.get_type_hints(getattr(module, "train", None) or module.evaluate)["config"]

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: errors, flags made from configurations, and the end by a signal. Needs no torch."""
+"""Shared parts of the commands: flags made from configurations, errors, and SIGTERM. Needs no torch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ type FlagGroup = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def add_fields(parser: FlagGroup, config: type[BaseConfig], fields: Iterable[str], prefix: str = "") -> None:
-    """A flag for each of ``fields``, with the field's type and default, explained as in the configuration's docstring.
-
-    What is not on the command line is None; see :func:`given`.
+    """A flag for each of ``fields``, explained as in the configuration's docstring; None where it is not given.
 
     Args:
-        prefix: stands before the field's name, for flags of several configurations of one type.
+        prefix: of the flags, for several configurations of one type.
     """
     documented = config.documented()
     for field in fields:
@@ -60,16 +58,12 @@ def add_plugins(parser: FlagGroup) -> None:
 
 
 def given(arguments: argparse.Namespace, fields: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Those of the fields whose flags are on the command line; ``prefix`` as in :func:`add_fields`."""
+    """Field -> value, of those on the command line; ``prefix`` as in :func:`add_fields`."""
     return {field: value for field in fields if (value := getattr(arguments, prefix + field)) is not None}
 
 
 def in_flags(error: RLBackendError, *owners: str) -> str:
-    """An error in terms of the command line: ``Workload.num_micro_batches=0: ...`` is ``--micro-batches 0: ...``.
-
-    Args:
-        owners: the configurations whose fields are flags; empty for errors that name a field alone.
-    """
+    """``Workload.num_micro_batches=0: ...`` as ``--micro-batches 0: ...``; ``owners`` are the classes that have flags."""
     from rl_backend.contracts import ConfigError
 
     def name_of(field: str) -> str:
@@ -80,34 +74,23 @@ def in_flags(error: RLBackendError, *owners: str) -> str:
 
 
 def flag(field: str) -> str:
-    """Name of the flag that sets a field of a configuration."""
     return _RENAMED.get(field, field.removeprefix("num_").replace("_", "-"))
 
 
-def json_object(name: str, text: str) -> dict[str, Any]:
-    """What ``--name`` was given.
-
-    Raises:
-        CommandError: not an object.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise CommandError(f"--{name} {text}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CommandError(f"--{name} {text}: expected an object of fields")
-    return value
+def json_object(text: str) -> dict[str, Any]:
+    """Type of a flag; argparse reports what json or dict refuses."""
+    return dict(json.loads(text))
 
 
 def check_output(name: str, path: Path) -> None:
-    """Raises :class:`CommandError` where ``--name`` is no file that could be written."""
+    """Refuses ``--name`` before the work whose result could not be written."""
     if path.is_dir() or not path.parent.is_dir():
         raise CommandError(f"--{name} {path}: must be a file in a directory that exists")
 
 
 @contextmanager
 def exit_on_sigterm() -> Generator[None]:
-    """SIGTERM raises :class:`SystemExit` with status 143 in the main thread: ``finally`` then ends what was started."""
+    """SIGTERM raises :class:`SystemExit` with status 143 in the main thread."""
 
     def leave(_: int, __: FrameType | None) -> None:
         # A second signal must not cut the clean-up short.

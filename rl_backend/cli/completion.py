@@ -1,7 +1,4 @@
-"""``rl-backend completion``: a script with which a shell completes commands, options and their values.
-
-The script has all of them written out, because reading them from the commands takes seconds.
-"""
+"""``rl-backend completion``: a script with which a shell completes commands, options and their values."""
 
 import argparse
 import importlib
@@ -9,7 +6,7 @@ from collections.abc import Iterable
 
 from rl_backend.cli.check import config_type
 from rl_backend.cli.example import EXAMPLES
-from rl_backend.options.command_line import option_parser
+from rl_backend.options.help import option_parser
 from rl_backend.options.option_set import options_of, sections_of
 from rl_backend.options.parser import CommandParser
 
@@ -49,9 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the script."""
-    # Here, because that module lists this one.
+    # Here, because main lists this module.
     from rl_backend.cli.main import COMMANDS
 
+    # All are written out, because reading them from the commands takes seconds.
     values = [f'        " "*) words={_lines([*EXAMPLES, *COMMANDS])} ;;']
     options = []
     for name in (*EXAMPLES, *COMMANDS):
@@ -67,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _parser(name: str, module: str) -> CommandParser:
     if name in EXAMPLES:
         kind = config_type(name)
-        return option_parser(kind, "", dict(sections_of(kind, options_of(kind).section_types({}))))
+        return option_parser("", kind, "", dict(sections_of(kind, options_of(kind).section_types({}))))
     parser = CommandParser()
     importlib.import_module(module).add_arguments(parser)
     parser.add_argument("--debug", action="store_true")

@@ -16,11 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report, and on standard error what it waits for; 0 when nothing required is broken, else 1."""
-    report = examine(trials=not arguments.quick, verl=arguments.verl, waiting=_say)
+    """Prints the report; 0 when nothing required is broken, else 1."""
+
+    def say(what: str) -> None:
+        print(f"{what} ...", file=sys.stderr, flush=True)
+
+    report = examine(trials=not arguments.quick, verl=arguments.verl, waiting=say)
     print(json.dumps(report.as_json(), indent=1) if arguments.json else as_text(report))
     return EXIT_BROKEN if report.problems else 0
-
-
-def _say(what: str) -> None:
-    print(f"{what} ...", file=sys.stderr, flush=True)

@@ -15,17 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the episode.
-
-    Raises:
-        ConfigError: options that a run would be refused for.
-    """
-    from actors.run.show_episode import show_episode
+    """Prints the episode."""
+    from actors.run.evaluation import show_episode
     from rl_backend.cli.check import config_type
     from rl_backend.cli.example import import_from_here
     from rl_backend.options.command_line import parse_config
 
-    import_from_here()  # as the run would
+    import_from_here()
     config = parse_config(config_type("episodes"), "An episode played before training.", arguments.options)
     print(show_episode(config, arguments.row))
     return 0

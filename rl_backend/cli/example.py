@@ -39,11 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_example(name: str, options: Sequence[str]) -> int:
-    """Runs an example as ``python FILE`` would; modules of the working directory come after those that are installed.
-
-    Raises:
-        CommandError: its file is missing.
-    """
+    """Runs an example as ``python FILE`` would."""
     file = str(example_file(name))
     import_from_here()
     sys.argv = [file, *options]
@@ -52,17 +48,14 @@ def run_example(name: str, options: Sequence[str]) -> int:
 
 
 def import_from_here() -> None:
-    """Modules of the working directory, such as that of a reward, are found after those that are installed."""
+    """Lets rewards and environments be imported from the working directory."""
+    # Last, so that no file there takes the place of an installed module.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
 
 def example_file(name: str) -> Path:
-    """An example in the source tree, or where pip puts it.
-
-    Raises:
-        CommandError: it is in none of these places.
-    """
+    """An example in the source tree, or where pip puts it."""
     parent = Path(rl_backend.__file__).resolve().parents[1]
     if (parent / "pyproject.toml").is_file():
         return parent / "examples" / f"{name}.py"

@@ -16,7 +16,7 @@ from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
 from rl_backend.checkpoint.kept_weights import STALE, describe_kept
 from rl_backend.checkpoint.manifest import MANIFEST_NAME
-from rl_backend.checkpoint.mxfp4 import mxfp4_infos
+from rl_backend.checkpoint.quantisation import mxfp4_infos
 from rl_backend.cli.command import exit_on_sigterm
 from rl_backend.contracts import CheckpointError, stores_mxfp4, weight_blocks
 from rl_backend.lab.text import count
@@ -54,20 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the directory and says what is in it.
-
-    Raises:
-        CommandError, CheckpointError: nothing was written.
-    """
+    """Writes the directory and says what is in it."""
     out: Path = arguments.out
-    if arguments.shard_size < 1:
-        raise CommandError(f"--shard-size {arguments.shard_size}: must be at least 1")
     began = time.monotonic()
     weights = TrainingWeights(_model_directory(arguments.checkpoint, arguments.name))
-    if out.exists():
-        raise CommandError(f"--out {out}: exists already; choose a new directory")
-    if out.resolve().is_relative_to(weights.path.resolve()):
-        raise CommandError(f"--out {out}: is inside of the checkpoint; choose a directory elsewhere")
+    # Before gigabytes are verified.
+    if out.exists() or out.resolve().is_relative_to(weights.path.resolve()):
+        raise CommandError(f"--out {out}: exists already, or is inside of the checkpoint; choose a new directory elsewhere")
     source = source_of(weights, arguments.source)
     dtype = arguments.dtype or _run_dtype(weights)
     mxfp4, plain = dtype == MXFP4, DTYPES.get(dtype, torch.bfloat16)
@@ -133,29 +126,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _model_directory(path: Path, name: str | None) -> Path:
-    """The checkpoint of one model: ``path`` itself, or the one in it that is meant."""
+    """The checkpoint of one model: ``path``, or the one in it that is meant."""
     if not path.is_dir():
-        raise CommandError(f"--checkpoint {path}: is not a directory; give a checkpoint, such as {EXAMPLE}")
-    if (path / "metrics.jsonl").is_file():
-        raise CommandError(f"--checkpoint {path}: is the folder of a run; {_of_folder(path)}")
-    if (path / RUN_FILE).is_file():
+        problem = f"is not a directory; give a checkpoint, such as {EXAMPLE}"
+    elif (path / "metrics.jsonl").is_file():
+        problem = f"is the folder of a run; {_of_folder(path)}"
+    elif (path / RUN_FILE).is_file():
         checkpoint = read_run_checkpoint(path)
-        if name is not None:
-            return checkpoint.model(name)
-        if len(checkpoint.models) > 1:
-            raise CommandError(f"--checkpoint {path}: holds {', '.join(checkpoint.models)}; choose one with --name")
-        return checkpoint.model(checkpoint.models[0])
-    steps = RunCheckpoints(path).steps()
-    if steps:
-        listed = ", ".join(map(str, steps[-4:]))
-        raise CommandError(f"--checkpoint {path}: holds the steps {listed} of a run; give one, or {path / LATEST}")
-    if name is not None:
-        raise CommandError(f"--name {name}: is for a checkpoint of a run; {path} has no {RUN_FILE}")
-    return path
+        if name is not None or len(checkpoint.models) == 1:
+            return checkpoint.model(name or checkpoint.models[0])
+        problem = f"holds {', '.join(checkpoint.models)}; choose one with --name"
+    elif steps := RunCheckpoints(path).steps():
+        problem = f"holds the steps {', '.join(map(str, steps[-4:]))} of a run; give one, or {path / LATEST}"
+    elif name is not None:
+        problem = f"has no {RUN_FILE}; --name {name} is for a checkpoint of a run"
+    else:
+        return path
+    raise CommandError(f"--checkpoint {path}: {problem}")
 
 
 def _of_folder(run_dir: Path) -> str:
-    """What to give in place of a run's folder."""
     checkpoints = run_dir / CHECKPOINTS
     if (checkpoints / LATEST).is_dir():
         return f"give its newest checkpoint, {checkpoints / LATEST}"

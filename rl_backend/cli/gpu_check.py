@@ -39,12 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the tests and writes the result; see the command's help for the exit statuses.
-
-    Raises:
-        CommandError: pytest or the tests are not there, or torch does not import.
-    """
-    tests = _find_tests()
+    """Runs the tests and writes the result; see the command's help for the exit statuses."""
+    tests = ROOT / "tests" / "gpu"
+    if not tests.is_dir():
+        raise CommandError(f"{tests} is not there: gpu-check runs from a checkout of the project, not an installed package")
     torch = TorchProbe.run()
     if torch.error is not None:
         raise CommandError(f"torch does not import with {sys.executable}: {torch.error}")
@@ -59,19 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     _summarise(result, arguments.json)
     return EXIT_FAILED if status != 0 or result["counts"].get("passed", 0) == 0 else 0
-
-
-def _find_tests() -> Path:
-    tests = ROOT / "tests" / "gpu"
-    if not tests.is_dir():
-        raise CommandError(
-            f"{tests} is not there: gpu-check runs from a checkout of the project, not from an installed package"
-        )
-    if not _present("pytest"):
-        raise CommandError(
-            f"pytest is not installed for {sys.executable}: {sys.executable} -m pip install pytest pytest-timeout"
-        )
-    return tests
 
 
 def _present(module: str) -> bool:
@@ -94,22 +79,16 @@ def _say_what_would_run(tests: Path, torch: TorchProbe) -> None:
 
 
 def run_tests(tests: Path, arguments: list[str]) -> tuple[int, list[dict[str, Any]]]:
-    """Runs the tests marked ``gpu`` in a folder with pytest.
-
-    Args:
-        tests: the folder; pytest runs two levels above it.
-        arguments: further arguments of pytest.
+    """Runs the tests marked ``gpu`` in a folder with pytest, two levels above it.
 
     Returns:
         pytest's exit status, and per test its name, outcome, seconds, what it measured (``record_property``) and, unless it
         passed, the reason.
-
-    Raises:
-        CommandError: pytest stopped before it ran a test.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = _command(tests, f"--junitxml={report}", "-o", "junit_family=xunit1", "-v", *arguments)
+        # Machines with GPUs often have no way out, and a hub that is asked answers late.
         environment = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", **os.environ}
         status = subprocess.run(command, cwd=tests.parent.parent, env=environment, check=False).returncode
         if not report.is_file():
@@ -133,11 +112,10 @@ def _outcome(case: ElementTree.Element) -> dict[str, Any]:
 
 def _result(torch: TorchProbe, status: int, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
     commit = None
+    # Without this, git would name the commit of a repository that the checkout lies in.
     if (ROOT / ".git").exists():
-        found = subprocess.run(
-            ["git", "rev-parse", "--verify", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        commit = found.stdout.strip() or None
+        command = ["git", "rev-parse", "--verify", "HEAD"]
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or None
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "rl_backend": rl_backend.__version__,

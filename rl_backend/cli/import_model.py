@@ -18,21 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gguf", type=Path, required=True, metavar="FILE", help="the model, as llama.cpp stores it")
     add("--out", type=Path, required=True, metavar="DIR", help="the new directory; must not exist")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of the weights (float32 loses nothing)",
-    )
+    dtypes = ("float32", "bfloat16")
+    add("--dtype", choices=dtypes, default="float32", help="of the weights (float32 loses nothing)")
     add("--json", action="store_true", help="print what was written as JSON instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the directory and says what is in it.
-
-    Raises:
-        CheckpointError, UnsupportedError: nothing was written.
-    """
+    """Writes the directory and says what is in it."""
     began = time.monotonic()
     with exit_on_sigterm():
         model = import_gguf(arguments.gguf, arguments.out, dtype=dtype_from_name(arguments.dtype))

@@ -7,11 +7,11 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from difflib import get_close_matches
 
 from rl_backend import __version__
 from rl_backend.cli.example import EXAMPLES, run_example
-from rl_backend.options.parser import CommandError, CommandParser, nearest_of
+from rl_backend.options.parser import CommandError, CommandParser
 
 # Sub-command -> (module with add_arguments(parser) and run(arguments) -> exit status, what it does).
 COMMANDS = {
@@ -39,10 +39,7 @@ EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one sub-command.
-
-    Args:
-        arguments: without the program's name; None takes those of the process.
+    """Runs one sub-command; None takes the arguments of the process.
 
     Returns:
         The sub-command's exit status, 2 after an error that was printed as one message, or 141 where the reader of the
@@ -66,9 +63,11 @@ def _run(argv: Sequence[str]) -> int:
     if argv and argv[0] in EXAMPLES:
         # Its options are its own, and so are its messages.
         return _reported(lambda: run_example(argv[0], argv[1:]), debug=False)
-    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        return _reported(lambda: _refuse_command(argv[0]), debug=False)
     try:
+        if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+            near = get_close_matches(argv[0], [*EXAMPLES, *COMMANDS], n=1)
+            advice = f"did you mean {near[0]}?" if near else "see rl-backend --help"
+            raise CommandError(f"{argv[0]}: there is no such command; {advice}")
         parser = _parser(argv)
         parser.refuse_unknown(argv[:1])
         parsed = parser.parse_args(argv)
@@ -81,11 +80,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _parser(argv: Sequence[str]) -> CommandParser:
-    """Knows the options of the command in ``argv`` alone; others, which are slow to import, are but listed.
-
-    Raises:
-        CommandError: a flag that the command does not have.
-    """
+    """Has the options of the command in ``argv``; the others are only listed."""
     parser = CommandParser(
         prog="rl-backend",
         description="A training backend for RL on language models.",
@@ -100,19 +95,14 @@ def _parser(argv: Sequence[str]) -> CommandParser:
     for name, (module, purpose) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        # Modules of commands are slow to import.
         if name == chosen:
             importlib.import_module(module).add_arguments(subparser)
             subparser.refuse_unknown(argv[argv.index(name) + 1 :])
     return parser
 
 
-def _refuse_command(name: str) -> NoReturn:
-    advice = nearest_of(name, [*EXAMPLES, *COMMANDS]) or "see rl-backend --help"
-    raise CommandError(f"{name}: there is no such command; {advice}")
-
-
 def _reported(command: Callable[[], int], *, debug: bool) -> int:
-    """The exit status of a command; an expected error is one message."""
     try:
         return command()
     except Exception as error:
@@ -133,7 +123,6 @@ def _say(error: Exception) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Whether standard output is a pipe that nobody reads."""
     poll = select.poll()
     poll.register(sys.stdout, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -4,18 +4,19 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from rl_backend.cli import command
-from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError, ParallelConfig
+from rl_backend.contracts import ConfigError, ParallelConfig
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import import_plugins
 from rl_backend.lab.parity.compare import Tolerances
 from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, DType, ParityConfig, ParitySide, SideName
-from rl_backend.lab.parity.run import run_parity
-from rl_backend.lab.parity.text import as_json, as_text
+from rl_backend.lab.parity.run import as_json, as_text, run_parity
 from rl_backend.options.parser import CommandError
 from rl_backend.runtime import check_config
 
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_fields(group, ParallelConfig, SIZES, prefix)
         command.add_fields(group, ParitySide, ("dp",), prefix)
         further = "further fields of the runtime's configuration; those that a flag sets are refused"
-        group.add_argument(f"--{side}-options", default="{}", metavar="JSON", help=further)
+        group.add_argument(f"--{side}-options", type=command.json_object, default={}, metavar="JSON", help=further)
     more = parser.add_argument_group("the run")
     command.add_fields(more, ParityConfig, RUN)
     factor = "multiplies all tolerances but that of the loaded weights (default 1)"
@@ -81,11 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the comparison, prints it and writes the JSON after each dtype; see the command's help for the exit statuses.
-
-    Raises:
-        RLBackendError, CommandError: what was asked for cannot be run, or a side did not run to its end.
-    """
+    """Runs the comparison and prints it; see the command's help for the exit statuses."""
+    # With NaN every difference would be within its tolerance.
     if not (arguments.tolerance_factor > 0 and math.isfinite(arguments.tolerance_factor)):
         raise CommandError(f"--tolerance-factor {arguments.tolerance_factor}: must be above 0 and finite")
     to_file = arguments.json not in (None, STANDARD_OUTPUT)
@@ -97,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     diverged = False
     report: dict[str, Any] = {}
     try:
+        # Both are checked before the first trains for minutes.
         configs = [_config(arguments, dtype) for dtype in dtypes]
         with command.exit_on_sigterm():
             for config in configs:
@@ -110,19 +109,13 @@ def run(arguments: argparse.Namespace) -> int:
                     arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
         if arguments.json == STANDARD_OUTPUT:
             print(json.dumps(report, indent=1, allow_nan=False))
-    except CheckpointError as error:
-        raise CommandError(f"--model {arguments.model}: {error}") from None
     except ConfigError as error:
         raise CommandError(command.in_flags(error, "ParityConfig")) from None
     return EXIT_DIVERGED if diverged else 0
 
 
 def _config(arguments: argparse.Namespace, dtype: DType) -> ParityConfig:
-    for module in arguments.plugin:
-        try:
-            import_plugins([module])
-        except ConfigError as error:
-            raise CommandError(f"--plugin {module}: {error}") from None
+    import_plugins(arguments.plugin)
     config = ParityConfig(
         plugins=tuple(arguments.plugin),
         model=arguments.model,
@@ -133,11 +126,9 @@ def _config(arguments: argparse.Namespace, dtype: DType) -> ParityConfig:
     )
     for name in SIDES:
         side = config.side(name)
-        try:
+        with _named(arguments, name):
             if side.runtime != TRANSFORMERS:
                 check_config(config.runtime_config(side), side.world_size)
-        except ConfigError as error:
-            raise CommandError(f"{_flags(arguments, name)}: {error}") from None
     return config
 
 
@@ -152,26 +143,23 @@ def _lora(arguments: argparse.Namespace) -> LoRAConfig | None:
 
 
 def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:
-    runtime = getattr(arguments, name)
-    if runtime != TRANSFORMERS and runtime not in BACKEND_CONFIGS:
-        known = ", ".join(sorted([TRANSFORMERS, *BACKEND_CONFIGS]))
-        raise CommandError(
-            f"--{name} {runtime}: unknown runtime; known: {known}; --plugin MODULE adds those that a module registers"
+    with _named(arguments, name):
+        return ParitySide(
+            runtime=getattr(arguments, name),
+            parallel=ParallelConfig(**command.given(arguments, SIZES, PREFIXES[name])),
+            options=getattr(arguments, f"{name}_options"),
+            **command.given(arguments, ("dp",), PREFIXES[name]),
         )
-    options = command.json_object(f"{name}-options", getattr(arguments, f"{name}_options"))
+
+
+@contextmanager
+def _named(arguments: argparse.Namespace, name: SideName) -> Iterator[None]:
+    """Errors begin with what was asked for of a side, as on the command line."""
     try:
-        parallel = ParallelConfig(**command.given(arguments, SIZES, PREFIXES[name]))
-        dp = command.given(arguments, ("dp",), PREFIXES[name])
-        return ParitySide(runtime=runtime, parallel=parallel, options=options, **dp)
+        yield
     except ConfigError as error:
-        raise CommandError(f"{_flags(arguments, name)}: {error}") from None
-
-
-def _flags(arguments: argparse.Namespace, name: SideName) -> str:
-    """What was asked for of a side, as on the command line."""
-    prefix = PREFIXES[name]
-    given = command.given(arguments, (*SIZES, "dp"), prefix)
-    sizes = [f"--{command.flag(prefix + size)} {value}" for size, value in given.items()]
-    options = getattr(arguments, f"{name}_options")
-    chosen = [f"--{name}-options '{options}'"] if options != "{}" else []
-    return " ".join([f"--{name} {getattr(arguments, name)}", *sizes, *chosen])
+        sizes = command.given(arguments, (*SIZES, "dp"), PREFIXES[name])
+        flags = [f"--{command.flag(PREFIXES[name] + size)} {value}" for size, value in sizes.items()]
+        if options := getattr(arguments, f"{name}_options"):
+            flags.append(f"--{name}-options '{json.dumps(options)}'")
+        raise CommandError(f"{' '.join([f'--{name} {getattr(arguments, name)}', *flags])}: {error}") from None

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rl_backend.cli.command import check_output, given, in_flags
+from rl_backend.cli.command import flag, given, in_flags
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.lab import schedule as view
 from rl_backend.lab.picture import Picture, render
@@ -14,8 +14,9 @@ from rl_backend.pipeline import SCHEDULES, Costs, Schedule, Timeline, make_sched
 from rl_backend.pipeline.measured import MeasuredPass, median_pass, read_passes
 
 ALL = "all"
+EXIT_NONE = 2
 REQUIRED = ("schedule", "pp", "microbatches")
-DEFAULTS = {"costs": "1,1,1", "comm": 0.0}
+DEFAULTS = {"costs": (1.0, 1.0, 1.0), "comm": 0.0}
 TRACE = "trace.json"
 FORMATS = (".png", ".svg", ".html")
 
@@ -29,12 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vpp", type=int, metavar="N", help="stages per rank (default: what the schedule needs, or 2)")
     add(
         "--costs",
+        type=three_costs,
         metavar="F,B,W",
         help="times of forward, backward for inputs and backward for weights of one micro-batch on one rank, in any unit; "
         "a rank's stages share them (default 1,1,1)",
     )
     add("--comm", type=float, metavar="C", help="time of one transfer, same unit (default 0)")
-    add("--forward-only", action="store_true", help="a step without backward pass, as for log-probs")
+    add("--forward-only", action="store_true", default=None, help="a step without backward pass, as for log-probs")
     trace = "in place of a schedule: folder or trace of a traced run; shows its pipeline beside what was predicted"
     add("--from-trace", type=Path, metavar="RUN", help=trace)
     add("--pass", dest="number", type=int, metavar="N", help="of --from-trace: which training pass (default: the median)")
@@ -43,20 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the numbers and draws the picture.
-
-    Raises:
-        CommandError: a value that makes no sense, what the schedule cannot do, or a picture that cannot be written.
-    """
-    if arguments.draw is not None:
-        if arguments.schedule == ALL:
-            raise CommandError(f"--draw {arguments.draw}: draws one schedule; name it with --schedule")
-        if arguments.draw.suffix not in FORMATS:
-            raise CommandError(f"--draw {arguments.draw}: expected a file name that ends in {', '.join(FORMATS)}")
-        check_output("draw", arguments.draw)
+    """Prints the numbers and draws the picture."""
+    draw = arguments.draw
+    if draw is not None and (arguments.schedule == ALL or draw.suffix not in FORMATS):
+        raise CommandError(f"--draw {draw}: draws one schedule, into a file that ends in {', '.join(FORMATS)}")
     if arguments.from_trace is not None:
         return _show_trace(arguments)
-    missing = [flag for flag in REQUIRED if getattr(arguments, flag) is None]
+    missing = [name for name in REQUIRED if getattr(arguments, name) is None]
     if missing:
         raise CommandError(
             f"--{missing[0]} is missing; name a schedule with --schedule, --pp and --microbatches, or a run "
@@ -65,36 +60,28 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.number is not None:
         raise CommandError(f"--pass {arguments.number}: chooses a pass of --from-trace, which is not given")
     vars(arguments).update(DEFAULTS | given(arguments, DEFAULTS))
-    costs = _costs(arguments)
     if arguments.schedule == ALL:
-        return _compare(arguments, costs)
-    schedule, timeline = _simulated(arguments.schedule, arguments, costs)
-    facts = view.schedule_facts(schedule, timeline, costs, arguments.comm)
+        return _compare(arguments)
+    schedule, timeline = _simulated(arguments.schedule, arguments)
+    facts = view.schedule_facts(schedule, timeline, arguments.costs, arguments.comm)
     picture = view.draw_schedule(schedule, timeline, view.schedule_summary(facts))
     return _show(arguments, facts, view.schedule_text(schedule, timeline, facts), schedule, picture)
 
 
 def _show_trace(arguments: argparse.Namespace) -> int:
-    of_schedule = given(arguments, (*REQUIRED, "vpp", *DEFAULTS))
-    if of_schedule:
-        flag, value = next(iter(of_schedule.items()))
-        raise CommandError(f"--{flag} {value}: the trace of --from-trace says that; leave it out")
-    if arguments.forward_only:
-        raise CommandError("--forward-only: --from-trace shows training passes; leave it out")
+    if of_schedule := given(arguments, (*REQUIRED, "vpp", *DEFAULTS, "forward_only")):
+        raise CommandError(f"--{flag(next(iter(of_schedule)))}: the trace of --from-trace says that; leave it out")
     found = _chosen_pass(arguments.from_trace, arguments.number)
     return _show(arguments, view.pass_facts(found), view.pass_text(found), found.schedule, view.draw_pass(found))
 
 
 def _chosen_pass(run: Path, number: int | None) -> MeasuredPass:
-    """The training pass to show: that of median makespan, or the one called ``number``."""
+    """The pass of median makespan, or that of this number."""
     path = run / TRACE if run.is_dir() else run
     if not path.is_file():
         what = "has no trace.json" if run.is_dir() else "no such folder or file"
         raise CommandError(f"--from-trace {run}: {what}; run with --trace, which writes trace.json into the run's folder")
-    try:
-        passes = read_passes(path)
-    except OSError as error:
-        raise CommandError(f"--from-trace {run}: cannot be read: {error}") from None
+    passes = read_passes(path)
     if not passes:
         raise CommandError(
             f"--from-trace {run}: has no complete training pass of a pipeline; traced are runs with --trace whose native "
@@ -107,31 +94,30 @@ def _chosen_pass(run: Path, number: int | None) -> MeasuredPass:
     return passes[number]
 
 
-def _compare(arguments: argparse.Namespace, costs: tuple[float, float, float]) -> int:
+def _compare(arguments: argparse.Namespace) -> int:
     """All schedules, one line each; of one that cannot do what is asked for, why."""
     rows: dict[str, dict[str, Any]] = {}
     for name in SCHEDULES:
         try:
-            rows[name] = view.schedule_facts(*_simulated(name, arguments, costs), costs, arguments.comm)
+            rows[name] = view.schedule_facts(*_simulated(name, arguments), arguments.costs, arguments.comm)
         except CommandError as error:
             rows[name] = {"error": str(error)}
-    if all("error" in facts for facts in rows.values()):
-        raise CommandError(rows[next(iter(rows))]["error"])
     print(json.dumps(rows, indent=1) if arguments.json else view.comparison_text(rows))
-    return 0
+    return EXIT_NONE if all("error" in facts for facts in rows.values()) else 0
 
 
-def _simulated(name: str, arguments: argparse.Namespace, costs: tuple[float, float, float]) -> tuple[Schedule, Timeline]:
+def _simulated(name: str, arguments: argparse.Namespace) -> tuple[Schedule, Timeline]:
     stages = arguments.vpp or SCHEDULES[name].stages_per_rank or 2
-    forward, inputs, weights = (cost / stages for cost in costs)
-    shared = Costs(forward, inputs, weights, arguments.comm)
+    # A rank's stages share the time of a micro-batch, so that schedules with more of them can be compared.
+    forward, inputs, weights = (cost / stages for cost in arguments.costs)
     try:
+        shared = Costs(forward, inputs, weights, arguments.comm)
         schedule = make_schedule(
             name,
             arguments.pp,
             arguments.microbatches,
             stages_per_rank=arguments.vpp,
-            forward_only=arguments.forward_only,
+            forward_only=bool(arguments.forward_only),
             costs=shared,
         )
     except (BatchError, ConfigError) as error:
@@ -139,16 +125,9 @@ def _simulated(name: str, arguments: argparse.Namespace, costs: tuple[float, flo
     return schedule, simulate(schedule, shared)
 
 
-def _costs(arguments: argparse.Namespace) -> tuple[float, float, float]:
-    try:
-        forward, inputs, weights = (float(number) for number in arguments.costs.split(","))
-        Costs(forward, inputs, weights)
-    except (ValueError, ConfigError):
-        raise CommandError(f"--costs {arguments.costs}: expected three times above 0, as in 1,1.2,0.8") from None
-    try:
-        Costs(communication=arguments.comm)
-    except ConfigError:
-        raise CommandError(f"--comm {arguments.comm}: expected a time of 0 or more") from None
+def three_costs(text: str) -> tuple[float, float, float]:
+    """Type of a flag; argparse reports what is not three numbers."""
+    forward, inputs, weights = map(float, text.split(","))
     return forward, inputs, weights
 
 

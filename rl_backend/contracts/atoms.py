@@ -15,16 +15,13 @@ class ModelHandle(Protocol):
     """What every atom takes. A runtime's own handle has these attributes, and keeps the model and its optimizer.
 
     Attributes:
-        name: for messages.
         forward_only: no optimizer and no gradients (a reference policy).
-        weight_version: a whole number that a successful ``optimizer_step`` advances and a checkpoint keeps.
+        weight_version: a successful ``optimizer_step`` advances it and a checkpoint keeps it.
         data_parallel_rank, data_parallel_size: this rank's place among those that see different data.
-        head: its output: ``log_probs`` of the next token, or ``values`` (a critic).
         micro_batch_multiple: ``forward_backward`` takes a multiple of so many micro-batches (an interleaved pipeline).
         base: the model whose frozen weights a LoRA tenant shares; None for a model of its own.
         lora_id: of a tenant, for the sequence field :data:`~rl_backend.contracts.lora.LORA_FIELD`; -1 for a model.
-        kept: Hugging Face name -> shape of weights that its directory has and nothing trains: a saved model takes them from
-            there, and so has an engine that was started from the directory.
+        kept: Hugging Face name -> shape of weights that its directory has and nothing trains.
     """
 
     name: str
@@ -76,16 +73,12 @@ TRAINED = Needs(trained=True)
 class Atom:
     """One operation on a model: decorates the method of a :class:`~rl_backend.runtime.Runtime` that is its signature.
 
-    All else follows from this declaration: what a runtime checks before the call, and how a group of ranks runs it.
-
     Attributes:
-        needs: of the model.
         flag, with_flag: a keyword argument, and what the call needs instead when it is true.
         takes: LoRA tenants alone, models alone, or both.
         join: how a group of ranks answers; None for what cannot leave a rank, and is not offered by a group.
         builds: makes the model that it returns. A lost group is built again from these operations.
         frees: ends the model that it is given, which is not built again.
-        name: of the method.
     """
 
     needs: Needs = A_MODEL
@@ -98,12 +91,11 @@ class Atom:
     name: str = ""
 
     def __call__[M: Callable[..., Any]](self, method: M) -> M:
-        """Declares the atom of this signature."""
+        # The method stays as it is: the signature that callers read is the one that is declared.
         ATOMS[method.__name__] = replace(self, name=method.__name__)
         return method
 
     def needs_with(self, flag: Any) -> Needs:
-        """What a call needs that gives this value to the argument ``flag``."""
         return self.with_flag if flag else self.needs
 
 
@@ -116,7 +108,6 @@ class Operation:
     """One call of an atom as a value: it is sent to the ranks of a group and kept in its journal.
 
     Attributes:
-        name: in :data:`ATOMS`.
         arguments: by name, those that were given, the model's ``handle`` among them.
         number: among the operations of its group; of one that builds a model, also the key of the model.
     """

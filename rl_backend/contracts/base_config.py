@@ -27,10 +27,10 @@ class HasEffect:
 
 @dataclass(frozen=True)
 class OnResume:
-    """Metadata of a field: what a run that continues from a checkpoint is asked of it. Others must be the same.
+    """Metadata of a field that may change in a run that continues from a checkpoint. Others must be the same.
 
     Attributes:
-        same_contents: the files that the value names must have the same contents; else the value may change.
+        same_contents: the files that the value names must have the same contents.
     """
 
     same_contents: bool = False
@@ -43,10 +43,9 @@ SAME_CONTENTS = OnResume(same_contents=True)
 
 
 class BaseConfig(BaseModel):
-    """Frozen configuration. Building one with a wrong or unknown field raises :class:`ConfigError`.
+    """Frozen configuration; a wrong or unknown field, or one without effect, raises :class:`ConfigError`.
 
-    ``model_dump_json`` and ``model_validate_json`` are inverses of each other for every subclass. A field declares with
-    :class:`HasEffect` when it has an effect; elsewhere it is refused.
+    ``model_dump_json`` and ``model_validate_json`` are inverses of each other for every subclass.
     """
 
     model_config = ConfigDict(
@@ -61,7 +60,9 @@ class BaseConfig(BaseModel):
         except ValidationError as error:
             blamed = _blamed(cls, error)
             message = "; ".join(field + problem for field, problem in blamed)
+            # From None: pydantic's own error would repeat all of it, with addresses of its documentation.
             raise ConfigError(message, config=cls.__name__, blamed=blamed) from None
+        # Only now: whether a field has an effect depends on the others.
         for name, field in cls.model_fields.items():
             for effect in field.metadata:
                 if isinstance(effect, HasEffect) and config.is_set(name) and not effect.when(config):
@@ -69,7 +70,6 @@ class BaseConfig(BaseModel):
         return config
 
     def replace(self, **changes: Any) -> Self:
-        """A validated copy with ``changes`` applied."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**{**fields, **changes})
 
@@ -88,6 +88,7 @@ class BaseConfig(BaseModel):
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Built again where it arrives: pickle alone would put back the fields without checking them.
         return type(self).model_validate_json, (self.model_dump_json(),)
 
 
@@ -96,7 +97,6 @@ class ModelOptions(BaseConfig):
 
 
 def _blamed(cls: type[BaseConfig], error: ValidationError) -> list[tuple[str, str]]:
-    """Of each problem the field, and what is said of it."""
     blamed = []
     for problem in error.errors(include_url=False):
         location = ".".join(str(part) for part in problem["loc"])

@@ -58,7 +58,6 @@ class TokenSequence:
     def with_fields(
         self, token_fields: Mapping[str, Tensor] | None = None, sequence_fields: Mapping[str, Tensor] | None = None
     ) -> Self:
-        """A copy with fields added or replaced."""
         return type(self)(
             self.input_ids,
             {**self.token_fields, **(token_fields or {})},
@@ -112,8 +111,8 @@ class PackedBatch:
         input_ids: (T,) int64.
         seq_lens: (B,) int64 on the CPU, each >= 1, with sum T.
         token_fields: name -> (T, ...) tensor. In a replay of routes the runtime reads ``routed_experts`` and
-            ``routed_experts_mask``; :mod:`rl_backend.contracts.routed_experts` says what they hold. Where it is there,
-            ``indexed_keys`` is read in every pass; see :mod:`rl_backend.contracts.indexed_keys`.
+            ``routed_experts_mask``; :mod:`rl_backend.contracts.replay` says what they hold. Where it is
+            there, ``indexed_keys`` is read in every pass.
         sequence_fields: name -> (B, ...) tensor.
         meta: facts that all tokens share. The runtime reads ``temperature`` (a number; a (B,) sequence field of that name
             takes precedence), ``calculate_entropy`` (bool) and, in a replay, ``routed_experts_layers``. Losses read
@@ -200,7 +199,7 @@ class PackedBatch:
         return temperature
 
     def token_field(self, name: str) -> Tensor:
-        """A token field; raises :class:`BatchError` that lists what is there when it is missing."""
+        """Raises :class:`BatchError` that lists what is there when it is missing."""
         if name not in self.token_fields:
             raise BatchError(f"token field {name!r} is missing; the batch has {sorted(self.token_fields)}", name=name)
         return self.token_fields[name]
@@ -222,21 +221,4 @@ class PackedBatch:
             {name: value.to(device, non_blocking=non_blocking) for name, value in self.sequence_fields.items()},
             self.meta,
             self.payload,
-        )
-
-
-def require_first_tokens(name: str, recorded: Tensor, num_tokens: int) -> None:
-    """Checks what a rollout recorded of the first tokens of a sequence of ``num_tokens``, in some layers.
-
-    Args:
-        recorded: should be (L, layers, top_k), L <= ``num_tokens``.
-
-    Raises:
-        BatchError: another shape.
-    """
-    if recorded.dim() != 3 or recorded.shape[0] > num_tokens:
-        raise BatchError(
-            f"{name} has shape {tuple(recorded.shape)}; expected (L, layers, top_k) with L at most the sequence's "
-            f"{num_tokens} tokens",
-            name=name,
         )

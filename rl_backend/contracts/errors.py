@@ -10,7 +10,7 @@ class RLBackendError(Exception):
     """Base of every error that this project raises on purpose.
 
     Args:
-        message: what was wrong, with the field or tensor, its value, what was expected and what to do.
+        message: the field or tensor, its value, what was expected and what to do.
         details: the same facts for a program; each value must be picklable. Kept in ``details``.
     """
 
@@ -23,6 +23,7 @@ class RLBackendError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # By keywords: Exception's own __reduce__ would call the class with the message alone, and set the rest afterwards.
         return partial(type(self), self.message, **self.details), ()
 
 
@@ -39,12 +40,14 @@ class ConfigError(RLBackendError):
         """The usual message: ``field=value: expected``."""
         return cls(f"{field}={value!r}: {expected}", field=field, value=repr(value))
 
-    def told(self, name_of: Callable[[str], str], equals: str = "=") -> str:
-        """The message with ``name_of(field)`` in place of each field that is blamed.
+    @classmethod
+    def of_all(cls, wrong: Sequence[tuple[str, Any, str]]) -> Self:
+        """One error for several fields, each with its value and what was expected."""
+        blamed = [(field, f"={value!r}: {expected}") for field, value, expected in wrong]
+        return cls("; ".join(field + problem for field, problem in blamed), blamed=blamed, field=wrong[0][0])
 
-        Args:
-            equals: between another name and its value.
-        """
+    def told(self, name_of: Callable[[str], str], equals: str = "=") -> str:
+        """The message with ``name_of(field)`` for each blamed field; ``equals`` stands between a new name and its value."""
         field = self.details.get("field")
         blamed = self.details.get("blamed") or ([(field, self.message.removeprefix(field))] if field else [])
         told = []
@@ -88,7 +91,6 @@ class CheckpointError(RLBackendError):
 
     @classmethod
     def at(cls, path: str | PathLike[str], problem: str, **details: Any) -> Self:
-        """The usual message: ``path problem``."""
         return cls(f"{path} {problem}", path=str(path), **details)
 
 

@@ -18,21 +18,13 @@ _WHICH_WEIGHTS = ("modules_to_not_convert", "ignored_layers")
 
 
 def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What ``config.json`` says about the language model: ``text_config`` of a model that has other parts too, else all.
-
-    Sizes are there (``vocab_size``, ``hidden_size``, ``num_hidden_layers``), ``model_type`` and ``architectures`` of the
-    directory are not.
-    """
+    """``text_config`` of a model that has other parts too, else all. Sizes are there, not the directory's type."""
     nested = hf_config.get("text_config")
     return nested if isinstance(nested, Mapping) else hf_config
 
 
 def weight_blocks(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of the blocks of weights that are stored in FP8 with a factor for each block.
-
-    So DeepSeek-V3 is published, and models of Qwen and MiniMax. None for weights that are not quantised, and for those that
-    are in another way: see :func:`quantisation_problem`.
-    """
+    """Rows and columns of the blocks of weights in FP8 with a factor for each block, as of DeepSeek-V3; None for others."""
     given = hf_config.get("quantization_config")
     if not given or quantisation_problem(hf_config) or stores_mxfp4(hf_config):
         return None
@@ -47,10 +39,7 @@ def stores_mxfp4(hf_config: Mapping[str, Any]) -> bool:
 
 
 def quantisation_problem(hf_config: Mapping[str, Any]) -> str:
-    """What ``quantization_config`` says that is not read here; empty for plain weights.
-
-    Empty too for what :func:`weight_blocks` and :func:`stores_mxfp4` tell.
-    """
+    """What ``quantization_config`` says that is not read here; empty for plain weights, and for both formats above."""
     given = hf_config.get("quantization_config")
     if not given:
         return ""

@@ -59,8 +59,8 @@ class LoRAConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        empty = [target for target in self.targets if not target.strip(". ")]
-        if empty:
+        # An empty name would select nothing, without a word.
+        if any(not target.strip(". ") for target in self.targets):
             raise ConfigError.of("LoRAConfig.targets", self.targets, "has an empty name; name modules or kinds of blocks")
         return self
 
@@ -71,11 +71,9 @@ class LoRAConfig(BaseConfig):
 
     @property
     def parts(self) -> tuple[LoRAPart, ...]:
-        """What a tenant has for each module."""
         return ("A", "B", "magnitude") if self.use_dora else ("A", "B")
 
     def selects(self, module: str, kind: LoRAKind) -> bool:
-        """Whether a module of this Hugging Face name and kind is a target."""
         return any(target == kind or f".{module}".endswith(f".{target}") for target in self.targets)
 
 
@@ -84,12 +82,8 @@ class LoRAInfo:
     """Facts about a tenant.
 
     Attributes:
-        name: of the tenant.
-        config: rank, targets and so on.
-        head: ``log_probs``, or ``values`` of a critic.
         modules: Hugging Face names of the modules that it adapts.
         step: optimizer steps taken.
-        weight_version: as of a model.
         learning_rate: of the next step.
         num_parameters: that this rank holds.
         bytes: that this rank holds of it: weights, gradients and moments, padding included.
@@ -111,21 +105,18 @@ class LoRAInfo:
 
 
 def engine_slots(adapters: int, device: str) -> int:
-    """Slots of an engine that serves so many adapters at one time.
-
-    One more: while a version is loaded, the one before still serves. On a CPU requests without an adapter read the last slot
-    (vLLM 0.30, ``lora/ops/torch_ops``), so another one stays empty.
-    """
+    """Slots of an engine that serves so many adapters at one time."""
+    # One more: while a version is loaded, the one before still serves. On a CPU requests without an adapter read the last
+    # slot (vLLM 0.30, lora/ops/torch_ops), so another one stays empty.
     return adapters + (2 if device == "cpu" else 1)
 
 
 def peft_name(module: str, *, is_a: bool) -> str:
-    """The name of a linear layer's factor in peft's files."""
     return f"{PEFT_PREFIX}{module}.lora_{'A' if is_a else 'B'}.weight"
 
 
 def part_name(module: str, kind: LoRAKind, part: LoRAPart) -> str:
-    """The name of what a tenant has for a module in peft's files."""
+    """The name in peft's files."""
     if part == "magnitude":
         return f"{PEFT_PREFIX}{module}.lora_magnitude_vector"
     return f"{PEFT_PREFIX}{module}.lora_embedding_{part}" if kind == "embedding" else peft_name(module, is_a=part == "A")

@@ -96,7 +96,7 @@ class OptimizerConfig(BaseConfig):
 
     @property
     def warmup_steps(self) -> int:
-        """Optimizer steps of warm-up after the ratio is resolved."""
+        # A count decides over a ratio, as in verl.
         if self.lr_warmup_steps >= 0:
             return self.lr_warmup_steps
         return int(self.lr_warmup_steps_ratio * max(self.total_training_steps, 0))
@@ -127,5 +127,4 @@ class AdamParams(BaseConfig):
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that are not None, by name."""
         return {name: value for name, value in self if value is not None}

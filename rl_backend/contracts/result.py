@@ -8,15 +8,16 @@ from torch import Tensor
 
 from rl_backend.contracts.batch import PackedBatch
 from rl_backend.contracts.errors import BatchError
+from rl_backend.contracts.lora import LoRAInfo
 
 
 class ModelOutput(NamedTuple):
-    """Outputs of one micro-batch of T tokens, on complete sequences. A field that was not asked for is None.
+    """Outputs of one micro-batch of T tokens, each (T,) float32. A field that was not asked for is None.
 
     Attributes:
-        log_probs: (T,) float32, of the next token at the batch's temperature; 0 at each sequence's last position.
-        entropy: (T,) float32, nats, of the distribution that ``log_probs`` is taken from; 0 at last positions.
-        values: (T,) float32, of each token's state.
+        log_probs: of the next token at the batch's temperature; 0 at each sequence's last position.
+        entropy: nats, of the distribution that ``log_probs`` is taken from; 0 at last positions.
+        values: of each token's state.
     """
 
     log_probs: Tensor | None = None
@@ -46,8 +47,7 @@ class LossFn(Protocol):
 
     Losses of micro-batches are summed and gradients are averaged over the data-parallel ranks; nothing is divided by the
     number of micro-batches. A mean over all tokens of all ranks is therefore
-    ``(loss * mask).sum() / meta["batch_num_tokens"] * meta["dp_size"]``. The mask of a sequence, or of a whole micro-batch,
-    may be all 0: copies fill what cannot be spread evenly over ranks.
+    ``(loss * mask).sum() / meta["batch_num_tokens"] * meta["dp_size"]``. A mask may be all 0, as of copies that fill ranks.
 
     Returns:
         a 0-d loss with a gradient (None only in a forward-only pass), and metrics by name: a (sum, weight) pair, or a bare
@@ -77,7 +77,7 @@ class ForwardResult:
 
     Attributes:
         losses: one number per micro-batch, as the loss returned it; empty when there was no loss.
-        metrics: name -> :class:`Metric`, merged over this rank's micro-batches.
+        metrics: merged over this rank's micro-batches.
         outputs: ``log_probs``, ``entropy``, ``values``, ``routed_experts`` -> one detached tensor (L_i, ...) per sequence,
             in the order of ``data``. Only on source ranks (``is_mp_src_rank_with_outputs``); empty elsewhere.
         tenants: name -> its own part, of a pass with sequences of several LoRA tenants.
@@ -102,7 +102,7 @@ class ForwardResult:
         return {name: metric.mean for name, metric in self.metrics.items()}
 
     def output(self, name: str) -> Sequence[Tensor]:
-        """One output; raises :class:`BatchError` when the pass did not produce it."""
+        """Raises :class:`BatchError` when the pass did not produce it."""
         if name not in self.outputs:
             raise BatchError(f"output {name!r} was not computed; the result has {sorted(self.outputs)}", name=name)
         return self.outputs[name]
@@ -129,3 +129,54 @@ class StepResult(NamedTuple):
     ok: bool
     grad_norm: float
     num_zeros: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerState:
+    """What AdamW knows of a model, or of a LoRA tenant.
+
+    Attributes:
+        step: optimizer steps taken.
+        learning_rate: of the next step.
+        exp_avg, exp_avg_sq: name -> whole moment, float32, on the CPU. Hugging Face names of a model, peft's of a tenant.
+    """
+
+    step: int
+    learning_rate: float
+    exp_avg: Mapping[str, Tensor]
+    exp_avg_sq: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class OptimizerStateInfo:
+    """State of a model's or tenant's optimizer: steps taken, and the bytes that this rank holds."""
+
+    name: str
+    step: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What runs a model.
+
+    Attributes:
+        runtime: ``RuntimeConfig.backend``.
+        device: type of the devices that it trains on.
+        layout: ``world``, ``dp`` and the sizes of ``ParallelConfig``.
+        base: name of the model.
+        bit_exact: whether tenants compute the same alone and beside others to the last bit, as far as this process has tried
+            matrix products in the base's dtype. False on a GPU.
+        installed: package -> version, of those that the backend knows.
+    """
+
+    runtime: str
+    device: str
+    layout: Mapping[str, int]
+    base: str
+    hf_path: str
+    model_type: str
+    head: str
+    tenants: tuple[LoRAInfo, ...]
+    bit_exact: bool
+    installed: Mapping[str, str]

@@ -43,28 +43,23 @@ class ParallelConfig(BaseConfig):
         """``world_size / (tp * pp * cp)``; raises :class:`ConfigError` when that, or the expert layout, does not divide."""
         size = self.model_parallel_size
         experts = self.ep * self.etp * self.pp
-        both = math.lcm(size, experts)
-        use = " or ".join(str(both * copies) for copies in (world_size // both, world_size // both + 1) if copies)
-        if world_size % size:
+        parts = {
+            f"tp*pp*cp = {self.tp}*{self.pp}*{self.cp} = {size}": size,
+            f"ep*etp*pp = {self.ep}*{self.etp}*{self.pp} = {experts}": experts,
+        }
+        if undivided := next((product for product, value in parts.items() if world_size % value), ""):
+            both = math.lcm(size, experts)
+            use = " or ".join(str(both * copies) for copies in (world_size // both, world_size // both + 1) if copies)
             raise ConfigError(
-                f"world size {world_size} is not a multiple of tp*pp*cp = {self.tp}*{self.pp}*{self.cp} = {size}; "
-                f"use {use} ranks",
+                f"world size {world_size} is not a multiple of {undivided}; use {use} ranks",
                 world_size=world_size,
-                model_parallel_size=size,
-            )
-        if world_size % experts:
-            raise ConfigError(
-                f"world size {world_size} is not a multiple of ep*etp*pp = {self.ep}*{self.etp}*{self.pp} = {experts}; "
-                f"use {use} ranks",
-                world_size=world_size,
-                expert_parallel_size=experts,
             )
         return world_size // size
 
 
 @dataclass(eq=False)
 class Registry[T]:
-    """A registry of one kind of thing.
+    """Entries of one kind by name.
 
     Attributes:
         kind: what an entry is, for messages ("runtime", "model family").
@@ -85,12 +80,11 @@ class Registry[T]:
         self._entries[name] = entry
 
     def remove(self, name: str) -> None:
-        """Removes an entry; unknown names raise :class:`RegistryError`."""
         self.get(name)
         del self._entries[name]
 
     def get(self, name: str) -> T:
-        """The entry of that name; raises :class:`RegistryError` when there is none."""
+        """Raises :class:`RegistryError` for an unknown name."""
         if name not in self:
             known = ", ".join(sorted(self._entries)) or "none"
             raise RegistryError(f"unknown {self.kind} {name!r}; known: {known}; {self.how} adds one", name=name)
@@ -101,11 +95,13 @@ class Registry[T]:
         return iter(self._entries)
 
     def __contains__(self, name: str) -> bool:
+        # A plugin's entry needs no import of the built-in ones, which takes seconds.
         if name not in self._entries:
             self._add_built_in()
         return name in self._entries
 
     def _add_built_in(self) -> None:
+        # Imported only now: the families import these contracts.
         if self.built_in is not None:
             importlib.import_module(self.built_in)
 
@@ -168,7 +164,7 @@ class NativeConfig(BackendConfig):
             return value
         if info.data["model"] == "auto":
             raise ConfigError.of("NativeConfig.model_cfg", value, "name the family in `model` to give it options")
-        return _resolve("NativeConfig.model_cfg", MODEL_CONFIGS.get(info.data["model"]), value)
+        return MODEL_CONFIGS.get(info.data["model"]).model_validate(value)
 
 
 BACKEND_CONFIGS.add("native", NativeConfig)
@@ -178,7 +174,7 @@ def import_plugins[N: Iterable[str]](names: N) -> N:
     """Imports modules that register model families and runtimes.
 
     Raises:
-        ConfigError: one that is not there, or cannot be imported; says by which process.
+        ConfigError: one that cannot be imported; says by which process.
         RegistryError: one registers a name that is taken.
     """
     for name in names:
@@ -186,24 +182,18 @@ def import_plugins[N: Iterable[str]](names: N) -> N:
             importlib.import_module(name)
         except RLBackendError:
             raise
-        except ModuleNotFoundError as error:
-            problem = (
-                f"cannot be imported by {_who()} ({error}); install it on every node, have its folder in PYTHONPATH "
-                "there, or send it along with the job's working_dir"
-            )
-            raise ConfigError.of("RuntimeConfig.plugins", name, problem) from None
-        except SystemExit as error:
-            raise ConfigError.of("RuntimeConfig.plugins", name, f"ends the process when imported, {error!r}") from error
-        except Exception as error:
-            problem = f"fails when {_who()} imports it ({type(error).__name__}: {error}); mend it, or leave it out"
+        except (Exception, SystemExit) as error:  # a module may raise anything, and even end the process
+            # The message may be read on another machine.
+            rank = f"training rank {os.environ['RANK']}, " if "RANK" in os.environ else ""
+            who = f"{rank}process {os.getpid()} on node {socket.gethostname()}"
+            problem = f"fails when {who} imports it ({type(error).__name__}: {error}); mend it, or leave it out"
+            if isinstance(error, ModuleNotFoundError):
+                problem = (
+                    f"cannot be imported by {who} ({error}); install it on every node, have its folder in PYTHONPATH "
+                    "there, or send it along with the job's working_dir"
+                )
             raise ConfigError.of("RuntimeConfig.plugins", name, problem) from error
     return names
-
-
-def _who() -> str:
-    """This process, for messages that may be read on another machine."""
-    rank = f"training rank {os.environ['RANK']}, " if "RANK" in os.environ else ""
-    return f"{rank}process {os.getpid()} on node {socket.gethostname()}"
 
 
 Plugins = Annotated[tuple[str, ...], AfterValidator(import_plugins)]
@@ -231,7 +221,6 @@ class RuntimeConfig(BaseConfig):
     backend_cfg: SerializeAsAny[BackendConfig] = Field(default_factory=dict, validate_default=True)
 
     def options[B: BackendConfig](self, kind: type[B]) -> B:
-        """``backend_cfg`` by its type, for a runtime that knows which one ``backend`` names."""
         assert isinstance(self.backend_cfg, kind), "RuntimeConfig resolves backend_cfg by backend"
         return self.backend_cfg
 
@@ -250,16 +239,6 @@ class RuntimeConfig(BaseConfig):
     @field_validator("backend_cfg", mode="before")
     @classmethod
     def _resolve_backend_cfg(cls, value: Any, info: ValidationInfo) -> Any:
-        if "backend" not in info.data:
+        if "backend" not in info.data:  # it was refused
             return value
-        return _resolve("RuntimeConfig.backend_cfg", BACKEND_CONFIGS.get(info.data["backend"]), value)
-
-
-def _resolve[C: BaseConfig](field: str, config_type: type[C], value: Any) -> C:
-    if isinstance(value, config_type):
-        return value
-    if isinstance(value, dict):
-        return config_type(**value)
-    raise ConfigError(
-        f"{field} is a {type(value).__name__}; expected {config_type.__name__} or a dictionary of its fields", field=field
-    )
+        return BACKEND_CONFIGS.get(info.data["backend"]).model_validate(value)

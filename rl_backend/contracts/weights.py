@@ -21,34 +21,17 @@ class PackedWeight:
 
     The gates and up-projections of E experts in one parameter (E, 2, N, K) are
     ``PackedWeight((E, 2), (gate of 0, up of 0, gate of 1, ...))``: ``parameter[e, 0]`` is the tensor ``names[2 * e]``.
-
-    Attributes:
-        shape: the first dimensions of the parameter, those that number the tensors.
-        names: Hugging Face names, the last of these dimensions fastest.
-
-    Raises:
-        ConfigError: another number of names than ``shape`` has places.
     """
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.names) != math.prod(self.shape):
-            raise ConfigError.of(
-                "PackedWeight.names", len(self.names), f"expected {math.prod(self.shape)} for shape {self.shape}"
-            )
 
 
 @dataclass(frozen=True)
 class CopiedWeight:
     """A parameter that a directory holds several times, as of embeddings that a layer for multi-token prediction has again.
 
-    It is read from the first and written to all that the directory has: what is saved has equal copies, whatever was read.
-
-    Attributes:
-        name: Hugging Face name.
-        copies: further ones.
+    It is read from the first and written to all that the directory has.
     """
 
     name: str
@@ -70,7 +53,6 @@ def stored_tensors(name: WeightName) -> Iterator[tuple[tuple[int, ...], str]]:
 
 
 def stored_names(names: Mapping[str, WeightName]) -> list[str]:
-    """Hugging Face names of all parameters, in order."""
     return [stored for name in names.values() for _, stored in stored_tensors(name)]
 
 
@@ -79,14 +61,7 @@ UNVERSIONED = -1
 
 
 class WeightShard(NamedTuple):
-    """A rank's share of one weight: a rectangle. The shares of all ranks are the whole weight, once.
-
-    Attributes:
-        name: Hugging Face name.
-        shape: of the whole weight.
-        offset: where the share begins, in each dimension.
-        tensor: the share; of no elements on ranks that have none.
-    """
+    """A rank's share of one weight: a rectangle, from ``offset`` of the whole, of no elements on ranks that have none."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,12 +70,11 @@ class WeightShard(NamedTuple):
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """``"bfloat16"`` -> ``torch.bfloat16``; raises :class:`~rl_backend.contracts.UnsupportedError` for any other name."""
+    """Raises :class:`~rl_backend.contracts.UnsupportedError` for a name that is no dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedError(f"dtype {name!r} is not a torch dtype; expected a name such as 'float32' or 'bfloat16'")
@@ -108,11 +82,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def export_dtype(dtype: torch.dtype, *, in_float32: bool) -> torch.dtype:
-    """What a weight of a model that is exported in ``dtype`` is exported in.
-
-    Args:
-        in_float32: whether it is computed with in float32, whatever the dtype of the rest.
-    """
+    """What a weight is exported in: at least float32 where it is computed with ``in_float32``."""
     return torch.promote_types(dtype, torch.float32) if in_float32 else dtype
 
 
@@ -134,7 +104,6 @@ class TensorInfo(BaseConfig):
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> Self:
-        """A full tensor without offset and digest."""
         nbytes = math.prod(shape) * dtype.itemsize
         return cls(name=name, shape=tuple(shape), dtype=name_of_dtype(dtype), nbytes=nbytes)
 
@@ -159,6 +128,7 @@ class WeightManifest(BaseConfig):
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:
+        # An engine would load the second over the first without a word.
         counts = Counter(tensor.name for tensor in self.tensors)
         if twice := sorted(name for name, count in counts.items() if count > 1):
             raise ConfigError.of("WeightManifest.tensors", twice, "each name may be sent once")
@@ -166,5 +136,4 @@ class WeightManifest(BaseConfig):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, without padding between them."""
         return sum(tensor.nbytes for tensor in self.tensors)

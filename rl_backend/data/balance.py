@@ -32,7 +32,6 @@ class MicroBatchPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one rank."""
         return len(self.micro_batches[0])
 
     @property
@@ -56,8 +55,7 @@ def plan_micro_batches(
 
     A sequence of L tokens counts as work ``L + L**2 / ATTENTION_CROSSOVER_TOKENS``. Longest first, each goes to the
     micro-batch with the least work that has room (longest-processing-time rule, Graham 1969); when that does not fit,
-    to the fullest that has room (best fit decreasing). Micro-batches of similar work then run at the same time on all
-    ranks. The result depends on the arguments alone.
+    to the fullest that has room (best fit decreasing). The result depends on the arguments alone.
 
     Args:
         seq_lens: N lengths, each >= 1.
@@ -98,11 +96,13 @@ def _fewest_micro_batches(
     seq_lens: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
     work = [length + length * length / ATTENTION_CROSSOVER_TOKENS for length in seq_lens]
+    # Longest first, and by place among equals, so that every rank makes the same plan.
     order = sorted(range(len(seq_lens)), key=lambda index: (-seq_lens[index], index))
     fewest = -(-sum(seq_lens) // (max_tokens * dp_size * multiple_of)) * multiple_of
     most = len(seq_lens) // (dp_size * multiple_of) * multiple_of
     for per_rank in range(fewest, most + 1, multiple_of):
         bins = per_rank * dp_size
+        # Even work first: best fit finds room where that has none, in less even micro-batches.
         filled = _least_work(order, seq_lens, work, bins, max_tokens) or _best_fit(order, seq_lens, bins, max_tokens)
         if filled is not None:
             return _spread(filled, work, dp_size)
@@ -136,6 +136,7 @@ def plan_tenants(
     filled: list[list[tuple[int, tuple[tuple[int, ...], ...]]]] = []
     room: list[int] = []
     for tenant in dict.fromkeys(tenants):
+        # Alone, so that its plan is the one that it has without the others.
         own = [index for index, each in enumerate(tenants) if each == tenant]
         try:
             lengths = [seq_lens[index] for index in own]
@@ -156,6 +157,7 @@ def plan_tenants(
                 room.append(max_tokens)
             filled[place].append((tenant, indices))
             room[place] -= size
+            # Behind the last, so that a tenant's micro-batches keep their order.
             first = place + 1
     while len(filled) % multiple_of:
         # Right behind where it was, a column stays between the others of its tenant.
@@ -237,11 +239,10 @@ def _best_fit(order: Sequence[int], seq_lens: Sequence[int], bins: int, max_toke
 
 
 def _spread(filled: Sequence[Sequence[int]], work: Sequence[float], dp_size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Neighbours in order of work run at the same time; the rank with the least work so far takes the largest of them."""
-
     def load(members: Sequence[int]) -> float:
         return sum(work[index] for index in members)
 
+    # Neighbours in order of work run at the same time.
     by_work = sorted((tuple(sorted(members)) for members in filled), key=lambda members: (-load(members), members))
     ranks: list[list[tuple[int, ...]]] = [[] for _ in range(dp_size)]
     totals = [0.0] * dp_size

@@ -3,23 +3,57 @@
 import json
 import logging
 import re
+import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Annotated, Any, Literal, NamedTuple, overload
 
-from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
-from rl_backend.data.chat import TEXT_ALONE, ChatMessage, require_text, require_utf8
-from rl_backend.data.config import DataConfig, TooLong
+from pydantic import Field
+
+from rl_backend.contracts import SAME_CONTENTS, BaseConfig, BatchError, ConfigError, UnsupportedError
+from rl_backend.data.chat_template import TEXT_ALONE, ChatMessage, require_text, require_utf8
+from rl_backend.data.datasets import open_rows
 from rl_backend.data.rows import Rows
-from rl_backend.data.sources import open_rows
-from rl_backend.data.tools import json_objects, read_tools_file, short_repr, shown_objects
 
 logger = logging.getLogger(__name__)
 
 _MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
+
+
+type TooLong = Literal["refuse", "filter", "cut"]
+
+
+class DataConfig(BaseConfig):
+    """How the rows of ``dataset`` and of held-out rows are read.
+
+    Attributes:
+        prompt_column: text or chat messages; a.b is field b of column a; none: prompt, else messages.
+        answer_column: what the reward compares with, and what SFT imitates; none: reward_model.ground_truth, ground_truth
+            or answer, else the assistant's message at the end of messages.
+        tools_column: JSON schemas of the functions that the model may call, for the chat template; none: rows have no such
+            column.
+        tools_file: a JSON list of schemas for rows that have none of their own.
+        documents_column: documents for the chat template; none: rows have no such column.
+        text_prompts: prompts that are text are continued as they stand, or are a user's message for the chat template.
+        system_prompt: begins conversations that have no system message.
+        chat_template_kwargs: variables of the chat template, such as {"enable_thinking": false}; strftime_now is the day
+            that a template writes as today's.
+        too_long: what is done with prompts of more than max_prompt_tokens: refuse the run, filter them out, or cut off their
+            beginnings. SFT cuts off the ends of answers that do not fit into max_tokens_per_micro_batch.
+    """
+
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    tools_column: str | None = "tools"
+    tools_file: Annotated[str | None, SAME_CONTENTS] = None
+    documents_column: str | None = "documents"
+    text_prompts: Literal["continue", "message"] = "continue"
+    system_prompt: str | None = Field(default=None, min_length=1)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    too_long: TooLong = "refuse"
 
 
 @dataclass(frozen=True)
@@ -29,11 +63,7 @@ class PromptExample:
     Attributes:
         prompt: plain text, or chat messages (``role``, ``content`` and the row's other keys) for a chat template.
         ground_truth: what the reward function compares with; any JSON value; None where the row has none.
-        data_source: name of the data set, for the reward function.
-        extra_info: further facts for the reward function.
         answer: the assistant's message that followed the prompt, of a row of ``messages`` that ends with one.
-        tools: JSON schemas for the chat template.
-        documents: objects for the chat template.
     """
 
     prompt: str | list[ChatMessage]
@@ -46,7 +76,6 @@ class PromptExample:
 
     @property
     def messages(self) -> list[ChatMessage]:
-        """Prompt and answer, without those that are text."""
         return [*([] if isinstance(self.prompt, str) else self.prompt), *([] if self.answer is None else [self.answer])]
 
 
@@ -64,7 +93,7 @@ def read_examples(path: Path | str, data: DataConfig | None = None, *, require_a
             for the reward function.
 
     Args:
-        path: as of :func:`~rl_backend.data.sources.open_rows`.
+        path: as of :func:`~rl_backend.data.datasets.open_rows`.
         data: other columns.
         require_answer: whether rows need a ground truth.
 
@@ -72,7 +101,7 @@ def read_examples(path: Path | str, data: DataConfig | None = None, *, require_a
         ConfigError: there is no such data set.
         BatchError: the file cannot be read or has no rows, or a row has a missing or wrong field; names file, line or row,
             counted from 1, and field.
-        UnsupportedError: images, videos or audio; or a library that reading needs is missing.
+        UnsupportedError: images, videos or audio.
     """
     rows, data = open_rows(path), data or DataConfig()
     warn_of_padding(rows, data)
@@ -81,7 +110,6 @@ def read_examples(path: Path | str, data: DataConfig | None = None, *, require_a
 
 
 def warn_of_padding(rows: Rows, data: DataConfig) -> None:
-    """Names the fields that reward functions may be given as null where a row does not have them."""
     rendered = {data.prompt_column or "prompt", "messages", data.tools_column, data.documents_column}
     padded = rows.padded_fields({column for column in rendered if column})
     if padded:
@@ -95,17 +123,11 @@ def warn_of_padding(rows: Rows, data: DataConfig) -> None:
 def read_example(
     rows: Rows, index: int, data: DataConfig, tools: Sequence[Mapping[str, Any]] = (), *, require_answer: bool = True
 ) -> PromptExample:
-    """Takes the known columns out of one row; the rest is ``extra_info``. Errors as of :func:`read_examples`.
-
-    Args:
-        tools: of rows that have none of their own.
-    """
+    """One row, with ``tools`` where it has none of its own. Errors as of :func:`read_examples`."""
     return _Reader(rows, index, data).example(rows.name, tools, require_answer)
 
 
 class _Reader:
-    """One row, from which columns are taken."""
-
     def __init__(self, rows: Rows, index: int, data: DataConfig) -> None:
         columns = rows[index]
         self.where, self.columns, self.data = rows.where(index), sorted(columns), data
@@ -128,6 +150,7 @@ class _Reader:
         extra_info = row.pop("extra_info", {})
         self.require("extra_info", extra_info, isinstance(extra_info, dict), "an object")
         for name, value in row.items():
+            # One would hide the other from the reward function.
             fits = extra_info.get(name) in (None, value)
             self.require(name, value, fits, f"the same as extra_info.{name}={extra_info.get(name)!r}, or another name")
         return PromptExample(prompt, ground_truth, source, {**extra_info, **row}, answer, tools, documents)
@@ -169,12 +192,12 @@ class _Reader:
     def shown(
         self, option: Literal["tools_column", "documents_column"], prompt: str | list[ChatMessage]
     ) -> tuple[dict[str, Any], ...]:
-        """Tools or documents. A reward function is given their column too."""
         name: str | None = getattr(self.data, option)
         if name is None:
             return ()
         value = self.field(name)
         value = value if value is None else self.without_padding(name, value)
+        # It stays in the row: a reward function is given the column too.
         if name in self.row:
             self.row[name] = value
         return shown_objects(value, f"{self.where}, field {name}", option, prompt, self.data)
@@ -194,31 +217,26 @@ class _Reader:
         return whole | {"tool_calls": list(calls)} if calls else whole
 
     def ground_truth(self, answer: ChatMessage | None, required: bool) -> Any:
-        if self.data.answer_column is not None:
-            value = self.take(self.data.answer_column)
-            if value is None and required:
-                raise self.missing(self.data.answer_column, "answer_column")
-            return value
-        reward_model = self.row.pop("reward_model", None)
-        if reward_model is not None:
-            expected = "an object with ground_truth"
-            self.require("reward_model", reward_model, isinstance(reward_model, dict), expected)
-            if reward_model.get("ground_truth") is None and required:
-                raise self.missing("reward_model.ground_truth", "answer_column")
-            return reward_model.get("ground_truth")
-        column = next((name for name in ("ground_truth", "answer") if name in self.row), None)
-        if column is not None:
-            return self.row.pop(column)
-        if (answer is None or answer["content"] is None) and required:
-            raise self.missing("reward_model.ground_truth, ground_truth or answer", "answer_column")
-        return None if answer is None else answer["content"]
+        name, reward_model = self.data.answer_column, None
+        if name is not None:
+            value = self.take(name)
+        elif (reward_model := self.row.pop("reward_model", None)) is not None:
+            name = "reward_model.ground_truth"
+            self.require("reward_model", reward_model, isinstance(reward_model, dict), "an object with ground_truth")
+            value = reward_model.get("ground_truth")
+        else:
+            name = "reward_model.ground_truth, ground_truth or answer"
+            column = next((each for each in ("ground_truth", "answer") if each in self.row), None)
+            value = self.row.pop(column) if column else answer["content"] if answer else None
+        if value is None and required:
+            raise self.missing(name, "answer_column")
+        return value
 
     def take(self, path: str) -> Any:
-        """The value of a column, which is then no longer in the row, or of a field in one."""
         return self.row.pop(path) if path in self.row else self.field(path)
 
     def field(self, path: str) -> Any:
-        """The value of a column, or of a field in one, which stays in the row; None where there is none."""
+        """The value of a column, or of a field in one; None where there is none."""
         if path in self.row:
             return self.row[path]
         name, *fields = path.split(".")
@@ -242,11 +260,84 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
+def short_repr(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def json_objects(value: Any, place: str, what: str) -> tuple[dict[str, Any], ...]:
+    """The objects of a list, or of its JSON text; none of null. Raises :class:`BatchError` for anything else."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            found = value
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise BatchError(f"{place}: is {short_repr(value)}; expected a list of {what}, each an object, or its JSON text")
+    require_utf8(found, place)
+    return tuple(found)
+
+
+def shown_objects(
+    value: Any, place: str, option: Literal["tools_column", "documents_column"], prompt: Any, data: DataConfig
+) -> tuple[dict[str, Any], ...]:
+    """The tools or documents of a row, in the column that ``option`` names, for the chat template.
+
+    Raises:
+        BatchError: it is no list of objects, or the prompt is a text that no chat template renders.
+    """
+    found = json_objects(value, place, "JSON schemas" if option == "tools_column" else "documents")
+    if found and isinstance(prompt, str) and data.text_prompts == "continue":
+        raise BatchError(
+            f"{place}: the prompt is text, which is continued as it stands, so the model is not shown them; set "
+            f"text_prompts to message, or {option} to none"
+        )
+    return found
+
+
+def read_tools_file(data: DataConfig) -> tuple[dict[str, Any], ...]:
+    """The tools of ``data.tools_file``; none without one. Raises :class:`ConfigError` for a file without any."""
+    if data.tools_file is None:
+        return ()
+    found: tuple[dict[str, Any], ...] = ()
+    problem = "has no tools; leave it out"
+    try:
+        found = json_objects(Path(data.tools_file).read_text(encoding="utf-8"), "the file", "JSON schemas")
+    except (OSError, UnicodeDecodeError, BatchError) as error:
+        problem = f"cannot be used: {error}"
+    if not found:
+        raise ConfigError.of("tools_file", data.tools_file, problem)
+    return found
+
+
+@dataclass
+class UntoldCalls:
+    """Rows of a data file whose messages call tools, although the model is told of none: their number, and the first."""
+
+    rows: int = 0
+    first: str = ""
+
+    def add(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], where: str) -> None:
+        if not tools and any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
+            self.rows, self.first = self.rows + 1, self.first or where
+
+    def warn(self, source: str, of: int, data: DataConfig) -> None:
+        """Warns once, when all ``of`` rows have been looked at."""
+        if self.rows:
+            warnings.warn(
+                f"{source}: {self.rows} of {of} rows call tools that the model is not told of, the first is {self.first}; "
+                f"put their JSON schemas into the column {data.tools_column or 'tools'}, or for all rows into tools_file",
+                stacklevel=3,
+            )
+
+
 class Length(NamedTuple):
-    """Tokens of a part of an example, and what limits them.
+    """Tokens of a part of an example, and the option or other thing that limits them.
 
     Attributes:
-        option: that limits them, or what else does.
         remedy: what to do about more.
     """
 
@@ -260,9 +351,7 @@ class Examples[T](Sequence[T]):
     """The examples of a data set, each made of its row when it is asked for: texts and tokens are not kept in memory.
 
     Args:
-        rows: the data set.
-        make: the example of a row, and its lengths before any cut.
-        too_long: what is done with examples that exceed a limit. ``make`` cuts where that is asked for.
+        make: the example of a row, and its lengths before any cut; it cuts where ``too_long`` asks for that.
         kind: what an example is, for messages.
         see: told of each example that is kept, and of its row in words, once.
 
@@ -270,8 +359,7 @@ class Examples[T](Sequence[T]):
         note: how many were filtered or cut, and by which limit; empty where none was.
 
     Raises:
-        BatchError: a row that ``make`` refuses, examples that are too long and not to be filtered or cut, or none that is
-            left.
+        BatchError: a row that ``make`` refuses, examples that are too long and not to be filtered or cut, or none is left.
     """
 
     def __init__(
@@ -318,7 +406,6 @@ class Examples[T](Sequence[T]):
 
 
 def open_dataset(path: Path | str, *, held_out: bool = False) -> Rows:
-    """The rows that ``dataset``, or of held-out rows ``eval_dataset``, names."""
     return open_rows(path, field="eval_dataset", default_split=None) if held_out else open_rows(path)
 
 

@@ -21,10 +21,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class GymRows(Rows):
-    """Questions of one task, made by their seed when they are read.
-
-    A row has the question as a chat message, the answer as ground truth, and in ``extra_info`` what the task's scorer reads.
-    """
+    """Questions of one task, made by their seed when they are read."""
 
     def __init__(self, source: str, task: str, questions: Any) -> None:
         super().__init__(source, task)
@@ -43,7 +40,6 @@ class GymRows(Rows):
 
 
 def is_gym(source: Path | str) -> bool:
-    """Whether a data set is a task of reasoning-gym."""
     return str(source).startswith(PREFIX)
 
 
@@ -61,22 +57,16 @@ def open_gym(source: str, *, field: str = "dataset") -> GymRows:
     """
     task, _, query = source.removeprefix(PREFIX).partition("?")
     task_type, config_type = _registered(source, task, field)
-    known = {each.name for each in fields(config_type)}
-    options: dict[str, Any] = {"seed": 0, "size": 500}
-    for name, value in parse_qsl(query, keep_blank_values=True):
-        if name not in known:
-            problem = f"{task} has no option {name!r}; it has {', '.join(sorted(known))}"
-            raise ConfigError.of(field, source, problem)
-        try:
-            options[name] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError.of(field, source, f"{name}={value} is no value; give a number, a word or a list") from None
     try:
-        config = config_type(**options)
+        given = {name: yaml.safe_load(value) for name, value in parse_qsl(query, keep_blank_values=True)}
+        config = config_type(**{"seed": 0, "size": 500, **given})
         config.validate()
         return GymRows(source, task, task_type(config))
-    except (AssertionError, TypeError, ValueError) as error:  # what its configurations raise
-        raise ConfigError.of(field, source, f"{task} refuses its options: {error}") from error
+    except (AssertionError, TypeError, ValueError, yaml.YAMLError) as error:  # what its configurations raise
+        known = ", ".join(sorted(each.name for each in fields(config_type)))
+        # YAML's errors have several lines.
+        problem = f"{task} refuses its options: {' '.join(str(error).split())}; it has {known}"
+        raise ConfigError.of(field, source, problem) from error
 
 
 def gym_file(source: str, *, field: str = "dataset") -> Path:
@@ -92,9 +82,6 @@ def compute_score(
 
     What stands between the last ``<answer>`` and ``</answer>`` is judged, or the whole response where there are none. Most
     scorers give a part of 1 to a response that contains the answer: the shorter the response, the more.
-
-    Raises:
-        ConfigError: ``data_source`` is no task.
     """
     found = _ANSWER.findall(solution_str)
     entry = {"answer": ground_truth, **(extra_info or {})}

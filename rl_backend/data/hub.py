@@ -4,9 +4,9 @@ import os
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.contracts import ConfigError
 
 FILES = ".jsonl, .json, .csv or .parquet"
 """Files of rows, for messages."""
@@ -38,10 +38,6 @@ def hub_name(text: str) -> HubName | None:
 def local_model(model: Path | str, *, field: str = "model") -> str:
     """The folder of a model: ``model`` itself, or what is downloaded of a name on the Hub, once for each process.
 
-    Args:
-        model: a folder in Hugging Face's format, or a name such as ``Qwen/Qwen3-0.6B`` or ``Qwen/Qwen3-0.6B@main``.
-        field: the option that names it, for messages.
-
     Raises:
         ConfigError: there is no such folder, or no such model on the Hub, or it cannot be reached.
     """
@@ -72,26 +68,10 @@ def _downloaded(name: HubName, field: str) -> str:
     return folder
 
 
-def require_datasets(field: str, source: str) -> Any:
-    """The ``datasets`` library.
-
-    Raises:
-        UnsupportedError: it is not installed.
-    """
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"{field}={source!r}: folders and names on the Hub are read by the datasets library ({error}); run "
-            f"pip install '.[examples]' in the folder of rl-backend, or give a {FILES} file"
-        ) from None
-    return datasets
-
-
 def why_not(error: BaseException, kind: str) -> str:
-    """One sentence on why a ``kind`` could not be loaded from the Hub."""
     from huggingface_hub import errors
 
+    # huggingface_hub wraps what happened in errors of the cache.
     causes = _causes(error)
     if any(isinstance(each, errors.GatedRepoError) for each in causes):
         return f"the Hub asks for an account that may read this {kind}; accept its terms there, then hf auth login"

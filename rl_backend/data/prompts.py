@@ -7,15 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.chat import ChatMessage as ChatMessage
-from rl_backend.data.chat import encode_messages as encode_messages
-from rl_backend.data.chat import encode_text as encode_text
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import Examples, Length, as_messages, cut_prompt, open_dataset, read_example, warn_of_padding
+from rl_backend.data.chat_template import ChatMessage as ChatMessage
+from rl_backend.data.chat_template import encode_messages as encode_messages
+from rl_backend.data.chat_template import encode_text as encode_text
+from rl_backend.data.examples import (
+    DataConfig,
+    Examples,
+    Length,
+    UntoldCalls,
+    as_messages,
+    cut_prompt,
+    open_dataset,
+    read_example,
+    read_tools_file,
+    warn_of_padding,
+)
 from rl_backend.data.examples import PromptExample as PromptExample
 from rl_backend.data.examples import read_examples as read_examples
 from rl_backend.data.hub import local_model
-from rl_backend.data.tools import UntoldCalls, read_tools_file
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _ADD = "add tokenizer.json and tokenizer_config.json, from the model that this one was made of"
@@ -30,31 +39,32 @@ class Prompt:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a local Hugging Face directory, or of a model on the Hub; it must name an end-of-text token.
+    """The tokenizer of a local Hugging Face directory, or of a model on the Hub.
 
     Raises:
-        ConfigError: there is no such model, it has no tokenizer, its files are damaged, or it does not name such a token.
+        ConfigError: there is no such model, it has no tokenizer, its files are damaged, or it names no end-of-text token.
     """
     folder = local_model(model)
     # Imported here: it takes seconds, and reading a command line needs none of it.
     from transformers import AutoTokenizer
 
+    problem = ""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # a damaged tokenizer.json or tokenizer_config.json raises any type in transformers
-        if not any((Path(folder) / name).is_file() for name in _VOCABULARIES):
-            raise ConfigError.of("model", model, f"has no tokenizer (none of {', '.join(_VOCABULARIES)}); {_ADD}") from None
-        raise ConfigError.of(
-            "model",
-            model,
+    except Exception as error:  # noqa: BLE001, a damaged file of a tokenizer raises any type in transformers
+        problem = (
             f"has no tokenizer that can be loaded, {type(error).__name__}: {' '.join(str(error).split())}; check "
-            "tokenizer.json and tokenizer_config.json",
-        ) from error
-    # Without its files transformers makes one of the class that config.json stands for, with special tokens alone.
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        raise ConfigError.of("model", model, f"has no tokenizer with any text; {_ADD}")
-    if tokenizer.eos_token_id is None:
-        problem = "its tokenizer has no eos_token; responses would never end; set it in tokenizer_config.json"
+            "tokenizer.json and tokenizer_config.json"
+        )
+        if not any((Path(folder) / name).is_file() for name in _VOCABULARIES):
+            problem = f"has no tokenizer (none of {', '.join(_VOCABULARIES)}); {_ADD}"
+    else:
+        # Without its files transformers makes one of the class that config.json stands for, with special tokens alone.
+        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+            problem = f"has no tokenizer with any text; {_ADD}"
+        elif tokenizer.eos_token_id is None:
+            problem = "its tokenizer has no eos_token; responses would never end; set it in tokenizer_config.json"
+    if problem:
         raise ConfigError.of("model", model, problem)
     return tokenizer
 
@@ -72,9 +82,7 @@ def load_prompts(
     """The prompts of a data set. Chat messages go through the tokenizer's chat template.
 
     Args:
-        path: as of :func:`~rl_backend.data.sources.open_rows`.
         max_prompt_tokens: most tokens of a prompt; ``data.too_long`` says what is done with longer ones.
-        data: columns, texts and templates.
         require_answer: whether rows need a ground truth.
         held_out: it is named by ``eval_dataset``, and of several splits one must be chosen.
         see: see :class:`~rl_backend.data.examples.Examples`.
@@ -110,16 +118,11 @@ def encode_prompt(
     tools: Sequence[Mapping[str, Any]] = (),
     documents: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
-    """The tokens that a model continues: those of a text, or of messages by the chat template.
-
-    Args:
-        where: for messages.
-        tools: JSON schemas of functions, for the chat template.
-        documents: for the chat template.
+    """The tokens that a model continues: those of a text, or of messages by the chat template; ``where`` is for messages.
 
     Raises:
-        ConfigError: options of chat templates, and a text that does not go through one; or see
-            :func:`~rl_backend.data.chat.encode_messages`.
+        ConfigError: options of chat templates, and a text that does not go through one; or as of
+            :func:`~rl_backend.data.chat_template.encode_messages`.
         BatchError: no tokens, or messages that the template refuses.
     """
     messages = as_messages(prompt, data, where)
@@ -163,11 +166,11 @@ def epoch_batches[T](items: Sequence[T], size: int, seed: int, *, start: int = 0
 
 
 def batches_per_epoch(items: int, size: int) -> int:
-    """Batches of a pass of :func:`epoch_batches` over so many items."""
     return -(-items // size)
 
 
 def _passes[T](items: Sequence[T], sizes: Sequence[int], generator: random.Random, left_out: int) -> Iterator[list[T]]:
+    # One generator for all passes: a resumed run goes through the earlier ones to be where it was.
     order = list(range(len(items)))
     while True:
         generator.shuffle(order)

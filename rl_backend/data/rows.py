@@ -14,13 +14,13 @@ from typing import Any, BinaryIO, NamedTuple, Self, overload
 
 import xxhash
 
-from rl_backend.contracts import BatchError, UnsupportedError
+from rl_backend.contracts import BatchError
 
 type Row = Mapping[str, Any]
 
 
 class Rows(Sequence[Row]):
-    """Rows of one data set. A kind of data says how many there are, and reads one.
+    """Rows of one data set, read when they are asked for.
 
     Attributes:
         source: what the rows are of, as the user named it.
@@ -57,11 +57,7 @@ class Rows(Sequence[Row]):
         return value
 
     def padded_fields(self, left_out: Collection[str]) -> list[str]:
-        """Fields inside of columns, as ``column.field``, that are null in some row, which may not have them.
-
-        Args:
-            left_out: columns that are not looked at.
-        """
+        """Fields inside of columns, but those in ``left_out``, as ``column.field``, that are null in some row."""
         del left_out
         return []
 
@@ -78,9 +74,6 @@ class TextRows(Rows):
     A ``.jsonl`` file has one JSON object per line; empty lines are skipped. A ``.json`` file has a list of objects, or is
     like a ``.jsonl`` file. A ``.csv`` file names its columns in the first line; a cell is text, and an empty one is null.
 
-    Attributes:
-        files: their paths.
-
     Raises:
         BatchError: when it is made: a list or a ``.csv`` file that is damaged. When a row is read: it is no object, does not
             have a cell for each column, or was changed since the file was opened.
@@ -95,6 +88,7 @@ class TextRows(Rows):
         self._places, self._sizes, self._digests, self._numbers = array("Q"), array("Q"), array("Q"), array("Q")
         for path in files:
             file = path.open("rb")
+            # It stays open for reads of single rows, as long as these rows are used.
             try:
                 form = _csv(file) if path.suffix == ".csv" else _json(file, path.suffix)
                 for place, size, number in form.places:
@@ -103,10 +97,8 @@ class TextRows(Rows):
                     self._sizes.append(size)
                     self._digests.append(xxhash.xxh3_64_intdigest(os.pread(file.fileno(), size, place)))
                     self._numbers.append(number)
-            except (ValueError, csv.Error) as error:
+            except (ValueError, csv.Error, RecursionError) as error:
                 raise BatchError(f"{path}: not {path.suffix[1:].upper()}: {error}; repair the file") from None
-            except RecursionError:
-                raise BatchError(f"{path}: nested too deeply") from None
             self._forms.append(form)
 
     def __len__(self) -> int:
@@ -120,10 +112,8 @@ class TextRows(Rows):
             raise BatchError(f"{where}: was changed while it was in use; put the file back, or start again")
         try:
             row = form.parse(found)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BatchError(f"{where}: not {form.kind}: {error}; expected {form.expected}") from None
-        except RecursionError:
-            raise BatchError(f"{where}: nested too deeply") from None
         if not isinstance(row, dict):
             raise BatchError(f"{where}: a {type(row).__name__}; expected {form.expected}")
         return row
@@ -139,7 +129,6 @@ class _Form(NamedTuple):
     Attributes:
         places: of each row, first byte, bytes, and number counted from 1.
         counted: what these numbers count.
-        parse: the bytes of a row, which become it.
         expected: of the file, for messages.
     """
 
@@ -171,7 +160,6 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
 
 
 def _elements(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Places in a JSON list."""
     text = data.removeprefix(_BOM).decode()
     place, counted = len(data) - len(data.removeprefix(_BOM)), 0
     for number, (begin, end) in enumerate(_spans(text), start=1):
@@ -189,6 +177,7 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
         found = _blank(text, at)
         return at if found is None else found.end()
 
+    # Element by element: all objects at once would need far more memory than their text.
     at = skipped(skipped(0) + 1)
     closed = text.startswith("]", at)
     while not closed:
@@ -228,8 +217,6 @@ def _csv(file: BinaryIO) -> _Form:
 
     def parse(record: bytes) -> dict[str, str | None]:
         cells = next(csv.reader(io.StringIO(record.decode(), newline=""), strict=True))
-        if len(cells) != len(names):
-            raise ValueError(f"{len(cells)} cells")
         return {name: cell or None for name, cell in zip(names, cells, strict=True)}
 
     expected = f"a cell for each of the {len(names)} columns {', '.join(names)}"
@@ -259,19 +246,11 @@ class ArrowRows(Rows):
 
     @classmethod
     def of_parquet(cls, path: Path) -> Self:
-        """The rows of a ``.parquet`` file.
+        """The rows of a ``.parquet`` file; raises :class:`BatchError` for a damaged one."""
+        # Imported here: it comes with an extra, and other files need none of it.
+        import pyarrow
+        import pyarrow.parquet
 
-        Raises:
-            BatchError: it is damaged.
-            UnsupportedError: ``pyarrow`` is not installed.
-        """
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ModuleNotFoundError as error:
-            raise UnsupportedError(
-                f"{path}: parquet needs pyarrow ({error}); run pip install '.[examples]' in the folder of rl-backend"
-            ) from None
         try:
             table = pyarrow.parquet.read_table(path)
         except pyarrow.ArrowException as error:
@@ -280,7 +259,6 @@ class ArrowRows(Rows):
 
     @classmethod
     def of_dataset(cls, source: str, name: str, dataset: Any) -> Self:
-        """The rows of a ``datasets.Dataset``, whatever format it was saved with."""
         times = [name for name, feature in dataset.features.items() if "timestamp" in str(feature)]
         if times and dataset.builder_name == "json":
             logger.warning(
@@ -305,6 +283,7 @@ class ArrowRows(Rows):
     def padded_fields(self, left_out: Collection[str]) -> list[str]:
         names = [field.name for field in self._schema if field.name not in left_out]
         found: dict[str, None] = {}
+        # In parts: of a mapped table only these are read into memory.
         for start in range(0, self._count if names else 0, _AT_ONCE):
             part = self._part(start, min(start + _AT_ONCE, self._count))
             for name in names:
@@ -313,7 +292,6 @@ class ArrowRows(Rows):
         return list(found)
 
     def _type(self, path: str) -> Any:
-        """Of a column, or of a field in one."""
         if path in self._schema.names:
             return self._schema.field(path).type
         column, *fields = path.split(".")
@@ -324,7 +302,6 @@ class ArrowRows(Rows):
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """A value of ``to_pylist`` as JSON has it."""
     import pyarrow
     from pyarrow import types
 
@@ -340,7 +317,6 @@ def _plain(value: Any, kind: Any) -> Any:
 
 
 def _without_padding(value: Any, kind: Any) -> Any:
-    """What :func:`_plain` returns, without null in fields of structs. Maps and JSON text have only what their row has."""
     from pyarrow import types
 
     if value is None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 
 from rl_backend.contracts import BatchError, ConfigError, TokenSequence
-from rl_backend.data.chat import (
+from rl_backend.data.chat_template import (
     ChatMessage,
     chat_template,
     decode,
@@ -26,28 +26,31 @@ from rl_backend.data.chat import (
     special_token_ids,
     template_inputs,
 )
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import Examples, Length, PromptExample, as_messages, cut_prompt, open_dataset, read_example
-from rl_backend.data.tools import UntoldCalls, read_tools_file
+from rl_backend.data.examples import (
+    DataConfig,
+    Examples,
+    Length,
+    PromptExample,
+    UntoldCalls,
+    as_messages,
+    cut_prompt,
+    open_dataset,
+    read_example,
+    read_tools_file,
+)
 
 type TrainOn = Literal["all", "last"]
 
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """A sequence, and which of its tokens are imitated.
-
-    Attributes:
-        token_ids: L tokens.
-        trained: of each token, whether it is imitated; never of the first.
-    """
+    """A sequence, and which of its tokens are imitated; never the first."""
 
     token_ids: list[int]
     trained: list[bool]
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens before the first that is trained."""
         return self.trained.index(True)
 
     def cut(self, max_prompt_tokens: int, max_tokens: int, tokenizer: Any) -> Self:
@@ -77,17 +80,13 @@ def load_sft_examples(
     """The examples of a data set, each with the sequences that it makes.
 
     Args:
-        path: as of :func:`~rl_backend.data.sources.open_rows`.
         max_prompt_tokens: most tokens before the first that is trained.
         max_tokens: most tokens of a sequence; ``data.too_long`` says what is done with longer ones.
-        data: columns, texts and templates.
         positions: of the model, which bound a sequence too; None where nothing limits it.
         train_on: of rows of ``messages``, all turns of the assistant or the last. Of other rows it is the answer.
-        held_out: it is named by ``eval_dataset``, and of several splits one must be chosen.
 
     Raises:
-        ConfigError, UnsupportedError: the data set or the chat template is missing, does not fit ``data``, or ends no turn.
-        BatchError: a row that cannot be used, or examples that are too long.
+        as :func:`~rl_backend.data.prompts.load_prompts`; ConfigError: the chat template ends no turn.
     """
     rows = open_dataset(path, held_out=held_out)
     data = data or DataConfig()
@@ -156,17 +155,9 @@ def conversation_tokens(
 ) -> list[TrainedTokens]:
     """The turns of the assistant in a conversation, each after what the model sees before it.
 
-    A turn goes up to the token that ends it, without white space or another end that the template adds behind. Where the
-    template marks with ``{% generation %}`` what the model writes, only that and the end token is trained.
-
-    Args:
-        messages: what follows the last turn of the assistant is left out.
-        train_on: all turns or the last.
-        tools: JSON schemas of functions, for the chat template.
-        documents: for the chat template.
-
-    Returns:
-        One sequence for as many turns as the template leaves as they were when the next is made.
+    A turn goes up to the token that ends it. Where the template marks with ``{% generation %}`` what the model writes, only
+    that and the end token is trained. There is one sequence for as many turns as the template leaves as they were when the
+    next is made.
 
     Raises:
         ConfigError: the template ends no turn with a special token.
@@ -180,6 +171,7 @@ def conversation_tokens(
     found: list[TrainedTokens] = []
     for turn in turns if train_on == "all" else turns[-1:]:
         prompt, response, trained = _turn(messages[: turn + 1], render)
+        # Joined to the sequence before where the template has left that as it was.
         begun = found.pop() if found and prompt[: len(found[-1].token_ids)] == found[-1].token_ids else TrainedTokens([], [])
         between = len(prompt) - len(begun.token_ids)
         found.append(TrainedTokens([*prompt, *response], [*begun.trained, *[False] * between, *trained]))
@@ -188,8 +180,6 @@ def conversation_tokens(
 
 @dataclass(frozen=True)
 class _Renderer:
-    """A tokenizer's chat template, with what it is given beside messages."""
-
     tokenizer: Any
     variables: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
@@ -255,6 +245,7 @@ def _turn(messages: Sequence[ChatMessage], render: _Renderer) -> tuple[list[int]
             f"message {len(messages)} has nothing to imitate but the token that ends it: it is empty, or the chat template "
             f"of {tokenizer.name_or_path} leaves out {' and '.join(sorted(set(messages[-1]) - {'role'}))}; remove the row"
         )
+    # The model would learn to write the end twice.
     if written[-1] == written[-2]:
         raise BatchError(
             f"message {len(messages)} ends with {tokenizer.convert_ids_to_tokens(written[-1])}, which the chat template of "
@@ -274,7 +265,6 @@ def _turn(messages: Sequence[ChatMessage], render: _Renderer) -> tuple[list[int]
 
 
 def _spaces(text: str | Sequence[str]) -> int:
-    """How many spaces a text begins with, or the pieces of one."""
     joined = "".join(text)
     return len(joined) - len(joined.lstrip(" \u2581\u0120"))
 

@@ -21,10 +21,7 @@ class ChatFormat:
     """How a run's conversations become ids; made by :func:`chat_format`.
 
     Attributes:
-        renderer: the model's chat template.
-        check: what it does with the past.
-        history: what is done about that.
-        other_end: see :data:`OtherEnd`.
+        check: what the renderer's template does with the past, and ``history`` what is done about it.
         stop_token_ids: end a turn.
     """
 
@@ -42,11 +39,7 @@ def chat_format(
     other_end: OtherEnd = "replace",
     stop_token_ids: Sequence[int] = (),
 ) -> ChatFormat:
-    """Checks a model's template, and how it ends turns.
-
-    Args:
-        history: needed where the template changes the past.
-        stop_token_ids: beside the tokenizer's end-of-text token and those with which the template ends turns.
+    """Checks a model's template, and how it ends turns; ``stop_token_ids`` are beside those of tokenizer and template.
 
     Raises:
         ConfigError: the template cannot be used for several turns, or ``history`` must be chosen.
@@ -58,7 +51,6 @@ def chat_format(
 
 
 def id_format(renderer: ChatRenderer, stop_token_ids: Sequence[int] = ()) -> ChatFormat:
-    """For episodes of ids alone, whose tokenizer needs no chat template."""
     stops = dict.fromkeys([renderer.tokenizer.eos_token_id, *stop_token_ids])
     return ChatFormat(renderer, HistoryCheck(), "keep", "replace", tuple(stops))
 
@@ -70,7 +62,6 @@ class Conversation:
     Attributes:
         format: of the run; that of ids until there are messages.
         messages: so far, the model's turns as they were written.
-        token_ids: so far.
         branches: times that the past was rendered anew.
     """
 
@@ -88,7 +79,6 @@ class Conversation:
         return self._render()
 
     def start_with_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """A prompt of ids, whose text is not known to the template."""
         self.messages, self.token_ids = [], list(token_ids)
         self._text = self.format.renderer.decode(token_ids)
         return self.token_ids
@@ -109,7 +99,6 @@ class Conversation:
         """The ids of the next prompt.
 
         Args:
-            messages: new ones.
             answered: the model's turn as it was parsed, if ``messages`` begin with results of its calls.
 
         Raises:
@@ -123,6 +112,7 @@ class Conversation:
         behind = self._behind(messages, called)
         self.messages += messages
         if self.format.history == "branch":
+            # The template may have rewritten earlier turns, as Qwen3's drops their thinking.
             whole = renderer.text(self.messages)
             if whole != self._text + behind.text:
                 self.branches += 1
@@ -171,9 +161,8 @@ class _Behind:
     """What comes behind what the model sampled.
 
     Attributes:
-        token_ids: behind the sampled ones.
         text: behind what the model wrote, with the end of its turn.
-        replaces_end: they come in place of the last sampled one.
+        replaces_end: the tokens come in place of the last sampled one.
     """
 
     token_ids: list[int]

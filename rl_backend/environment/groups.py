@@ -10,10 +10,9 @@ from typing import Any
 
 from rl_backend.contracts import EpisodeFailedError
 from rl_backend.data.rewards import OnFailure, score_value
-from rl_backend.environment.calling import Caller, logger, watched_loop
-from rl_backend.environment.limits import Limits
 from rl_backend.environment.playing import play_episode, with_reward, without_reward
-from rl_backend.environment.protocol import Episode, Player, Score, TokenSource
+from rl_backend.environment.protocol import Episode, Limits, Player, Score, TokenSource
+from rl_backend.environment.user_code import Caller, logger, watched_loop
 
 FAILED = frozenset({"error", "timeout", "cancelled"})
 """Reasons that ``on_failure`` is about. A limit of turns or tokens is no failure: the episode is cut."""
@@ -24,7 +23,6 @@ class GroupTask:
     """Episodes to be played.
 
     Attributes:
-        row: of the data set.
         seed: for whatever the environments draw: all of the group draw the same.
         sampling_seeds: one for each episode.
     """
@@ -125,6 +123,7 @@ async def _judged(played: Sequence[Episode], options: PlayOptions) -> Group:
     if options.on_failure != "drop" or all(whole):
         return Group(tuple(scored))
     left = tuple(each for each, good in zip(scored, whole, strict=True) if good)
+    # An advantage compares episodes of a group; of one alone it would be the bare reward.
     if len(left) < options.fewest:
         return Group((), tuple(scored))
     return Group(left, tuple(each for each, good in zip(scored, whole, strict=True) if not good))
@@ -133,6 +132,7 @@ async def _judged(played: Sequence[Episode], options: PlayOptions) -> Group:
 async def _scores(episodes: Sequence[Episode], score: Score | None) -> list[float]:
     if score is None or not episodes:
         return [0.0] * len(episodes)
+    # Copies of what could be changed: the function is a user's.
     given = tuple(replace(each, metrics=dict(each.metrics)) for each in episodes)
     found = [score_value(each) for each in await Caller()(score, given)]
     if len(found) != len(episodes):

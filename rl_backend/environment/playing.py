@@ -1,7 +1,4 @@
-"""Playing one episode to its end, and the event loops that episodes run in.
-
-Whatever a player does, the caller gets an episode with a reason.
-"""
+"""Plays one episode to its end, whatever its player does, and the event loops that episodes run in."""
 
 from __future__ import annotations
 
@@ -16,12 +13,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 from rl_backend.contracts import ConfigError, EpisodeEndError, EpisodeFailedError, RewardError, RolloutError
-from rl_backend.data.rewards.pool import TimeLimitError
 from rl_backend.data.rewards.worker import what_it_raised
-from rl_backend.environment.calling import logger, outcome, task_name
-from rl_backend.environment.limits import Limits
-from rl_backend.environment.protocol import Episode, Player, Result, Stop, TokenSource
+from rl_backend.data.rewards.worker_pool import TimeLimitError
+from rl_backend.environment.protocol import Episode, Limits, Player, Result, Stop, TokenSource
 from rl_backend.environment.sampler import RecordingSampler
+from rl_backend.environment.user_code import logger, outcome, task_name
 
 CLOSING_SECONDS = 10.0
 """What a player has for its last words when it is ended from outside."""
@@ -43,11 +39,8 @@ async def play_episode(
     """Plays an episode. What the player raises ends it with ``stop="error"``.
 
     Args:
-        row: for the player, which gets a copy: the other episodes of the row have it too.
-        source: engines.
         sampling_seed: decides what is sampled, together with prompts and weights.
         seed: for whatever the environment draws.
-        limits: of turns, tokens and time.
 
     Raises:
         ConfigError, RolloutError, EpisodeFailedError, RewardError: what is no single episode's failure.
@@ -76,7 +69,6 @@ async def play_episode(
 
 
 def without_reward(episode: Episode) -> Episode:
-    """The episode with a reward of zero, of its tokens too."""
     segments = [replace(segment, rewards=(0.0,) * len(segment.rewards)) for segment in episode.segments]
     return replace(episode, segments=tuple(segments), reward=0.0)
 
@@ -99,6 +91,7 @@ def ended_by(end: EpisodeEndError | TimeLimitError, metrics: Mapping[str, float]
 
 async def _played(player: Player, row: Mapping[str, Any], sampler: RecordingSampler) -> Result:
     try:
+        # A copy: the other episodes of the row have it too.
         result = await player(deepcopy(row), sampler)
     except (EpisodeEndError, TimeLimitError) as end:
         return ended_by(end)
@@ -114,7 +107,7 @@ async def _played(player: Player, row: Mapping[str, Any], sampler: RecordingSamp
 
 
 async def _end(playing: asyncio.Future[Result]) -> None:
-    """Cancels a player and waits until it has closed what it opened, whoever cancels us meanwhile."""
+    # Whoever cancels us meanwhile: the player must have closed what it opened.
     playing.cancel()
     until = time.monotonic() + CLOSING_SECONDS
     while not playing.done() and (left := until - time.monotonic()) > 0:
@@ -143,8 +136,7 @@ def _episode(sampler: RecordingSampler, result: Result, seconds: float) -> Episo
 
 def run_episodes[T](coroutine: Coroutine[Any, Any, T], *, closing_seconds: float = CLOSING_SECONDS) -> T:
     """As ``asyncio.run``, which waits without a limit for tasks that do not let themselves be cancelled, and for minutes for
-    calls of ``asyncio.to_thread``. Both may go on after a limit of time has ended their episode. Here calls get a daemon
-    thread each, for which nobody waits, and tasks have ``closing_seconds`` for their last words.
+    calls of ``asyncio.to_thread``. Here calls get a daemon thread each, and tasks have ``closing_seconds``.
     """
     runner = asyncio.Runner()
     loop = runner.get_loop()
@@ -187,10 +179,6 @@ def _end_tasks(
 
 
 class _DaemonThreads(ThreadPoolExecutor):
-    """The interpreter waits for threads of concurrent.futures when it ends, even for calls that hang; and few of those would
-    hold up everyone else's.
-    """
-
     def submit[**P, T](self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         called: Future[T] = Future()
 

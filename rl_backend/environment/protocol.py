@@ -1,4 +1,4 @@
-"""Values and interfaces of episodes of many turns, which users, engines and loops implement.
+"""Interfaces and values of episodes of many turns, which users, engines and loops implement; found by name.
 
 There are two levels. A :class:`Player` drives a :class:`Sampler` of tokens itself, as agents and other libraries do. An
 :class:`Environment` is stepped: :class:`~rl_backend.environment.stepping.SteppedPlayer` plays it. The sampler keeps the
@@ -7,12 +7,17 @@ record of ids, from which the segments that are trained on are made, so nobody e
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+
+from rl_backend.contracts import BaseConfig, ConfigError
+from rl_backend.data.rewards.function import load_callable
 
 type Message = Mapping[str, Any]
 """A chat message: ``role``, ``content``, and what else the chat template reads."""
@@ -35,6 +40,30 @@ type CallStatus = Literal[
 """What came of an attempt to call a tool. Every status but ``ok`` is answered to the model with what was wrong."""
 
 
+class Limits(BaseConfig):
+    """What an episode may come to; None is endless, as far as the engine's context reaches.
+
+    Attributes:
+        turns: of an episode.
+        turn_tokens: sampled in one turn.
+        sampled_tokens: sampled in an episode.
+        episode_tokens: of an episode's longest prompt and turn together.
+        tool_calls: of an episode.
+        step_seconds: of one step of the environment, and of one call of a tool.
+        episode_seconds: of an episode, from its beginning.
+        concurrent: episodes at once.
+    """
+
+    turns: int | None = Field(default=None, ge=1)
+    turn_tokens: int | None = Field(default=None, ge=1)
+    sampled_tokens: int | None = Field(default=None, ge=1)
+    episode_tokens: int | None = Field(default=None, ge=2)
+    tool_calls: int | None = Field(default=None, ge=1)
+    step_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    episode_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    concurrent: int | None = Field(default=None, ge=1)
+
+
 @dataclass(frozen=True)
 class Generation:
     """What an engine made of a prompt.
@@ -42,7 +71,6 @@ class Generation:
     Attributes:
         token_ids: with the stop token, where there was one.
         log_probs: of each token, by the weights that sampled it.
-        finish: see :data:`Finish`.
         versions: of the weights, for each token.
         routes: of prompt and generation together but for the last token, which no forward pass has seen; None without.
         cached_tokens: of the prompt, which were not computed again.
@@ -61,9 +89,7 @@ class ToolCall:
     """An attempt of the model to call a tool, whatever came of it.
 
     Attributes:
-        name: as far as it could be read; empty where it could not.
-        arguments: parsed; empty where they could not be.
-        status: see :data:`CallStatus`.
+        name, arguments: as far as they could be read; else empty.
         raw: the text that the call was read from.
         answer: what the model is told: the tool's result, or what was wrong.
     """
@@ -82,12 +108,10 @@ class Turn:
     Attributes:
         message: as the chat template takes it; None where tokens are not parsed (a player of ids).
         token_ids: exactly as sampled, with the stop token, where there was one.
-        log_probs, finish, versions, routes: see :class:`Generation`.
         calls: every attempt to call a tool, in order.
         given: the messages that are new before this turn.
         reward: that the step after it gave.
-        prompt_tokens: tokens before it.
-        cached_tokens: those of them that the engine did not compute again.
+        prompt_tokens: tokens before it, of which the engine did not compute ``cached_tokens`` again.
         trained: whether its tokens are; False where the environment left it out.
     """
 
@@ -136,9 +160,7 @@ class Episode:
     Attributes:
         segments: in order; none where it ended before its first turn. Rewards of their tokens add up to ``reward``.
         reward: of all steps, of the player and of the group's score.
-        metrics: name -> number.
         turns: in order, for transcripts; their routes are in the segments alone.
-        stop: see :data:`Stop`.
         error: what went wrong, with ``stop="error"`` or ``"timeout"``; or the limit that was met. Else empty.
         seed: of its sampling: its first turn's, from which those of the others follow.
     """
@@ -191,7 +213,6 @@ class Step:
         messages: new ones, such as answers of tools or the next question; ignored once ``done``.
         token_ids: in their place, for environments of ids: the whole next prompt.
         reward: of the turn.
-        done: the episode ends.
         metrics: name -> number; those of several steps of an episode are added up.
         restart: in place of ``messages``, a history that begins anew; the record branches.
         trained: False leaves the turn out of training, such as one that could not be parsed.
@@ -214,8 +235,6 @@ class Result:
 
     Attributes:
         reward: of the episode as a whole, at its last sampled token, beside what :meth:`Sampler.reward` gave to turns.
-        metrics: name -> number.
-        stop: why it ended.
         error: for ``stop="error"``: what went wrong.
     """
 
@@ -266,13 +285,7 @@ class Sampler(Protocol):
 class Player(Protocol):
     """Plays an episode by a loop of its own; raising anything ends this episode alone."""
 
-    async def __call__(self, row: Mapping[str, Any], sampler: Sampler) -> Result:
-        """
-        Args:
-            row: of the data set.
-            sampler: of this episode alone.
-        """
-        ...
+    async def __call__(self, row: Mapping[str, Any], sampler: Sampler) -> Result: ...
 
 
 class Tool(Protocol):
@@ -332,3 +345,31 @@ class Score(Protocol):
     """Rewards that need all episodes of a group; plain or asynchronous. They are added to those of the episodes."""
 
     def __call__(self, episodes: Sequence[Episode]) -> Sequence[float] | Awaitable[Sequence[float]]: ...
+
+
+def load_environment(spec: str, *, field: str = "environment") -> MakeEnvironment:
+    """What makes the environment of an episode, by its name: ``package.module:name`` or ``path/file.py:name``.
+
+    Raises:
+        ConfigError: there is none, or it cannot be called with ``(row, seed)``. ``field`` is the option that names it.
+    """
+    return cast(MakeEnvironment, _load(spec, field, "row, seed", {}, 0))
+
+
+def load_player(spec: str, *, field: str = "player") -> Player:
+    """A function, or an object, that plays an episode; arguments and errors as of :func:`load_environment`."""
+    return cast(Player, _load(spec, field, "row, sampler", {}, None))
+
+
+def load_score(spec: str, *, field: str = "score") -> Score:
+    """A function that scores the episodes of a group; arguments and errors as of :func:`load_environment`."""
+    return cast(Score, _load(spec, field, "episodes", ()))
+
+
+def _load(spec: str, field: str, takes: str, *arguments: Any) -> Any:
+    found = load_callable(spec, field=field)
+    try:
+        inspect.signature(found).bind(*arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError.of(field, spec, f"must take ({takes}): {error}") from None
+    return found

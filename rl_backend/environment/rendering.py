@@ -2,7 +2,6 @@
 
 Dummy messages with a unique word in the model's place are rendered together with the new ones, and what follows the word is
 encoded alone. So the ids of the past stay as they were sampled, and the new ones are what the template makes of them.
-Whether a template changes past turns is probed once per model, when a run starts.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.chat import ChatMessage, decode, render_messages, special_token_ids
+from rl_backend.data.chat_template import ChatMessage, decode, render_messages, special_token_ids
 from rl_backend.environment.protocol import Message
 
 WORD = "Zq7sentinel"
@@ -22,13 +21,7 @@ _USER = {"role": "user", "content": "x"}
 
 @dataclass(frozen=True)
 class ChatRenderer:
-    """A tokenizer's chat template, with its variables and the tools that it shows.
-
-    Attributes:
-        tokenizer: of Hugging Face.
-        chat_template_kwargs: variables of the template.
-        tools: JSON schemas of functions.
-    """
+    """A tokenizer's chat template, with its variables and the tools that it shows."""
 
     tokenizer: Any
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -67,12 +60,7 @@ class ChatRenderer:
         return self._behind({"role": "assistant", "content": WORD}, messages, generation_prompt=True)
 
     def behind_calls(self, names: Sequence[str], messages: Sequence[Message]) -> str:
-        """As :meth:`behind`, of a turn that calls tools: it begins with what closes the last call.
-
-        Args:
-            names: of the tools that are called, in order.
-            messages: what they answered, in the same order, and what follows.
-        """
+        """As :meth:`behind`, of a turn that calls tools, ``names``: it begins with what closes the last call."""
         return self._behind(_calling(names, messages), messages, generation_prompt=True)
 
     def calls_end(self, names: Sequence[str], messages: Sequence[Message]) -> str:
@@ -92,10 +80,8 @@ class ChatRenderer:
 
 
 def closing_length(token_ids: Sequence[int], end: int, renderer: ChatRenderer) -> int | None:
-    """Tokens at the beginning of what is behind a turn that its sampled ``end`` stands for; None where it is another end.
-
-    Some templates write white space before the token that ends a turn: the model wrote none.
-    """
+    """Tokens at the beginning of what is behind a turn that its sampled ``end`` stands for; None where it is another end."""
+    # Some templates write white space before the token that ends a turn: the model wrote none.
     for place, token_id in enumerate(token_ids):
         if token_id == end:
             return place + 1
@@ -139,15 +125,7 @@ class HistoryCheck:
     results_behind_calls: bool = False
 
     def choose(self, history: History | None, name: str) -> History:
-        """What is to be done, if it has been said where that is needed.
-
-        Args:
-            history: as chosen; None for no choice.
-            name: of the model, for the message.
-
-        Raises:
-            ConfigError: the template changes the past and nothing was chosen.
-        """
+        """What is to be done; raises :class:`ConfigError` where the template changes the past and nothing was chosen."""
         if self.changes and history is None:
             raise ConfigError.of(
                 "history",
@@ -191,6 +169,7 @@ def check_history(renderer: ChatRenderer) -> HistoryCheck:
 
 def _changes_of_questions(renderer: ChatRenderer) -> list[str]:
     thinks, thought = _answer(renderer, [_QUESTION])
+    # Thinking is tried in every template: a model may think though its template does not ask for it.
     answers = {"an answer with thinking": thought if thinks else f"<think>{_THOUGHT}"}
     if not thinks:
         answers = {"an answer": _ANSWER, **answers}

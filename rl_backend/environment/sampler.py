@@ -10,16 +10,14 @@ from dataclasses import replace
 import xxhash
 
 from rl_backend.contracts import BatchError, EpisodeEndError, RolloutError
-from rl_backend.environment.limits import Limits
-from rl_backend.environment.protocol import Generation, Message, Segment, Stop, TokenSource, ToolCall, Turn
-from rl_backend.environment.record import EpisodeRecord
+from rl_backend.environment.protocol import Generation, Limits, Message, Segment, Stop, TokenSource, ToolCall, Turn
+from rl_backend.environment.training_segments import EpisodeRecord
 
 
 class RecordingSampler:
     """A :class:`~rl_backend.environment.protocol.Sampler` over engines.
 
     Args:
-        source: the engines.
         sampling_seed: of the first turn; with it a single-turn sample and an episode of one turn are the same.
         seed: for the environment; see :class:`~rl_backend.environment.protocol.Sampler`.
         limits: of turns and tokens; those of time and concurrency are for whoever plays.
@@ -54,7 +52,6 @@ class RecordingSampler:
 
     @property
     def calls(self) -> int:
-        """Attempts to call tools so far."""
         return sum(len(turn.calls) for turn in self._turns)
 
     async def sample(
@@ -63,6 +60,7 @@ class RecordingSampler:
         self._check_ids("token_ids", token_ids)
         self._check_ids("stop_token_ids", stop_token_ids)
         room = self._room(len(token_ids), max_tokens)
+        # By the number of turns asked for, not of those that came: a retry samples anew.
         seed = turn_seed(self._sampling_seed, self._asked)
         self._asked += 1
         begun = time.monotonic()
@@ -76,6 +74,7 @@ class RecordingSampler:
             raise RolloutError(f"the engine sampled {len(generation.token_ids)} tokens; at most {room} were asked for")
         self._record.add(token_ids, generation)
         turn = _turn(generation, len(token_ids))
+        # Routes are large, and the record has them.
         self._turns.append(replace(turn, routes=None))
         return turn
 
@@ -96,7 +95,6 @@ class RecordingSampler:
         return self._ended
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the episode so far."""
         sampled = sum(len(turn.token_ids) for turn in self._turns)
         calls = [call for turn in self._turns for call in turn.calls]
         return {
@@ -111,12 +109,13 @@ class RecordingSampler:
         }
 
     def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        if name == "token_ids" and not token_ids:
-            raise BatchError("token_ids is empty; a turn needs a prompt of at least one token")
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._source.vocab_size:
+        if not token_ids and name == "stop_token_ids":
+            return
+        if not token_ids or not 0 <= min(token_ids) <= max(token_ids) < self._source.vocab_size:
+            found = f"ids from {min(token_ids)} to {max(token_ids)}" if token_ids else "no ids, and a turn needs a prompt"
             raise BatchError(
-                f"{name} has ids from {min(token_ids)} to {max(token_ids)}; expected 0 to {self._source.vocab_size - 1}: "
-                "the environment or its tokenizer is of another model"
+                f"{name} has {found}; expected 0 to {self._source.vocab_size - 1}: the environment or its tokenizer is of "
+                "another model"
             )
 
     def _room(self, prompt_tokens: int, asked: int | None) -> int:

@@ -9,17 +9,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rl_backend.contracts import BatchError, ConfigError, EpisodeEndError
-from rl_backend.data.rewards.pool import TimeLimitError
+from rl_backend.data.chat_template import tool_name
+from rl_backend.data.examples import json_objects
 from rl_backend.data.rewards.worker import what_it_raised
-from rl_backend.data.tools import require_given
-from rl_backend.environment.calling import Caller, close_late
+from rl_backend.data.rewards.worker_pool import TimeLimitError
 from rl_backend.environment.conversation import ChatFormat, Conversation, OtherEnd, chat_format, id_format
-from rl_backend.environment.limits import Limits
-from rl_backend.environment.parsers import CallParser, call_parser, no_calls
 from rl_backend.environment.playing import ended_by
-from rl_backend.environment.protocol import Environment, MakeEnvironment, Message, Prompt, Result, Sampler, Step, Tool, Turn
+from rl_backend.environment.protocol import (
+    Environment,
+    Limits,
+    MakeEnvironment,
+    Message,
+    Prompt,
+    Result,
+    Sampler,
+    Step,
+    Tool,
+    Turn,
+)
 from rl_backend.environment.rendering import ChatRenderer, History
+from rl_backend.environment.tool_call_parsers import CallParser, call_parser, no_calls
 from rl_backend.environment.tools import answer_messages, call_ids, calling_message, run_calls, tool_schema
+from rl_backend.environment.user_code import Caller, close_late
 
 CLOSING_SECONDS = 5.0
 """For ``close``, where ``limits.step_seconds`` is not set."""
@@ -30,14 +41,12 @@ class StepOptions:
     """How environments are played.
 
     Attributes:
-        chat_template_kwargs: variables of the chat template.
         history: what is done where the template would change the past; needed for such templates.
         other_end: what is done with a stop token that is not the template's.
         stop_token_ids: beside those of tokenizer and template.
         tool_format: of the calls that the model writes: a name, or a parser of your own.
         on_cut: of a turn that is cut by its limit of tokens: ``continue`` steps as after any turn, ``end`` ends the episode
             after the environment has been asked for its reward.
-        limits: of each episode.
     """
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -50,13 +59,7 @@ class StepOptions:
 
 
 class SteppedPlayer:
-    """A :class:`~rl_backend.environment.protocol.Player` of environments.
-
-    Args:
-        make: makes the environment of an episode.
-        tokenizer: of the model.
-        options: see :class:`StepOptions`.
-    """
+    """A :class:`~rl_backend.environment.protocol.Player` of environments."""
 
     def __init__(self, make: MakeEnvironment, tokenizer: Any, options: StepOptions | None = None) -> None:
         self.options = options or StepOptions()
@@ -104,6 +107,7 @@ class SteppedPlayer:
 
     async def _made(self, row: Mapping[str, Any], seed: int) -> Any:
         """An environment; one that is made when its episode has been ended meanwhile is closed."""
+        # Where its episode has been ended meanwhile, nobody else would close it.
         return await self._caller(self._make, row, seed, seconds=self.options.limits.step_seconds, on_late=close_late)
 
     async def _play(self, environment: Environment, row: Mapping[str, Any], sampler: Sampler) -> Result:
@@ -142,7 +146,6 @@ class SteppedPlayer:
         return self.options.limits.tool_calls
 
     async def _completed(self, turn: Turn, episode: _Played) -> Turn:
-        """With its message, and its calls run and answered."""
         text = episode.conversation.add_turn(turn.token_ids, turn.finish)
         parsed = (self._parser if episode.tools else no_calls)(text)
         left = None if self._most_calls is None else max(0, self._most_calls - episode.calls)
@@ -158,6 +161,7 @@ class SteppedPlayer:
             return ""
         closing = asyncio.ensure_future(self._caller(close, seconds=seconds, frees=True))
         cancelled = None
+        # Shielded: what an environment holds, such as a container, must be freed even while its run is interrupted.
         while not closing.done():
             try:
                 await asyncio.shield(closing)
@@ -173,8 +177,6 @@ class SteppedPlayer:
 
 
 class _Played:
-    """What is known of an episode while it is played."""
-
     def __init__(self, conversation: Conversation, tools: Mapping[str, Tool], chat: Callable[[], ChatFormat]) -> None:
         self.conversation = conversation
         self.tools = tools
@@ -188,6 +190,7 @@ class _Played:
         messages = [each for each in prompt if isinstance(each, Mapping)]
         if len(messages) == len(prompt) > 0:
             self._given = messages
+            # Asked for only now: episodes of ids need no chat template.
             self.conversation.format = self._chat()
             return self.conversation.start(messages)
         if not all(isinstance(each, int) for each in prompt) or not prompt:
@@ -204,10 +207,11 @@ class _Played:
             self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
 
     def go_on(self, step: Step, turn: Turn) -> list[int]:
-        """The next prompt."""
         given = [name for name in ("messages", "token_ids", "restart") if getattr(step, name)]
-        if len(given) > 1:
-            raise BatchError(f"step returned {' and '.join(given)}; give one of them")
+        answers = answer_messages(turn.calls, self._ids)
+        if len(given) > 1 or not (given or answers):
+            problem = f"step returned {' and '.join(given) or 'nothing to go on with'}"
+            raise BatchError(f"{problem}; give one of messages, token_ids and restart, or done=True")
         if step.token_ids is not None:
             self._given = ()
             return self.conversation.start_with_ids(step.token_ids)
@@ -215,10 +219,7 @@ class _Played:
             self._given = step.restart
             self.conversation.format = self._chat()
             return self.conversation.start(step.restart)
-        answers = answer_messages(turn.calls, self._ids)
         self._given = [*answers, *step.messages]
-        if not self._given:
-            raise BatchError("step returned nothing to go on with; give messages, token_ids, restart or done=True")
         self.conversation.format = self._chat()
         return self.conversation.go_on(self._given, turn.message if answers else None)
 
@@ -231,3 +232,16 @@ def _tools(environment: Environment, row: Mapping[str, Any]) -> Sequence[Tool]:
     if tools:
         require_given(row.get("tools"), names)
     return tools
+
+
+def require_given(tools: Any, given: Sequence[str]) -> None:
+    """Raises :class:`BatchError` for a row's ``tools`` with schemas of functions other than the environment's, ``given``."""
+    try:
+        names = [tool_name(tool) for tool in json_objects(tools, "", "")]
+    except BatchError:  # a column without schemas is the environment's own business
+        return
+    if missing := [name for name in names if name not in given]:
+        raise BatchError(
+            f"field tools: the row has {', '.join(missing)}, and the environment gives {', '.join(given) or 'no tools'}; "
+            "the model is told of the environment's tools alone: give them there, or rename the column"
+        )

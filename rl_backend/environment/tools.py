@@ -1,4 +1,4 @@
-"""Tools: functions that a model may call, with schemas from their signatures, in processes of their own."""
+"""Tools: functions that a model may call, with schemas from their signatures, run in processes or threads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from rl_backend.contracts import ConfigError, EpisodeFailedError, RewardError, RolloutError
-from rl_backend.data.rewards.loading import load_callable
-from rl_backend.data.rewards.pool import EventLoop, Raised, TimeLimitError, WorkerPool
+from rl_backend.data.rewards.function import load_callable
 from rl_backend.data.rewards.worker import location_of
-from rl_backend.environment.calling import Caller
-from rl_backend.environment.parsers import Attempt
+from rl_backend.data.rewards.worker_pool import EventLoop, Raised, TimeLimitError, WorkerPool
 from rl_backend.environment.protocol import CallStatus, Message, Tool, ToolCall
+from rl_backend.environment.tool_call_parsers import Attempt
+from rl_backend.environment.user_code import Caller
 
 type Where = Literal["processes", "threads"]
 """Where plain functions run: in processes of their own, which a limit of time ends and which share no memory, or in threads
@@ -33,19 +33,13 @@ class ArgumentsError(Exception):
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:
-    """As chat templates take it."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class ToolFunction:
-    """A function and how another process finds it.
-
-    Attributes:
-        function: plain, with annotated parameters and a docstring.
-        spec: ``package.module:function`` or ``path/file.py:function``.
-    """
+    """A plain, annotated function; another process finds it by ``spec``, as ``module:function`` or ``file.py:function``."""
 
     function: Callable[..., Any]
     spec: str
@@ -56,7 +50,6 @@ class ToolFunction:
 
     @cached_property
     def description(self) -> str:
-        """The docstring up to its sections."""
         return re.split(r"\n\s*(?:Args|Returns|Raises):", inspect.getdoc(self.function) or "")[0].strip()
 
     @cached_property
@@ -92,10 +85,7 @@ class ToolFunction:
 
 
 def tool_function(function: str | Callable[..., Any]) -> ToolFunction:
-    """Finds a function, or how a process can find it.
-
-    Args:
-        function: by name, ``package.module:function`` or ``path/file.py:function``; or itself, of a module.
+    """Finds a function by its name, or how a process can find one of a module.
 
     Raises:
         ConfigError: there is none, it is asynchronous, or a process cannot find it.
@@ -142,9 +132,6 @@ class ToolPool:
             else tool_function(each)
             for each in functions
         ]
-        names = [each.name for each in found]
-        if len(set(names)) < len(names):
-            raise ConfigError.of("tools", names, "two have the same name")
         # A loop of its own, because the loops of batches of episodes come and go.
         self._loop = EventLoop()
         self._pool = WorkerPool(
@@ -160,7 +147,6 @@ class ToolPool:
         )
 
     def close(self) -> None:
-        """Ends all processes."""
         self._loop.close()
         self._pool.close()
 
@@ -197,7 +183,6 @@ class PooledTool:
 
 
 def _without_titles(schema: Any) -> Any:
-    """JSON schemas of pydantic name every field twice."""
     if isinstance(schema, dict):
         return {
             key: _without_titles(value)
@@ -210,13 +195,7 @@ def _without_titles(schema: Any) -> Any:
 async def run_calls(
     attempts: Sequence[Attempt], tools: Mapping[str, Tool], caller: Caller, *, most: int | None, seconds: float | None
 ) -> list[ToolCall]:
-    """Calls tools one after the other.
-
-    Args:
-        attempts: as they were written.
-        tools: by name.
-        most: calls that are still allowed; None for any number. The attempts beyond are not run.
-        seconds: limit of a call; None is endless.
+    """Calls tools one after the other, within ``seconds`` each; attempts beyond ``most`` are not run. None is no limit.
 
     Raises:
         ConfigError, RolloutError, EpisodeFailedError: what is no single episode's failure. Anything else that a tool raises
@@ -232,12 +211,11 @@ async def run_calls(
 
 
 def call_ids(calls: Sequence[ToolCall], first: int) -> list[str]:
-    """An id for each call: nine letters and digits, because Mistral's templates refuse others."""
+    # Nine letters and digits: Mistral's templates refuse other ids.
     return [f"call{first + index:05d}" for index in range(len(calls))]
 
 
 def calling_message(content: str, calls: Sequence[ToolCall], ids: Sequence[str]) -> Message:
-    """The model's turn as chat templates take it."""
     if not calls:
         return {"role": "assistant", "content": content}
     written = [

@@ -15,21 +15,17 @@ from markupsafe import Markup
 from rl_backend.lab.text import short
 
 PNG_SCALE = 2
-"""Pixels of a PNG for one of the picture."""
-
+# Values below cannot be told from 0: what is computed with them would be denormal.
 TINY = 1e-290
-"""Values below cannot be told from 0: what is computed with them would be denormal."""
 
 type Anchor = Literal["start", "middle", "end"]
 
+# Also those that change the direction of what follows, which would reorder the page.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def visible(value: object) -> str:
-    """``value`` as text, with control characters made visible and lone surrogates replaced; nothing for None.
-
-    Characters that change the direction of what follows are made visible too, as they would reorder the page. Markup stays.
-    """
+    """``value`` as text, with control characters made visible and lone surrogates replaced; markup stays."""
     if value is None or isinstance(value, Markup):
         return value or ""
     characters = str(value).encode("utf-8", "replace").decode("utf-8")
@@ -42,7 +38,7 @@ def template_text(name: str) -> str:
 
 
 def render(template: str, **values: object) -> Markup:
-    """A template with ``values``, which are text and escaped unless they are markup. Its line breaks do not count."""
+    """A template with ``values``, which are escaped unless they are markup."""
     return Markup(_ENVIRONMENT.get_template(template).render(values))
 
 

@@ -15,8 +15,7 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 78, 76, 30
 LANE, STRIP, GAP = 24, 16, 10
 NARROWEST, MIDDLING, WIDEST, PER_COMPUTATION = 760, 1200, 2400, 22
 LEGEND = 57
-CHARACTER = 6.6
-"""Width of a digit of a label."""
+CHARACTER = 6.6  # width of a digit of a label
 
 INK, QUIET, WHITE = "#1c2330", "#5b6675", "#ffffff"
 LANE_FILL, STRIP_FILL, GRID = "#eef1f5", "#98a3b3", "#d5dbe3"
@@ -99,7 +98,6 @@ def pass_facts(found: MeasuredPass) -> dict[str, Any]:
 
 
 def pass_text(found: MeasuredPass) -> str:
-    """The numbers side by side."""
     schedule, facts = found.schedule, pass_facts(found)
     lines = [
         f"{schedule.name}: pp={schedule.pp_size}, {schedule.stages_per_rank} stages per rank, "
@@ -128,16 +126,11 @@ def _bubbles(facts: Mapping[str, Any]) -> str:
 
 
 def _times(timeline: Timeline) -> dict[str, float]:
-    """For JSON."""
     return {name: getattr(timeline, name) for name in ("makespan", "bubble_makespan", "bubble_span")}
 
 
 def draw_schedule(schedule: Schedule, timeline: Timeline, facts: str, *, until: float | None = None) -> Picture:
-    """The picture; numbers in the boxes are micro-batches, ``facts`` stands below the title.
-
-    Args:
-        until: where the axis ends, at the earliest; None ends it with the timeline.
-    """
+    """Numbers in the boxes are micro-batches; ``until`` is where the axis ends at the earliest."""
     end = max(timeline.makespan, until or 0.0)
     shortest = min(span.end - span.start for own in timeline.spans for span in own)
     width = min(max(NARROWEST, LEFT + RIGHT + PER_COMPUTATION * end / shortest), WIDEST) if until is None else MIDDLING
@@ -189,7 +182,7 @@ def _box(span: Span, first_stage: int, top: float, scale: float) -> Iterator[Rec
 
 
 def _activations(spans: Sequence[Span], most: int, bottom: float, scale: float) -> Iterator[Rectangle]:
-    """Steps as high as what is held, the highest of all ranks filling the strip."""
+    """Steps as high as what is held; the highest of all ranks fills the strip."""
     changes: Counter[float] = Counter()
     for span in spans:
         if span.action.kind is Kind.FORWARD:
@@ -213,7 +206,6 @@ def _ticks(makespan: float, scale: float, bottom: float) -> Iterator[Rectangle |
 
 
 def _legend(schedule: Schedule) -> Iterator[Rectangle | Text]:
-    """What the colours are."""
     present = {action.kind for own in schedule.actions for action in own}
     x: float = LEFT
     shades = 2 if schedule.stages_per_rank > 1 else 1

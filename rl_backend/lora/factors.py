@@ -10,17 +10,12 @@ from torch import Tensor
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAKind, part_name
 from rl_backend.lora.rows import RowTensor, TenantRows
 
+# peft's name -> whole tensor, float32, at the true rank.
 type WholeTensors = Mapping[str, Tensor]
-"""peft's name -> whole tensor, float32, at the true rank."""
 
 
 def whole_tensors(rows: TenantRows, row: Tensor, names: Iterable[str], group: dist.ProcessGroup) -> WholeTensors:
-    """The tensors in ``row``, which is one of those of ``rows``. A collective.
-
-    Args:
-        names: of all tensors of the tenant, in the order of the result.
-        group: ranks that have all of the tenant together.
-    """
+    """The tensors of ``names`` in ``row``, one of those of ``rows``. A collective over ``group``, which has all of them."""
     mine = {tensor._replace(start=0): view for tensor, view in rows.views(row)}
     gathered: list[dict[RowTensor, Tensor]] = [mine]
     if group.size() > 1:
@@ -42,11 +37,7 @@ def whole_tensors(rows: TenantRows, row: Tensor, names: Iterable[str], group: di
 def each_weight(
     rows: TenantRows, names: Iterable[str], group: dist.ProcessGroup, *, copy: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """As :func:`whole_tensors` of the weights, in which ranks take part at the call.
-
-    Args:
-        copy: where one rank has all, it copies what is taken of it; without, gives views of the weights.
-    """
+    """As :func:`whole_tensors` of the weights; a rank that has all gives views, or copies. A collective at the call."""
     if group.size() > 1:
         return iter(whole_tensors(rows, rows.weights, names, group).items())
     return ((name, rows.own[name].clone() if copy else rows.own[name]) for name in names)
@@ -59,10 +50,9 @@ def merged_weights(
     scale: float,
     own: Mapping[str, torch.dtype],
 ) -> Generator[tuple[str, Tensor]]:
-    """The weights of a model with an adapter added to them; they are added up in float32.
+    """The weights of a model with an adapter added to them in float32.
 
     Args:
-        kinds: of the modules that the tenant adapts.
         own: Hugging Face names of weights that the tenant trains whole, which come last, and their dtypes.
     """
     with closing(stream):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, ConfigError, UnsupportedError
 from rl_backend.contracts.lora import LORA_KINDS, LoRAConfig, LoRAKind
 
+# The features that a rank has: the first, and the one behind the last.
 type Part = tuple[int, int]
-"""First and last-but-one of the features that a rank has."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,6 @@ class AdaptedModule:
 
     Attributes:
         name: Hugging Face name of the module.
-        kind: what it is part of.
         in_features, out_features: of the whole module. An embedding has the vocabulary as inputs.
         inputs, outputs: the features that this rank computes with.
         holds_outputs: whether this rank keeps the factor of its outputs whole and computes with a view of it: heads of
@@ -51,11 +50,7 @@ def value_head(hidden_size: int) -> AdaptedModule:
 
 
 def select_modules(config: LoRAConfig, whole: Mapping[str, LoRAKind]) -> tuple[str, ...]:
-    """The names among ``whole``, of the whole model, that ``config`` targets, in their order.
-
-    Raises:
-        ConfigError: a target that no module matches.
-    """
+    """The names among ``whole``, of the whole model, that ``config`` targets; :class:`ConfigError` for one without any."""
     for target in config.targets:
         if not any(config.replace(targets=(target,)).selects(name, kind) for name, kind in whole.items()):
             kinds: list[str] = sorted(set(whole.values()))

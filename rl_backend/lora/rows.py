@@ -16,24 +16,22 @@ from rl_backend.contracts.lora import BASE_ONLY, PEFT_PREFIX, LoRAConfig, part_n
 from rl_backend.lora.modules import AdaptedModule
 from rl_backend.primitive.adapters import AdapterRun, Factors, OwnHead, SumOverRanks
 
+# Ranks are padded to 16 times a power of two. Padding a smaller rank further would change the bits of products; and kernels
+# for groups of matrices ask for rows of 16 bytes.
 _ALIGNMENT = 16
-"""Ranks are padded to 16 times a power of two. Padding a smaller rank further would change the bits of products; and kernels
-for groups of matrices ask for rows of 16 bytes."""
 
 
 class RowTensor(NamedTuple):
     """One tensor of a tenant on this rank.
 
     Attributes:
-        module: that it belongs to.
         role: ``a``, ``b`` or ``magnitude`` of an adapter, or the name of a parameter that is trained whole.
         name: peft's.
         size: of the whole tensor.
         first: where this rank's part of it begins, in each dimension.
         held: shape of this rank's part.
         padding: how many zeros follow in each dimension.
-        summed: whether this rank has a part of its gradient, to be added up over the ranks that cut the module, which all
-            have it.
+        summed: whether this rank has a part of its gradient, to be added up over the ranks that cut the module.
         start: its place in the row.
     """
 
@@ -57,7 +55,7 @@ class RowTensor(NamedTuple):
         return self.start + math.prod(self.shape)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole tensor, a view."""
+        """This rank's part of the whole tensor."""
         return whole[tuple(slice(first, first + held) for first, held in zip(self.first, self.held, strict=True))]
 
     def memory(self, row: Tensor) -> Tensor:
@@ -66,13 +64,7 @@ class RowTensor(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Neighbours in a row whose gradients are added up over the same ranks.
-
-    Attributes:
-        start, stop: in the row.
-        of_experts: whether they belong to experts, which have ranks of their own.
-        summed: as in :class:`RowTensor`.
-    """
+    """Neighbours in a row whose gradients are added up over the same ranks; experts have others."""
 
     start: int
     stop: int
@@ -105,12 +97,11 @@ def saved_parameter(module: AdaptedModule, role: str, size: tuple[int, ...]) -> 
 
 
 def padded_rank(rank: int) -> int:
-    """The rank that memory is kept for; it depends on the tenant alone."""
+    """The rank that memory is kept for."""
     return _ALIGNMENT << max(math.ceil(rank / _ALIGNMENT) - 1, 0).bit_length()
 
 
 def head_parameters(module: AdaptedModule) -> tuple[RowTensor, RowTensor]:
-    """Weight and bias of a value head."""
     return (
         saved_parameter(module, "weight", (module.out_features, module.in_features)),
         saved_parameter(module, "bias", (module.out_features,)),
@@ -118,12 +109,13 @@ def head_parameters(module: AdaptedModule) -> tuple[RowTensor, RowTensor]:
 
 
 def lay_out_row(tensors: Sequence[RowTensor]) -> tuple[list[RowTensor], list[Section]]:
-    """The tensors with their places, and the sections that they make. In each those come last whose weights do not decay."""
+    """The tensors with their places, and the sections that they make."""
     placed, sections, start = list[RowTensor](), list[Section](), 0
 
     def section(tensor: RowTensor) -> tuple[bool, bool]:
         return tensor.module.is_expert, not tensor.summed
 
+    # Of a section those come last whose weights do not decay: spans() then needs one pass.
     ordered = sorted(tensors, key=lambda each: (*section(each), len(each.size) == 1))
     for (of_experts, cut), own in groupby(ordered, section):
         first = start
@@ -139,13 +131,9 @@ class TenantRows:
     """A tenant's numbers on this rank. Padding is 0 and stays 0.
 
     Attributes:
-        config: of the tenant.
-        tensors: what lies where in a row.
-        sections: of a row, in their order.
         weights, gradients, exp_avg, exp_avg_sq: the rows, float32.
         num_steps: () float32, optimizer steps taken.
-        num_draws: micro-batches in training so far, from which dropout is drawn; of one whose sequences are not all
-            neighbours, each run of neighbours.
+        num_draws: runs of neighbouring sequences in training so far, from which dropout is drawn.
         sum_over_inputs: for a module whose inputs are cut, what adds a tensor up over its ranks, in place.
     """
 
@@ -195,7 +183,7 @@ class TenantRows:
         return {tensor.name: view for tensor, view in self.views(self.weights)}
 
     def run(self, start: int, stop: int, draw: int | None, key: int = BASE_ONLY) -> AdapterRun:
-        """This tenant at work on the rows from ``start`` to ``stop``; ``key`` is its ``lora_id``."""
+        """This tenant, whose ``lora_id`` is ``key``, at work on the rows from ``start`` to ``stop``."""
         return AdapterRun(start, stop, self.modules, draw, self._head, key)
 
     @property
@@ -254,5 +242,5 @@ def initial_factor(config: LoRAConfig, tensor: RowTensor) -> Tensor:
 
 
 def _seed(seed: int, name: str) -> int:
-    """A seed of a module's own, which neither layout nor other targets change."""
+    # Of the name: neither layout nor other targets change it.
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest())

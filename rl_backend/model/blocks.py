@@ -1,8 +1,7 @@
 """Contracts of the blocks of a decoder layer: module, sharding, Hugging Face names, divisibility.
 
-A layer is a mixer, which moves information between tokens, and a feed-forward block. Each kind of block is one file in
-``mixers/`` or ``feedforward/`` with two classes: a module that computes and cuts itself over ranks, and a specification, its
-sizes as a value, that builds the module, names its parameters and refuses layouts. Nothing else knows a kind of block.
+Each kind of block is one file in ``mixers/`` or ``feedforward/`` with two classes: a module that computes and cuts itself
+over ranks, and a specification that builds it, names its parameters and refuses layouts. Nothing else knows the kind.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +27,7 @@ class RouterInput(NamedTuple):
     Attributes:
         loss_weight: factor of the router's losses of these tokens.
         padding: (T,) bool, tokens that do not count in the router's losses.
-        experts: (T, top_k), experts chosen elsewhere; see :meth:`~rl_backend.primitive.router.Router.forward`.
+        experts: (T, top_k), experts chosen elsewhere.
         sequences: which sequence of the micro-batch each token is from; None where there is one.
     """
 
@@ -45,8 +44,7 @@ class KeyChoice(NamedTuple):
         longest: tokens of the longest sequence, the same on every rank.
         loss_weight: factor of the losses of what chooses.
         chosen: keys of the layer before (:func:`~rl_backend.primitive.sparse_attention.choose_keys`); None where it has all.
-        recorded: what this layer must attend to, of the same kind; rows of -1 alone for the tokens for which it chooses.
-            None where it chooses for all.
+        recorded: what this layer must attend to; rows of -1 alone for the tokens for which it chooses, None where for all.
     """
 
     longest: int
@@ -60,12 +58,7 @@ type Mixed = Tensor | tuple[Tensor, Tensor | None]
 
 
 class CacheBytes(NamedTuple):
-    """What an engine keeps of one sequence while it generates.
-
-    Attributes:
-        tokens: of keys and values, for the tokens that later ones see.
-        state: of recurrent states and what convolutions look back on; the same for a sequence of any length.
-    """
+    """What an engine keeps of one sequence while it generates: keys and values, and states of any length's size."""
 
     tokens: int = 0
     state: int = 0
@@ -76,21 +69,14 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Mixed:
-        """``rotation`` is that of the specification's ``rotary``, None where it has none.
-
-        A mixer whose specification ``chooses`` takes a :class:`KeyChoice` too.
-        """
+        """``rotation`` is that of the specification's ``rotary``; one that ``chooses`` takes a :class:`KeyChoice` too."""
 
     @abstractmethod
     def split(self, groups: ParallelGroups) -> None:
         """Cuts the module over tensor- and context-parallel ranks, in place."""
 
     def choose_kernels(self, groups: ParallelGroups, config: NativeConfig) -> None:
-        """Takes what the family's options say of kernels.
-
-        Raises:
-            ConfigError: one that cannot run here.
-        """
+        """Takes the kernels of the family's options; raises :class:`ConfigError` for one that cannot run here."""
 
 
 class FeedForward(nn.Module, ABC):
@@ -102,11 +88,7 @@ class FeedForward(nn.Module, ABC):
 
     @abstractmethod
     def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
-        """Cuts the module over tensor- and expert-parallel ranks, in place.
-
-        Returns:
-            Parts whose copies lie on other ranks than those of the rest of the layer: those of ``groups.edp_mesh``.
-        """
+        """Cuts the module over tensor- and expert-parallel ranks, in place; returns the parts of ``groups.edp_mesh``."""
 
 
 class BlockSpec(ABC):
@@ -119,11 +101,7 @@ class BlockSpec(ABC):
 
     @abstractmethod
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:
-        """Parameter in the module -> its Hugging Face name or names, in the order of the module.
-
-        Args:
-            layer: Hugging Face name of the layer, such as ``model.layers.0``.
-        """
+        """Parameter in the module -> its Hugging Face name or names, in a layer called such as ``model.layers.0``."""
 
     @abstractmethod
     def check_layout(self, parallel: ParallelConfig) -> None:
@@ -131,17 +109,14 @@ class BlockSpec(ABC):
 
 
 class MixerSpec(BlockSpec):
-    """Attributes:
-    rotary: what determines the angles of queries and keys; None without a rotary embedding.
-    module: what a layer calls the mixer.
-    """
+    """``rotary`` determines the angles of queries and keys, None without any; ``module`` is a layer's name for the mixer."""
 
     rotary: Rotary | None
     module: ClassVar[str] = "self_attn"
 
     @property
     def chooses(self) -> bool:
-        """Whether it attends to chosen keys: it is told a :class:`KeyChoice`."""
+        """Whether it attends to chosen keys."""
         return False
 
     @property
@@ -159,33 +134,22 @@ class MixerSpec(BlockSpec):
         """``norm`` is the model's, for norms inside the block."""
 
     def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes | None:
-        """What an engine keeps of a sequence of ``num_tokens``; None for a kind of mixer that does not say.
-
-        Args:
-            itemsize: bytes of a number in the engine's dtype.
-        """
+        """What an engine keeps of ``num_tokens`` in numbers of ``itemsize`` bytes; None where the mixer does not say."""
         return None
 
 
 class FeedForwardSpec(BlockSpec):
-    """Attributes:
-    router: that of a mixture of experts; None for a block without experts.
-    """
+    """``router`` is that of a mixture of experts; None for a block without experts."""
 
     router: RouterSettings | None
 
     @abstractmethod
     def build(self, hidden_size: int, options: ModelOptions) -> FeedForward:
-        """``options`` are the family's, ``NativeConfig.model_cfg``."""
+        """``options`` are the family's."""
 
 
 class LayerNorms(NamedTuple):
-    """Names of a layer's norms, in the directory as in the module; None for one that there is not.
-
-    Attributes:
-        before_mixer, before_feed_forward: of what a block reads from the residual stream.
-        after_mixer, after_feed_forward: of what a block adds to it.
-    """
+    """Names of a layer's norms, before and after its blocks, in the directory as in the module; None without one."""
 
     before_mixer: str | None = "input_layernorm"
     after_mixer: str | None = None
@@ -217,7 +181,6 @@ def require_divided(dimension: str, ranks: int, name: str, size: int) -> None:
 
 
 def divisors(size: int) -> list[int]:
-    """Ascending."""
     return [candidate for candidate in range(1, size + 1) if size % candidate == 0]
 
 

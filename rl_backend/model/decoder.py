@@ -1,14 +1,15 @@
-"""Decoders on packed micro-batches: a stack of layers between embeddings and a head."""
+"""Decoders on packed micro-batches: a stack of layers between embeddings and a head, and activation checkpointing."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rl_backend.contracts import BatchError, ModelOptions, ModelOutput, NativeConfig
-from rl_backend.model.activation_checkpointing import checkpoint_layers
 from rl_backend.model.blocks import KeyChoice, Mixed, Mixer, Rotation, RouterInput
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.hf_config import HFConfig
@@ -28,11 +29,9 @@ from rl_backend.primitive.value_head import ValueHead, labels_without_values, va
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward block, added to the residual stream; norms have the names of ``DecoderSpec.norms``, and the
-    mixer that of its specification.
+    """A mixer and a feed-forward block, added to the residual stream.
 
     Attributes:
-        rotary, chooses: the mixer's.
         place: number among the layers of the whole model that have a router; None for a layer without.
         key_place: number among those that choose keys; None for a layer that chooses none.
     """
@@ -101,10 +100,7 @@ class DecoderLayer(nn.Module):
 class MultiTokenPrediction(nn.Module):
     """Makes of a token's state and the next token's embedding what the head predicts the token after that one from.
 
-        norm(layer(projection([embedding_norm(embedding); hidden_norm(hidden)])))
-
-    Args:
-        layer: the decoder layer, already built.
+    norm(layer(projection([embedding_norm(embedding); hidden_norm(hidden)])))
     """
 
     def __init__(self, hidden_size: int, norm: NormSpec, layer: nn.Module) -> None:
@@ -115,17 +111,12 @@ class MultiTokenPrediction(nn.Module):
         self.norm = norm.build(hidden_size)
 
     def replicate_own(self, tensor: TensorParallel) -> None:
-        """Keeps all but the decoder layer on every rank, which uses it for its part of the tokens."""
         for norm in (self.embedding_norm, self.hidden_norm, self.norm):
             tensor.replicate(norm)
         tensor.replicate_for_own_tokens(self.projection)
 
     def forward(self, hidden: Tensor, embedding: Tensor, *context: object) -> Tensor:
-        """(N, hidden_size) twice -> (N, hidden_size).
-
-        Args:
-            context: what the decoder layer takes behind its first argument.
-        """
+        """(N, hidden_size) twice -> (N, hidden_size); ``context`` goes to the decoder layer."""
         both = torch.cat((self.embedding_norm(embedding), self.hidden_norm(hidden)), dim=-1)
         mixed = self.layer(self.projection(both), *context)
         normed: Tensor = self.norm(mixed[0] if isinstance(mixed, tuple) else mixed)
@@ -133,15 +124,10 @@ class MultiTokenPrediction(nn.Module):
 
 
 STAGE_COPIES = {"tied_head.weight": "embed_tokens.weight", "mtp_embed_tokens.weight": "embed_tokens.weight"}
-"""See :attr:`~rl_backend.model.ModelFamily.stage_copies`."""
 
 
 class Decoder(nn.Module):
-    """The whole model, or a stage of it.
-
-    Keeps no buffers, so a copy built on the meta device needs its parameters and nothing else. Every token is trained:
-    unlike in transformers, ``pad_token_id`` has no part in it, because padding never reaches a model.
-    """
+    """The whole model, or a stage of it. It has no buffers: a copy built on the meta device needs its parameters alone."""
 
     def __init__(self, spec: DecoderSpec, settings: BuildSettings) -> None:
         super().__init__()
@@ -174,6 +160,7 @@ class Decoder(nn.Module):
         one_more = replace(spec, layers=(*spec.layers, spec.mtp.layer))
         return MultiTokenPrediction(spec.hidden_size, spec.norm, DecoderLayer(one_more, spec.num_layers, options))
 
+    # Without padding_idx, unlike in transformers: padding never reaches a model, and every token is trained.
     def _make_embeddings(self) -> nn.Embedding:
         return nn.Embedding(self.spec.vocab_size, self.spec.hidden_size)
 
@@ -181,7 +168,6 @@ class Decoder(nn.Module):
         return nn.Linear(self.spec.hidden_size, self.spec.vocab_size, bias=self.spec.head_bias)
 
     def each_layer(self) -> Iterator[DecoderLayer]:
-        """The layers of this stage, in their order."""
         yield from cast(Iterable[DecoderLayer], self.layers.values())
 
     def ends_in_float32(self) -> Sequence[nn.Module]:
@@ -191,8 +177,6 @@ class Decoder(nn.Module):
 
     def forward(self, inputs: ModelInput) -> ModelOutput | Tensor:
         """Log-probs and, on request, entropy of (T,) tokens; or their values; or hidden states for the next stage.
-
-        The head is applied here and not by the loss: with FSDP its weight is whole only during this forward.
 
         Raises:
             BatchError: a sequence longer than ``max_length``, or a token outside the vocabulary (on a CPU).
@@ -219,6 +203,7 @@ class Decoder(nn.Module):
             return ModelOutput(values=values)
         head = self.lm_head or self.tied_head or self.embed_tokens
         assert head is not None, "a last stage has one of them"
+        # Here and not in the loss: with FSDP the head's weight is whole only during this forward.
         log_probs, entropy = self.next_token_log_probs(
             hidden,
             head.weight,
@@ -302,7 +287,6 @@ class Decoder(nn.Module):
         return hidden * torch.tensor(self.spec.embedding_scale, dtype=hidden.dtype).item()
 
     def split_ends(self, tensor: TensorParallel) -> None:
-        """Splits the vocabulary of embeddings and head; each rank has norms and a value head for its own tokens."""
         for embeddings in (self.embed_tokens, self.tied_head, self.mtp_embed_tokens):
             if embeddings is not None:
                 tensor.vocabulary(embeddings)
@@ -320,17 +304,14 @@ class Decoder(nn.Module):
 
 
 def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig) -> None:
-    """Tensor, context and expert parallelism, activation checkpointing and FSDP2, each layer a separate unit.
-
-    Experts are separate units where their copies are on other ranks than those of the rest of the layer.
-    """
-    if not isinstance(module, Decoder):
-        raise TypeError(f"parallelize got a {type(module).__name__}; expected Decoder")
+    """Tensor, context and expert parallelism, activation checkpointing and FSDP2, each layer a separate unit."""
+    assert isinstance(module, Decoder), "of decoder_family"
     units: list[nn.Module] = list(module.each_layer())
     layers = list(module.each_layer())
     if module.mtp is not None:
         units.append(module.mtp)
         layers.append(cast(DecoderLayer, module.mtp.layer))
+    # Separate units where their copies are on other ranks than those of the rest of the layer.
     experts: list[nn.Module] = []
     for layer in layers:
         layer.mixer.choose_kernels(groups, config)
@@ -374,3 +355,14 @@ def decoder_family(
         kept_weights=kept_weights,
         configured=DecoderSpec.configured,
     )
+
+
+def checkpoint_layers(layers: Sequence[nn.Module]) -> None:
+    """Makes every layer keep only its inputs and compute the rest again in the backward pass (activation checkpointing).
+
+    Call it before :func:`~rl_backend.parallel.fsdp.apply_fsdp`: the gathered parameters then outlive the recomputation.
+    Layers must be deterministic: the state of the random number generators is not kept for the recomputation.
+    """
+    # In place of ``forward``, not around the module: parameter names stay as they are.
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -21,11 +21,10 @@ from rl_backend.primitive.norm import NormSpec
 
 
 class MTPNames(NamedTuple):
-    """How a directory calls the parts of the layer.
+    """How a directory calls a layer for multi-token prediction and its parts.
 
     Attributes:
-        module: all of it.
-        layer: its decoder layer.
+        module, layer: all of it, and its decoder layer.
         embedding_norm, hidden_norm, projection, norm: of what comes in, of both together, and of what goes to the head,
             within ``module``.
         embedding, head: copies of the model's within ``module``, empty where there are none.
@@ -48,12 +47,7 @@ class MTPNames(NamedTuple):
 
 @dataclass(frozen=True)
 class MTPSpec:
-    """Attributes:
-    layer: its blocks.
-    names: in Hugging Face directories.
-    training: as in :class:`~rl_backend.model.options.DecoderOptions`; built unless it is ``keep``.
-    loss_weight: as there.
-    """
+    """A layer for multi-token prediction, with options as in :class:`~rl_backend.model.options.DecoderOptions`."""
 
     layer: LayerSpec
     names: MTPNames
@@ -66,25 +60,19 @@ class MTPSpec:
 
     def own_weight_names(self, norm: NormSpec) -> dict[str, WeightName]:
         """Of all but the decoder layer, by their names in :class:`MultiTokenPrediction`."""
-        modules = {
-            "embedding_norm": self.names.embedding_norm,
-            "hidden_norm": self.names.hidden_norm,
-            "norm": self.names.norm,
-        }
-        names: dict[str, WeightName] = {"projection.weight": f"{self.names.module}.{self.names.projection}.weight"}
-        for module, stored in modules.items():
-            names |= {f"{module}.{name}": f"{self.names.module}.{stored}.{name}" for name in norm.parameters}
+        stored = self.names
+        norms = {"embedding_norm": stored.embedding_norm, "hidden_norm": stored.hidden_norm, "norm": stored.norm}
+        names: dict[str, WeightName] = {"projection.weight": f"{stored.module}.{stored.projection}.weight"}
+        for module, called in norms.items():
+            names |= {f"{module}.{name}": f"{stored.module}.{called}.{name}" for name in norm.parameters}
         return names
 
     def copies(self, *, tied: bool) -> Mapping[str, tuple[str, ...]]:
         """Parameter of the model -> names of the copies of it that a directory has in this module."""
-        embedding, head = (
-            tuple(f"{self.names.module}.{name}" for name in (copy,) if name)
-            for copy in (self.names.embedding, self.names.head)
-        )
-        return (
-            {"embed_tokens.weight": embedding + head} if tied else {"embed_tokens.weight": embedding, "lm_head.weight": head}
-        )
+        names = self.names.embedding, self.names.head
+        embedding, head = (tuple(f"{self.names.module}.{name}" for name in (copy,) if name) for copy in names)
+        own_head = "embed_tokens.weight" if tied else "lm_head.weight"
+        return {"embed_tokens.weight": embedding} | {own_head: embedding + head if tied else head}
 
 
 PRE_NORMS = LayerNorms()
@@ -98,8 +86,6 @@ class DecoderSpec:
     Attributes:
         max_length: longest sequence, in tokens.
         norm: of all norms.
-        tie_word_embeddings: whether the language-model head is the embedding.
-        layers: the blocks of each layer.
         norms: which norms a layer has around its blocks.
         parallel_blocks: whether both blocks of a layer read the residual stream as it enters the layer; without
             ``norms.before_feed_forward`` they share the mixer's norm. Otherwise the feed-forward block reads what the mixer
@@ -108,7 +94,6 @@ class DecoderSpec:
         embedding_scale: factor of the embeddings, rounded to their dtype.
         residual_scale: factor of what a block adds to the residual stream.
         logit_scale: factor of the logits.
-        head_bias: whether the language-model head has a bias.
         prefix: of the Hugging Face names of all parameters but those of the head.
         mtp: a layer for multi-token prediction beside the others; None without one.
         trained_part: name of the modules that are trained alone; None trains all.
@@ -144,7 +129,7 @@ class DecoderSpec:
 
     @property
     def sparse(self) -> tuple[bool, ...]:
-        """For each layer, whether it has experts."""
+        """Whether each layer has experts."""
         return tuple(layer.feed_forward.router is not None for layer in self.layers)
 
     @property
@@ -162,11 +147,7 @@ class DecoderSpec:
         return IndexedLayers(next(iter(chosen.values())), tuple(chosen)) if len({*chosen.values()}) == 1 else None
 
     def configured(self, options: ModelOptions) -> "DecoderSpec":
-        """With what the options say.
-
-        Raises:
-            ConfigError: an option of a part that the model does not have.
-        """
+        """With what the options say; raises :class:`ConfigError` for one of a part that the model does not have."""
         chosen = DecoderOptions.of(options)
         layers = self.layers if self.mtp is None else (*self.layers, self.mtp.layer)
         taken = frozenset[str]().union(*(block.options for layer in layers for block in layer))
@@ -193,7 +174,7 @@ class DecoderSpec:
             )
 
     def kept_prefixes(self) -> tuple[str, ...]:
-        """See ``ModelFamily.kept_weights``; those that are trained after all are not kept."""
+        """See ``ModelFamily.kept_weights``."""
         return () if self.mtp is None else (f"{self.mtp.names.module}.",)
 
     def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes | None:
@@ -205,10 +186,7 @@ class DecoderSpec:
         return CacheBytes(sum(each.tokens for each in known), sum(each.state for each in known))
 
     def weight_names(self, head: Head) -> dict[str, WeightName]:
-        """Parameter name -> Hugging Face name or, for packed experts, names, in export order.
-
-        Tied embeddings have no ``lm_head.weight``.
-        """
+        """Parameter name -> Hugging Face name or names, in export order; tied embeddings have no ``lm_head.weight``."""
         names: dict[str, WeightName] = {"embed_tokens.weight": f"{self.prefix}.embed_tokens.weight"}
         for index, layer in enumerate(self.layers):
             names |= self._layer_names(layer, f"layers.{index}", f"{self.prefix}.layers.{index}")

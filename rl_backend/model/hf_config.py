@@ -1,7 +1,4 @@
-"""A Hugging Face ``config.json``, read field by field with refusals that name the field; and its rotary embedding.
-
-The embedding may be in the format of transformers 4 or 5.
-"""
+"""A Hugging Face ``config.json``, read field by field with refusals that name the field; and its rotary embedding."""
 
 import sys
 from collections.abc import Mapping
@@ -13,20 +10,17 @@ from rl_backend.primitive import rope
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value is a number that a float can hold; ``json`` reads NaN, Infinity and whole numbers of any size."""
+    """Whether a value is a number that a float can hold."""
+    # json reads NaN, Infinity and whole numbers of any size.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and -sys.float_info.max <= value <= sys.float_info.max
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """``config.json`` of a model directory, for one family.
+    """``config.json`` of a model directory, for one ``family``, which messages name.
 
     Every method raises :class:`~rl_backend.contracts.UnsupportedError` for a value that the family cannot honour.
-
-    Attributes:
-        fields: the JSON object.
-        family: for messages.
     """
 
     fields: Mapping[str, Any]
@@ -73,7 +67,6 @@ class HFConfig:
             self.refuse("quantization_config", self.fields["quantization_config"], problem)
 
     def refuse(self, field: str, value: Any, reason: str) -> NoReturn:
-        """Raises the error."""
         raise UnsupportedError(
             f"config.json: {field}={value!r}: {reason} in the native {self.family} family; use a model without it, or "
             "register_model(...) a family that has it",
@@ -83,10 +76,7 @@ class HFConfig:
 
 
 class RotaryContext(NamedTuple):
-    """Attributes:
-    rotary: what determines the angles.
-    max_length: longest sequence, in tokens, that the embedding is made for.
-    """
+    """What determines the angles, and the longest sequence, in tokens, that the embedding is made for."""
 
     rotary: rope.Rotary
     max_length: int
@@ -96,11 +86,6 @@ def read_rotary(
     config: HFConfig, head_dim: int, default_theta: float | None = None, default_part: float | None = None
 ) -> RotaryContext:
     """Reads ``rope_theta``, and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5).
-
-    As in transformers, ``original_max_position_embeddings`` beside that object takes precedence over the one inside, and is
-    ``max_position_embeddings`` where both are absent. The longest sequence has ``max_position_embeddings`` tokens;
-    ``linear`` multiplies that by ``factor``, as vLLM does, and ``yarn`` allows ``factor * original_max_position_embeddings``
-    where the directory gives only the original length.
 
     Args:
         default_theta: where there is none; None refuses that.
@@ -127,6 +112,7 @@ def read_rotary(
         case "linear":
             entry.check_fields("factor")
             scaling: rope.RotaryScaling = rope.LinearScaling(entry.factor())
+            # As in vLLM.
             max_length = entry.lengthened(max_length, scaling.factor)
         case "llama3":
             entry.check_fields("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -136,6 +122,7 @@ def read_rotary(
             if theta <= 1.0:
                 config.refuse("rope_theta", theta, "yarn needs a number above 1")
             scaling = _yarn(entry, max_length)
+            # Directories may give only the original length.
             max_length = max(max_length, entry.lengthened(scaling.original_max_position_embeddings, scaling.factor))
         case _:
             config.refuse(field, dict(parameters), f"rope_type {kind!r} is not one of default, linear, llama3 and yarn")
@@ -143,8 +130,6 @@ def read_rotary(
 
 
 class _Entry(NamedTuple):
-    """The object that describes the scaling."""
-
     config: HFConfig
     field: str
     parameters: Mapping[str, Any]
@@ -168,6 +153,7 @@ class _Entry(NamedTuple):
         return self.number("factor", least=1.0, inclusive=True)
 
     def original_length(self, max_length: int) -> int:
+        # As in transformers, the field beside the object takes precedence over the one inside.
         if self.config.get("original_max_position_embeddings") is not None:
             return self.config.positive_int("original_max_position_embeddings")
         return int(self.number("original_max_position_embeddings", default=max_length, least=1.0, inclusive=True))
@@ -180,7 +166,6 @@ class _Entry(NamedTuple):
 
 
 def _parameters(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
-    """The field that describes the embedding, and its object."""
     found = {field: config.get(field) for field in ("rope_parameters", "rope_scaling") if config.get(field) is not None}
     for field, value in found.items():
         if not isinstance(value, Mapping):
@@ -195,7 +180,6 @@ def _kind(parameters: Mapping[str, Any]) -> Any:
 
 
 def _rotated(config: HFConfig, field: str, parameters: Mapping[str, Any], head_dim: int, default_part: float | None) -> int:
-    """How many features of a head are rotated, the first."""
     part, beside = parameters.get("partial_rotary_factor"), config.get("partial_rotary_factor")
     refused: tuple[str, Any] = (field, dict(parameters))
     if part is None:

@@ -16,7 +16,7 @@ class SecondTokens(NamedTuple):
     """What multi-token prediction is trained on.
 
     Attributes:
-        labels: as ``ModelInput.labels``, the token after the next, -100 at each sequence's last two positions.
+        labels: (T,) int64, the token after the next, -100 at each sequence's last two positions.
         total: how many of them there are in the whole micro-batch.
     """
 
@@ -35,9 +35,7 @@ class ModelInput(NamedTuple):
         longest: tokens of the longest sequence.
         labels: (T,) int64, the next token, -100 at each sequence's last position.
         temperature: number or (T,) float32.
-        calculate_entropy: whether ``ModelOutput.entropy`` is wanted.
-        router_loss_weight: factor of a router's losses in this micro-batch: 1 / number of micro-batches, which gives a step
-            their mean.
+        router_loss_weight: factor of a router's losses: 1 / number of micro-batches, which gives a step their mean.
         padding: bool, which of the rows between this rank's blocks stand for no token; None where all do. Their label is
             -100.
         routes: (rows, layers with experts of the whole model, top_k) integers, the experts that the routers must take; -1
@@ -45,8 +43,8 @@ class ModelInput(NamedTuple):
         keys: (T, layers with an indexer of the whole model, top_k) integers, the keys that these layers must attend to, by
             their places in the sequence; -1 alone for the tokens for which they choose. None where they choose for all.
         adapters: which adapters work on which of the T tokens.
-        heads: the outputs that are wanted; empty asks for those of the model's own head. Tenants with a head of their own
-            have values, and rows with values have no log-probs, which are 0 then, as are values of the others.
+        heads: the outputs that are wanted; empty asks for those of the model's own head. Rows of tenants with a value head
+            have no log-probs, and the others no values: they are 0 there.
         sequences: which sequence each row between this rank's blocks is from; None where there is one.
         second: the tokens after the next; None for a model that is not trained on them.
         hidden: (rows, hidden_size), the output of the pipeline stage before; None for the first.
@@ -77,13 +75,7 @@ def second_labels(labels: torch.Tensor) -> torch.Tensor:
 
 
 class ModelStage(NamedTuple):
-    """A part of a model that one rank of a pipeline runs.
-
-    Attributes:
-        first: whether it has the embeddings.
-        layers: numbers of its layers.
-        last: whether it has the head.
-    """
+    """A part of a model that one rank of a pipeline runs; the first has the embeddings, the last the head."""
 
     first: bool
     layers: range
@@ -94,9 +86,7 @@ class BuildSettings(NamedTuple):
     """How to build a model, beside its architecture.
 
     Attributes:
-        options: the family's own, of its ``options_type``.
-        head: one of the family's ``heads``.
-        log_prob_chunk_tokens: as in :class:`~rl_backend.contracts.NativeConfig`.
+        options: of the family's ``options_type``.
         stage: the part to build; None builds the whole model.
         layer_dtype: dtype of what goes into layers, where the ends compute in float32; None where all is of one dtype.
     """

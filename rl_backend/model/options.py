@@ -9,12 +9,12 @@ from rl_backend.contracts import ModelOptions
 type MTPTraining = Literal["keep", "detached", "joint"]
 type IndexerTraining = Literal["frozen", "warm_up", "sparse"]
 
+# Names of options that a part of a model takes. A model without the part refuses any other value than the default.
 ROUTER_OPTIONS = frozenset({"router_aux_loss_coef", "router_z_loss_coef", "router_sequence_loss_coef", "freeze_router"})
 EXPERT_BIAS_OPTIONS = frozenset({"expert_bias_rate"})
 MTP_OPTIONS = frozenset({"mtp", "mtp_loss_weight"})
 INDEXER_OPTIONS = frozenset({"indexer", "indexer_loss_weight"})
 DELTA_OPTIONS = frozenset({"delta_kernel"})
-"""Names of those that a part of a model takes. Any other value than the default is refused by a model without the part."""
 
 
 class DecoderOptions(ModelOptions):

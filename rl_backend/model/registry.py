@@ -31,10 +31,9 @@ class ModelFamily:
         name: value of ``NativeConfig.model``.
         hf_model_types: values of ``model_type`` that this family is the default for.
         options_type: type of ``NativeConfig.model_cfg``.
-        parse_config: Hugging Face ``config.json`` as a dictionary -> the family's own architecture description; raises
+        parse_config: ``config.json`` -> the family's own architecture description; raises
             :class:`~rl_backend.contracts.UnsupportedError` that names a field it cannot honour.
-        configured: (architecture, options of ``options_type``) -> the architecture with what these change in it; None where
-            they change nothing.
+        configured: (architecture, options) -> the architecture with what the options change in it.
         build: (architecture, settings) -> module on the current default device (``meta`` when the runtime builds it), in
             float32, whose ``forward(ModelInput)`` returns a :class:`~rl_backend.contracts.ModelOutput`: ``log_probs`` and,
             on request, ``entropy``; with ``head="values"``, ``values`` alone. A stage that is not the last returns the
@@ -43,27 +42,22 @@ class ModelFamily:
             ``check_layout`` lets through, activation checkpointing, FSDP.
         weight_names: (architecture, head) -> parameter name in the module -> Hugging Face name, in export order, or a
             :class:`~rl_backend.contracts.PackedWeight` of several. A tied ``lm_head`` has no entry; the head of a critic has
-            the names
-            :data:`~rl_backend.contracts.VALUE_HEAD_WEIGHTS`, and where a checkpoint lacks one of them it starts at 0.
+            the names :data:`~rl_backend.contracts.VALUE_HEAD_WEIGHTS`, and starts at 0 where a checkpoint lacks them.
         heads: what ``build`` and ``weight_names`` understand.
-        max_length: architecture -> longest sequence, in tokens. None takes ``max_position_embeddings`` of ``config.json``
-            where it is there.
+        max_length: architecture -> longest sequence, in tokens. None takes ``max_position_embeddings`` of ``config.json``.
         num_layers: architecture -> number of layers, where ``build`` makes stages of pipelines. Hidden states between
             stages are as wide as ``hidden_size`` of ``config.json``.
         stage_copies: parameter that a last stage has of its own -> the first stage's parameter that it is a copy of.
         check_layout: (architecture, parallel) -> raises :class:`~rl_backend.contracts.ConfigError` for a layout that
             ``parallelize`` cannot make of this model. None stands for data parallelism only.
         routed_layers: architecture -> its layers with experts, where models take ``ModelInput.routes`` and route with one
-            :class:`~rl_backend.primitive.router.Router` in each of them, in the order of their modules. It returns None for
-            an architecture without such layers.
-        indexed_layers: architecture -> its layers that choose keys, where models take ``ModelInput.keys``; None for an
-            architecture without such layers.
+            :class:`~rl_backend.primitive.router.Router` in each of them, in the order of their modules; None without any.
+        indexed_layers: architecture -> its layers that choose keys, where models take ``ModelInput.keys``; None without any.
         float32_head: whether ``build`` makes a :class:`~rl_backend.primitive.float32.EndsInFloat32` that honours
             ``BuildSettings.layer_dtype``; else ``NativeConfig.head_in_float32`` is refused.
         stored_buffers: endings of Hugging Face names that directories hold and no parameter has; they are not read.
-        kept_weights: architecture -> beginnings of Hugging Face names of weights that directories may hold and nothing here
-            trains or computes with, such as a vision tower beside a language model. They are not read, and a saved model
-            has them byte for byte from the directory that it was built from.
+        kept_weights: architecture -> beginnings of Hugging Face names of weights that nothing here trains or computes with,
+            such as a vision tower. A saved model has them byte for byte from the directory that it was built from.
     """
 
     name: str
@@ -95,7 +89,6 @@ class ModelFamily:
         return parsed if self.configured is None else self.configured(parsed, options or self.options_type())
 
     def kept_prefixes(self, architecture: Any) -> tuple[str, ...]:
-        """``kept_weights`` of an architecture; none of a family without."""
         return () if self.kept_weights is None else self.kept_weights(architecture)
 
     def require_head(self, head: Head) -> None:
@@ -142,10 +135,6 @@ def model_positions(hf_config: Mapping[str, Any], model: str = "auto") -> int | 
     """The longest sequence of a model, in tokens; None where nothing limits it.
 
     Of a model without a family, or one that its family refuses, ``max_position_embeddings``.
-
-    Args:
-        hf_config: ``config.json``.
-        model: name of a family, or ``auto``.
     """
     try:
         family = find_model(model, hf_config)
@@ -155,11 +144,7 @@ def model_positions(hf_config: Mapping[str, Any], model: str = "auto") -> int | 
 
 
 def model_kept_prefixes(hf_config: Mapping[str, Any], model: str = "auto") -> tuple[str, ...]:
-    """``ModelFamily.kept_weights`` of a model; none of one without a family, or that its family refuses.
-
-    Args:
-        hf_config, model: as of :func:`model_positions`.
-    """
+    """``ModelFamily.kept_weights`` of a model; none of one without a family, or that its family refuses."""
     try:
         family = find_model(model, hf_config)
         return family.kept_prefixes(family.parse_config(hf_config))

@@ -1,24 +1,20 @@
-"""A command line made from a configuration: a flag for each value, and ``--config FILE`` for those of a file."""
+"""A command line made from a configuration: a flag for each value, and files of options."""
 
 from __future__ import annotations
 
 import json
 import sys
-from argparse import SUPPRESS, BooleanOptionalAction
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, TypeAliasType, Union, get_args, get_origin
+from typing import Any, get_origin
+
+import yaml
 
 from rl_backend.contracts import BaseConfig, ConfigError, RegistryError, RLBackendError
-from rl_backend.options.file import ConfigFile, as_yaml
-from rl_backend.options.help import metavar_of, nearest, shown, write_help
-from rl_backend.options.option_set import has, merged, options_of, sections_of
-from rl_backend.options.parser import CommandError, CommandParser
-
-type Sections = Mapping[str, type[BaseConfig]]
-"""Prefix -> type, of a configuration and all that are nested in it."""
+from rl_backend.options.help import Sections, alternatives, nearest, option_parser, shown
+from rl_backend.options.option_set import OptionSet, followed, has, merged, options_of, sections_of
+from rl_backend.options.parser import CommandError
 
 
 def parse_config[C: BaseConfig](config_type: type[C], description: str, arguments: Sequence[str] | None = None) -> C:
@@ -28,22 +24,31 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
     all values are printed as YAML, for ``--config``, and the process ends.
 
     Raises:
-        ConfigError: a flag that is not there, a value that the configuration refuses, or a ``--config`` file that cannot
-            be read.
+        ConfigError: an unknown flag, a value that the configuration refuses, or a ``--config`` file that cannot be read.
     """
     words = [_spelled(word) for word in (sys.argv[1:] if arguments is None else arguments)]
-    options = options_of(config_type)
+    asks_help = not {"--help", "-h"}.isdisjoint(words)
+    options, prog = options_of(config_type), _program()
     sections = dict(sections_of(config_type, {}))
     file, given = ConfigFile(), {}
+
+    def meant(flag: str) -> str | None:
+        near = nearest(flag, config_type, sections)
+        return near and f"--{shown(near)}"
+
     try:
         # Values decide which options there are: first all are read that do not depend on it.
-        found, _ = option_parser(config_type, description, sections, asks_help=False).parse_known_args(words)
-        file = _read_file(found.config)
+        parser = option_parser(prog, config_type, description, sections)
+        found, _ = parser.parse_known_args([word for word in words if word not in ("--help", "-h")])
+        if len(found.config) > 1:
+            raise CommandError(f"--config: is given {len(found.config)} times; put all into one file")
+        file = ConfigFile.read(found.config[0]) if found.config else file
         types = options.section_types(merged(options.nest(file.values), options.nest(_values(found, sections))))
         sections = dict(sections_of(config_type, types))
-        parser = option_parser(config_type, description, sections)
-        if not {"--help", "-h"} & set(words):
-            parser.refuse_unknown(words, partial(_meant, config_type=config_type, sections=sections))
+        parser = option_parser(prog, config_type, description, sections)
+        # Help is shown beside a wrong flag too.
+        if not asks_help:
+            parser.refuse_unknown(words, meant)
         found = parser.parse_args(words)
         _refuse_unknown(file, config_type, sections)
         given = options.nest(_values(found, sections))
@@ -66,42 +71,12 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
 
 
 def in_flags(error: RLBackendError, config: BaseConfig | None) -> str:
-    """What an error says, with flags in place of the fields of a configuration that it blames."""
+    """The message, with flags in place of the fields of a configuration that it blames."""
     if config is None or not isinstance(error, ConfigError):
         return str(error)
-    options, sections = options_of(type(config)), dict(_sections_in(config))
+    options = options_of(type(config))
+    sections = dict(sections_of(type(config), options.section_types(config.model_dump())))
     return error.told(lambda field: f"--{shown(options.name_of(place))}" if (place := _place(field, sections)) else field)
-
-
-def option_parser(config_type: type[BaseConfig], text: str, sections: Sections, *, asks_help: bool = True) -> CommandParser:
-    """Flags of a configuration, by place and short name, whose values are text."""
-    prog = _program()
-    parser = CommandParser(
-        lambda: write_help(prog, config_type, text, sections), prog=prog, add_help=False, argument_default=SUPPRESS
-    )
-    parser.add_argument("--config", action="append", default=[])
-    parser.add_argument("--print-config", action="store_true", default=False)
-    if asks_help:
-        parser.add_argument("--help", "-h", action="help")
-    options = options_of(config_type)
-    for prefix, kind in sections.items():
-        for name, info in kind.model_fields.items():
-            place = prefix + name
-            flags = [f"--{each}" for each in dict.fromkeys((shown(options.name_of(place)), shown(place)))]
-            rule = options.follows.get(place)
-            hidden = f"{place}." in sections or (rule is not None and rule.because)
-            metavar, help = metavar_of(info.annotation), SUPPRESS if hidden else None
-            if metavar:
-                parser.add_argument(*flags, dest=place, action="append", metavar=metavar, help=help)
-            else:
-                parser.add_argument(*flags, dest=place, action=BooleanOptionalAction, help=help)
-    return parser
-
-
-def _meant(flag: str, config_type: type[BaseConfig], sections: Sections) -> str | None:
-    """The flag that was probably meant."""
-    near = nearest(flag, config_type, sections)
-    return near and f"--{shown(near)}"
 
 
 def _values(found: Any, sections: Sections) -> dict[str, Any]:
@@ -117,12 +92,13 @@ def _values(found: Any, sections: Sections) -> dict[str, Any]:
 
 def _value(place: str, annotation: Any, texts: Sequence[str]) -> Any:
     """What the texts of one flag say; of lists and objects, all of them together."""
-    kinds = [kind for kind in _alternatives(annotation) if isinstance(kind, type)]
+    types = [get_origin(kind) or kind for kind in alternatives(annotation)]
+    kinds = [kind for kind in types if isinstance(kind, type)]
     is_object = any(issubclass(kind, Mapping | BaseConfig) for kind in kinds)
     is_list = any(issubclass(kind, list | tuple) for kind in kinds)
     if not is_object and not is_list:
         return None if texts[-1] == "none" else texts[-1]
-    pieces = [_piece(place, text, is_object=is_object, is_list=is_list, is_text=str in kinds) for text in texts]
+    pieces = [_piece(place, text, is_object=is_object, is_list=is_list) for text in texts]
     if len(pieces) == 1:
         return pieces[0]
     if all(isinstance(piece, dict) for piece in pieces):
@@ -130,7 +106,7 @@ def _value(place: str, annotation: Any, texts: Sequence[str]) -> Any:
     return [each for piece in pieces for each in (piece if isinstance(piece, list) else [piece])]
 
 
-def _piece(place: str, text: str, *, is_object: bool, is_list: bool, is_text: bool) -> Any:
+def _piece(place: str, text: str, *, is_object: bool, is_list: bool) -> Any:
     if text == "none":
         return None
     if text.lstrip()[:1] in ("{", "["):
@@ -141,31 +117,9 @@ def _piece(place: str, text: str, *, is_object: bool, is_list: bool, is_text: bo
     if is_object and "=" in text:
         pairs = (pair.partition("=") for pair in text.split(","))
         return {name.strip(): value for name, _, value in pairs}
-    if is_list or not text:
-        return [each.strip() for each in text.split(",") if each.strip()] if is_list else {}
-    if is_text:
-        return text
-    raise CommandError(f"--{shown(place)} {text}: neither JSON nor NAME=VALUE; give one of them, such as '{{\"name\": 1}}'")
-
-
-def _alternatives(annotation: Any) -> Iterator[Any]:
-    """Types that a value may have, without what is in them."""
-    origin = get_origin(annotation)
-    if isinstance(annotation, TypeAliasType):
-        yield from _alternatives(annotation.__value__)
-    elif origin is Annotated:
-        yield from _alternatives(get_args(annotation)[0])
-    elif origin in (Union, UnionType):
-        for each in get_args(annotation):
-            yield from _alternatives(each)
-    else:
-        yield origin or annotation
-
-
-def _read_file(paths: Sequence[str]) -> ConfigFile:
-    if len(paths) > 1:
-        raise ConfigError(f"--config: is given {len(paths)} times, and only the last would be read; put all into one file")
-    return ConfigFile.read(paths[0]) if paths else ConfigFile()
+    if is_list:
+        return [each.strip() for each in text.split(",") if each.strip()]
+    return text or {}
 
 
 def _refuse_unknown(file: ConfigFile, config_type: type[BaseConfig], sections: Sections) -> None:
@@ -180,19 +134,12 @@ def _refuse_unknown(file: ConfigFile, config_type: type[BaseConfig], sections: S
 
 def _place(field: str, sections: Sections) -> str | None:
     """Where a field is that an error names by its class, or a base of it; None: in no section, or in several."""
-    owner, dot, name = field.partition(".")
-    if not dot:
-        return owner if owner in sections[""].model_fields else None
+    owner, _, name = field.partition(".")
+    if field in sections[""].model_fields:
+        return field
     exact = [prefix for prefix, kind in sections.items() if kind.__name__ == owner]
     prefixes = exact or [prefix for prefix, kind in sections.items() if owner in [base.__name__ for base in kind.__mro__]]
-    return prefixes[0] + name if len(prefixes) == 1 else None
-
-
-def _sections_in(config: BaseConfig, prefix: str = "") -> Iterator[tuple[str, type[BaseConfig]]]:
-    yield prefix, type(config)
-    for name in type(config).model_fields:
-        if isinstance(value := getattr(config, name), BaseConfig):
-            yield from _sections_in(value, f"{prefix}{name}.")
+    return (prefixes[0] + name).removesuffix(".") or None if len(prefixes) == 1 else None
 
 
 def _spelled(word: str) -> str:
@@ -210,3 +157,71 @@ def _program() -> str:
     if words and not words[0].startswith("-") and not words[0].endswith(".py"):
         return " ".join([Path(words[0]).name, *words[1:]])
     return " ".join(["python", *words])
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The values of a ``--config`` file.
+
+    Attributes:
+        lines: name of a value as the file has it, ``loss.name`` -> its line, from 1; empty where they cannot be told.
+    """
+
+    path: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    lines: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path | str) -> ConfigFile:
+        """JSON by its suffix, else YAML.
+
+        Raises:
+            ConfigError: it cannot be read, is not an object, or has a name twice.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text()
+            values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+            if not isinstance(values, dict):
+                raise ValueError(f"it holds a {type(values).__name__}, not an object of options")
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            raise ConfigError(f"--config {path}, line {mark.line + 1 if mark else '?'}: {error.problem}") from None
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            raise ConfigError(f"--config {path}: {error}") from None
+        return cls(str(path), values, _lines(text, path))
+
+    def line_of(self, place: str, options: OptionSet) -> str | None:
+        """``mine.yaml, line 3: name`` of the value at a place of the configuration; None where the file has none."""
+        for name, line in self.lines.items():
+            if options.place_of(name) == place:
+                return f"--config {self.path}, line {line}: {name}"
+        return None
+
+
+def as_yaml(config: BaseConfig) -> str:
+    """All values of a configuration, for ``--config``; what follows from others is a comment."""
+    values = config.model_dump(mode="json")
+    text: str = yaml.safe_dump(values, sort_keys=False, width=1 << 20, allow_unicode=True)
+    comments = [f"#   {path}: {json.dumps(value)}\n" for path, value in followed(config)]
+    return text + "".join(["# follows from the values above:\n", *comments] if comments else [])
+
+
+def _lines(text: str, path: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):  # JSON that is no YAML, for example with tabs: lines only help messages
+        return {}
+    for name, line in _keys(root, ""):
+        if name in found:
+            raise ConfigError(f"--config {path}, line {line}: {name} is there twice, first in line {found[name]}; keep one")
+        found[name] = line
+    return found
+
+
+def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield f"{prefix}{key.value}", key.start_mark.line + 1
+            yield from _keys(value, f"{prefix}{key.value}.")

@@ -1,33 +1,27 @@
-"""Help of a command line that is made from a configuration: its options as rows of a table, and as text."""
+"""Flags of a configuration with their help, and the flag that was meant."""
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import textwrap
-from collections.abc import Mapping
+from argparse import SUPPRESS, BooleanOptionalAction
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from types import NoneType
-from typing import Annotated, Any, Literal, TypeAliasType, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeAliasType, Union, get_args, get_origin
 
 from rl_backend.contracts import BaseConfig
 from rl_backend.options.option_set import options_of
+from rl_backend.options.parser import CommandParser
 
-ROOT_GROUP = "options"
-"""Of options at the top of a configuration that has no groups."""
-
-OWN_GROUP = "training"
-"""Of those that are in no group of a configuration that has some: what the loop itself adds."""
+type Sections = Mapping[str, type[BaseConfig]]
+"""Prefix -> type, of a configuration and all that are nested in it, as of ``dict(sections_of(...))``."""
 
 WIDTH, INDENT = 100, 30
 ORDER = ("model", "data", "reward", "sampling", "evaluation", "training", "layout", "memory", "checkpoints", "logging")
 """Groups that come first, and how; others follow in the order of their declaration."""
-
-GENERAL = {
-    "--config FILE": "YAML or JSON with any of these values; flags on the command line replace them",
-    "--print-config": "print all values as YAML that --config reads, and end",
-    "--help, -h": "this text",
-}
 
 NAMES_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "model": ("model_name_or_path", "model_path", "model_name"),
@@ -57,6 +51,8 @@ NAMES_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 }
 """Option -> what TRL, verl and others call it."""
 
+_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
+
 
 @dataclass(frozen=True)
 class OptionRow:
@@ -64,70 +60,137 @@ class OptionRow:
 
     Attributes:
         flags: without dashes: its short name, if it has one, and its place.
-        group: under which help has it.
+        group: under which help has it; None where help has nothing of it.
         metavar: of its value: ``INT``, ``{auto,cpu}``; empty for a switch, which also has a ``--no-`` form.
-        text: what it is.
         default: None where it must be given.
     """
 
+    place: str
     flags: tuple[str, ...]
-    group: str
+    group: str | None
     metavar: str
     text: str
     default: str | None
 
 
-def option_rows(config_type: type[BaseConfig], sections: Mapping[str, type[BaseConfig]]) -> list[OptionRow]:
-    """All options that can be given, first those of groups in the order that these name them.
+def option_parser(prog: str, config_type: type[BaseConfig], text: str, sections: Sections) -> CommandParser:
+    """Flags of a configuration, by place and short name, whose values are lists of texts; those of switches are bool."""
+    rows, example = option_rows(config_type, sections), options_of(config_type).example
+    required = [f"--{row.flags[0]} {row.metavar}" for row in rows if row.group and row.default is None]
+    usage = _lines([f"usage: {prog}", "[--config FILE]", *required, "[--FLAG VALUE ...]"], indent="    ")
+    shell = _lines([f"  {prog}", *map(shlex.quote, shlex.split(example))], indent="     ")
+    parser = CommandParser(
+        prog=prog,
+        usage="\n".join(usage).removeprefix("usage: ").replace("%", "%%"),
+        description=text,
+        epilog="example:\n" + " \\\n".join(shell) if example else None,
+        formatter_class=_HelpFormatter,
+        add_help=False,
+        argument_default=SUPPRESS,
+    )
+    titles = dict.fromkeys(["general", *ORDER, *filter(None, (row.group for row in rows))])
+    groups = {title: parser.add_argument_group(title) for title in titles}
+    general = groups["general"]
+    of_file = "YAML or JSON with any of these values; flags on the command line replace them"
+    general.add_argument("--config", action="append", default=[], metavar="FILE", help=of_file)
+    printed = "print all values as YAML that --config reads, and end"
+    general.add_argument("--print-config", action="store_true", default=False, help=printed)
+    general.add_argument("--help", "-h", action="help", help="this text")
+    for row in rows:
+        said = f"{row.text} ({'required' if row.default is None else f'default: {row.default}'})".strip()
+        form: dict[str, Any] = {"action": "append", "metavar": row.metavar} if row.metavar else {}
+        groups[row.group or "general"].add_argument(
+            *(f"--{flag}" for flag in row.flags),
+            dest=row.place,
+            help=said.replace("%", "%%") if row.group else SUPPRESS,
+            **form or {"action": BooleanOptionalAction},
+        )
+    return parser
 
-    Args:
-        sections: as of :func:`~rl_backend.options.option_set.sections_of`.
-    """
+
+def option_rows(config_type: type[BaseConfig], sections: Sections) -> list[OptionRow]:
+    """All options, first those of groups in the order that these name them."""
     options = options_of(config_type)
     named = [(options.short.get(name, name), title) for title, names in options.groups.items() for name in names]
     groups, position = dict(named), {place: index for index, (place, _) in enumerate(named)}
     rows: list[tuple[int, OptionRow]] = []
     for prefix, kind in sections.items():
         texts = kind.documented()
-        title = f"{prefix[:-1]} ({kind.__name__})" if prefix else OWN_GROUP if named else ROOT_GROUP
+        title = f"{prefix[:-1]} ({kind.__name__})" if prefix else "training" if named else "options"
         for name, field in kind.model_fields.items():
-            path = prefix + name
-            rule = options.follows.get(path)
-            if f"{path}." in sections or (rule is not None and rule.because):
-                continue
-            default = options.preset.get(path, field.get_default(call_default_factory=True))
-            short = options.name_of(path)
-            metavar = options.metavars.get(short, metavar_of(field.annotation))
-            grouped = path if path in groups else prefix
-            required = field.is_required() and path not in options.preset and rule is None
+            place = prefix + name
+            rule, short = options.follows.get(place), options.name_of(place)
+            # Help has no flags that are refused, but they are read, to be refused with the reason.
+            hidden = f"{place}." in sections or (rule is not None and rule.because)
+            grouped = place if place in groups else prefix
+            default = _plain(options.preset.get(place, field.get_default(call_default_factory=True)))
+            required = field.is_required() and place not in options.preset and rule is None
             row = OptionRow(
-                flags=(shown(short), *([path] if short != path else [])),
-                group=groups.get(grouped, title),
-                metavar=metavar,
+                place,
+                flags=tuple(dict.fromkeys((shown(short), shown(place)))),
+                group=None if hidden else groups.get(grouped, title),
+                metavar=options.metavars.get(short, metavar_of(field.annotation)),
                 text=field.description or texts.get(name, ""),
-                default=None if required else "follows from other options" if rule is not None else _plain(default),
+                default=None if required else default if rule is None else "follows from other options",
             )
             rows.append((position.get(grouped, len(named)), row))
     return [row for _, row in sorted(rows, key=lambda each: each[0])]
 
 
+def alternatives(annotation: Any) -> Iterator[Any]:
+    """Types that a value may have, without aliases and annotations."""
+    if isinstance(annotation, TypeAliasType):
+        yield from alternatives(annotation.__value__)
+    elif get_origin(annotation) is Annotated:
+        yield from alternatives(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for each in get_args(annotation):
+            yield from alternatives(each)
+    else:
+        yield annotation
+
+
 def metavar_of(annotation: Any) -> str:
     """``{auto,cpu}``, ``INT``; empty for a switch."""
-    if isinstance(annotation, TypeAliasType):
-        return metavar_of(annotation.__value__)
-    if get_origin(annotation) is Annotated:
-        return metavar_of(get_args(annotation)[0])
-    if annotation is bool:
-        return ""
-    if get_origin(annotation) is Literal:
-        return f"{{{','.join(map(str, get_args(annotation)))}}}"
-    kinds = [each for each in get_args(annotation) if each is not NoneType]
-    if NoneType in get_args(annotation) and len(kinds) == 1:
-        return metavar_of(kinds[0])
-    named = {int: "INT", float: "FLOAT", str: "TEXT"}
-    if get_origin(annotation) in (tuple, list):
-        return f"{metavar_of(kinds[0])},..." if kinds[0] in named else "JSON"
-    return named.get(annotation, "JSON")
+    kind, *more = [each for each in alternatives(annotation) if each is not NoneType]
+    if more:
+        return "JSON"
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(map(str, get_args(kind)))}}}"
+    if get_origin(kind) in (tuple, list):
+        each = get_args(kind)[0]
+        return f"{_METAVARS[each]},..." if each in _METAVARS else "JSON"
+    return "" if kind is bool else _METAVARS.get(kind, "JSON")
+
+
+def shown(name: str) -> str:
+    """A flag without its dashes: ``run-dir``, but ``train.hf_path``."""
+    return name.replace("-", "_") if "." in name else name.replace("_", "-")
+
+
+def nearest(name: str, config_type: type[BaseConfig], sections: Sections) -> str | None:
+    """The option that was probably meant: its place or short name."""
+    places = [prefix + name for prefix, kind in sections.items() for name in kind.model_fields]
+    short = options_of(config_type).short
+    asked = name.lstrip("-").replace("-", "_")
+    # Of places with the same last name, the first is nearest to the run itself.
+    ends = {place.rpartition(".")[2]: place for place in reversed(places)} | {name: name for name in short}
+    near = [option for option, names in NAMES_ELSEWHERE.items() if asked in names and option in {*places, *short}]
+    near = near or (get_close_matches(asked, places, n=1, cutoff=0.8) if "." in asked else [])
+    near = near or [ends[end] for end in get_close_matches(asked.rpartition(".")[2], ends, n=1)]
+    return near[0] if near else None
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=INDENT, width=WIDTH)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        # argparse repeats the value after every flag, and lists both forms of a switch.
+        is_switch = isinstance(action, BooleanOptionalAction)
+        flags = [flag for flag in action.option_strings if not (is_switch and flag.startswith("--no-"))]
+        text = ", ".join(flag.replace("--", "--[no-]") if is_switch else flag for flag in flags)
+        return "\n  ".join(textwrap.wrap(f"{text} {action.metavar or ''}", WIDTH - 2, break_on_hyphens=False))
 
 
 def _plain(value: Any) -> str:
@@ -138,76 +201,8 @@ def _plain(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def shown(name: str) -> str:
-    """A flag without its dashes: ``run-dir``, but ``train.hf_path``."""
-    return name.replace("-", "_") if "." in name else name.replace("_", "-")
-
-
-def write_help(prog: str, config_type: type[BaseConfig], text: str, sections: Mapping[str, type[BaseConfig]]) -> str:
-    """Usage, the options in groups, and an example, in lines of at most 100 characters."""
-    rows = option_rows(config_type, sections)
-    required = [f"--{row.flags[0]} {row.metavar}" for row in rows if row.default is None]
-    usage = [f"usage: {prog}", "[--config FILE]", *required, "[--FLAG VALUE ...]"]
-    lines = [*_filled(usage, ""), "", *_wrap(text, "")]
-    groups: dict[str, list[str]] = {"general": [line for flag, meaning in GENERAL.items() for line in _row(flag, meaning)]}
-    groups |= {title: [] for title in ORDER}
-    for row in rows:
-        said = f"{row.text} ({'required' if row.default is None else f'default: {row.default}'})".strip()
-        groups.setdefault(row.group, []).extend(_row(_flags(row), said))
-    for title, described in groups.items():
-        if described:
-            lines += ["", f"{title}:", *described]
-    if example := options_of(config_type).example:
-        lines += ["", "example:", *_filled([prog, *_pairs(example)], "  ")]
-    return "\n".join(lines) + "\n"
-
-
-def nearest(name: str, config_type: type[BaseConfig], sections: Mapping[str, type[BaseConfig]]) -> str | None:
-    """The option that was probably meant: its place or short name."""
-    places = [prefix + name for prefix, kind in sections.items() for name in kind.model_fields]
-    short = options_of(config_type).short
-    asked = name.lstrip("-").replace("-", "_")
-    ends = {place.rpartition(".")[2]: place for place in reversed(places)} | {name: name for name in short}
-    options = {*places, *short}
-    near = [option for option, elsewhere in NAMES_ELSEWHERE.items() if asked in elsewhere and option in options]
-    near = near or (get_close_matches(asked, places, n=1, cutoff=0.8) if "." in asked else [])
-    near = near or [ends[end] for end in get_close_matches(asked.rpartition(".")[2], ends, n=1)]
-    return near[0] if near else None
-
-
-def _pairs(example: str) -> list[str]:
-    """``--flag value`` as one word each, which no line divides."""
-    words: list[str] = []
-    for word in shlex.split(example):
-        if word.startswith("--") or not words:
-            words.append(word)
-        else:
-            words[-1] += f" {shlex.quote(word)}"
-    return words
-
-
-def _filled(words: list[str], indent: str) -> list[str]:
-    """Lines of these words; a backslash ends those that go on, as in a shell."""
-    lines = [indent + words[0]]
-    for word in words[1:]:
-        if len(lines[-1]) + len(word) + 3 > WIDTH:
-            lines[-1] += " \\" if indent else ""
-            lines.append(f"{indent}   ")
-        lines[-1] += f" {word}"
-    return lines
-
-
-def _flags(row: OptionRow) -> str:
-    flags = ", ".join(f"--{'' if row.metavar else '[no-]'}{each}" for each in row.flags)
-    return f"{flags} {row.metavar}".rstrip()
-
-
-def _row(flags: str, text: str) -> list[str]:
-    lines = _wrap(text, " " * INDENT)
-    if len(flags) + 4 > INDENT:
-        return [*_wrap(flags, "  "), *lines]
-    return [f"  {flags}".ljust(INDENT) + lines[0][INDENT:], *lines[1:]]
-
-
-def _wrap(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+def _lines(words: Sequence[str], indent: str) -> list[str]:
+    """The words in lines that have room for a backslash; none is divided, even if there are spaces in it."""
+    text = " ".join(word.replace(" ", "\xa0") for word in words)
+    lines = textwrap.wrap(text, WIDTH - 2, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in lines]

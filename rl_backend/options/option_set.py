@@ -19,7 +19,7 @@ class Follows:
     """A value of a nested configuration that follows from other options unless it is given.
 
     Attributes:
-        value: of the run's options.
+        value: computed from the whole configuration.
         because: why the run decides it: another value is refused. Empty where a given value wins.
         until: stands in for a value that the nested configuration cannot be read without.
         shown: what can be said of the value where Ray does not run; None: the value needs no Ray.
@@ -33,7 +33,7 @@ class Follows:
 
 @dataclass(frozen=True)
 class OptionSet:
-    """What a configuration says of its options; ``a | b`` has those of both, and where both say something, that of ``b``.
+    """What a configuration says of its options; ``a | b`` is both, and ``b`` wins.
 
     Attributes:
         short: short name -> place. Flags, files and the constructor take either.
@@ -73,14 +73,15 @@ class OptionSet:
         )
 
     def nest(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """``values`` in their places; a value by its short name wins over one in its place."""
+        """``values`` in their places; a short name wins over a place."""
         nested: dict[str, Any] = {}
+        # Short names come last, and so win over places.
         for name in sorted(values, key=lambda name: name in self.short or "." in name):
             nested = merged(nested, at(self.place_of(name), values[name]))
         return nested
 
     def place_of(self, name: str) -> str:
-        """The place of what is called ``tp`` or ``loss.name``."""
+        """The place of a short name, or of a name in a section that has one: ``tp``, ``loss.name``."""
         first, dot, rest = name.partition(".")
         return self.short.get(name) or f"{self.short.get(first, first)}{dot}{rest}"
 
@@ -90,25 +91,19 @@ class OptionSet:
 
 
 def options_of(kind: type[BaseModel]) -> OptionSet:
-    """What a configuration says of its options in ``option_set``; nothing, where it has none."""
+    """The ``option_set`` of a configuration, empty where it has none."""
     return getattr(kind, "option_set", None) or OptionSet()
 
 
 def read_options[C: BaseModel](cls: type[C], values: Any, handler: ModelWrapValidatorHandler[C]) -> C:
-    """Validator, mode wrap, of a configuration with an ``option_set``: a value is given by its place or short name::
-
-    GRPOConfig(train={"backend_cfg": {"parallel": {"tp": 2}}})
-    GRPOConfig(**{"train.backend_cfg.parallel.tp": 2})
-    GRPOConfig(tp=2)
-    """
+    """Wrap validator of a configuration with an ``option_set``: values are given by place or by short name, ``tp=2``."""
     if not isinstance(values, Mapping):
         return handler(values)
     options = options_of(cls)
     given = options.nest(values)
     # A section that nothing is given of says itself which of its values must be.
-    whole: dict[str, Any] = {
-        name: {} for name, info in cls.model_fields.items() if info.is_required() and _is_config(info.annotation)
-    }
+    required = [name for name, info in cls.model_fields.items() if info.is_required() and _is_config(info.annotation)]
+    whole: dict[str, Any] = {name: {} for name in required}
     stand_ins = {path: rule.until for path, rule in options.follows.items() if rule.until is not None}
     for path, value in {**stand_ins, **options.preset, **options.fitted(cls, given)}.items():
         whole = merged(whole, at(path, value))
@@ -125,8 +120,9 @@ def read_options[C: BaseModel](cls: type[C], values: Any, handler: ModelWrapVali
 
 
 def write_options(self: BaseModel, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-    """Serializer, mode wrap, of a configuration with an ``option_set``: what follows from others is left out."""
+    """Wrap serializer of a configuration with an ``option_set``: values that follow from others are left out."""
     values: dict[str, Any] = handler(self)
+    # A run that continues with other options must compute them anew.
     for path in options_of(type(self)).follows:
         section, _, name = path.rpartition(".")
         if has(values, path) and not gives(self, path):
@@ -135,14 +131,14 @@ def write_options(self: BaseModel, handler: SerializerFunctionWrapHandler) -> di
 
 
 def overlaid[C: BaseModel](kind: type[C], below: Mapping[str, Any], above: Mapping[str, Any]) -> C:
-    """Of the values of both, in their places or by their short names; where both have one, that of ``above``."""
+    """A configuration of the values of both, by place or short name; ``above`` wins."""
     options = options_of(kind)
     values = options.nest(below)
     return kind(**merged(values, options.nest(above), dict(sections_of(kind, options.section_types(values)))))
 
 
 def value_and_default(config: BaseModel, name: str) -> tuple[Any, Any]:
-    """Of a short name or place; twice None where there is no such one."""
+    """Of a short name or place; (None, None) where there is none."""
     path = options_of(type(config)).place_of(name)
     section, _, last = path.rpartition(".")
     if not has(config, path):
@@ -152,13 +148,13 @@ def value_and_default(config: BaseModel, name: str) -> tuple[Any, Any]:
 
 
 def gives(config: BaseModel, path: str) -> bool:
-    """Whether a value of a nested configuration was given, even if it is the default."""
+    """Whether the value at a place was given, even if it is the default."""
     section, _, name = path.rpartition(".")
     return name in get(config, section).model_fields_set
 
 
 def filled(config: BaseModel, section: str) -> Any:
-    """A nested configuration with all that follows from other options, where it was not given."""
+    """A nested configuration, with values that follow from other options in place of those not given."""
     found = getattr(config, section)
     for path, rule in options_of(type(config)).follows.items():
         first, _, rest = path.partition(".")
@@ -168,18 +164,14 @@ def filled(config: BaseModel, section: str) -> Any:
 
 
 def followed(config: BaseModel) -> Iterator[tuple[str, Any]]:
-    """Place and value of what follows from other options and was not given."""
+    """Place and value of each option that follows from others and was not given."""
     for path, rule in options_of(type(config)).follows.items():
         if has(config, path) and not gives(config, path):
             yield path, (rule.shown or rule.value)(config)
 
 
 def sections_of(kind: type[BaseModel], types: SectionTypes, prefix: str = "") -> Iterator[tuple[str, type[Any]]]:
-    """Prefix and type of a configuration and of all that are nested in it.
-
-    Args:
-        types: as :attr:`OptionSet.section_types` returns them.
-    """
+    """Prefix and type of a configuration and of all that are nested in it; ``types`` as of ``OptionSet.section_types``."""
     yield prefix, kind
     for name, info in kind.model_fields.items():
         nested: Any = types.get(prefix + name, info.annotation)
@@ -190,12 +182,11 @@ def sections_of(kind: type[BaseModel], types: SectionTypes, prefix: str = "") ->
 def merged(
     below: Mapping[str, Any], above: Mapping[str, Any], sections: Container[str] | None = None, prefix: str = ""
 ) -> dict[str, Any]:
-    """Nested dictionaries; where both have a value, that of ``above``. Configurations become the values given to them.
+    """Nested dictionaries of both; ``above`` wins. Configurations become the values given to them.
 
     Args:
-        sections: prefixes of configurations, as of :func:`sections_of`. Another dictionary is one value, such as reward
-            functions by name: that of ``above`` has nothing of the one below. None: there is no such one.
-        prefix: of what is merged.
+        sections: prefixes of configurations, as of :func:`sections_of`. Any other dictionary is one value, such as reward
+            functions by name, and replaces the one below; None merges all.
     """
     values = dict(below)
     for name, value in above.items():
@@ -225,10 +216,10 @@ def get(values: Any, path: str) -> Any:
 
 def has(values: Any, path: str) -> bool:
     """Whether there is such a place."""
-    for name in path.split("."):
-        if not (name in values if isinstance(values, Mapping) else hasattr(values, name)):
-            return False
-        values = values[name] if isinstance(values, Mapping) else getattr(values, name)
+    try:
+        get(values, path)
+    except (KeyError, AttributeError):
+        return False
     return True
 
 
@@ -237,9 +228,10 @@ def _is_config(annotation: Any) -> bool:
 
 
 def _with_value[C: BaseConfig](config: C, path: str, value: Any, *, given: bool = True) -> C:
-    """A copy with one value changed; which values were given stays as it was, but for that one."""
+    """A copy with one value changed, which counts as given or not; the others count as before."""
     name, _, rest = path.partition(".")
     new = config.replace(**{name: _with_value(getattr(config, name), rest, value, given=given) if rest else value})
+    # A validated copy counts every field as given.
     was = set(config.model_fields_set) | {name}
     object.__setattr__(new, "__pydantic_fields_set__", was if rest or given else was - {name})
     return new

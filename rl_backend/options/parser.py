@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any, NoReturn
@@ -17,25 +17,26 @@ class CommandError(Exception):
 class CommandParser(argparse.ArgumentParser):
     """Raises :class:`CommandError` where argparse prints the usage and leaves."""
 
-    def __init__(self, write_help: Callable[[], str] | None = None, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
-        self._write_help = write_help or super().format_help
         # argparse takes -1e-4 and -inf for flags.
         self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
     def refuse_unknown(self, words: Iterable[str], meant: Callable[[str], str | None] | None = None) -> None:
-        """Looks for flags that are not there before anything is parsed: argparse first asks for those that are missing.
+        """Refuses flags that are not there.
 
         Args:
             meant: the flag that was probably meant; None takes the one that is spelled most alike.
         """
+        # Before anything is parsed, because argparse first asks for flags that are missing.
         if any(action.nargs == argparse.REMAINDER for action in self._actions):
             return
         known = self._option_string_actions
         for flag in (word.partition("=")[0] for word in takewhile(lambda word: word != "--", words)):
             if flag.startswith("--") and " " not in flag and flag not in known:
                 near = meant(flag) if meant else next(iter(get_close_matches(flag, known, n=1)), None)
-                raise CommandError(f"{flag}: there is no such flag; {self._advice(near)}")
+                advice = f"did you mean {near}?" if near else f"see {self.prog} --help"
+                raise CommandError(f"{flag}: there is no such flag; {advice}")
 
     def choices_of(self) -> dict[str, tuple[str, ...]]:
         """Flag -> the values that it can have; none where they cannot be listed. Words that need no flag are among them."""
@@ -53,17 +54,5 @@ class CommandParser(argparse.ArgumentParser):
         # argparse drops a value that is -- itself, as in --stop-strings=--.
         return "--" if action.option_strings and arg_strings == ["--"] else super()._get_values(action, arg_strings)
 
-    def format_help(self) -> str:
-        return self._write_help()
-
     def error(self, message: str) -> NoReturn:
-        raise CommandError(f"{message}; {self._advice()}")
-
-    def _advice(self, near: str | None = None) -> str:
-        return f"did you mean {near}?" if near else f"see {self.prog} --help"
-
-
-def nearest_of(word: str, known: Sequence[str]) -> str:
-    """A question about the name that was meant; empty where none is near."""
-    near = get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]}?" if near else ""
+        raise CommandError(f"{message}; see {self.prog} --help")

@@ -28,11 +28,9 @@ def _sum_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, sum_gradients: bool) -> Tensor:
-    """(N, ...) of every rank -> (ranks * N, ...), in the order of the ranks.
-
-    Args:
-        sum_gradients: what the ranks compute from the result differs, so that each has a part of its gradient: the backward
-            pass adds the parts up. Otherwise every rank computes the same, has the whole gradient, and takes its own rows.
+    """(N, ...) of every rank -> (ranks * N, ...), in the order of the ranks. ``sum_gradients``: what the ranks compute from
+    the result differs, so that each has a part of its gradient: the backward pass adds the parts up. Otherwise every rank
+    computes the same, has the whole gradient, and takes its own rows.
     """
     if group.size() == 1:
         return x
@@ -56,8 +54,6 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Collective(torch.autograd.Function):
-    """A collective with another one, or what stands for it, as its backward pass."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.of_gradient = backward
@@ -92,15 +88,12 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _order_varies(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the order in which the ranks' numbers are added up depends on where in ``x`` they are, as gloo's does, and so
-    on how many rows there are. Then it is made that of the ranks: LoRA tenants beside each other compute what each of them
-    computes alone.
-    """
+    # gloo adds up the ranks' numbers in an order that depends on where in ``x`` they are, and so on how many rows there are.
+    # It is made that of the ranks: LoRA tenants beside each other must compute what each of them computes alone.
     return group.size() > 2 and x.device.type == "cpu"
 
 
 def _sum_of_rows(parts: Tensor) -> Tensor:
-    """(parts, ...) -> (...): the sum in their order, in the memory of the first."""
     for part in parts[1:]:
         parts[0].add_(part)
     return parts[0]
@@ -113,13 +106,8 @@ def _own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Sends ``sent[i]`` rows to rank i of ``group`` and receives ``received[i]`` from it. A collective, both ways.
 
-    Args:
-        x: (sum(sent), ...), rows for rank 0 first; the same trailing dimensions and dtype on every rank.
-        sent: for each rank of the group; 0 is allowed, for all of them too.
-        received: for each rank of the group, what that rank sends to this one.
-
-    Returns:
-        (sum(received), ...), rows from rank 0 first. The gradient of a row goes back to the rank it came from.
+    (sum(sent), ...), rows for rank 0 first -> (sum(received), ...), rows from rank 0 first; the same trailing dimensions
+    and dtype on every rank. Numbers of rows may be 0. The gradient of a row goes back to the rank it came from.
     """
     forward = partial(_exchange, sent=list(sent), received=list(received), group=group)
     backward = partial(_exchange, sent=list(received), received=list(sent), group=group)

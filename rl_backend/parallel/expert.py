@@ -4,7 +4,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import ConfigError
 from rl_backend.parallel.collectives import all_to_all_rows
 from rl_backend.primitive.experts import ExpertTokens, RowOwners, copy_rows, sort_by_expert, sum_rows, with_owners
 from rl_backend.primitive.grouped_linear import spread_evenly
@@ -14,31 +13,17 @@ from rl_backend.primitive.router import Routing
 class AllToAllDispatcher:
     """Experts are spread over the ranks of a group; each copy of a token is sent to its expert and its result comes back.
 
-    Rank ``ep * etp_size + etp`` of the group has the experts from ``ep * E / ep_size`` on, each cut into ``etp_size`` parts
-    of its intermediate features. Every part sees all tokens of its expert and returns a partial sum; the rank that a token
-    came from adds the parts up. No token is dropped, and ranks may have different numbers of tokens, none included.
+    Rank ``ep * etp_size + etp`` of the group has the experts from ``ep * E / ep_size`` on, each cut into ``etp_size``
+    parts of its intermediate features. Every part sees all tokens of its expert and returns a partial sum; the rank that
+    a token came from adds the parts up. No token is dropped, and ranks may have different numbers of tokens, none
+    included.
 
-    Deterministic, forward and backward: an expert's rows are in the order of the sending ranks and their tokens, and what a
-    token gets is summed in the order of its choices. The host waits for the device once in each call, to learn how many rows
-    to expect. A call, what it returns as ``combine``, and the backward pass of each are collectives.
-
-    Args:
-        group: ``ep_size * etp_size`` ranks.
-        num_experts: E, of all ranks together.
-        ep_size: ranks over which experts are spread; divides E.
-        etp_size: ranks that share each expert.
-
-    Raises:
-        ConfigError: sizes that do not fit each other.
+    Deterministic, forward and backward: an expert's rows are in the order of the sending ranks and their tokens, and what
+    a token gets is summed in the order of its choices. A call, what it returns as ``combine``, and the backward pass of
+    each are collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, ep_size: int, etp_size: int = 1) -> None:
-        if num_experts % ep_size:
-            raise ConfigError.of("ep", ep_size, f"must divide the number of experts, {num_experts}")
-        if group.size() != ep_size * etp_size:
-            raise ConfigError(
-                f"a group of {group.size()} ranks cannot be ep={ep_size} times etp={etp_size}", ep=ep_size, etp=etp_size
-            )
         self.group = group
         self.num_experts = num_experts
         self.ep_size = ep_size
@@ -63,6 +48,7 @@ class AllToAllDispatcher:
             shares = spread_evenly(routing.experts.numel(), self.ep_size)
             sent = received = [share for share in shares for _ in range(self.etp_size)]
         else:
+            # The one place where the host waits for the device: it has to know how many rows to expect.
             sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
 
         choices, places = order.choices, order.places

@@ -1,7 +1,4 @@
-"""FSDP2 sharding of any model family, and its state that a runtime changes between passes.
-
-A model that is not an FSDP module has no such state and stays as it is.
-"""
+"""FSDP2 sharding of any model family, and its state that a runtime changes between passes (of other modules nothing)."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -30,18 +27,13 @@ def apply_fsdp(
 
     Parameters stay in their dtype (float32 masters) and are gathered in ``config.param_dtype``, those of
     :class:`~rl_backend.primitive.float32.KeptInFloat32` by themselves and as they are, and so those of ``root`` where it
-    :func:`keeps its ends <rl_backend.primitive.float32.kept_ends>`; gradients are reduced in
-    ``config.reduce_dtype``: averaged over the data-parallel ranks, and added up over ranks that see parts of the same data.
-    In one process and without a change of dtype, the model is left as it is: FSDP would only copy every parameter and
-    gradient to and fro.
+    :func:`keeps its ends <rl_backend.primitive.float32.kept_ends>`; gradients are reduced in ``config.reduce_dtype``:
+    averaged over the data-parallel ranks, and added up over ranks that see parts of the same data.
 
     The model must take and return tensors in tuples, NamedTuples, lists or dictionaries, where FSDP's hooks find them.
-
-    Args:
-        experts: modules whose parameters are laid out over ``groups.expert_mesh``: their copies are on other ranks than
-            those of the rest.
     """
     param_dtype, reduce_dtype = getattr(torch, config.param_dtype), getattr(torch, config.reduce_dtype)
+    # In one process and without a change of dtype FSDP would only copy every parameter and gradient to and fro.
     if groups.world_size == 1 and all(_works_as_it_is(value, param_dtype, reduce_dtype) for value in root.parameters()):
         return
     rounded = param_dtype.itemsize < torch.float32.itemsize
@@ -65,7 +57,7 @@ def apply_fsdp(
 
 
 def _expert_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
-    """Whole experts where every rank gets as many, else equal parts of each; FSDP takes unequal ones of dimension 0 only."""
+    # Whole experts where every rank gets as many, else equal parts of each: FSDP takes unequal ones of dimension 0 only.
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.shape[0] % ranks == 0:
         return None
@@ -77,10 +69,8 @@ def _works_as_it_is(parameter: nn.Parameter, param_dtype: torch.dtype, reduce_dt
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool, *, keep_gathered: bool) -> None:
-    """Whether the next backward pass reduces gradients over the ranks, or leaves them to a later one.
-
-    Args:
-        keep_gathered: without reduction, keep parameters gathered for the next micro-batch too.
+    """Whether the next backward pass reduces gradients over the ranks, or leaves them to a later one. ``keep_gathered``:
+    without reduction, keep parameters gathered for the next micro-batch too.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
@@ -88,11 +78,9 @@ def set_gradient_sync(model: nn.Module, enabled: bool, *, keep_gathered: bool) -
 
 
 def accumulate_gradients(model: nn.Module) -> None:
-    """Adds gradients of full parameters to those that wait for a reduction, in its dtype.
-
-    FSDP2 does so at the end of a backward pass; without this, gradients that are computed later would add up in the dtype
-    of the parameters, and it refuses to reduce gradients of two dtypes.
-    """
+    """Adds gradients of full parameters to those that wait for a reduction, in its dtype."""
+    # FSDP2 does so at the end of a backward pass only; gradients that are computed later would add up in the dtype of the
+    # parameters, and it refuses to reduce gradients of two dtypes.
     for parameter in fsdp_parameters(model):
         if hasattr(parameter, "_unsharded_param"):
             parameter.accumulate_unsharded_grad_if_needed()
@@ -100,13 +88,11 @@ def accumulate_gradients(model: nn.Module) -> None:
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Reduces over the ranks what backward passes without reduction have left. A collective.
-
-    FSDP2 has no public call for it, as gradients that are computed after their backward pass need.
-    """
+    """Reduces over the ranks what backward passes without reduction have left. A collective."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(True)
         model.set_reshard_after_backward(True)
+        # FSDP2 has no public call for it, as gradients that are computed after their backward pass need.
         model._get_fsdp_state()._root_post_backward_final_callback()
 
 
@@ -117,10 +103,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def abandon_step(model: nn.Module) -> None:
-    """Forgets a forward or backward pass that an exception cut short, and gradients that no rank has reduced yet.
-
-    FSDP2 has no public call for this: its hooks expect every forward to be followed by its backward.
-    """
+    """Forgets a forward or backward pass that an exception cut short, and gradients that no rank has reduced yet."""
+    # FSDP2 has no public call for this: its hooks expect every forward to be followed by its backward.
     for module in _fsdp_modules(model):
         state: Any = module._get_fsdp_state()
         if state._is_root is None:

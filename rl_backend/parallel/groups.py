@@ -5,8 +5,10 @@ import ipaddress
 import itertools
 import os
 import socket
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Generator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,18 +23,19 @@ from rl_backend.contracts import ConfigError, ParallelConfig
 
 LOOPBACK = "127.0.0.1"
 
+# Longer than what one rank may do while the others wait: to write a Hugging Face directory to a slow disk, say.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others, when the groups are made and in every collective."""
+
 _num_met = itertools.count()
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_num_opened = itertools.count()
 
 
 def host_store(timeout: timedelta) -> TCPStore:
-    """A store that this process serves on a free port of the loopback address.
-
-    torch's own rendezvous binds a store to all interfaces, where everyone who reaches the machine may read and write it.
-
-    Args:
-        timeout: how long ``get`` and ``wait`` of this process wait for a key.
+    """A store that this process serves on a free port of the loopback address; its ``get`` and ``wait`` wait for
+    ``timeout``.
     """
+    # torch's own rendezvous binds a store to all interfaces, where everyone who reaches the machine may read and write it.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     # The listening socket is handed over: its port is this store's from the moment that it is known.
@@ -48,28 +51,20 @@ def store_environment(port: int) -> dict[str, str]:
 
 def prefer_loopback(environment: MutableMapping[str, str]) -> None:
     """Has gloo and NCCL connect the ranks of one machine over its loopback interface, unless a variable names another."""
-    for name in _INTERFACES:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         environment.setdefault(name, "lo")
 
 
 def job_store(timeout: timedelta) -> tuple[Store, int, int]:
     """Store, rank and number of ranks, from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    All ranks of a job call it equally often, before each default process group. With ``MASTER_ADDR`` a loopback address the
-    job is on one machine: rank 0 serves the store on that address alone, unless an agent (torchrun) serves one, and gloo
-    and NCCL are told to prefer the loopback interface.
-
-    Raises:
-        ConfigError: an incomplete environment, or a loopback address or port on which nothing can listen.
+    All ranks of a job call it equally often, before each default process group. With ``MASTER_ADDR`` a loopback address
+    the job is on one machine: rank 0 serves the store on that address alone, unless an agent (torchrun) serves one, and
+    gloo and NCCL are told to prefer the loopback interface. ``ValueError`` and ``OSError`` are torch's.
     """
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but {', '.join(missing)} is not; set RANK, WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT together (torchrun does), or none of them for one process",
-            missing=missing,
-        )
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and _is_loopback(os.environ["MASTER_ADDR"]):
+    complete = {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if complete and not has_agent and _is_loopback(os.environ["MASTER_ADDR"]):
         prefer_loopback(os.environ)
         if os.environ["RANK"] == "0":
             world_size = int(os.environ["WORLD_SIZE"])
@@ -94,21 +89,11 @@ def _loopback_store(port: int, world_size: int, timeout: timedelta) -> TCPStore:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         serve["master_listen_fd"] = socket.create_server((host, port), family=family, backlog=2048).detach()
-    except (OSError, OverflowError) as error:
-        if not isinstance(error, OSError) or error.errno != errno.EADDRINUSE:
-            raise ConfigError(
-                f"MASTER_ADDR={host}, MASTER_PORT={port}: the store cannot listen there ({error}); set an address of this "
-                "machine and a free port"
-            ) from error
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
         # A store of this process may be there already; torch shares it, or says that the port is taken.
     return TCPStore(host, port, world_size, True, timeout=timeout, multi_tenant=True, **serve)
-
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others, when the groups are made and in every collective.
-
-Longer than what one rank may do while the others wait: to write a Hugging Face directory to a slow disk, say.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +101,6 @@ class RankGroups:
     """This rank's device and its place in the layout, whichever runtime made the groups.
 
     Attributes:
-        parallel: the layout.
-        device: what this rank trains on.
         dp_rank, dp_size: place among the ranks that see different data.
         dp_group: ranks that differ in it only.
         replica_group: the ranks that hold parts of one model, and so see the same data.
@@ -145,11 +128,9 @@ class ParallelGroups(RankGroups):
     """Ranks are numbered pp first, then dp, cp, and tp fastest.
 
     Attributes:
-        mesh: the ranks of this pipeline rank: dp and cp together, over which parameters are sharded, by tp.
-        fsdp_mesh, tp_mesh: its dimensions.
-        expert_mesh: the same ranks as expert-data-parallel ranks by ep by etp, for the parameters of experts.
-        edp_mesh: its first dimension.
-        ep_mesh: its second and, where experts are cut over etp, its third.
+        mesh: the ranks of this pipeline rank: dp and cp together (``fsdp_mesh``), over which parameters are sharded, by tp.
+        expert_mesh: the same ranks as expert-data-parallel ranks (``edp_mesh``) by ep by etp, for the parameters of experts.
+        ep_mesh: its second dimension and, where experts are cut over etp, its third.
         pp_group, cp_group, tp_group: ranks that differ in one dimension only, for collectives on ``device``.
         token_group: the ranks that share the tokens of a micro-batch in one layer, over cp and tp.
         expert_group: the ranks that together hold every expert once, over ep and etp.
@@ -175,13 +156,8 @@ class ParallelGroups(RankGroups):
         return self.world_group.rank() % (self.world_size // self.parallel.pp)
 
 
-_num_opened = itertools.count()
-
-
 @dataclass
 class _DefaultGroup:
-    """The default process group, if this module made it, and how many users it has."""
-
     made_here: bool = False
     users: int = 0
 
@@ -191,18 +167,19 @@ _default_group = _DefaultGroup()
 
 def training_device(name: str) -> torch.device:
     """The device of this rank for ``auto``, ``cpu`` or ``cuda``; CUDA devices are numbered by ``LOCAL_RANK`` (0 without it).
-
-    Raises:
-        ConfigError: CUDA is asked for and missing, or ``LOCAL_RANK`` has no device.
+    Raises :class:`ConfigError`: there is no such device.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError.of("device", name, "PyTorch sees no CUDA device; use 'auto' or 'cpu'")
     index = int(os.environ.get("LOCAL_RANK", "0"))
     count = torch.cuda.device_count()
     if index >= count:
-        raise ConfigError.of("LOCAL_RANK", index, f"this process sees {count} CUDA devices, so it must be below {count}")
+        raise ConfigError.of(
+            "device",
+            name,
+            f"this process sees {count} CUDA devices, none of the number LOCAL_RANK={index}; use fewer ranks on "
+            "this machine, or 'cpu'",
+        )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
@@ -212,11 +189,8 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> ParallelGroup
     """Makes the groups of the layout. A collective over all ranks of the job.
 
     Uses the default process group, or first makes it: from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``
-    when ``WORLD_SIZE`` is set, else of this process alone. :func:`close_groups` undoes it.
-
-    Raises:
-        ConfigError: the world size does not fit ``parallel``, an incomplete environment, or a default group that cannot
-            communicate on ``device``.
+    when ``WORLD_SIZE`` is set, else of this process alone. :func:`close_groups` undoes it. Raises :class:`ConfigError`:
+    the world size does not fit ``parallel``, or a default group cannot communicate on ``device``.
     """
     join_default_group(device)
     try:
@@ -306,17 +280,14 @@ def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
 
 
 def world_group() -> dist.ProcessGroup:
-    """The default process group, which there is."""
     world = dist.group.WORLD
     assert world is not None, "joined before"
     return world
 
 
 def join_default_group(device: torch.device) -> None:
-    """Makes the default process group if there is none, and counts its users; :func:`leave_default_group` undoes it.
-
-    Raises:
-        ConfigError: an incomplete environment, or a default group that cannot communicate on ``device``.
+    """Makes the default process group if there is none, and counts its users; :func:`leave_default_group` undoes it. Raises
+    :class:`ConfigError`: a default group that cannot communicate on ``device``.
     """
     if not dist.is_initialized():
         on_cuda = device.type == "cuda"
@@ -345,7 +316,7 @@ def leave_default_group() -> None:
 
 
 def _is_fake() -> bool:
-    return dist.get_backend() == "fake"  # see fake_groups.py
+    return dist.get_backend() == "fake"  # see fake_rank
 
 
 def _require_backend(device: torch.device) -> None:
@@ -358,3 +329,26 @@ def _require_backend(device: torch.device) -> None:
             backends=backends,
             device=str(device),
         )
+
+
+META = torch.device("meta")
+
+
+@contextmanager
+def fake_rank(parallel: ParallelConfig, rank: int, world_size: int) -> Generator[ParallelGroups]:
+    """The groups of global rank ``rank``, with which a model can be laid out, and run, on the meta device.
+
+    They are torch's fake process groups: the other ranks do not exist, and collectives return at once and move nothing.
+    For a process without a process group.
+    """
+    # Importing it makes the backend known.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with ExitStack() as undone:
+        # torch puts the rank before every line of an error, once more with each group.
+        undone.callback(setattr, sys, "excepthook", sys.excepthook)
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        undone.callback(dist.destroy_process_group)
+        groups = open_groups(parallel, torch.device("cpu"))
+        undone.callback(close_groups, groups)
+        yield replace(groups, device=META)

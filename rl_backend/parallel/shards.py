@@ -23,12 +23,9 @@ class ShardLayout:
     """Which rank has which rectangle of one tensor.
 
     Attributes:
-        shape: of the whole tensor.
-        mesh_shape: of the mesh; empty for a tensor that is whole.
-        ranks: global ranks of the mesh, its last dimension fastest.
+        mesh_shape: of the mesh, empty for a tensor that is whole; ``ranks`` are global ones, its last dimension fastest.
         cuts: (mesh dimension, tensor dimension) in the order in which the tensor is cut. Each divides what those before it
-            left as ``torch.chunk`` does: in parts of equal size, except the last that is not empty. Along the other
-            mesh dimensions ranks have copies.
+            left as ``torch.chunk`` does. Along the other mesh dimensions ranks have copies.
     """
 
     shape: tuple[int, ...]
@@ -67,10 +64,8 @@ def chunk(whole: slice, ranks: int, rank: int) -> slice:
 
 
 def layout_of(tensor: Tensor) -> ShardLayout:
-    """The layout of a DTensor that is cut or copied along each mesh dimension; a plain tensor is this rank's alone.
-
-    Raises:
-        UnsupportedError: another placement, as of a gradient that is not reduced yet.
+    """The layout of a DTensor that is cut or copied along each mesh dimension; a plain tensor is this rank's alone. Raises
+    :class:`UnsupportedError`: another placement, as of a gradient that is not reduced yet.
     """
     if not isinstance(tensor, DTensor):
         return ShardLayout(tuple(tensor.shape), (), (_this_rank(),), ())
@@ -104,9 +99,8 @@ def _this_rank() -> int:
 
 
 def _cuts(placements: Sequence[Placement], mesh: DeviceMesh) -> tuple[tuple[int, int], ...]:
-    """FSDP2 cuts what tensor parallelism has left to a rank: of one dimension it is the last cut, though on the first mesh
-    dimension, which ``_StridedShard`` says.
-    """
+    # FSDP2 cuts what tensor parallelism has left to a rank: of one dimension it is the last cut, though on the first mesh
+    # dimension, which _StridedShard says.
     cuts, last = [], []
     for mesh_dim, placement in enumerate(placements):
         # A subclass of Shard in some versions of torch.
@@ -114,17 +108,13 @@ def _cuts(placements: Sequence[Placement], mesh: DeviceMesh) -> tuple[tuple[int,
             last.append((mesh_dim, placement.dim, placement.split_factor))
         elif isinstance(placement, Shard):
             cuts.append((mesh_dim, placement.dim))
-        elif not isinstance(placement, Replicate):
-            raise _unsupported(placements, mesh)
-    for mesh_dim, dim, split_factor in last:
-        if split_factor != math.prod(mesh.shape[other] for other, cut in cuts if cut == dim and other > mesh_dim):
-            raise _unsupported(placements, mesh)
+    if not all(isinstance(placement, Replicate | Shard | _StridedShard) for placement in placements) or any(
+        split_factor != math.prod(mesh.shape[other] for other, cut in cuts if cut == dim and other > mesh_dim)
+        for mesh_dim, dim, split_factor in last
+    ):
+        raise UnsupportedError(
+            f"a tensor has the placements {tuple(placements)} on {mesh}; expected Replicate, Shard and what fully_shard "
+            "makes of them, so that every rank has one rectangle of it",
+            placements=str(tuple(placements)),
+        )
     return (*cuts, *((mesh_dim, dim) for mesh_dim, dim, _ in last))
-
-
-def _unsupported(placements: Sequence[Placement], mesh: DeviceMesh) -> UnsupportedError:
-    return UnsupportedError(
-        f"a tensor has the placements {tuple(placements)} on {mesh}; expected Replicate, Shard and what fully_shard makes "
-        "of them, so that every rank has one rectangle of it",
-        placements=str(tuple(placements)),
-    )

@@ -7,6 +7,7 @@ exports know what a rank holds, but modules compute with the rank's own part: no
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,24 +29,15 @@ type View = Callable[[Tensor], Tensor]
 
 
 class LinearPart(NamedTuple):
-    """What one rank computes of a linear layer or an embedding; ``linear.part`` where tensor parallelism has split it.
+    """What one rank computes of a linear layer or an embedding; ``linear.part`` where tensor parallelism has split it."""
 
-    Attributes:
-        inputs, outputs: first feature and the one after the last.
-        holds_outputs: whether the rank keeps the weight of all outputs and computes with a part of it.
-    """
-
-    inputs: tuple[int, int]
+    inputs: tuple[int, int]  # first feature and the one after the last
     outputs: tuple[int, int]
-    holds_outputs: bool = False
+    holds_outputs: bool = False  # the rank keeps the weight of all outputs and computes with a part of it
 
 
 class TensorParallel:
-    """Lays modules out over the ranks of ``mesh``, in place. Modules may be on the meta device.
-
-    Args:
-        mesh: one dimension, ``tp``.
-    """
+    """Lays modules out over the ranks of ``mesh``, of one dimension, in place. Modules may be on the meta device."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -55,9 +47,7 @@ class TensorParallel:
 
     def column(self, linear: nn.Linear) -> None:
         """Splits the outputs: (N, in_features) of all tokens -> (N, this rank's out_features)."""
-        for name in _names(linear):
-            _distribute(linear, name, self.mesh, [Shard(0)])
-        _keep_part(linear, LinearPart((0, linear.in_features), self._mine(linear.out_features)))
+        self.split_rows(linear)
         compute_on_local(linear, {})
 
     def row(self, linear: nn.Linear) -> None:
@@ -103,11 +93,7 @@ class TensorParallel:
         norm.sum_over_ranks = lambda squares: all_reduce(squares, self.group) / copies
 
     def replicate(self, module: nn.Module, views: Mapping[str, View] | None = None, *, partial: bool = True) -> None:
-        """Keeps a copy of the module's own parameters on every rank.
-
-        Args:
-            views, partial: as in :func:`compute_on_local`; not ``partial`` where all ranks compute the same.
-        """
+        """Keeps a copy of the module's own parameters on every rank; see :func:`compute_on_local`."""
         for name in _names(module):
             _distribute(module, name, self.mesh, [Replicate()])
         compute_on_local(module, views or {}, partial=partial)
@@ -118,11 +104,7 @@ class TensorParallel:
         setattr(linear, "token_share", (self.rank, self.size))  # noqa: B010 - as in _keep_part
 
     def gather_input(self, module: nn.Module, *, sum_gradients: bool = True) -> None:
-        """Gives ``module`` all tokens in its first argument: (N / tp, ...) -> (N, ...).
-
-        Args:
-            sum_gradients: as in :func:`rl_backend.parallel.collectives.all_gather`.
-        """
+        """Gives ``module`` all tokens in its first argument: (N / tp, ...) -> (N, ...), as :func:`all_gather` does."""
         module.register_forward_pre_hook(
             lambda _, args: (all_gather(args[0], self.group, sum_gradients=sum_gradients), *args[1:])
         )
@@ -149,7 +131,7 @@ class TensorParallel:
 
     def vocabulary_head(self, vocab_size: int) -> Callable[..., NextToken]:
         """:func:`~rl_backend.primitive.log_prob.next_token_log_probs` for (N / tp, hidden_size) and a split weight."""
-        shard = vocabulary_shard(self.group, self._first_row(vocab_size), vocab_size)
+        shard = vocabulary_shard(self.group, self._mine(vocab_size)[0], vocab_size)
 
         @wraps(next_token_log_probs)
         def log_probs(hidden: Tensor, weight: Tensor, *args: Any, bias: Tensor | None = None, **options: Any) -> NextToken:
@@ -161,15 +143,13 @@ class TensorParallel:
         return log_probs
 
     def tenant_heads(self, hidden: Tensor, others: Tensor, runs: Sequence[AdapterRun]) -> Tensor:
-        """:func:`~rl_backend.primitive.value_head.values_of_tenants` of (N / tp, hidden_size).
-
-        All ranks compute all rows, so that those of a tenant are added up in one order; one rank has the gradients of heads.
-        """
+        """:func:`~rl_backend.primitive.value_head.values_of_tenants` of (N / tp, hidden_size)."""
+        # All ranks compute all rows: those of a tenant are added up in one order. One rank has the gradients of heads.
         whole = all_gather(hidden, self.group, sum_gradients=False)
         return values_of_tenants(whole, others, runs, counts=self.rank == 0)
 
     def split_rows(self, linear: nn.Linear) -> None:
-        """Splits the rows of a language-model head, which :meth:`vocabulary_head` computes with."""
+        """As :meth:`column`, of a language-model head, whose own forward :meth:`vocabulary_head` replaces."""
         _keep_part(linear, LinearPart((0, linear.in_features), self._mine(linear.out_features)))
         for name in _names(linear):
             _distribute(linear, name, self.mesh, [Shard(0)])
@@ -177,11 +157,7 @@ class TensorParallel:
     def _scatter_output(self, module: nn.Module) -> None:
         module.register_forward_hook(lambda _, __, output: reduce_scatter(output, self.group))
 
-    def _first_row(self, rows: int) -> int:
-        return self._mine(rows)[0]
-
     def _head(self, features: int, heads: int) -> slice:
-        """Of ``features``, those of the one head, of fewer than there are ranks, that this rank computes."""
         head, rows = self.rank * heads // self.size, features // heads
         return slice(head * rows, (head + 1) * rows)
 
@@ -240,8 +216,7 @@ def _to_local(parameter: DTensor, partial: bool) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """As ``DTensor.to_local``, which makes zeros of a gradient that there is none of."""
-
+    # DTensor.to_local makes zeros of a gradient that there is none of.
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, placements: list[Placement]) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -284,8 +259,7 @@ class FusedProjections:
     """Outputs of one linear layer that are several projections end to end, each of which is cut by heads on its own.
 
     A rank keeps neighbouring rows of the matrix, as of every other: a rectangle, which is what checkpoints, exports and
-    adapters know. These are not the rows of its heads, so that outputs change ranks before heads are computed: a rank
-    sends no more than its outputs, less than the tokens' hidden states that were gathered for the layer, and gets as many.
+    adapters know. These are not the rows of its heads, so outputs change ranks before heads are computed.
 
     Args:
         sizes: features of each projection; the ranks divide them.
@@ -316,11 +290,7 @@ class FusedProjections:
 
 def _features_of_heads(sizes: Sequence[int], ranks: int, rank: int) -> list[slice]:
     """Where the features of a rank's heads are, in each projection."""
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(chunk(slice(start, start + size), ranks, rank))
-        start += size
-    return parts
+    return [chunk(slice(start, end), ranks, rank) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def _common(first: slice, second: slice) -> range:

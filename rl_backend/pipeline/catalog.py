@@ -8,21 +8,12 @@ from itertools import chain
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.pipeline import orders
 from rl_backend.pipeline.orders import greedy_order
-from rl_backend.pipeline.schedule import Action, Kind, Order, Schedule, event_graph, loop_placement, v_placement
+from rl_backend.pipeline.schedule import Action, Kind, Order, Schedule, event_graph, loop_placement, v_placement, validate
 from rl_backend.pipeline.simulate import Costs, end_times, shortest
-from rl_backend.pipeline.validate import validate
 
 
 def with_communication(order: Order, placement: Sequence[int], costs: Costs) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each rank: its computations, what it sends to other ranks and what it receives from them.
-
-    A result is sent right after its computation. Its receive is posted before what the receiver is expected to compute at
-    that moment, so that the transfer need not wait for the end of it. As both ends keep the order of the moments, no two
-    ranks can wait for each other, whatever the computations take in fact.
-
-    Raises:
-        ScheduleError: the computations wait for each other.
-    """
+    """The actions of each rank: its computations, what it sends to other ranks and what it receives from them."""
     ends = end_times(event_graph(order, placement), costs)
     clocks = [[ends[action] for action in own] for own in order]
     gaps: list[list[list[Action]]] = [[[] for _ in range(len(own) + 1)] for own in order]
@@ -31,6 +22,9 @@ def with_communication(order: Order, placement: Sequence[int], costs: Costs) -> 
         if send is None or not 0 <= send.other_end.stage < len(placement):
             continue
         if placement[send.other_end.stage] != placement[send.stage]:
+            # A result is sent right after its computation, and its receive is posted before what the receiver is expected to
+            # compute then: the transfer need not wait for the end of that. Both ends keep the order of these moments, so no
+            # two ranks can wait for each other, whatever computations take in fact.
             for end in (send, send.other_end):
                 rank = placement[end.stage]
                 gaps[rank][bisect_right(clocks[rank], ends[action])].append(end)
@@ -42,12 +36,12 @@ def with_communication(order: Order, placement: Sequence[int], costs: Costs) -> 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How a schedule is made.
+    """How a schedule is made of p ranks, m micro-batches, v stages per rank and costs.
 
     Attributes:
-        placement: from ranks and stages per rank the rank of each stage.
-        orders: from ranks, micro-batches, stages per rank and costs the orders of computations to choose from.
-        bound: from ranks, micro-batches and stages per rank the most activations that each rank may hold.
+        placement: (p, v) -> rank of each stage.
+        orders: (p, m, v, costs) -> the orders of computations to choose from.
+        bound: (p, m, v) -> the most activations that each rank may hold.
         stages_per_rank: how many it needs; None for any number from 2 on.
         whole_groups: the number of micro-batches must be a multiple of the number of ranks.
         micro_batches_per_rank: the fewest micro-batches, divided by the number of ranks; one is always needed.
@@ -102,7 +96,7 @@ SCHEDULES = {
         micro_batches_per_rank=2,
     ),
 }
-"""Schedules that :func:`make_schedule` can make, with p ranks, m micro-batches and v stages per rank."""
+"""Schedules that :func:`make_schedule` can make."""
 
 
 def make_schedule(
@@ -117,11 +111,9 @@ def make_schedule(
     """Makes and validates a schedule.
 
     Args:
-        name: one of ``SCHEDULES``.
         stages_per_rank: default: what the schedule needs, 2 where several will do.
         forward_only: only the forward passes, with the stages where the schedule has them; for any number of micro-batches.
-        costs: where the algorithm has a choice it takes the order with the shortest makespan for them, and of those the one
-            with the smallest bubble inside a rank. Sends and receives are placed for them too.
+        costs: what orders are chosen by (:func:`shortest`), and sends and receives placed for.
 
     Raises:
         ConfigError: an unknown name, a size that the schedule cannot do, or costs for another number of stages.
@@ -157,46 +149,42 @@ def require_stages(name: str, pp_size: int, stages_per_rank: int | None = None) 
         raise ConfigError.of("schedule", name, f"unknown; known: {', '.join(SCHEDULES)}")
     if pp_size < 1:
         raise ConfigError.of("pp", pp_size, "must be at least 1")
-    if stages_per_rank is None:
-        return algorithm
     needed = algorithm.stages_per_rank
-    if needed == 2 and stages_per_rank != 2:
-        raise ConfigError.of(
-            "vpp",
-            stages_per_rank,
-            f"{name} needs 2 stages per rank, 2 * {pp_size} = {2 * pp_size} in all: rank r has the stages r and "
-            f"{2 * pp_size - 1} - r; set vpp=2",
-        )
-    if needed is None and stages_per_rank < 2:
-        raise ConfigError.of("vpp", stages_per_rank, f"{name} needs at least 2 stages per rank; set vpp=2 or schedule=1f1b")
-    if needed is not None and stages_per_rank != needed:
-        several = ", ".join(other for other, one in SCHEDULES.items() if one.stages_per_rank != 1)
-        raise ConfigError.of("vpp", stages_per_rank, f"{name} has 1 stage per rank; set vpp=1, or a schedule of {several}")
-    return algorithm
+    if stages_per_rank is None or (stages_per_rank == needed if needed is not None else stages_per_rank >= 2):
+        return algorithm
+    match needed:
+        case 2:
+            problem = (
+                f"{name} needs 2 stages per rank, 2 * {pp_size} = {2 * pp_size} in all: rank r has the stages r and "
+                f"{2 * pp_size - 1} - r; set vpp=2"
+            )
+        case None:
+            problem = f"{name} needs at least 2 stages per rank; set vpp=2 or schedule=1f1b"
+        case _:
+            several = ", ".join(other for other, one in SCHEDULES.items() if one.stages_per_rank != 1)
+            problem = f"{name} has 1 stage per rank; set vpp=1, or a schedule of {several}"
+    raise ConfigError.of("vpp", stages_per_rank, problem)
 
 
 def require_micro_batches(name: str, pp_size: int, num_micro_batches: int, *, forward_only: bool = False) -> None:
     """Raises :class:`BatchError` unless the schedule, which exists, can do this number of micro-batches."""
-    algorithm = SCHEDULES[name]
-    given = f"{num_micro_batches} micro-batches"
+    algorithm, problem = SCHEDULES[name], ""
+    fewest = algorithm.micro_batches_per_rank * pp_size
     if num_micro_batches < 1:
-        raise BatchError(f"{given}: a step needs at least 1", num_micro_batches=num_micro_batches)
-    if forward_only:
+        problem = "a step needs at least 1"
+    elif forward_only:
         return
-    if algorithm.whole_groups and num_micro_batches % pp_size:
+    elif algorithm.whole_groups and num_micro_batches % pp_size:
         below = num_micro_batches // pp_size * pp_size
         fitting = " or ".join(str(count) for count in (below, below + pp_size) if count)
-        raise BatchError(
-            f"{given}: {name} with pp={pp_size} takes them in groups of pp, and {num_micro_batches} % {pp_size} = "
-            f"{num_micro_batches % pp_size}; use {fitting}",
-            num_micro_batches=num_micro_batches,
-            pp=pp_size,
+        problem = (
+            f"{name} with pp={pp_size} takes them in groups of pp, and {num_micro_batches} % {pp_size} = "
+            f"{num_micro_batches % pp_size}; use {fitting}"
         )
-    fewest = algorithm.micro_batches_per_rank * pp_size
-    if num_micro_batches < fewest:
-        raise BatchError(
-            f"{given}: {name} with pp={pp_size} needs at least {algorithm.micro_batches_per_rank} * pp = {fewest}; "
-            f"use {fewest} or more, or zbv, which does any number",
-            num_micro_batches=num_micro_batches,
-            pp=pp_size,
+    elif num_micro_batches < fewest:
+        problem = (
+            f"{name} with pp={pp_size} needs at least {algorithm.micro_batches_per_rank} * pp = {fewest}; "
+            f"use {fewest} or more, or zbv, which does any number"
         )
+    if problem:
+        raise BatchError(f"{num_micro_batches} micro-batches: {problem}", num_micro_batches=num_micro_batches, pp=pp_size)

@@ -1,61 +1,46 @@
-"""Executor of one rank's actions of a schedule."""
+"""Executor of one rank's actions of a schedule, and gradients of weights that two of its stages share."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from rl_backend.parallel.shards import local_tensor
 from rl_backend.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 from rl_backend.primitive.backward import WeightGradients, put_off_weight_gradients
 
-type _Place = tuple[int, int]
-"""Stage and micro-batch."""
+type _Place = tuple[int, int]  # stage and micro-batch
 
 
 class StageWork(Protocol):
     """The computations of this rank's stages."""
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
-        """Runs a stage.
+        """From what the stage before put out (None for the first) to what the next one takes.
 
-        Args:
-            hidden: what the stage before put out; None for the first.
-
-        Returns:
-            What the next stage takes; of the last stage the loss, or None in a forward-only pass.
+        The last stage returns the loss, or None in a forward-only pass.
         """
-        ...
 
     def empty_hidden(self, micro_batch: int) -> Tensor:
         """Uninitialised hidden states between two stages, of the shape and dtype that this micro-batch has."""
-        ...
 
     def after_weights(self, stage: int) -> None:
         """Called when gradients of weights that were put off have been added to those of the stage's parameters."""
-        ...
 
     def span(self, action: Action) -> AbstractContextManager[object]:
         """Around a computation, for a trace."""
-        ...
 
 
 class PipelineExecutor:
-    """Runs the actions of one rank, with receives posted in their places and waited for when they are needed.
+    """Runs the actions of one rank of ``group``, which is that of the same number in the schedule.
 
-    Micro-batches may differ in length. Communication goes through ``isend`` and ``irecv`` in the order of the schedule, that
-    of one global sequence of events: no rank can wait for another in a circle, even where a backend works a rank's transfers
-    off one after the other.
-
-    Args:
-        schedule: of all ranks of ``group``.
-        group: the ranks of the pipeline, rank r of the schedule at place r.
-        work: this rank's stages.
+    Receives are posted in their places and waited for when they are needed. Micro-batches may differ in length.
 
     Attributes:
-        peak_activations: the most activations held at once, in stages times micro-batches: each from its forward pass to the
-            end of its backward pass for the weights.
+        peak_activations: the most activations held at once, as :attr:`Schedule.activation_bound` counts them.
     """
 
     def __init__(self, schedule: Schedule, group: dist.ProcessGroup, work: StageWork) -> None:
@@ -81,6 +66,8 @@ class PipelineExecutor:
             **dict.fromkeys(SENDS, self._send),
             **dict.fromkeys(RECEIVES, self._receive),
         }
+        # Transfers are posted in the order of one global sequence of events: no rank can wait for another in a circle, even
+        # where a backend works a rank's transfers off one after the other.
         for action in self._schedule.actions[self._rank]:
             steps[action.kind](action)
         for work, _ in (*self._departing, *self._arriving.values()):
@@ -148,3 +135,50 @@ class PipelineExecutor:
         work, tensor = self._arriving.pop(receive)
         work.wait()
         return tensor
+
+
+def drop_gradients_of_copies(parameters: Mapping[str, nn.Parameter], copies: Mapping[str, str]) -> None:
+    """Before a backward pass: the originals already have what the copies gathered in earlier ones."""
+    for copy in copies.keys() & parameters.keys():
+        parameters[copy].grad = None
+
+
+def add_gradients_of_copies(
+    parameters: Mapping[str, nn.Parameter], copies: Mapping[str, str], group: dist.ProcessGroup
+) -> None:
+    """Gives a parameter of the first stage and its copy in the last the sum of their gradients.
+
+    Both are the sum of the same two numbers, so the copies stay equal to the last bit. The original's has those of
+    earlier calls, the copy's is of this call alone. ``copies``: parameter of the last stage -> that of the first stage of
+    which it is a copy: ``ModelFamily.stage_copies``.
+    """
+    for copy, original in copies.items():
+        if copy in parameters and parameters[copy].requires_grad and parameters[copy].grad is None:
+            # A layer that is trained on detached embeddings gives them no gradient.
+            parameters[copy].grad = torch.zeros_like(parameters[copy])
+        ends = [parameters[name] for name in (original, copy) if name in parameters]
+        here = [_local_gradient(parameter) for parameter in ends if parameter.requires_grad]
+        if len(here) == 2:
+            # Stages in the shape of a V: one rank has both ends.
+            here[0].add_(here[1])
+            here[1].copy_(here[0])
+        elif here:
+            here[0].add_(_of_other_end(here[0], group))
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None, "every stage ran backward"
+    return local_tensor(parameter.grad)
+
+
+def _of_other_end(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What the last rank of the pipeline has for the first, and the first for the last."""
+    other = group.size() - 1 - group.rank()
+    theirs = torch.empty_like(mine)
+    exchange = [
+        dist.P2POp(dist.isend, mine, group=group, group_peer=other),
+        dist.P2POp(dist.irecv, theirs, group=group, group_peer=other),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    return theirs

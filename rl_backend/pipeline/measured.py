@@ -19,8 +19,6 @@ SPAN_NAMES = {
     Kind.BACKWARD_INPUT: "backward of inputs",
     Kind.BACKWARD_WEIGHT: "backward of weights",
 }
-"""Names of the spans."""
-
 _KINDS = {name: kind for kind, name in SPAN_NAMES.items()}
 _MICROSECOND = 1e-6
 
@@ -28,11 +26,10 @@ _MICROSECOND = 1e-6
 def span_arguments(
     action: Action, *, schedule: Schedule, pipeline: int, rank: int, model: str, number: int
 ) -> dict[str, int | str]:
-    """What a span says of a computation, so that :func:`read_passes` finds it.
+    """What a span says of a computation, for :func:`read_passes`.
 
     Args:
-        pipeline: which of the pipelines beside each other.
-        rank: place in the pipeline.
+        pipeline: which of the pipelines beside each other; ``rank`` is the place in it.
         number: of the pass among those of ``model``, the same on all ranks.
     """
     return {
@@ -53,8 +50,6 @@ class MeasuredPass:
     """One training pass of one pipeline; times are seconds from its first computation.
 
     Attributes:
-        model, number: which pass.
-        measured: when each rank computed what.
         predicted: the same schedule simulated with the mean times of this pass's computations and transfers for nothing.
     """
 
@@ -69,10 +64,7 @@ def read_passes(path: Path) -> list[MeasuredPass]:
     """The complete training passes of the first pipeline in a trace, in their order.
 
     Passes of which a rank's spans are missing, as at both ends of a trace that was cut, are left out, and so are passes
-    without a backward pass.
-
-    Raises:
-        OSError: the trace cannot be read.
+    without a backward pass. Raises ``OSError`` for a trace that cannot be read.
     """
     passes: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for event in read_trace(path):

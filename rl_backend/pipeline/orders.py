@@ -2,8 +2,8 @@
 
 - 1F1B, and interleaved 1F1B with several stages per rank, with full backward passes (arXiv 2104.04473, section 2.2).
 - ZB-H1 and ZB-H2, the handcrafted zero-bubble schedules (arXiv 2401.10241, sections 2.1 and 2.2). In both, all ranks hold
-  equally many activations: those that wait for the backward pass for the inputs, fewer the later the rank, and those whose
-  backward pass for the weights is put off, more the later the rank.
+  equally many activations: the later the rank, the fewer wait for the backward pass for the inputs, and the more for that
+  for the weights.
 - DualPipeV: DualPipe (arXiv 2412.19437, section 3.2.1) folded into a V, as DeepSeek's repository DualPipe describes it. Its
   steady state pairs the forward pass of one stage of a rank with the backward pass of the other, so that communication
   inside the one (of experts, say) can be hidden behind the other. A schedule has the two one after the other.
@@ -15,18 +15,12 @@
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from rl_backend.contracts import ScheduleError
 from rl_backend.pipeline.schedule import Action, Kind, inputs_of, v_placement
 from rl_backend.pipeline.simulate import Costs
 
-
-class _Candidate(NamedTuple):
-    start: float
-    priority: int
-    stages_after: int
-    action: Action
+# Start, priority, stages after it, and the action: the least of them runs first.
+type _Candidate = tuple[float, int, int, Action]
 
 
 def greedy_order(
@@ -39,18 +33,13 @@ def greedy_order(
 ) -> list[list[Action]]:
     """The computations of each rank: all forward passes, and with split backward passes if ``priority`` has their kinds.
 
-    Simulates the ranks with ``costs``: at every step, the rank whose next computation can start first runs it. So a
-    computation fills a gap wherever something is there to fill it, and waits only for what it needs.
+    Simulates the ranks with ``costs``: at every step, the rank whose next computation can start first runs it.
 
     Args:
         placement: rank of each stage.
-        bound: for each rank the most activations that it may hold. One is kept for its last stage, without which no
-            micro-batch could come to its end.
-        begun: for each rank how its order begins, whatever could start earlier.
+        bound: for each rank the most activations that it may hold.
+        begun: for each rank how its order begins, whatever could start earlier; it must be possible to continue it.
         priority: of the kinds among what a rank can start at the same time; of one kind, later stages come first.
-
-    Raises:
-        ScheduleError: after ``begun`` nothing can continue.
     """
     ranks, stages = range(len(bound)), range(len(placement))
     orders: list[list[Action]] = [[] for _ in ranks]
@@ -81,7 +70,7 @@ def greedy_order(
             if needed not in ends:
                 return None
             start = max(start, ends[needed] + (costs.communication if placement[needed.stage] != rank else 0.0))
-        return _Candidate(start, priority.index(action.kind), len(placement) - action.stage, action)
+        return start, priority.index(action.kind), len(placement) - action.stage, action
 
     def best(rank: int) -> _Candidate | None:
         """What the rank starts next, if it can start anything."""
@@ -90,17 +79,12 @@ def greedy_order(
     # Kept per rank: asking every rank anew at each step would make the search quadratic in their number.
     next_of = [best(rank) for rank in ranks]
     for _ in range(len(priority) * len(placement) * num_micro_batches):
-        first = min(((one.start, rank, one) for rank, one in enumerate(next_of) if one is not None), default=None)
-        if first is None:
-            raise ScheduleError("the order that is begun cannot be continued: each rank waits for another")
-        start, rank, chosen = first
-        action = chosen.action
+        start, rank, action = min((one[0], rank, one[-1]) for rank, one in enumerate(next_of) if one is not None)
         if beginnings[rank]:
             beginnings[rank].popleft()
         orders[rank].append(action)
         ends[action] = clock[rank] = start + costs.of(action)
         done[action.kind, action.stage] += 1
-        # An activation is held from its forward pass to the end of its backward pass for the weights.
         held[rank] += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD_WEIGHT)
         # What ran can only have opened the way for its own stage and those beside it.
         for changed in {placement[stage] for stage in stages[max(0, action.stage - 1) : action.stage + 2]}:
@@ -139,7 +123,6 @@ def interleaved(pp_size: int, num_micro_batches: int, stages_per_rank: int) -> l
 
 
 def bound_of_interleaved(pp_size: int, num_micro_batches: int, stages_per_rank: int) -> list[int]:
-    """Activations of each rank: those of the forward passes that it runs ahead."""
     most = num_micro_batches * stages_per_rank
     return [min(most, _ahead(pp_size, stages_per_rank, rank)) for rank in range(pp_size)]
 
@@ -149,7 +132,6 @@ def _ahead(pp_size: int, stages_per_rank: int, rank: int) -> int:
 
 
 def _alternate(forward: Sequence[Action], backward: Sequence[Action], ahead: int) -> list[Action]:
-    """``ahead`` forward passes, then a backward and a forward pass in turn as long as there are any."""
     order = list(forward[:ahead])
     for step, action in enumerate(backward):
         order += [action, *forward[ahead + step : ahead + step + 1]]
@@ -167,8 +149,7 @@ def zb_h1(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
 def zb_h2(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
     """As many forward passes ahead as fit in until the first gradient is back.
 
-    For p ranks and ``m >= 2p - 1`` a rank idles for ``max(0, (p - 1) * (F + B - 2W))`` between its first start and its
-    last end (table 2).
+    For ``m >= 2p - 1`` a rank idles for ``max(0, (p - 1) * (F + B - 2W))`` between its first start and last end (table 2).
     """
     return [_order(rank, num_micro_batches, ahead=2 * (pp_size - rank) - 1, put_off=2 * rank) for rank in range(pp_size)]
 
@@ -208,7 +189,7 @@ class _VRank:
         return self._num_micro_batches - self._done[_counted(kind), self._stages[chunk]]
 
     def weights(self) -> None:
-        """The oldest backward pass for the weights that was put off, of either stage."""
+        """The oldest one that was put off, of either stage."""
         put_off = [action for action in self.order if action.kind is INPUT]
         done = sum(action.kind is WEIGHT for action in self.order)
         self.order.append(put_off[done]._replace(kind=WEIGHT))
@@ -255,11 +236,9 @@ def _rank_order(pp_size: int, num_micro_batches: int, rank: int) -> list[Action]
 
 
 def orders_for_zbv(pp_size: int, num_micro_batches: int, costs: Costs) -> Iterator[list[list[Action]]]:
-    """Orders to choose from: a fixed one, the same with a greedy end, and two that are all greedy.
-
-    The fixed one has no bubble inside any rank when all costs are equal and there are at least ``2 * pp_size - 1``
-    micro-batches; with fewer, or with other costs, another is often shorter.
-    """
+    """Orders to choose from: a fixed one, the same with a greedy end, and two that are all greedy."""
+    # The fixed one has no bubble inside any rank when all costs are equal and there are at least 2 * pp_size - 1
+    # micro-batches; with fewer, or with other costs, another is often shorter.
     begun = [_until_last_forward(pp_size, num_micro_batches, rank) for rank in range(pp_size)]
     yield [_finished(_VRank(rank, pp_size, num_micro_batches, own)) for rank, own in enumerate(begun)]
     placement = v_placement(pp_size)
@@ -271,7 +250,7 @@ def orders_for_zbv(pp_size: int, num_micro_batches: int, costs: Costs) -> Iterat
 
 
 def bound_of_zbv(pp_size: int, num_micro_batches: int) -> list[int]:
-    """Activations of each rank: 2p, as much as 1F1B's p of stages twice as large."""
+    # As much as 1F1B's p of stages twice as large.
     return [2 * min(pp_size, num_micro_batches)] * pp_size
 
 

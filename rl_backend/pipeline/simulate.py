@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from typing import NamedTuple
 
 from rl_backend.contracts import ConfigError
@@ -48,16 +49,13 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """Time of a computation."""
-        match action.kind:
-            case Kind.FORWARD:
-                return _of_stage(self.forward, action.stage)
-            case Kind.BACKWARD_INPUT:
-                return _of_stage(self.backward_input, action.stage)
-            case Kind.BACKWARD_WEIGHT:
-                return _of_stage(self.backward_weight, action.stage)
-            case Kind.BACKWARD:
-                return _of_stage(self.backward_input, action.stage) + _of_stage(self.backward_weight, action.stage)
-        raise ValueError(f"{action} is not a computation")
+        parts = {
+            Kind.FORWARD: (self.forward,),
+            Kind.BACKWARD_INPUT: (self.backward_input,),
+            Kind.BACKWARD_WEIGHT: (self.backward_weight,),
+            Kind.BACKWARD: (self.backward_input, self.backward_weight),
+        }[action.kind]
+        return sum(cost[action.stage] if isinstance(cost, Sequence) else cost for cost in parts)
 
     def require_stages(self, num_stages: int) -> None:
         """Raises :class:`ConfigError` unless times given for each stage are as many as there are stages."""
@@ -67,16 +65,8 @@ class Costs:
                 raise ConfigError.of(f"Costs.{field.name}", value, f"has {len(value)} times for {num_stages} stages")
 
 
-def _of_stage(cost: float | Sequence[float], stage: int) -> float:
-    return cost[stage] if isinstance(cost, Sequence) else cost
-
-
 def end_times(graph: Graph, costs: Costs) -> Mapping[Event, float]:
-    """When each event ends if each starts as soon as those it waits for have ended.
-
-    Raises:
-        ScheduleError: events wait for each other.
-    """
+    """When each event ends if each starts as soon as those it waits for have ended; see :func:`in_order` for its error."""
     ends: dict[Event, float] = {}
     for event in in_order(graph):
         ends[event] = max((ends[before] for before in graph[event]), default=0.0) + _duration(event, costs)
@@ -90,24 +80,18 @@ def _duration(event: Event, costs: Costs) -> float:
 
 
 def shortest(orders: Iterable[Order], placement: Sequence[int], costs: Costs) -> Order:
-    """The order with the shortest makespan, and of equal ones that with the least idle time inside a rank.
-
-    An order that nothing can be better than ends the search.
-    """
-    best: tuple[tuple[float, float], Order] | None = None
+    """The first of the orders with the shortest makespan, and of those with the least idle time inside a rank."""
+    found: list[tuple[tuple[float, float], Order]] = []
     for order in orders:
         ends = end_times(event_graph(order, placement), costs)
         makespan = max(ends[own[-1]] for own in order)
         idle = max(ends[own[-1]] - ends[own[0]] + costs.of(own[0]) - sum(map(costs.of, own)) for own in order)
         # Rounded, so that the order of additions does not decide.
-        times = round(makespan, 9), round(idle, 9)
-        if best is None or times < best[0]:
-            best = times, order
+        found.append(((round(makespan, 9), round(idle, 9)), order))
+        # Nothing is better than an order without idle time, and the ones after it are dear to make.
         if idle < 1e-9 * makespan:
             break
-    if best is None:
-        raise ValueError("no order to choose from")
-    return best[1]
+    return min(found, key=itemgetter(0))[1]
 
 
 class Span(NamedTuple):
@@ -120,12 +104,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank computed what.
-
-    Attributes:
-        spans: of each rank, in order.
-        peak_activations: of each rank, in stages times micro-batches.
-    """
+    """When each rank computed what. ``peak_activations`` are in stages times micro-batches."""
 
     spans: tuple[tuple[Span, ...], ...]
     peak_activations: tuple[int, ...]
@@ -137,23 +116,18 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each rank the time in which it computed."""
         return tuple(sum(span.end - span.start for span in own) for own in self.spans)
 
     @property
     def bubble_makespan(self) -> float:
-        """Share of all ranks' time, from the first start to the last end anywhere, in which they idle.
-
-        The cost of a step that waits for all ranks, as for the norm of all gradients.
-        """
+        """Share of all ranks' time, from the first start to the last end anywhere, in which they idle."""
+        # The cost of a step that waits for all ranks, as for the norm of all gradients.
         return max(0.0, 1.0 - sum(self.busy) / (self.makespan * len(self.spans)))
 
     @property
     def bubble_span(self) -> float:
-        """Largest share over the ranks in which one idles between its own first start and last end.
-
-        The cost of a step when a rank that is done continues with the next one.
-        """
+        """Largest share over the ranks in which one idles between its own first start and last end."""
+        # The cost of a step when a rank that is done continues with the next one.
         return max(
             max(0.0, 1.0 - busy / (own[-1].end - own[0].start)) for busy, own in zip(self.busy, self.spans, strict=True)
         )
@@ -162,16 +136,8 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Runs a schedule on paper.
 
-    A computation starts when its rank is free and what it needs has arrived. A transfer starts when both ends are posted and
-    the one before it in the same direction between the two ranks has ended; it takes ``costs.communication`` and no rank's
-    time.
-
-    Args:
-        costs: 1 for each computation and nothing for communication by default.
-
-    Raises:
-        ConfigError: costs for another number of stages.
-        ScheduleError: ranks wait for each other.
+    A computation starts when its rank is free and what it needs has arrived. A transfer starts when both ends are posted
+    and the one before it in the same direction between the two ranks has ended; it takes no rank's time.
     """
     costs = costs or Costs()
     costs.require_stages(schedule.num_stages)

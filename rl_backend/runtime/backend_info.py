@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.checkpoint.training_state import StateTensors, TensorPieces
+from rl_backend.checkpoint.training_state import MOMENTS, StateTensors, TensorPieces
 from rl_backend.contracts import UnsupportedError, dtype_from_name
-from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
+from rl_backend.contracts.result import BackendInfo, OptimizerState, OptimizerStateInfo
 from rl_backend.primitive.adapters import rows_are_exact
 from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.tenants.handle import TenantHandle
@@ -56,7 +56,7 @@ def optimizer_state(handle: GuardedHandle, held: StateTensors) -> OptimizerState
         held: what a checkpoint of ``handle`` has on this rank.
     """
     optimizer, group = handle.trainer, handle.groups.host_group
-    moments = [_gathered(f"optimizer.{kind}.", held, handle.saved_shapes, group) for kind in ("exp_avg", "exp_avg_sq")]
+    moments = [_gathered(prefix, held, handle.saved_shapes, group) for prefix in MOMENTS.values()]
     return OptimizerState(optimizer.num_steps, optimizer.learning_rate, *moments)
 
 

@@ -19,6 +19,7 @@ from rl_backend.checkpoint.durable_commit import discard_draft
 from rl_backend.checkpoint.hf_writer import critic_config, write_hf_directory
 from rl_backend.checkpoint.manifest import TrainingManifest, read_manifest
 from rl_backend.checkpoint.training_state import (
+    RANDOM,
     HostBuffers,
     StateTensors,
     TensorsReader,
@@ -208,9 +209,6 @@ def _as_json(extra: Mapping[str, Any], path: Path) -> dict[str, Any]:
         raise CheckpointError.at(path, f"could not be saved: extra={extra!r}: {problem}")
     return dict(kept)
 
-
-RANDOM = "random."
-"""Names of random state begin with it and end with the rank; one that a checkpoint does not have stays as it is."""
 
 type Differs = Literal["replicas", "tensor_ranks", "expert_ranks", "nowhere"]
 """Between which ranks a stream of random numbers differs: those of one replica, or those at one place, have it in common."""

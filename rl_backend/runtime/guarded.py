@@ -31,8 +31,8 @@ from rl_backend.contracts import (
     export_dtype,
 )
 from rl_backend.contracts.atoms import ATOMS, Part
-from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig, LoRAInfo
+from rl_backend.contracts.result import BackendInfo, OptimizerState, OptimizerStateInfo
 from rl_backend.lora.factors import each_weight, load_tensors
 from rl_backend.runtime.backend_info import backend_info, is_bit_exact, optimizer_info, optimizer_state
 from rl_backend.runtime.checkpoints import CheckpointWriter

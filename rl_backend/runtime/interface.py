@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rl_backend import contracts
 from rl_backend.contracts.atoms import ANY_STATE, ITS_WEIGHTS, TRAINED, Atom, Needs
-from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
 from rl_backend.contracts.lora import LoRAConfig, LoRAInfo
+from rl_backend.contracts.result import BackendInfo, OptimizerState, OptimizerStateInfo
 
 type RouterReplay = Literal["off", "record", "replay"]
 REPLAY_MODES: tuple[RouterReplay, ...] = get_args(RouterReplay.__value__)
@@ -141,7 +141,7 @@ class Runtime[H](ABC):
             loss_fn: may be None in a forward-only pass. For sequences of several LoRA tenants one of each, by its name.
             router_replay: ``record`` adds ``routed_experts`` to the outputs, (L, layers with experts, top_k) of a
                 sequence, in :func:`~rl_backend.contracts.route_dtype`. ``replay`` sends tokens to the experts that
-                ``data`` says (:mod:`rl_backend.contracts.routed_experts`), with weights and gradients of the router's own
+                ``data`` says (:mod:`rl_backend.contracts.replay`), with weights and gradients of the router's own
                 scores; tokens without routes go where the router sends them.
 
         Raises:

@@ -24,8 +24,7 @@ from rl_backend.contracts import (
     check_routes,
     merge_metrics,
 )
-from rl_backend.contracts.indexed_keys import KEYS
-from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK
+from rl_backend.contracts.replay import KEYS, ROUTES, ROUTES_MASK
 from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.interface import REPLAY_MODES, RouterReplay

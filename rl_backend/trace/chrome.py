@@ -1,8 +1,4 @@
-"""Chrome's trace-event format, which Perfetto and chrome://tracing open.
-
-The file is the format's "JSON Array": one event per line, written as it comes. The trace of a run that was killed can be
-read up to there. See "Trace Event Format" (Google, 2016) for the fields.
-"""
+"""Chrome's trace-event format, which Perfetto and chrome://tracing open; see "Trace Event Format" (Google, 2016)."""
 
 import json
 import math
@@ -25,19 +21,16 @@ class ChromeTraceWriter:
         self._separator = "[\n"
 
     def process(self, pid: int, name: str) -> None:
-        """Names a process; processes are shown in the order of ``pid``."""
         self._metadata("process_name", pid, {"name": name})
         self._metadata("process_sort_index", pid, {"sort_index": pid})
 
     def thread(self, pid: int, tid: int, name: str) -> None:
-        """Names a thread."""
         self._metadata("thread_name", pid, {"name": name}, tid)
         self._metadata("thread_sort_index", pid, {"sort_index": tid}, tid)
 
     def complete(
         self, pid: int, tid: int, name: str, category: str, start: float, duration: float, arguments: Mapping[str, Any]
     ) -> None:
-        """A span of time."""
         self._event("X", name, category, (pid, tid, start), dur=round(duration, 3), args=dict(arguments))
 
     def instant(self, pid: int, name: str, category: str, when: float, arguments: Mapping[str, Any]) -> None:
@@ -52,7 +45,6 @@ class ChromeTraceWriter:
         self._event("f", name, category, end, id=number, bp="e")
 
     def flush(self) -> None:
-        """Hands everything to the operating system."""
         self._file.flush()
 
     def close(self) -> None:
@@ -60,6 +52,7 @@ class ChromeTraceWriter:
         if self._file.closed:
             return
         if self._unwritten:
+            # Room for the event that says so.
             self._left = 4096
             self._event("i", "trace full", "trace", (0, 0, 0.0), s="g", args={"events_not_written": self._unwritten})
         self._file.write("\n]\n" if self._separator == ",\n" else "[]\n")

@@ -20,9 +20,8 @@ _references: dict[torch.device, tuple[torch.cuda.Event, int]] = {}
 def device_span(device: torch.device, name: str, category: str, **arguments: Argument) -> Generator[None]:
     """:func:`~rl_backend.trace.recorder.span` of what its body puts on ``device``'s current stream.
 
-    On a GPU the span is from when the stream reaches the body to when it has done it, measured by CUDA events; the device is
-    waited for once every two seconds, to place its clock; a body that an error leaves is not recorded. Elsewhere it is the
-    time of the body.
+    On a GPU the span is from when the stream reaches the body to when it has done it, measured by CUDA events; a body that
+    an error leaves is not recorded. Elsewhere it is the time of the body.
     """
     if device.type != "cuda" or not recorder.recording:
         with recorder.span(name, category, **arguments):
@@ -49,6 +48,7 @@ def device_span(device: torch.device, name: str, category: str, **arguments: Arg
 def _reference(device: torch.device) -> tuple[torch.cuda.Event, int]:
     known = _references.get(device)
     if known is None or time.monotonic_ns() - known[1] > REFERENCE_NS:
+        # The device is waited for once every two seconds, to place its clock beside the host's.
         event = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
         event.record(torch.cuda.current_stream(device))

@@ -1,7 +1,4 @@
-"""Records spans of time of this process in a ring buffer, until they are taken.
-
-Recording is off until :meth:`TraceRecorder.start`: a span then takes neither the clock nor the lock, and is forgotten.
-"""
+"""Records spans of time of this process in a ring buffer, until they are taken."""
 
 from __future__ import annotations
 
@@ -70,7 +67,6 @@ class TraceRecorder:
         self._dropped = 0
 
     def start(self, capacity: int = CAPACITY) -> None:
-        """Begins to record; does nothing when it records already."""
         with self._lock:
             if not self.recording:
                 self.recording, self._events, self._dropped = True, deque(maxlen=capacity), 0
@@ -116,13 +112,13 @@ class TraceRecorder:
 
     @property
     def thread(self) -> int:
-        """Number of the calling thread, as in :class:`Event`."""
         with self._lock:
             return self._threads.setdefault(threading.get_ident(), len(self._threads))
 
     def take(self) -> list[Event]:
         """Removes and returns the events recorded so far, in the order in which they ended."""
         with self._lock:
+            # From the front alone, so that spans of a device stay in the order in which they were recorded.
             while self._unfinished and (resolved := self._unfinished[0]()) is not None:
                 self._unfinished.popleft()
                 self._append(self._events, resolved)
@@ -140,6 +136,7 @@ class TraceRecorder:
             return TraceBatch(clock_identity(), time.monotonic_ns(), events, dropped)
 
     def _append[T](self, ring: deque[T], item: T) -> None:
+        # By hand: a deque with maxlen drops without counting.
         if len(ring) == self._events.maxlen:
             ring.popleft()
             self._dropped += 1

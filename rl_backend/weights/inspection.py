@@ -11,33 +11,27 @@ import torch
 import xxhash
 from torch import Tensor
 
+# Of a tensor that are read at one time: what else is done with them finds them in the processor's cache.
 BLOCK_BYTES = 1 << 20
-"""Of a tensor that are read at one time. What else is done with them finds them in the processor's cache."""
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
+# Blocks that a thread takes at one time.
 _RUN = 2
-"""Blocks that a thread takes at one time."""
 
+# The bits of positive infinity.
 _INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F80_0000, torch.float64: 0x7FF0_0000_0000_0000}
-"""The bits of positive infinity."""
 
 
 def block_threads(threads: int) -> AbstractContextManager[Executor | None]:
-    """Threads that share the blocks of a tensor; None where there is only one, which is the caller's own.
-
-    Copying and digesting a block both leave the interpreter lock.
-    """
+    """Threads that share the blocks of a tensor; None where there is only one, which is the caller's own."""
+    # Copying and digesting a block both leave the interpreter lock.
     return ThreadPoolExecutor(threads) if threads > 1 else nullcontext()
 
 
 def tensor_digest(tensor: Tensor, pool: Executor | None = None) -> str:
-    """Digest of a contiguous CPU tensor's bytes, as 16 hexadecimal digits.
-
-    It is the xxh3-64 of the xxh3-64s of the tensor's blocks of :data:`BLOCK_BYTES`, each as 8 bytes, the highest first. So
-    several threads can work on one tensor.
-    """
+    """Digest of a contiguous CPU tensor's bytes, as 16 hexadecimal digits: the xxh3-64 of those of its blocks."""
     flat = tensor.reshape(-1)
     start = flat.data_ptr()
     return join_digests(each_block(flat.nbytes, lambda block: block_digest(start, block), pool))
@@ -85,22 +79,21 @@ def _bytes_at(address: int, length: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two CPU tensors have the same shape, dtype and bytes. torch's own comparison takes three times as long."""
+    """Whether two CPU tensors have the same shape, dtype and bytes."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     left, right = one.contiguous(), other.contiguous()
+    # torch's own comparison takes three times as long.
     return bool(_memcmp(left.data_ptr(), right.data_ptr(), left.nbytes) == 0)
 
 
 def is_zero(tensor: Tensor) -> bool:
-    """Whether a tensor holds nothing but zeros; on a CPU, nothing but zero bytes. torch's own ``any`` takes several times as
-    long there.
-    """
+    """Whether a tensor holds nothing but zeros; on a CPU, nothing but zero bytes."""
     if tensor.device.type != "cpu":
         return not bool(tensor.any())
     whole = tensor.contiguous()
     start = whole.data_ptr()
-    # The first byte is 0, and every other one what the byte before it is.
+    # The first byte is 0, and every other one what the byte before it is. torch's ``any`` takes several times as long.
     return not whole.nbytes or (_bytes_at(start, 1).raw == b"\0" and _memcmp(start, start + 1, whole.nbytes - 1) == 0)
 
 
@@ -126,14 +119,12 @@ class Inspection(NamedTuple):
 
 
 def inspect_tensor(tensor: Tensor, pool: Executor | None = None) -> Inspection:
-    """Reads a contiguous CPU tensor.
-
-    torch's own sums would start threads for every block, and share them with whatever else this process computes.
-    """
+    """Reads a contiguous CPU tensor."""
     flat = tensor.reshape(-1)
     if flat.dtype not in _INFINITY:
         return Inspection(tensor_digest(flat, pool), not has_non_finite(flat))
     start = flat.data_ptr()
+    # torch's own sums would start threads for every block, and share them with whatever else this process computes.
     found = each_block(
         flat.nbytes, lambda block: (block_digest(start, block), _block_is_finite(start, block, flat.dtype)), pool
     )
@@ -151,13 +142,11 @@ def _block_is_finite(start: int, block: range, dtype: torch.dtype) -> bool:
 
 
 def has_non_finite(tensor: Tensor) -> bool:
-    """Whether a contiguous tensor holds NaN or infinity. Integer tensors never do.
-
-    ``isfinite().all()`` writes a mask and costs many times a copy. A sum is not finite when any addend is not, so each chunk
-    is summed first; only a chunk whose sum is not finite (its sum may also have overflowed) is looked at element by element.
-    """
+    """Whether a contiguous tensor holds NaN or infinity. Integer tensors never do."""
     if not tensor.is_floating_point():
         return False
+    # ``isfinite().all()`` writes a mask and costs many times a copy. A sum is not finite when any addend is not, so chunks
+    # are summed first; only one whose sum is not finite (it may also have overflowed) is looked at element by element.
     # A float16 sum overflows at 65504, so its chunks are small enough for ordinary weights to stay below.
     chunks = tensor.reshape(-1).split(1 << (20 if tensor.dtype == torch.float16 else 24))
     sums = torch.stack([chunk.sum() for chunk in chunks])
@@ -165,16 +154,15 @@ def has_non_finite(tensor: Tensor) -> bool:
     return any(not bool(chunks[index].isfinite().all()) for index in suspects)
 
 
+# Of memory that a checksum takes at most: torch casts what it sums to int64 first.
 CHECKSUM_BYTES = 1 << 26
-"""Of memory that a checksum takes at most."""
 
 
 def device_checksum(tensor: Tensor) -> Tensor:
     """0-d int64 checksum of a contiguous tensor's bytes, computed where the tensor is.
 
-    The sum, modulo 2^64, of the bytes as 32-bit words (of single bytes when their number is not a multiple of 4). It finds
-    a lost, torn or foreign part of a transfer; unlike a digest it does not see two words change places. Beside the tensor
-    :data:`CHECKSUM_BYTES` are in memory: torch casts what it sums to int64 first.
+    The sum, modulo 2^64, of the bytes as 32-bit words (of single bytes when their number is not a multiple of 4). Unlike a
+    digest it does not see two words change places.
     """
     flat = tensor.reshape(-1).view(torch.uint8)
     words = flat.numel() % 4 == 0

@@ -1,27 +1,120 @@
-"""Staging buffers: layout, writing, and the check that a buffer holds what its manifest says."""
+"""Weights on their way to engines: what is announced, staged, checked, and what an engine expects."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest, dtype_from_name
+from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest, dtype_from_name, name_of_dtype
 from rl_backend.contracts.errors import listed
-from rl_backend.weights.compare import as_announced
 from rl_backend.weights.inspection import Inspection, block_threads, copy_with_digest, inspect_tensor
 
+
+def as_announced(infos: Sequence[TensorInfo], weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[TensorInfo, Tensor]]:
+    """Each of ``infos`` with its tensor, before anything is done with the tensor.
+
+    ``weights``, in general a collective's generator, are closed with this one or when they differ, which tells other ranks.
+
+    Raises:
+        WeightCheckError: ``weights`` differ from ``infos`` in a name, shape, dtype or number.
+    """
+    iterator = iter(weights)
+    try:
+        # The receiver places weights as announced: two swapped tensors of one size would arrive with right digests under
+        # each other's names. None stands for the end, behind which nothing may come.
+        for place, info in enumerate([*infos, None]):
+            name, tensor = next(iterator, (None, None))
+            found = None if tensor is None else (name, tuple(tensor.shape), name_of_dtype(tensor.dtype))
+            announced = None if info is None else (info.name, info.shape, info.dtype)
+            if found != announced:
+                raise WeightCheckError(
+                    f"the export yielded {found or 'no more tensors'} after {place} of {len(infos)}, but announced "
+                    f"{announced or 'no more'}; nothing of it was sent: the runtime's weight_infos and export_weights must "
+                    "agree in names and order",
+                    name=name,
+                )
+            if info is not None and tensor is not None:
+                yield info, tensor
+    finally:
+        close = getattr(iterator, "close", None)
+        if close is not None:
+            close()
+
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class ExpectedWeights:
+    """The weights that an engine loads.
+
+    Attributes:
+        required: name -> tensor that every push must hold.
+        optional: name -> tensor that a push may hold (for example ``lm_head.weight`` of a model that ties it).
+        fused_groups: names that are loaded into one parameter, of which a part would leave the rest undefined.
+        in_float32: names of tensors that the engine keeps in float32 whatever its dtype; a push may send them so.
+    """
+
+    required: Mapping[str, TensorInfo]
+    optional: Mapping[str, TensorInfo] = field(default_factory=dict)
+    fused_groups: Sequence[tuple[str, ...]] = ()
+    in_float32: frozenset[str] = frozenset()
+
+
+def find_mismatches(
+    offered: Sequence[TensorInfo], expected: ExpectedWeights, kept: Collection[str] = frozenset()
+) -> list[str]:
+    """One sentence for every kind of mismatch, each with the names concerned; names in ``kept`` need not be offered."""
+    names = {tensor.name for tensor in offered}
+    known = {**expected.required, **expected.optional}
+    halves = [group for group in expected.fused_groups if 0 < len(names.intersection(group)) < len(group)]
+    in_halves = {name for group in halves for name in group}
+    pairs = [(tensor, known[tensor.name]) for tensor in offered if tensor.name in known]
+    found = {
+        "missing": [name for name in expected.required if name not in names and name not in in_halves and name not in kept],
+        "unknown to the engine": [tensor.name for tensor in offered if tensor.name not in known],
+        "wrong shape": [
+            f"{tensor.name} is {tensor.shape}, the engine has {own.shape}"
+            for tensor, own in pairs
+            if tensor.shape != own.shape
+        ],
+        "wrong dtype": [
+            f"{tensor.name} is {tensor.dtype}, the engine takes {own.dtype}"
+            for tensor, own in pairs
+            if tensor.dtype != own.dtype and not (tensor.dtype == "float32" and tensor.name in expected.in_float32)
+        ],
+    }
+    return [
+        *(
+            f"half of a fused group: {', '.join(name for name in group if name in names)} came without "
+            f"{', '.join(name for name in group if name not in names)}"
+            for group in halves[:_SHOWN]
+        ),
+        *(f"{problem}: {listed(wrong, _SHOWN)}" for problem, wrong in found.items() if wrong),
+    ]
+
+
+def check_manifest(manifest: WeightManifest, expected: ExpectedWeights, *, engine: str) -> None:
+    """Raises :class:`~rl_backend.contracts.WeightCheckError` with every mismatch between a push and an engine."""
+    problems = find_mismatches(manifest.tensors, expected, frozenset(manifest.kept))
+    if problems:
+        raise WeightCheckError(
+            f"{engine} refuses weights of version {manifest.version}, nothing was loaded: {'; '.join(problems)}",
+            engine=engine,
+            version=manifest.version,
+            problems=problems,
+        )
+
+
+# Bytes: a multiple of every dtype's size and of a cache line, so that a view of the buffer is an ordinary tensor.
 ALIGNMENT = 64
-"""Bytes. A multiple of every dtype's size and of a cache line: a view of the buffer is an ordinary tensor."""
 
 
 def plan_layout(tensors: Iterable[TensorInfo]) -> tuple[tuple[TensorInfo, ...], int]:
-    """Gives every tensor an aligned offset, in order.
-
-    Returns:
-        The tensors with ``offset`` set, and the bytes that the buffer needs (at least one alignment unit).
-    """
+    """The tensors with aligned offsets, in order, and the bytes that the buffer needs (at least one alignment unit)."""
     placed: list[TensorInfo] = []
     end = 0
     for tensor in tensors:
@@ -48,11 +141,9 @@ def write_tensors(
     """Copies ``weights`` to their places in a (N,) uint8 CPU buffer and digests what was written.
 
     Args:
-        buffer: at least as long as the layout needs.
         layout: tensors with offsets, in the order in which ``weights`` yields them.
         weights: (name, full tensor) on any device; a tensor may be reused once the next one is taken.
-        version: weight version of the manifest.
-        threads: threads that copy and digest.
+        threads: that copy and digest.
         staged: told of each tensor, with its digest, once it is in its place for good.
 
     Raises:
@@ -78,8 +169,6 @@ def check_staged(
     """Proves that a (N,) uint8 CPU buffer holds the manifest's tensors, unchanged and finite.
 
     Args:
-        engine: who checks, for messages.
-        threads: threads that digest.
         intact: tensors that :func:`find_intact` has found in this buffer since it was written. Those that agree with the
             manifest in place and digest are not read again.
 
@@ -111,10 +200,8 @@ def check_staged(
 def find_intact(buffer: Tensor, tensors: Sequence[TensorInfo], *, threads: int = 1) -> dict[str, TensorInfo]:
     """Those of a push's tensors, by name, that a (N,) uint8 CPU buffer holds with the right digest and finite values.
 
-    Called while further tensors are still being staged; :func:`check_staged` says what is wrong with the rest.
-
-    Raises:
-        WeightCheckError: tensors that lie outside the buffer or overlap.
+    Called while further tensors are still being staged. Raises :class:`WeightCheckError` for tensors that lie outside the
+    buffer or overlap; :func:`check_staged` says what is wrong with the rest.
     """
     _check_places(buffer, tensors)
     inspections = _inspect(buffer, tensors, threads)
@@ -129,14 +216,11 @@ def _inspect(buffer: Tensor, tensors: Sequence[TensorInfo], threads: int) -> lis
 def _check_places(buffer: Tensor, tensors: Sequence[TensorInfo]) -> None:
     for info in tensors:
         size = info.num_elements * dtype_from_name(info.dtype).itemsize
-        if info.nbytes != size:
+        # Kernels read 16 bytes at a time.
+        if info.nbytes != size or info.offset % 16 or info.offset + info.nbytes > buffer.numel():
             raise WeightCheckError(
-                f"{info.name}: nbytes={info.nbytes}, but {info.shape} of {info.dtype} is {size}", name=info.name
-            )
-        if info.offset % 16 or info.offset + info.nbytes > buffer.numel():
-            raise WeightCheckError(
-                f"{info.name}: offset {info.offset} with {info.nbytes} bytes does not lie in a staging buffer of "
-                f"{buffer.numel()} bytes at a multiple of 16",
+                f"{info.name}: {info.nbytes} bytes at offset {info.offset} are not {info.shape} of {info.dtype}, or do not "
+                f"lie in a staging buffer of {buffer.numel()} bytes at a multiple of 16",
                 name=info.name,
             )
     ranges = sorted((info.offset, info.nbytes) for info in tensors if info.nbytes)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import CheckpointError, OptimizerConfig
-from rl_backend.runtime.bridge.state import stored_rows
+from rl_backend.runtime.bridge.engine import sharding
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import exported, optimizer_shards, train_bridge
 from tests.support.critic import squared_error
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_of_the_masters_whatever_the_dtype_of_the_weights(
 def private_job(model: str, path: str, layout: dict[str, int], save: bool) -> dict[str, Tensor]:
     """With conversions that do not only put rows in another order, as far as the runtime knows."""
     with pytest.MonkeyPatch.context() as patch, open_bridge(model, layout) as runtime:
-        patch.setattr(stored_rows, "_AS_THEY_ARE", ())
+        patch.setattr(sharding, "_AS_THEY_ARE", ())
         handle = runtime.build_model()
         if save:
             train_bridge(runtime, handle, 2)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import Head, OptimizerConfig, StepResult
-from rl_backend.runtime.bridge.state.optimizer import parameter_states
+from rl_backend.runtime.bridge.engine.optimizer import parameter_states
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import bridge_data, exported_gradients, write_tiny_mixture
 from tests.support.critic import squared_error

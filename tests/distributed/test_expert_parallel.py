@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rl_backend.contracts import ConfigError
 from rl_backend.model.blocks import RouterInput
 from rl_backend.model.feedforward.moe import MoE
 from rl_backend.parallel.collectives import all_to_all_rows
@@ -190,20 +189,3 @@ def test_rows_go_to_the_ranks_they_are_for_and_their_gradients_come_back(ranks: 
     first, second = ranks.run(rows_job, dtype)
     assert first == ([[0.0]], [[1.0], [2.0], [2.0]])
     assert second == ([[1.0], [2.0], [10.0], [11.0], [12.0]], [[2.0], [2.0], [2.0]])
-
-
-def refused_job() -> list[str]:
-    group = dist.group.WORLD
-    assert group is not None
-    messages = []
-    for num_experts, ep_size, etp_size in ((3, 2, 1), (4, 2, 2)):
-        with pytest.raises(ConfigError) as caught:
-            AllToAllDispatcher(group, num_experts, ep_size, etp_size)
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_sizes_that_do_not_fit_are_refused(ranks: RankPool) -> None:
-    for experts, group in ranks.run(refused_job):
-        assert experts == "ep=2: must divide the number of experts, 3"
-        assert group == "a group of 2 ranks cannot be ep=2 times etp=2"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig
 from rl_backend.contracts.lora import LORA_FIELD
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from tests.support.matrix import sampled
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, assert_near, open_runtime

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_backend.contracts import OptimizerConfig
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.runtime import Runtime
 from rl_backend.runtime.bridge.model.loading import open_bridge as open_conversion
 from tests.support.bridge_runs import open_bridge

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_backend.contracts import OptimizerConfig, PackedBatch, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from tests.support.bridge_runs import open_bridge
 from tests.support.models import write_tiny
 from tests.support.native import assert_near, open_runtime

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_backend.contracts import OptimizerConfig, PackedBatch, RLBackendError, TokenSequence, UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from tests.support.models import write_tiny
 from tests.support.native import open_runtime
 from tests.support.rank_pool import RankPool

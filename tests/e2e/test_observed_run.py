@@ -13,7 +13,7 @@ import ray
 from actors import HandleRef, Loss, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from actors.cluster.prometheus import METRICS
 from actors.folder.folder import RunFolder
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from actors.watch.trace import TraceCollector
 from rl_backend.contracts import BaseConfig, ConfigError, NativeConfig, OptimizerConfig, RuntimeConfig
 from rl_backend.lab.report.timeline import read_step

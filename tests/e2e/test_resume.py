@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pytest
 import ray
 
-from actors.folder.start import checkpoints_of
+from actors.folder.resume import checkpoints_of
 from actors.run import RunResult
 from actors.run.session import Session, open_session
 from examples import grpo, ppo, sft

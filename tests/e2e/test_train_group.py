@@ -305,7 +305,7 @@ def test_a_forward_only_model_gives_log_probs_and_refuses_to_train(
     reference = group.build_model(forward_only=True, name="reference")
     for ours, expected in zip(group.forward(reference, sequences).output("log_probs"), in_process[0][2], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(HandleError, match="'reference' is forward-only"):
+    with pytest.raises(HandleError, match="'reference', which is forward-only"):
         group.forward_backward(reference, sequences, NLL)
     with pytest.raises(HandleError, match="reference") as raised:
         group.optimizer_step(reference)

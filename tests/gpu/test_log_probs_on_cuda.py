@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import TokenSequence
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.primitive.attention import Segments, packed_attention
 from tests.gpu.conftest import MakeRuntime
 from tests.support.critic import transformers_values, write_critic

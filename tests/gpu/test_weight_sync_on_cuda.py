@@ -13,7 +13,7 @@ import torch
 
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import OptimizerConfig, TokenSequence
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from tests.gpu.conftest import MakeRuntime
 from tests.support.sft_batches import random_token_sequences, sft_micro_batches
 

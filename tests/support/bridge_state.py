@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_backend.contracts import PackedBatch
 from rl_backend.runtime.bridge.engine.engine import BridgeRuntime
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle
-from rl_backend.runtime.bridge.state.optimizer import num_steps, parameter_states
+from rl_backend.runtime.bridge.engine.optimizer import num_steps, parameter_states
 from tests.support.models import write_tiny
 from tests.support.native import deal, micro_batches, token_loss
 

@@ -56,7 +56,7 @@ def hostile_attribute(checkpoint: Path, mark: Path) -> str:
     (checkpoint / ".metadata").write_bytes(
         b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n(N}V__hash__\nctorch\nSize\nstb."
     )
-    return r"\.metadata cannot be read: TypeError"
+    return r"\.metadata is refused, TypeError"
 
 
 def hostile_object(checkpoint: Path, mark: Path) -> str:

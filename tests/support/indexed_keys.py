@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch
-from rl_backend.contracts.indexed_keys import KEYS
+from rl_backend.contracts.replay import KEYS
 from rl_backend.model.mixers.mla import SparseLatentAttention
 
 

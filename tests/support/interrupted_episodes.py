@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from itertools import repeat
 
-from actors.collect.episode_stream import EpisodeStream
-from actors.collect.episodes import play_held_out
+from actors.collect.episodes import EpisodeStream, play_held_out
 from actors.collect.held_out import HeldOutSet
 from actors.rollout.config import SamplingConfig
 from actors.run import run_command

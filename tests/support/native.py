@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rl_backend.contracts import LossFn, MetricValue, ModelOutput, NativeConfig, OptimizerConfig, PackedBatch, RuntimeConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.runtime.native.engine import NativeRuntime, native_runtime
 from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.sft_batches import random_token_sequences

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_backend.lab.parity.compare import Comparison, Tolerances, compare
-from rl_backend.lab.parity.record import SideRecord
+from rl_backend.lab.parity.compare import Comparison, SideRecord, Tolerances, compare
 
 TOLERANCES = Tolerances.of("float32")
 MODULES = ("embed", "layer.0", "layer.1")

@@ -171,8 +171,8 @@ def without_ray(
     engines, trainer = Engines(config), Trainer(config)
     monkeypatch.setattr("actors.run.run.check_start", lambda config, session_is_open: None)
     monkeypatch.setattr("actors.run.rl_run.load_inputs", lambda config: inputs())
-    monkeypatch.setattr("actors.run.episode_run.load_episode_inputs", lambda config: inputs())
+    monkeypatch.setattr("actors.run.rl_run.load_episode_inputs", lambda config: inputs())
     for room in ("parts", "session"):
         monkeypatch.setattr(f"actors.run.{room}.WeightSync", Sync)
-    monkeypatch.setattr("actors.run.result.time", SimpleNamespace(monotonic=engines.monotonic))
+    monkeypatch.setattr("actors.run.sampling.time", SimpleNamespace(monotonic=engines.monotonic))
     return Session([trainer], engines), engines, trainer  # type: ignore[list-item, arg-type]

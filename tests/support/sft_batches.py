@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from rl_backend.contracts import PackedBatch, TokenSequence
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 
 
 def random_token_sequences(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[TokenSequence]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_backend.contracts import Head, LossFn, MetricValue, ModelOutput, OptimizerConfig, PackedBatch, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.runtime import Runtime
 from rl_backend.runtime.tenants.handle import TenantHandle
 from tests.support.bridge_runs import open_bridge

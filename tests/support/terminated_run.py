@@ -16,7 +16,8 @@ import ray
 
 from actors import Sample
 from actors.cluster.session import raised_on_sigterm, ray_session
-from actors.collect.reward_scores import load_scorer, score
+from actors.collect.inputs import load_scorer
+from actors.collect.prompts import score
 from actors.folder.folder import RunFolder
 from actors.run.command_line import run_command
 from rl_backend.contracts import BaseConfig

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rl_backend.checkpoint.hf_export import PREFIX
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest
-from rl_backend.checkpoint.training_state import DigestingWriter, PiecesSavePlanner, TensorPieces
+from rl_backend.checkpoint.training_state import WEIGHTS, DigestingWriter, PiecesSavePlanner, TensorPieces
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | TensorPieces]) -> dict[str, FileFacts]:
@@ -44,7 +43,7 @@ def write_checkpoint(path: Path, weights: Mapping[str, Tensor], **fields: Any) -
     Args:
         fields: of its manifest.
     """
-    files = write_tensors(path, {PREFIX + name: tensor for name, tensor in weights.items()})
+    files = write_tensors(path, {WEIGHTS + name: tensor for name, tensor in weights.items()})
     parameters = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     manifest = manifest_of(**{"parameters": parameters, "files": files, **fields})
     (path / MANIFEST_NAME).write_text(manifest.sealed_text())

@@ -12,7 +12,7 @@ from actors.rollout.placement import NodePlace, choose_cores
 from actors.rollout.vllm.expected import expected_weights
 from actors.rollout.vllm.process import prepare_process, start_vllm
 from rl_backend.contracts import UNVERSIONED, EngineDeadError, EngineDirtyError, RolloutError, WeightVersionError
-from rl_backend.weights.compare import ExpectedWeights
+from rl_backend.weights.staging import ExpectedWeights
 
 type Action = Literal["sample", "take weights", "continue an update", "sleep", "wake up"]
 

@@ -23,8 +23,7 @@ from rl_backend.contracts import (
     WeightVersionError,
 )
 from rl_backend.trace.recorder import span
-from rl_backend.weights.compare import check_manifest
-from rl_backend.weights.staging import check_staged, find_intact, read_tensor
+from rl_backend.weights.staging import check_manifest, check_staged, find_intact, read_tensor
 
 
 class WeightReceiver:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import TensorInfo, dtype_from_name
 from rl_backend.contracts.errors import listed
-from rl_backend.weights.compare import ExpectedWeights
+from rl_backend.weights.staging import ExpectedWeights
 
 logger = logging.getLogger(__name__)
 _SHOWN = 8

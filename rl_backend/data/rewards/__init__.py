@@ -1,14 +1,14 @@
 """Reward functions, with verl's signature: loaded, called one after the other or many at once, and what they return."""
 
-from rl_backend.data.rewards.config import RewardConfig as RewardConfig
-from rl_backend.data.rewards.config import WeightedReward as WeightedReward
-from rl_backend.data.rewards.loading import LoadedReward as LoadedReward
-from rl_backend.data.rewards.loading import RewardFunction as RewardFunction
-from rl_backend.data.rewards.loading import load_reward_function as load_reward_function
-from rl_backend.data.rewards.result import OnFailure as OnFailure
-from rl_backend.data.rewards.result import RewardCall as RewardCall
-from rl_backend.data.rewards.result import Score as Score
-from rl_backend.data.rewards.result import reward_metrics as reward_metrics
-from rl_backend.data.rewards.result import score_value as score_value
+from rl_backend.data.rewards.function import LoadedReward as LoadedReward
+from rl_backend.data.rewards.function import OnFailure as OnFailure
+from rl_backend.data.rewards.function import RewardCall as RewardCall
+from rl_backend.data.rewards.function import RewardFunction as RewardFunction
+from rl_backend.data.rewards.function import Score as Score
+from rl_backend.data.rewards.function import load_reward_function as load_reward_function
+from rl_backend.data.rewards.function import reward_metrics as reward_metrics
+from rl_backend.data.rewards.function import score_value as score_value
+from rl_backend.data.rewards.scorer import RewardConfig as RewardConfig
 from rl_backend.data.rewards.scorer import RewardScorer as RewardScorer
 from rl_backend.data.rewards.scorer import Scoring as Scoring
+from rl_backend.data.rewards.scorer import WeightedReward as WeightedReward

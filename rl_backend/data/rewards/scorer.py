@@ -1,20 +1,31 @@
-"""The reward of many responses: every function called for each of them, in order or at once, within a limit of time."""
+"""Rewards of many responses: options, and every function called for each response, in order or at once, in limited time."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from rl_backend.contracts import BatchError, ConfigError, RewardError
-from rl_backend.data.rewards.loading import LoadedReward
-from rl_backend.data.rewards.pool import BEAT_SECONDS, EventLoop, Raised, TimeLimitError, WorkerPool
-from rl_backend.data.rewards.result import OnFailure, RewardCall, Score, beside_the_score, score_value
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, BaseConfig, BatchError, ConfigError, RewardError
+from rl_backend.data.rewards.function import (
+    LoadedReward,
+    OnFailure,
+    RewardCall,
+    Score,
+    beside_the_score,
+    load_reward_function,
+    score_value,
+)
 from rl_backend.data.rewards.worker import what_it_raised
+from rl_backend.data.rewards.worker_pool import BEAT_SECONDS, EventLoop, Raised, TimeLimitError, WorkerPool
 
 _SILENT_SECONDS = 10.0
 _ASYNC_AT_ONCE = 64
@@ -51,18 +62,10 @@ class RewardScorer:
 
     Asynchronous functions run in one event loop, ``concurrency`` calls at once. Plain functions are called one after the
     other by whoever waits for the scores; with ``workers`` above 1 or a limit of time in threads, and with ``processes`` in
-    processes. Scores are in the order of the calls, whichever ends first.
-
-    A thread cannot be ended: a plain function that takes too long counts as failed, and goes on in its thread until it
-    returns, or the process ends. A process is ended.
+    processes, which a limit ends. A thread cannot be ended: a call that takes too long counts as failed, and continues.
 
     Args:
         rewards: with different names, if there are several.
-        timeout_seconds: of each call, from its beginning; None is endless.
-        workers: calls of plain functions at once.
-        processes: call plain functions in processes, each in its main thread, whose memory they do not share.
-        concurrency: calls of asynchronous functions at once.
-        on_failure: of a call that raises, takes too long or returns no score.
         check: called after each plain function that ran in the caller's thread; raises what that may have caught.
 
     Raises:
@@ -101,16 +104,15 @@ class RewardScorer:
             WorkerPool, [rewards[index] for index in plain], size=workers, processes=processes, limit=timeout_seconds
         )
         self._concurrency = concurrency or _ASYNC_AT_ONCE
+        # Loop and pool are opened with the first calls: commands that only check a configuration start no threads.
         self._opening = threading.Lock()
         self._opened: _Opened | None = None
 
     @property
     def needs_ground_truth(self) -> bool:
-        """Whether rows need an answer for any of the functions."""
         return any(reward.needs_ground_truth for reward in self.rewards)
 
     def begin(self, calls: Sequence[RewardCall]) -> Scoring:
-        """Begins with all that does not need the caller's thread."""
         if not self._there:
             return Scoring(self, calls, None)
         with self._opening:
@@ -120,15 +122,15 @@ class RewardScorer:
         return Scoring(self, calls, opened.loop.run(self._call_there(calls, opened)))
 
     def score(self, calls: Sequence[RewardCall]) -> list[Score]:
-        """The score of each call.
+        """The score of each call, in order.
 
         Raises:
-            RewardError: with ``on_failure="stop"``, a call failed; or calls go on that nothing can end.
+            RewardError: with ``on_failure="stop"``, a call failed; or calls continue that nothing can end.
         """
         return self.begin(calls).result()
 
     def close(self) -> None:
-        """Ends what still goes on, except plain functions in threads."""
+        """Ends what is still running, except plain functions in threads."""
         with self._opening:
             opened, self._opened = self._opened, None
         if opened is not None:
@@ -152,6 +154,7 @@ class RewardScorer:
         try:
             await asyncio.gather(*flat)
         except BaseException:
+            # None may go on behind the error: it would hold a worker that the next batch waits for.
             for task in flat:
                 task.cancel()
             await asyncio.gather(*flat, return_exceptions=True)
@@ -159,7 +162,6 @@ class RewardScorer:
         return [{index: task.result() for index, task in zip(self._there, row, strict=True)} for row in tasks]
 
     async def _outcome(self, call: RewardCall, index: int, opened: _Opened) -> Any:
-        """What the function returned, or a failure."""
         reward = self.rewards[index]
         try:
             if not reward.is_async:
@@ -198,6 +200,7 @@ class RewardScorer:
             result = self.rewards[index].function(**self.rewards[index].keywords(call))
         except (Exception, SystemExit) as error:  # noqa: BLE001, as in _outcome
             result = _failure(Raised(error))
+        # A function that catches everything has caught the run's own interruption too.
         self._check()
         return self._judged(call, index, result)
 
@@ -264,12 +267,12 @@ class Scoring:
         ]
 
     def cancel(self) -> None:
-        """For scores that nobody needs."""
         if self._there is not None:
             self._there.cancel()
 
     def _wait(self, there: Future[_Results]) -> _Results:
         while True:
+            # In beats: a function that blocks the loop would keep its own time limit from being noticed.
             try:
                 return there.result(timeout=BEAT_SECONDS)
             except TimeoutError:
@@ -282,3 +285,104 @@ def _failure(raised: Raised) -> _Failure:
     if isinstance(raised.error, SystemExit):
         return _Failure(f"ended the process, {raised.error!r} (have it return a number)", raised.error)
     return _Failure(f"raised {what_it_raised(raised.error)}", raised.error)
+
+
+class WeightedReward(BaseConfig):
+    """One of several reward functions.
+
+    Attributes:
+        function: package.module:function or path/file.py:function.
+        weight: of its score in the reward; 0 only measures it.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    function: str
+    weight: float = 1.0
+
+
+_WEIGHTED = (str, dict, WeightedReward)
+_FUNCTIONS = "RewardConfig.functions"
+
+
+class RewardConfig(BaseConfig):
+    """Reward functions, and how they are called. See docs/rewards.md.
+
+    Attributes:
+        functions: verl-style compute_score as package.module:function or path/file.py:function, plain or async; or several,
+            whose scores are added: a list, or NAME=FUNCTION, or name -> function and weight.
+        timeout_seconds: longest time of one call; none: endless.
+        workers: calls of plain functions at once, in threads; 1 without a limit of time: in the main thread.
+        processes: call plain functions in processes, which a time limit ends and which share no memory.
+        concurrency: calls of async functions at once; none: 64.
+        on_failure: when a call raises, takes too long or returns no number: stop the run, count its score as zero, or drop
+            the group of its prompt from the batch.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    functions: Annotated[str | dict[str, WeightedReward], SAME_CONTENTS]
+    timeout_seconds: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
+    workers: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
+    processes: Annotated[bool, MAY_CHANGE] = False
+    concurrency: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    on_failure: OnFailure = "stop"
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        """A list becomes names and functions; a function by itself stays one."""
+        if isinstance(given, list | tuple) and len(given) > 1 and all(isinstance(each, str | dict) for each in given):
+            named = [
+                pair
+                for each in given
+                for pair in (each.items() if isinstance(each, dict) else [(each.rpartition(":")[2], each)])
+            ]
+            twice = [name for name, times in Counter(name for name, _ in named).items() if times > 1]
+            if twice:
+                first = f"{twice[0]}_1={dict(reversed(named))[twice[0]]}"
+                raise ConfigError.of(_FUNCTIONS, list(given), f"two are named {twice[0]!r}; name them, such as {first}")
+            given = dict(named)
+        if isinstance(given, list | tuple) and len(given) == 1:
+            given = given[0]
+        if isinstance(given, str):
+            return given
+        # pydantic would tell of every type of the union, in its own words.
+        if not (isinstance(given, dict) and given and all(isinstance(each, _WEIGHTED) for each in given.values())):
+            raise ConfigError.of(
+                _FUNCTIONS, given, "expected a function, several, or name -> function or {function, weight}"
+            )
+        for name in given:
+            if not re.fullmatch(r"\w[\w.-]*", str(name)):
+                raise ConfigError.of(
+                    _FUNCTIONS, name, "a name has letters, digits, _, . and -, because metrics are named by it"
+                )
+        return {name: {"function": each} if isinstance(each, str) else each for name, each in given.items()}
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if isinstance(self.functions, dict) and not any(each.weight for each in self.functions.values()):
+            found = {name: each.weight for name, each in self.functions.items()}
+            raise ConfigError.of(_FUNCTIONS, found, "needs at least one function with a weight other than 0")
+        return self
+
+    def load(self, check: Callable[[], None] = lambda: None) -> RewardScorer:
+        """Imports the functions; raises :class:`ConfigError` for one that cannot be loaded, or an option without effect."""
+        if isinstance(self.functions, str):
+            rewards = [LoadedReward(load_reward_function(self.functions, field=_FUNCTIONS), self.functions)]
+        else:
+            rewards = [
+                LoadedReward(
+                    load_reward_function(each.function, field=f"{_FUNCTIONS}.{name}"), each.function, name, each.weight
+                )
+                for name, each in self.functions.items()
+            ]
+        return RewardScorer(
+            rewards,
+            timeout_seconds=self.timeout_seconds,
+            workers=self.workers,
+            processes=self.processes,
+            concurrency=self.concurrency,
+            on_failure=self.on_failure,
+            check=check,
+        )

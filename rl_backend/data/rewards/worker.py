@@ -26,8 +26,8 @@ def module_at(location: str) -> ModuleType:
     path = Path(location).resolve()
     name = _name_at(path)
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
+    assert spec is not None, "a name that ends with .py has a loader"
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle look their module up here while the file runs.
     sys.modules[name] = module
@@ -60,10 +60,8 @@ def what_it_raised(error: BaseException) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Answers requests: (which function, its arguments) with (whether it returned, result or error).
-
-    The run ends the process, and the kernel does when the run ends, even in the middle of a call.
-    """
+    """Answers requests: (which function, its arguments) with (whether it returned, result or error)."""
+    # The run ends the process, and the kernel does when the run ends, even in the middle of a call.
     specs, path = connection.recv()
     sys.path[:] = path
     try:
@@ -78,6 +76,7 @@ def serve(connection: Connection) -> None:
 
 
 def _answer(function: Any, arguments: dict[str, Any]) -> bytes:
+    # Pickled inside of the try: a result that cannot be pickled is the function's failure.
     try:
         return pickle.dumps((True, function(**arguments)))
     except BaseException as error:  # noqa: BLE001, the run decides what comes of it

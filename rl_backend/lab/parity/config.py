@@ -14,8 +14,8 @@ from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import BACKEND_CONFIGS, ParallelConfig, Plugins, RuntimeConfig
 from rl_backend.data import MicroBatchPlan
 
+# The side that is no runtime: transformers' own model and torch's AdamW on one rank.
 TRANSFORMERS = "transformers"
-"""The side that is no runtime: transformers' own model and torch's AdamW on one rank."""
 
 type DType = Literal["float32", "bfloat16"]
 type SideName = Literal["reference", "candidate"]
@@ -37,7 +37,7 @@ class ParitySide(BaseConfig):
     Attributes:
         runtime: name of a registered runtime, or ``transformers``.
         parallel: its layout.
-        dp: data-parallel ranks; by default the fewest that the layout allows (more than 1 only for expert parallelism).
+        dp: data-parallel ranks; by default the fewest that the layout allows.
         options: further fields of the runtime's configuration, other than layout, optimizer, dtype and device; for
             transformers ``attn_implementation``.
     """
@@ -50,12 +50,10 @@ class ParitySide(BaseConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.runtime == TRANSFORMERS:
-            for name, size in self.sizes.items():
-                if size != 1:
-                    raise ConfigError.of(name, size, "transformers runs on one rank; leave it at 1")
-            unknown = sorted(set(self.options) - {"attn_implementation"})
-            if unknown:
-                raise ConfigError.of("options", unknown, "transformers has attn_implementation only")
+            given = {name: size for name, size in self.sizes.items() if size != 1} | self.options
+            given.pop("attn_implementation", None)
+            if given:
+                raise ConfigError(f"transformers runs on one rank, and takes attn_implementation only; leave out {given}")
         else:
             for name, instead in _NO_OPTIONS.items():
                 if name in self.options:
@@ -68,6 +66,7 @@ class ParitySide(BaseConfig):
         if self.dp is not None:
             return self.dp
         experts, model = self.parallel.ep * self.parallel.etp * self.parallel.pp, self.parallel.model_parallel_size
+        # More than one only for expert parallelism.
         return next(copies for copies in range(1, experts + 1) if copies * model % experts == 0)
 
     @property
@@ -122,10 +121,8 @@ class ParityConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.lora is not None and self.lora.dropout:
-            raise ConfigError.of("LoRAConfig.dropout", self.lora.dropout, "each side would drop other inputs; leave it at 0")
-        if self.lora is not None and self.lora.use_dora:
-            raise ConfigError.of("LoRAConfig.use_dora", True, "magnitudes are not compared here; leave it out")
+        if self.lora is not None and (self.lora.dropout or self.lora.use_dora):
+            raise ConfigError("ParityConfig.lora: each side would drop other inputs; leave out dropout and use_dora")
         if self.min_length > self.max_length:
             raise ConfigError.of(
                 "ParityConfig.min_length", self.min_length, f"the longest sequence has max_length={self.max_length}"
@@ -185,19 +182,16 @@ class ParityConfig(BaseConfig):
 def make_sequences(config: ParityConfig, hf_config: Mapping[str, Any]) -> list[TokenSequence]:
     """Random tokens in sequences of mixed lengths, of which all but the first token is trained.
 
-    The padding token is left out: transformers gives its embedding no gradient.
-
     Raises:
-        ConfigError: ``max_length`` is more than the model has positions, or ``config.json`` has no ``vocab_size``.
+        ConfigError: ``max_length`` is more than the model has positions.
     """
     text = text_config(hf_config)
-    vocab_size, positions = text.get("vocab_size"), text.get("max_position_embeddings")
-    if not isinstance(vocab_size, int) or vocab_size < 2:
-        raise ConfigError.of("config.json vocab_size", vocab_size, "expected a whole number of at least 2")
+    positions = text.get("max_position_embeddings")
     if isinstance(positions, int) and config.max_length > positions:
         raise ConfigError.of("ParityConfig.max_length", config.max_length, f"the model has {positions} positions")
     generator = torch.Generator().manual_seed(config.seed)
-    tokens = torch.arange(vocab_size)
+    tokens = torch.arange(text["vocab_size"])
+    # transformers gives the embedding of padding no gradient.
     if (padding := text.get("pad_token_id")) is not None:
         tokens = tokens[tokens != padding]
     lengths = torch.linspace(config.min_length, config.max_length, config.num_sequences).round().long()
@@ -209,18 +203,15 @@ def make_sequences(config: ParityConfig, hf_config: Mapping[str, Any]) -> list[T
 
 
 def plan_batch(config: ParityConfig, data_parallel_size: int) -> MicroBatchPlan:
-    """Deals the sequences out in turn: every rank has the same number of micro-batches."""
+    """Micro-batches, as many on every rank."""
     bins = data_parallel_size * config.num_micro_batches
     dealt = [tuple(range(start, config.num_sequences, bins)) for start in range(bins)]
     return MicroBatchPlan(tuple(tuple(dealt[rank::data_parallel_size]) for rank in range(data_parallel_size)))
 
 
 def start_of(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """What a tensor of an adapter starts from, float32. No factor is 0, so that the first step has gradients of both.
-
-    Args:
-        name: in peft's files.
-    """
+    """What an adapter's tensor, by its name in peft's files, starts from; float32."""
+    # No factor is 0, so that the first step has gradients of both.
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
     drawn = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(int.from_bytes(digest))) * 0.05
     return 1.0 + drawn if len(shape) == 1 else drawn

@@ -19,8 +19,8 @@ from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, ModelHandle, RLBackendError, UnsupportedError
 from rl_backend.data import pack_plan
+from rl_backend.lab.parity.compare import NamedTensors, RankRecord, package_versions
 from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, make_sequences, plan_batch, start_of
-from rl_backend.lab.parity.record import NamedTensors, RankRecord, package_versions
 from rl_backend.runtime import Runtime, create_runtime
 
 
@@ -51,10 +51,8 @@ def main(config_file: str, side_name: str, output: str) -> int:
 
 
 def record_runtime(config: ParityConfig, side: ParitySide, rank: int) -> RankRecord:
-    """Trains with a registered runtime, through its atoms alone, and records; a collective over the ranks of the side.
-
-    After an error the runtime stays open: closing may wait for ranks that are elsewhere, and the error must get out first.
-    """
+    """Trains with a registered runtime, through its atoms alone; a collective over the ranks of the side."""
+    # After an error the runtime stays open: closing may wait for other ranks, and the error must get out first.
     runtime = create_runtime(config.runtime_config(side))
     handle: ModelHandle = runtime.build_model(trainable=config.lora is None)
     if config.lora is not None:
@@ -101,13 +99,12 @@ def record_runtime(config: ParityConfig, side: ParitySide, rank: int) -> RankRec
 
 
 def _weights(runtime: Runtime[Any], handle: ModelHandle) -> Iterator[tuple[str, Tensor]]:
-    """Those of the model; and, of a tenant, its own."""
     whole = runtime.export_weights(handle.base or handle, dtype=torch.float32)
     return itertools.chain(whole, runtime.export_lora_adapter(handle)) if handle.base is not None else whole
 
 
 def _on_host(stream: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
-    """Copies of all tensors where ``keep`` is set; the other ranks only take part."""
+    # Ranks that keep nothing take part in the collectives all the same.
     return {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in stream if keep}
 
 

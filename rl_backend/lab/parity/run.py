@@ -1,4 +1,4 @@
-"""A comparison from its configuration to its result: each rank of a side is a process."""
+"""A comparison from its configuration to its result and what is said of it: each rank of a side is a process."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,14 +18,23 @@ import torch
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.child_process import open_lifeline, tie
 from rl_backend.contracts import ConfigError, ParityError, text_config
-from rl_backend.lab.parity.compare import Comparison, Tolerances, compare
+from rl_backend.lab.parity.compare import (
+    Comparison,
+    RankRecord,
+    SideRecord,
+    StageResult,
+    StepComparison,
+    Tolerances,
+    compare,
+    merge_ranks,
+)
 from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, ParityConfig, SideName, make_sequences, plan_batch
-from rl_backend.lab.parity.record import RankRecord, SideRecord, merge_ranks
+from rl_backend.lab.text import count, finite, table
 from rl_backend.model import model_kept_prefixes
 from rl_backend.parallel.groups import host_store, prefer_loopback, store_environment
 
+# How long the other ranks of a side may take to report their own error after the first has failed.
 GRACE_SECONDS = 5.0
-"""How long the other ranks of a side may take to report their own error after the first has failed."""
 
 _POLL_SECONDS = 0.05
 _LOG_LINES = 20
@@ -33,7 +42,7 @@ _JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *store_environment(0))
 
 
 class RankProcess(Protocol):
-    """What a started rank must have of ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that is used."""
 
     def poll(self) -> int | None: ...
 
@@ -85,12 +94,12 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
         tell: is called with what is being done.
 
     Raises:
-        RLBackendError: a model directory, layout or option that the configurations refuse, before a process starts; or a
-            side that does not run to its end, for example because its runtime refuses the model or layout.
+        RLBackendError: a model directory, layout or option that is refused, or a side that does not run to its end.
     """
     config = config.replace(device=_device(config))
     checkpoint = HFReader(config.model)
     sequences = make_sequences(config, checkpoint.config)
+    # Before a process starts.
     for name in SIDES:
         if (side := config.side(name)).runtime != TRANSFORMERS:
             config.runtime_config(side)
@@ -168,12 +177,12 @@ def _environment(config: ParityConfig, rank: int, world_size: int, port: int) ->
 
 
 def _wait(ranks: Sequence[_Rank], side: str, timeout: float) -> None:
-    """Returns when all ranks have succeeded; after a first failure the others have :data:`GRACE_SECONDS` to tell theirs."""
     deadline = time.monotonic() + timeout
     failed: list[_Rank] = []
     while True:
         running = [rank for rank in ranks if rank.process.poll() is None]
         new = [rank for rank in ranks if rank.process.poll() and rank not in failed]
+        # The first to fail may only be the victim of another, which has some time to tell.
         if new and not failed:
             deadline = time.monotonic() + GRACE_SECONDS
         failed += new
@@ -190,7 +199,7 @@ def _wait(ranks: Sequence[_Rank], side: str, timeout: float) -> None:
 
 
 def _failure(failed: Sequence[_Rank], side: str) -> ParityError:
-    """The error that says most: one of ours, else of a rank that could say nothing, else the earliest."""
+    # The error that says most: one of ours, else of a rank that could say nothing, else the earliest.
     told = sorted((rank for rank in failed if rank.error.is_file()), key=lambda rank: rank.error.stat().st_mtime_ns)
     errors = [(rank.index, json.loads(rank.error.read_text())) for rank in told]
     for index, error in errors:
@@ -205,7 +214,7 @@ def _failure(failed: Sequence[_Rank], side: str) -> ParityError:
 
 
 def compare_sides(config: ParityConfig, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> Comparison:
-    """Compares two sides that trained on the model and batch of ``config``, whatever their layouts."""
+    """Compares two sides that trained on the model and batch of ``config``."""
     checkpoint = HFReader(config.model)
     kept = model_kept_prefixes(checkpoint.config)
     trained = [name for name in checkpoint.infos if not name.startswith(kept)]
@@ -215,30 +224,25 @@ def compare_sides(config: ParityConfig, reference: SideRecord, candidate: SideRe
 def required_modules(hf_config: Mapping[str, Any], stored_names: Collection[str]) -> tuple[str, ...]:
     """Paths of the layers and of the modules beside their list that have weights: the embedding and the last norm.
 
-    The list is where the stored names are numbered, ``model.layers`` in ``model.layers.0.mlp.up_proj.weight``.
-
     Args:
-        hf_config: ``config.json``, whose ``num_hidden_layers`` counts the layers.
         stored_names: of the tensors in the checkpoint, without those that are not trained.
 
     Raises:
-        ConfigError: ``num_hidden_layers`` is no positive whole number, or the checkpoint has not as many layers.
+        ConfigError: the checkpoint has not as many layers as ``num_hidden_layers``.
     """
-    count = text_config(hf_config).get("num_hidden_layers")
-    if not isinstance(count, int) or count < 1:
-        raise ConfigError.of("config.json num_hidden_layers", count, "expected a whole number of at least 1")
+    layers = text_config(hf_config)["num_hidden_layers"]
+    # The list is where stored names are numbered: model.layers in model.layers.0.mlp.up_proj.weight.
     numbered = [match for name in stored_names if (match := re.match(r"(.+?)\.(\d+)\.", name))]
-    lists = dict.fromkeys(match[1] for match in numbered if int(match[2]) == count - 1)
+    lists = dict.fromkeys(match[1] for match in numbered if int(match[2]) == layers - 1)
     if not lists:
-        raise ConfigError.of("config.json num_hidden_layers", count, f"the checkpoint has no layer {count - 1}")
+        raise ConfigError.of("config.json num_hidden_layers", layers, f"the checkpoint has no layer {layers - 1}")
     parents = {path.rpartition(".")[0] for path in lists}
     modules = dict.fromkeys(name.rpartition(".")[0] for name in stored_names)
     beside = [module for module in modules if module.rpartition(".")[0] in parents]
-    return (*beside, *(f"{path}.{index}" for path in lists for index in range(count)))
+    return (*beside, *(f"{path}.{index}" for path in lists for index in range(layers)))
 
 
 def _device(config: ParityConfig) -> str:
-    """Raises :class:`ConfigError` when there is not a CUDA device for every rank."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cpu" or (config.device == "auto" and not found):
         return "cpu"
@@ -248,3 +252,115 @@ def _device(config: ParityConfig) -> str:
             "ParityConfig.device", config.device, f"the layout needs {needed} CUDA devices, found {found}; 'cpu' needs none"
         )
     return "cuda"
+
+
+# Below it, the weights' tolerance hides what weight decay changes in a step.
+LEAST_LR = 1e-5
+# Part of itself by which the loss must fall for the later steps to say much.
+LEAST_LOSS_FALL = 0.05
+
+
+def as_text(result: ParityResult) -> str:
+    """Tables of stages and steps, then the verdict."""
+    config, comparison = result.config, result.comparison
+    lines = [
+        f"{config.model}: {config.dtype} on {config.device}, lr {config.lr:g}, {config.num_sequences} sequences of "
+        f"{result.num_tokens} tokens in {config.num_micro_batches} micro-batches for each data-parallel rank"
+    ]
+    if config.lora is not None:
+        lora, targets = config.lora, ", ".join(config.lora.targets)
+        lines.append(f"  LoRA of rank {lora.rank}, scale {lora.scale:g}, on {targets}; all else is frozen")
+    for name in SIDES:
+        side = config.side(name)
+        layout = (f"{dimension}={size}" for dimension, size in side.sizes.items() if size != 1)
+        lines.append(f"  {name:9}  {' '.join((side.runtime, *layout, f'({count(side.world_size, "rank")})'))}")
+    stage_titles = ("step 0", "compared", "difference", "tolerance", "largest in")
+    stages = table("  {:14}  {:>8}  {:>10}  {:>9}  {}", [stage_titles, *(_stage_row(stage) for stage in comparison.stages)])
+    lines += ["", *(line.rstrip() for line in stages)]
+    activations = next(stage for stage in comparison.stages if stage.stage == "activations")
+    if left_out := activations.not_compared:
+        more = f" and {len(left_out) - 4} more" if len(left_out) > 4 else ""
+        lines.append(f"  not compared, on one side only: {', '.join(left_out[:4])}{more}")
+    if elsewhere := activations.ends_elsewhere:
+        named = ", ".join(f"{each.name} ({each.measure} {each.amount:.1e})" for each in elsewhere[:4])
+        more = f" and {len(elsewhere) - 4} more" if len(elsewhere) > 4 else ""
+        lines.append(f"  ends elsewhere, what follows agrees: {named}{more}")
+    number = "  {:>11}  {:>11}  {:>10}"
+    step_titles = ("step", "loss", "candidate", "difference", "grad norm", "candidate", "difference", "")
+    lines += ["", *table("  {:>4}" + 2 * number + "{}", [step_titles, *(_step_row(step) for step in comparison.steps)])]
+    lines += [
+        "",
+        f"largest difference of the loss {comparison.max_loss_difference:.1e}, of the gradient norm "
+        f"{comparison.max_grad_norm_difference:.1e}; the loss fell by {comparison.loss_fall:.1%}",
+    ]
+    if not comparison.loss_fall >= LEAST_LOSS_FALL:
+        lines.append(
+            f"that is less than {LEAST_LOSS_FALL:.0%}, so the later steps say little: take more steps or a larger lr"
+        )
+    if config.lr < LEAST_LR:
+        lines.append(f"with lr below {LEAST_LR:.0e}, the weights' tolerance may hide a parameter in a wrong decay group")
+    divergence = comparison.first_divergence
+    lines.append("no divergence: all within the tolerances" if divergence is None else f"first divergence: {divergence}")
+    return "\n".join(lines)
+
+
+def as_json(result: ParityResult) -> dict[str, Any]:
+    """What ``--json`` writes. Differences that are not finite are null."""
+    config, comparison, divergence = result.config, result.comparison, result.comparison.first_divergence
+    report = config.model_dump(
+        include={"model", "dtype", "lr", "weight_decay", "seed", "lora", "num_sequences", "num_micro_batches", "device"}
+    )
+    report["num_tokens"] = result.num_tokens
+    for name in SIDES:
+        side = config.side(name)
+        report[name] = {
+            "runtime": side.runtime,
+            "world_size": side.world_size,
+            "layout": side.sizes,
+            "options": side.options,
+            "versions": result.versions[name],
+        }
+    report |= {
+        "max_loss_rel_diff": comparison.max_loss_difference,
+        "max_grad_norm_rel_diff": comparison.max_grad_norm_difference,
+        "loss_fall": comparison.loss_fall,
+        "first_divergence": None,
+        "stages": [asdict(stage) for stage in comparison.stages],
+        "steps": [_step(step) for step in comparison.steps],
+    }
+    if divergence is not None:
+        place = {"stage": divergence.stage, "step": divergence.step, "message": str(divergence)}
+        report["first_divergence"] = place | asdict(divergence.difference)
+    plain: dict[str, Any] = finite(report)
+    return plain
+
+
+def _step(step: StepComparison) -> dict[str, Any]:
+    numbers = [{"loss": loss, "grad_norm": norm} for loss, norm in zip(step.loss, step.grad_norm, strict=True)]
+    return {
+        "step": step.step,
+        **dict(zip(SIDES, numbers, strict=True)),
+        "loss_rel_diff": step.loss_difference.amount,
+        "grad_norm_rel_diff": step.grad_norm_difference.amount,
+        "loss_tolerance": step.loss_difference.tolerance,
+        "grad_norm_tolerance": step.grad_norm_difference.tolerance,
+    }
+
+
+def _stage_row(stage: StageResult) -> tuple[str, ...]:
+    largest = stage.largest
+    amount = "missing" if largest.missing_from is not None else f"{largest.amount:.1e}"
+    remarks = [
+        largest.name,
+        f"({largest})" if largest.missing_from is not None else "",
+        f"({largest.measure})" if largest.measure != "relative difference" else "",
+        "" if stage.first_over is None else "<- over",
+    ]
+    return stage.stage, str(stage.compared), amount, f"{largest.tolerance:.0e}", " ".join(filter(None, remarks))
+
+
+def _step_row(step: StepComparison) -> tuple[str, ...]:
+    parts = [("loss", step.loss, step.loss_difference), ("grad norm", step.grad_norm, step.grad_norm_difference)]
+    cells = [(f"{one[0]:.6f}", f"{one[1]:.6f}", f"{difference.amount:.1e}") for _, one, difference in parts]
+    over = " and ".join(name for name, _, difference in parts if difference.over)
+    return (str(step.step), *cells[0], *cells[1], f"  <- {over} over" if over else "")

@@ -11,13 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_backend.algorithm import sft_loss
-from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.checkpoint.stored_names import own_name
-from rl_backend.contracts import ConfigError, ModelOutput, OptimizerConfig, PackedBatch, UnsupportedError
+from rl_backend.checkpoint.hf_reader import own_name, read_hf_config
+from rl_backend.contracts import ConfigError, ModelOutput, OptimizerConfig, PackedBatch
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAKind
 from rl_backend.data import pack_plan
+from rl_backend.lab.parity.compare import RankRecord, package_versions
 from rl_backend.lab.parity.config import ParityConfig, ParitySide, make_sequences, plan_batch, start_of
-from rl_backend.lab.parity.record import RankRecord, package_versions
 from rl_backend.runtime.recording import record_outputs
 
 
@@ -30,24 +29,15 @@ def add_peft_adapter(
         in_files: name of a module in ``model`` -> in the files of its weights.
 
     Raises:
-        UnsupportedError: peft is not installed, or targets among experts, which transformers keeps as one parameter.
-        ConfigError: targets that the model does not have.
+        ConfigError: targets that the model does not have as modules, such as experts.
     """
-    try:
-        from peft import LoraConfig as PeftConfig
-        from peft import inject_adapter_in_model
-    except ImportError:
-        raise UnsupportedError("peft is not installed; the transformers side of a comparison of LoRA needs it") from None
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
     kinds = _kinds(model)
     for target in config.targets:
-        if "experts" in target.split("."):
-            raise UnsupportedError(
-                f"LoRAConfig.targets has {target!r}: transformers keeps experts as one parameter, which peft adapts in "
-                "another form; compare two runtimes",
-                target=target,
-            )
         if not any(config.replace(targets=(target,)).selects(name, kind) for name, kind in kinds.items()):
-            raise ConfigError.of("LoRAConfig.targets", target, "no module of transformers' model")
+            raise ConfigError.of("LoRAConfig.targets", target, "no module of transformers' model; compare two runtimes")
     modules = [name for name, kind in kinds.items() if config.selects(name, kind)]
     inject_adapter_in_model(
         PeftConfig(
@@ -69,7 +59,8 @@ def add_peft_adapter(
 
 
 def _kinds(model: PreTrainedModel) -> dict[str, LoRAKind]:
-    """What each linear layer, and the embedding, is part of; without experts and routers."""
+    """Kind of each module that peft adapts as the runtimes do."""
+    # Without experts, which transformers keeps as one parameter, and routers.
     found: dict[str, LoRAKind] = {}
     for name, module in model.named_modules():
         parts = name.split(".")
@@ -83,7 +74,6 @@ def _kinds(model: PreTrainedModel) -> dict[str, LoRAKind]:
 
 
 def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
-    """Trains and records, in this process alone."""
     torch.manual_seed(config.seed)
     use_cuda = config.device != "cpu" and torch.cuda.is_available()
     trainer = _Trainer(config, side, torch.device("cuda" if use_cuda else "cpu"))
@@ -103,7 +93,7 @@ def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
 
 
 class _Trainer:
-    """A model in the dtype of the comparison and float32 masters, that AdamW works on, of what is trained in it."""
+    """A model in the dtype of the comparison, with float32 masters for AdamW."""
 
     def __init__(self, config: ParityConfig, side: ParitySide, device: torch.device) -> None:
         self.device = device
@@ -144,7 +134,7 @@ class _Trainer:
         return recorded
 
     def forward_backward(self, batches: Sequence[PackedBatch]) -> tuple[float, list[Tensor]]:
-        """Loss of all micro-batches, log-probs by sequence; gradients are added up in float32."""
+        """Loss of all micro-batches, and log-probs by sequence."""
         self.model.train()
         total, outputs = 0.0, []
         for master in self.masters.values():
@@ -178,7 +168,6 @@ class _Trainer:
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """All of the model and of its adapters."""
         if self.frozen:
             return {**self._checkpoint_names(self.frozen), **self.stored_names(self.masters)}
         return self._checkpoint_names({**self.masters, **self.buffers})
@@ -190,8 +179,9 @@ class _Trainer:
         return self._checkpoint_names(tensors)
 
     def _checkpoint_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the host, under the names of a saved checkpoint (a model may hold many of its tensors as one)."""
+        """Copies on the host, under the names of a saved checkpoint."""
         on_host = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        # A model may hold many tensors of a file as one.
         converted = {self.own_name(name): tensor for name, tensor in revert_weight_conversion(self.model, on_host).items()}
         paths = [self.in_files(name) for name in tensors]
         order = {prefix: index for index, path in reversed(list(enumerate(paths))) for prefix in _prefixes(path)}
@@ -212,10 +202,8 @@ def _load(path: str, dtype: torch.dtype, device: torch.device, options: Mapping[
 
 
 def _path_in_files(model: PreTrainedModel, own_name: Callable[[str], str]) -> Callable[[str], str]:
-    """Gives the name in files of a parameter or module in memory, but for those that files have in parts.
-
-    A language model that transformers takes out of a larger one is nested there, unless ``own_name`` says otherwise.
-    """
+    """Name of a parameter or module in memory -> in files, but for those that files have in parts."""
+    # A language model that transformers takes out of a larger one is nested there, unless own_name says otherwise.
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     (stored,) = revert_weight_conversion(model, {f"{embedding}.weight": torch.empty(0)})
     inside, nested = (name.rpartition(".")[0] for name in (embedding, own_name(stored).removesuffix(".weight")))
@@ -223,13 +211,13 @@ def _path_in_files(model: PreTrainedModel, own_name: Callable[[str], str]) -> Ca
 
 
 def _prefixes(name: str) -> list[str]:
-    """``a.b.c`` -> ``a.b.c``, ``a.b``, ``a`` and an empty one, which every name has."""
+    """``a.b`` -> ``a.b``, ``a`` and an empty one."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _decay_groups(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> list[dict[str, object]]:
-    """As Megatron-Core: biases and parameters of one dimension are not decayed."""
+    # As Megatron-Core: biases and parameters of one dimension are not decayed.
     exempt = {name for name, value in parameters.items() if name.endswith((".bias", "_bias")) or value.dim() == 1}
     return [
         {"params": [parameters[name] for name in parameters if (name in exempt) == without], "weight_decay": decay}

@@ -1,7 +1,7 @@
 """The memory of the bridge runtime, by arithmetic: Megatron's buffers, and what its own layers keep for backward passes.
 
-These are the layers that it has without Transformer Engine: nothing is fused, and the scores of attention are kept. The
-terms are the tensors that autograd saves in Megatron-Core 0.19, in the order of the computation.
+Without Transformer Engine nothing is fused, and the scores of attention are kept. The terms are the tensors that autograd
+saves in Megatron-Core 0.19, in the order of the computation.
 """
 
 import importlib.util
@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from rl_backend.contracts import NativeConfig, PackedWeight, RuntimeConfig, TensorInfo, UnsupportedError
-from rl_backend.lab.plan.activations import StageMemory, most_in_flight
 from rl_backend.lab.plan.memory import ParameterSize, RankMemory, Workload
-from rl_backend.lab.plan.native import rank_actions, rank_stages, weights_to_sync
+from rl_backend.lab.plan.native import StageMemory, most_in_flight, rank_actions, rank_stages, weights_to_sync
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
@@ -25,28 +24,25 @@ from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.native.layout import check_model_layout, describe_model
 
+# Elements. Megatron-Core 0.19, optimizer/param_layout.py: where a parameter starts, and, as the least common multiple with
+# the number of ranks, what the end of a bucket is a multiple of.
 PARAMETER_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
-"""Elements. Megatron-Core 0.19, ``optimizer/param_layout.py``: where a parameter starts, and, as the least common multiple
-with the number of ranks, what the end of a bucket is a multiple of."""
 
 _FLOAT = torch.float32.itemsize
 _INT = torch.int64.itemsize
 
+# Fields of blocks that are not as in every model, but counted.
 _COUNTED = {"window", "qkv_bias", "output_bias", "qk_norm", "bias"}
-"""Fields of blocks that are not as in every model, but counted."""
 
+# A parameter of Megatron, its parts from other ranks, what is put together of them, and the tensor in another dtype.
 COPIES_OF_EXPORTED = 4
-"""A parameter of Megatron, its parts from other ranks, what is put together of them, and the tensor in another dtype."""
 
 
 def bridge_memory(
     config: RuntimeConfig, num_ranks: int, workload: Workload
 ) -> tuple[list[RankMemory], Sequence[TensorInfo]]:
     """Memory of each pipeline rank, and the tensors of a weight sync.
-
-    Parameters and gradients lie in buffers that every data-parallel rank has whole; float32 masters, where parameters are
-    not float32 themselves, and moments are shared out.
 
     Raises:
         ConfigError: a layout that does not fit the model.
@@ -88,18 +84,10 @@ def bridge_memory(
 
 
 class LocalLayers:
-    """The layers of one rank.
-
-    Args:
-        architecture: of the model.
-        options: of the runtime.
-        workload: what a micro-batch is. Attention takes a row per sequence, padded to the longest.
+    """The layers of one rank; an architecture whose memory is not known raises :class:`UnsupportedError`.
 
     Attributes:
         scores: bytes of one layer's attention probabilities, float32.
-
-    Raises:
-        UnsupportedError: an architecture that is none of this package's, or blocks whose memory is not known here.
     """
 
     def __init__(self, architecture: DecoderSpec, options: BridgeConfig, workload: Workload) -> None:
@@ -117,7 +105,13 @@ class LocalLayers:
                 "with dense blocks or mixtures of experts; plan with backend='native'"
             )
         (mixer,) = attentions
-        special = {name for each in (architecture, architecture.norm, *blocks) for name in _special(each)} - _COUNTED
+        parts: list[Any] = [architecture, architecture.norm, *blocks]
+        special = {
+            each.name
+            for part in parts
+            for each in fields(part)
+            if each.default is not MISSING and getattr(part, each.name) != each.default
+        } - _COUNTED
         if mixer.rotary.head_dim != mixer.head_dim:
             special.add("rotary")
         if special:
@@ -194,16 +188,11 @@ class LocalLayers:
         return inside + tokens + chosen * (_INT + _FLOAT)
 
 
-def _special(specification: Any) -> set[str]:
-    """Fields with another value than their default."""
-    known = {each.name: each.default for each in fields(specification) if each.default is not MISSING}
-    return {name for name, default in known.items() if getattr(specification, name) != default}
-
-
 def _buffers(
     options: BridgeConfig, num_ranks: int, experts: set[str], chunks: Iterable[Mapping[str, ParameterSize]]
 ) -> dict[str, int]:
-    """Bytes of one rank's buffers and of its optimizer."""
+    # Every data-parallel rank has the buffers of parameters and gradients whole. Moments are shared out, and so are float32
+    # masters, where parameters are not float32 themselves.
     parallel, itemsize = options.parallel, int(getattr(torch, options.param_dtype).itemsize)
     dense_ranks = parallel.data_parallel_size(num_ranks) * parallel.cp
     expert_ranks = num_ranks // (parallel.pp * parallel.ep * parallel.etp)
@@ -235,18 +224,16 @@ def _require_countable(options: BridgeConfig) -> None:
             "not what those of Transformer Engine do, which CUDA ranks have where it is installed; use device='cpu' to "
             "plan with Megatron's own, which keep more, or backend='native'"
         )
-    for name in ("override_transformer_config", "override_ddp_config", "override_optimizer_config"):
-        value = getattr(options, name)
-        if value:
-            raise UnsupportedError(f"BridgeConfig.{name}={value!r}: a plan does not know what it takes; leave it out")
-    recompute = (options.recompute_method, options.recompute_num_layers)
-    if options.recompute_granularity == "full" and recompute != ("uniform", 1):
+    overrides = ("override_transformer_config", "override_ddp_config", "override_optimizer_config")
+    found = {name: value for name in overrides if (value := getattr(options, name))}
+    if options.recompute_granularity == "full" and options.recompute_method != "uniform":
+        found["recompute_method"] = options.recompute_method
+    if options.recompute_granularity == "full" and options.recompute_num_layers != 1:
+        found["recompute_num_layers"] = options.recompute_num_layers
+    if options.recompute_granularity == "selective" and options.recompute_modules not in (None, ("core_attn",)):
+        found["recompute_modules"] = options.recompute_modules
+    if found:
         raise UnsupportedError(
-            f"BridgeConfig.recompute_method={recompute[0]!r} with recompute_num_layers={recompute[1]}: a plan counts layers "
-            "that are recomputed one by one; use 'uniform' with 1"
-        )
-    modules = options.recompute_modules
-    if options.recompute_granularity == "selective" and modules not in (None, ("core_attn",)):
-        raise UnsupportedError(
-            f"BridgeConfig.recompute_modules={modules}: a plan counts ('core_attn',) alone, whose scores are never kept"
+            f"BridgeConfig has {', '.join(f'{name}={value!r}' for name, value in found.items())}: a plan does not know what "
+            "overrides take, and counts layers that are recomputed one by one ('uniform' with 1) or ('core_attn',) alone"
         )

@@ -53,15 +53,12 @@ class Plan:
         return self.sync_bytes // int(getattr(torch, self.workload.sync_dtype).itemsize)
 
     def largest(self, phase: Phase) -> RankMemory:
-        """The rank that needs the most in ``phase``."""
         return max(self.ranks, key=lambda rank: rank.total(phase, self.workload.offload))
 
     def peak(self, phase: Phase) -> int:
-        """Bytes on the rank that needs the most."""
         return self.largest(phase).total(phase, self.workload.offload)
 
     def phases_over(self, device_bytes: int) -> list[Phase]:
-        """The phases that need more."""
         return [phase for phase in PHASES if self.peak(phase) > device_bytes]
 
 
@@ -69,20 +66,17 @@ def make_plan(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan
     """What ``config`` takes on ``num_ranks`` ranks. Reads ``config.json`` alone and needs no device.
 
     Raises:
-        ConfigError: what :func:`~rl_backend.runtime.check_config` refuses, sequences longer than the model's positions, or a
-            ``byte_budget`` that is too small.
+        ConfigError: a layout that does not fit, sequences longer than the model's positions, or a ``byte_budget`` that is
+            too small.
         BatchError: a number of micro-batches that the pipeline schedule does not take.
         UnsupportedError: a model, a runtime or options that cannot be counted.
     """
     counted = {"native": native_memory, "bridge": bridge_memory}
-    if config.backend not in counted:
+    if config.backend not in (["native"] if workload.tenants else counted):
         raise UnsupportedError(
-            f"RuntimeConfig.backend={config.backend!r}: a plan knows {' and '.join(counted)} only", backend=config.backend
-        )
-    if workload.tenants and config.backend != "native":
-        raise UnsupportedError(
-            f"Workload.tenants={workload.tenants}: a plan knows what LoRA tenants take in the native runtime only; use "
-            "backend='native'"
+            f"RuntimeConfig.backend={config.backend!r} with tenants={workload.tenants}: a plan knows "
+            f"{' and '.join(counted)}, and what LoRA tenants take in the native runtime only",
+            backend=config.backend,
         )
     check_config(config, num_ranks)
     workload = _within_positions(workload, config)
@@ -104,7 +98,6 @@ def _within_positions(workload: Workload, config: RuntimeConfig) -> Workload:
 
 
 def _sequence_cache(config: RuntimeConfig, workload: Workload) -> CacheBytes | None:
-    """In the dtype of the weights that the engines get."""
     hf_config = read_hf_config(config.hf_path)
     architecture = find_model(getattr(config.backend_cfg, "model", "auto"), hf_config).parse_config(hf_config)
     if not isinstance(architecture, DecoderSpec):
@@ -113,11 +106,7 @@ def _sequence_cache(config: RuntimeConfig, workload: Workload) -> CacheBytes | N
 
 
 def suggest_layout(plan: Plan, device_bytes: int) -> Plan | None:
-    """The first layout in the order of :func:`candidate_layouts` that fits a device, or None.
-
-    Everything else stays as in ``plan``, even the number of micro-batches: with fewer data-parallel ranks a step has fewer
-    tokens.
-    """
+    """The first layout in the order of :func:`candidate_layouts` that fits a device, or None; all else stays."""
     if not plan.phases_over(device_bytes):
         return plan
     for parallel in candidate_layouts(plan.config, plan.num_ranks):
@@ -134,7 +123,7 @@ def suggest_layout(plan: Plan, device_bytes: int) -> Plan | None:
 
 
 def _least_bytes(plan: Plan, parallel: ParallelConfig) -> int:
-    """What training takes at least in another layout, without laying it out: an average rank's parameters."""
+    # What training takes at least, without the seconds that laying it out takes: an average rank's parameters.
     options, offload = plan.config.backend_cfg, plan.workload.offload
     if plan.workload.tenants:
         return 0  # the frozen model alone may be smaller than any bound on what is trained
@@ -150,12 +139,9 @@ def _least_bytes(plan: Plan, parallel: ParallelConfig) -> int:
 
 
 def candidate_layouts(config: RuntimeConfig, num_ranks: int) -> list[ParallelConfig]:
-    """Layouts in order of preference, whether they fit the model or not.
-
-    Fewer ranks in a replica first, because data parallelism communicates least; then fewer pipeline ranks, which idle
-    between steps; then fewer context-parallel ranks; then fewer expert-parallel ones. Tensor and expert parallelism stay
-    inside a node of 8. ``vpp`` and ``etp`` are the configuration's.
-    """
+    """Layouts in order of preference, whether they fit the model or not; ``vpp`` and ``etp`` are the configuration's."""
+    # Fewer ranks in a replica first, because data parallelism communicates least; then fewer pipeline ranks, which idle
+    # between steps; then fewer context-parallel and expert-parallel ones. Tensor and expert parallelism stay inside a node.
     base = config.backend_cfg.parallel
     sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     inside = [size for size in sizes if size <= GPUS_OF_A_NODE]
@@ -168,7 +154,6 @@ def candidate_layouts(config: RuntimeConfig, num_ranks: int) -> list[ParallelCon
 
 
 def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
-    """The table of the largest ranks, and what follows from it."""
     work, peaks = plan.workload, {phase: plan.peak(phase) for phase in PHASES}
     most = max(peaks.values())
     unit, unit_bytes = ("GiB", GIB) if most >= GIB else ("MiB", 2**20)
@@ -202,7 +187,9 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
         "or gloo it keeps as much of /dev/shm until it is closed"
     )
     if plan.sequence_cache is not None:
-        lines.append(_cache_text(plan.sequence_cache, work))
+        whole, tokens, state = (f"{size / 2**20:.2f}" for size in (sum(plan.sequence_cache), *plan.sequence_cache))
+        parts = f": {tokens} of keys and values, {state} of states, which do not grow" if plan.sequence_cache.state else ""
+        lines.append(f"a vLLM engine keeps {whole} MiB of a sequence of {work.sequence_length} tokens{parts}")
     if plan.engine_slots:
         lines.append(
             f"each vLLM engine keeps {amount(plan.engine_slots)} {unit} for the adapters of {count(work.tenants, 'tenant')}"
@@ -255,14 +242,7 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
     return facts
 
 
-def _cache_text(cache: CacheBytes, work: Workload) -> str:
-    whole, tokens, state = (f"{size / 2**20:.2f}" for size in (sum(cache), *cache))
-    parts = f": {tokens} of keys and values, {state} of states, which do not grow" if cache.state else ""
-    return f"a vLLM engine keeps {whole} MiB of a sequence of {work.sequence_length} tokens{parts}"
-
-
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Bytes of each phase, and an empty line."""
     return [*(line.replace("_", " ") for line in table(COLUMNS, [(title, *PHASES), *rows])), ""]
 
 

@@ -113,7 +113,9 @@ class Workload(BaseConfig):
     micro_batch_tokens: int = Field(default=8192, ge=1)
     num_micro_batches: int = Field(default=8, ge=1)
     head: Head = "log_probs"
-    calculate_entropy: bool = False
+    calculate_entropy: Annotated[
+        bool, HasEffect(lambda work: work.head == "log_probs", "head={0.head!r} has no entropy; leave it out")
+    ] = False
     offload: tuple[Part, ...] = ()
     sync_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     byte_budget: int | None = Field(default=None, ge=1)
@@ -130,16 +132,10 @@ class Workload(BaseConfig):
                 self.sequence_length,
                 f"does not fit into micro_batch_tokens={self.micro_batch_tokens}; sequences are never split: raise that",
             )
-        if self.calculate_entropy and self.head != "log_probs":
-            raise ConfigError.of(
-                "Workload.calculate_entropy",
-                True,
-                f"head={self.head!r} gives no probabilities and has no entropy; leave it out",
-            )
         return self
 
     def micro_batch(self) -> PackedBatch:
-        """A micro-batch of zeros: as many whole sequences as fit, and a shorter one."""
+        """Zeros in as many whole sequences as fit, and a shorter one."""
         whole, rest = divmod(self.micro_batch_tokens, self.sequence_length)
         seq_lens = torch.tensor([self.sequence_length] * whole + [rest] * (rest > 0))
         tokens = torch.zeros(self.micro_batch_tokens, dtype=torch.int64)
@@ -181,10 +177,7 @@ class ShardedStage:
 
     @classmethod
     def of(cls, sharded: nn.Module, plain: nn.Module) -> Self:
-        """Args:
-        sharded: as the runtime builds it.
-        plain: the same without FSDP.
-        """
+        """``plain`` is the same without FSDP."""
         computed = {name: local_tensor(value).numel() for name, value in plain.named_parameters()}
         in_float32 = parameters_in_float32(plain)
         parameters = {
@@ -202,13 +195,12 @@ class ShardedStage:
         return cls(parameters, units, ends)
 
     def gathered_bytes(self, dtype: torch.dtype, *, all_at_once: bool) -> int:
-        """Bytes of :meth:`gathered` where layers are computed with in ``dtype``."""
         of_ends = sum(self.parameters[name].computed for names in self.units.values() for name in names if name in self.ends)
         wider = torch.float32.itemsize - dtype.itemsize
         return self.gathered(all_at_once=all_at_once) * dtype.itemsize + of_ends * wider
 
     def held_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of what this rank keeps of a model that is not trained, whose layers are computed with in ``dtype``."""
+        """Bytes of what this rank keeps of a model that is not trained."""
         wide = torch.float32.itemsize
         return sum(size.held * (wide if name in self.ends else dtype.itemsize) for name, size in self.parameters.items())
 
@@ -216,8 +208,7 @@ class ShardedStage:
         """Elements of whole parameters that exist at one time.
 
         Args:
-            all_at_once: nothing is freed between forward and backward. Otherwise two layers are there, the one that
-                computes and the one that is fetched ahead, and the parameters outside of layers.
+            all_at_once: nothing is freed between forward and backward.
             trained: count those that have gradients only.
         """
         sizes = {
@@ -226,6 +217,7 @@ class ShardedStage:
         }
         if all_at_once:
             return sum(sizes.values())
+        # Two layers, the one that computes and the one that is fetched ahead, and the parameters outside of layers.
         layers = [unit for unit in sizes if unit and not any(unit.startswith(f"{other}.") for other in sizes if other)]
         whole = [sum(size for unit, size in sizes.items() if f"{unit}.".startswith(f"{layer}.")) for layer in layers]
         return sizes.get("", 0) + 2 * max(whole, default=0)

@@ -1,16 +1,23 @@
 """The memory of the native runtime: its own model, laid out and run on the meta device."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import (
     NativeConfig,
+    PackedBatch,
     RuntimeConfig,
     TensorInfo,
     WeightName,
@@ -19,23 +26,199 @@ from rl_backend.contracts import (
     text_config,
 )
 from rl_backend.contracts.lora import ENGINE_RANKS, LoRAConfig, engine_slots
-from rl_backend.lab.plan.activations import StageMemory, measure_stage, most_in_flight
-from rl_backend.lab.plan.memory import RankMemory, ShardedStage, Workload
+from rl_backend.lab.plan.memory import PassMemory, RankMemory, ShardedStage, Workload
 from rl_backend.lora.modules import AdaptedModule, modules_of_rank, select_modules
 from rl_backend.lora.rows import TenantRows, factors_of, lay_out_row
-from rl_backend.model import ModelStage
-from rl_backend.parallel.fake_groups import META, fake_rank
-from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.model import ModelInput, ModelStage
+from rl_backend.parallel.groups import META, ParallelGroups, fake_rank
 from rl_backend.pipeline import Action, Kind, make_schedule
+from rl_backend.primitive.adapters import AdapterRun
+from rl_backend.primitive.backward import put_off_weight_gradients
 from rl_backend.primitive.float32 import round_parameters
 from rl_backend.primitive.log_prob import logits_chunk_bytes
 from rl_backend.runtime.export_stream import plan_buckets
 from rl_backend.runtime.native.adapters import held_modules
 from rl_backend.runtime.native.build import build_module
+from rl_backend.runtime.native.forward_backward import RankBatch, lay_out
 from rl_backend.runtime.native.layout import ModelDescription, algorithm, describe_model, model_stages, schedule_name
 
+
+class StageMemory(NamedTuple):
+    """Bytes of one micro-batch on one stage, without parameters and their gradients.
+
+    Attributes:
+        kept: from the forward pass until the backward pass.
+        put_off: from a backward pass for the inputs until that for the weights; 0 where the two are one.
+        forward_peak, backward_peak: the most at one time in each pass, what is kept included.
+        evaluation_peak: the most in a forward pass that no backward pass follows.
+        flops: floating-point operations of both passes, as :class:`LiveBytes` counts them.
+    """
+
+    kept: int
+    put_off: int
+    forward_peak: int
+    backward_peak: int
+    evaluation_peak: int
+    flops: int = 0
+
+
+def measure_stage(
+    module: nn.Module,
+    batch: PackedBatch,
+    groups: ParallelGroups,
+    hidden_size: int | None,
+    *,
+    splits_backward: bool,
+    tenant: TenantRows | None = None,
+) -> StageMemory:
+    """Runs ``batch``, which is on the CPU, forward and backward on this rank of ``groups``.
+
+    Args:
+        module: on the meta device, in the dtype that it computes in, not sharded by FSDP; keeps no gradients from here on.
+        hidden_size: of what the stage before puts out; None for the first stage.
+        splits_backward: into a pass for the inputs and one for the weights.
+        tenant: on the meta device, a LoRA tenant that all tokens belong to; parameters are frozen then.
+    """
+
+    def runs(sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
+        return () if tenant is None else (tenant.run(0, sum(sequence_rows), None),)
+
+    on_cpu = lay_out(batch, replace(groups, device=torch.device("cpu")), 1, runs=runs, trains_second=True)
+    layout = on_cpu.layout
+    rank_batch = RankBatch(
+        tree_map_only(Tensor, lambda tensor: tensor.to(META), on_cpu.inputs),
+        None if layout is None else replace(layout, places=layout.places.to(META)),
+    )
+    parameters = list(module.parameters())
+    trained = [each for each in parameters if each.requires_grad]
+    # A weight's gradient is dropped as soon as it is complete, as FSDP does that reduces it.
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    of_tenant = [] if tenant is None else [tenant.weights, tenant.gradients]
+    known = [*parameters, *of_tenant, *(value for value in rank_batch.inputs if isinstance(value, Tensor))]
+    with torch.no_grad(), LiveBytes(known) as live:
+        _forward(module, hidden_size, rank_batch, groups)
+        evaluation_peak = live.peak
+    if not trained and tenant is None:
+        return StageMemory(0, 0, 0, 0, evaluation_peak)
+    with LiveBytes(known) as live:
+        inputs, outputs = _forward(module, hidden_size, rank_batch, groups)
+        kept, forward_peak = live.live, live.peak
+        live.peak = live.live
+        put_off = 0
+        with put_off_weight_gradients() if splits_backward else nullcontext() as gradients:
+            torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+        if gradients is not None:
+            del inputs, outputs
+            put_off = live.live
+            gradients.compute()
+        return StageMemory(kept, put_off, forward_peak, live.peak, evaluation_peak, live.flops)
+
+
+def _forward(
+    module: nn.Module, hidden_size: int | None, rank_batch: RankBatch, groups: ParallelGroups
+) -> tuple[ModelInput, list[Tensor]]:
+    """Input of the stage, and what a backward pass starts from."""
+    inputs = rank_batch.inputs
+    if hidden_size is not None:
+        rows = inputs.input_ids.shape[0] // groups.tp_group.size()
+        hidden = torch.empty(rows, hidden_size, dtype=next(module.parameters()).dtype, device=META)
+        inputs = inputs._replace(hidden=hidden.requires_grad_(torch.is_grad_enabled()))
+    output = module(inputs)
+    if isinstance(output, Tensor):
+        return inputs, [output]
+    return inputs, [value for value in rank_batch.outputs(output, groups) if value is not None]
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def most_in_flight(actions: Iterable[Action], stages: Mapping[int, StageMemory]) -> PassMemory:
+    """The moment of one rank's actions when the most is needed."""
+    kept = flops = 0
+    # What is kept for backward passes, and what the pass that runs then takes beyond what it keeps.
+    most = (0, 0)
+    for action in actions:
+        memory = stages.get(action.stage)
+        if memory is None:
+            continue
+        if action.kind is Kind.FORWARD:
+            flops += memory.flops
+            most = max(most, (kept + memory.kept, memory.forward_peak - memory.kept), key=sum)
+            kept += memory.kept
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            most = max(most, (kept, memory.backward_peak - memory.kept), key=sum)
+            kept += (memory.put_off if action.kind is Kind.BACKWARD_INPUT else 0) - memory.kept
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            kept -= memory.put_off
+    return PassMemory(
+        activations=most[0],
+        workspace=most[1],
+        evaluation_workspace=max(memory.evaluation_peak for memory in stages.values()),
+        kept_per_micro_batch={number: memory.kept for number, memory in stages.items()},
+        flops=flops,
+    )
+
+
+_FLOPS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    # Of (..., N, N) and (..., N, M): a multiplication and an addition for each element below or on the diagonal.
+    torch.ops.aten.linalg_solve_triangular: lambda matrix, *_, out_val, **__: out_val.numel() * matrix.shape[-1],
+}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make inside of it, until nothing refers to them any more; not those of ``known``.
+
+    Attributes:
+        live: bytes that exist now.
+        peak: the most that existed at one time, since the start or since this was set to ``live``.
+        flops: floating-point operations, two for a multiplication and an addition, of what ``torch.utils.flop_counter``
+            knows (products of matrices, convolutions, attention kernels) and of triangular systems.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self.flops = 0
+        self._known = [_storage(tensor) for tensor in known]
+        self._held = {storage._cdata for storage in self._known}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(_storage(leaf))
+        formula = _FLOPS.get(getattr(func, "overloadpacket", None))
+        if formula is not None:
+            self.flops += int(formula(*args, **(kwargs or {}), out_val=result))
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._held:
+            return
+        nbytes = storage.nbytes()
+        self._held.add(key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._held.discard(key)
+        self.live -= nbytes
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+# Of a parameter that is trained, its gradient, and each of Adam's two moments.
 MASTER_BYTES = torch.float32.itemsize
-"""Of a parameter that is trained, its gradient, and each of Adam's two moments."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +238,7 @@ class RankStages:
 def native_memory(
     config: RuntimeConfig, num_ranks: int, workload: Workload
 ) -> tuple[list[RankMemory], Sequence[TensorInfo]]:
-    """Memory of each pipeline rank, and the tensors of a weight sync. ``check_config`` has passed.
-
-    Raises:
-        BatchError: a number of micro-batches that the pipeline schedule does not take.
-        ConfigError: a ``byte_budget`` smaller than the largest tensor, or LoRA targets that the model does not have.
-    """
+    """Memory of each pipeline rank, and the tensors of a weight sync; raises as ``make_plan``."""
     native = config.options(NativeConfig)
     model = describe_model(config.hf_path, native, workload.head)
     actions = rank_actions(native, workload.num_micro_batches)
@@ -115,7 +293,7 @@ def rank_actions(native: NativeConfig, num_micro_batches: int) -> list[list[Acti
 def rank_stages(
     model: ModelDescription, native: NativeConfig, pipeline_rank: int, num_ranks: int, workload: Workload
 ) -> RankStages:
-    """Lays out the stages of the first rank of ``pipeline_rank``, whose shards are as large as any, and runs each."""
+    """Lays out the stages of a pipeline rank, and runs each."""
     parallel = native.parallel
     schedule = algorithm(native)
     splits_backward = schedule is not None and schedule.splits_backward
@@ -124,6 +302,7 @@ def rank_stages(
     adaptable: dict[str, AdaptedModule] = {}
     names = model.weight_names if workload.tenants else None
     batch = workload.micro_batch()
+    # The first of its ranks: its shards are as large as any.
     with fake_rank(parallel, pipeline_rank * (num_ranks // parallel.pp), num_ranks) as groups:
         stages = model_stages(model.family, model.architecture, native, pipeline_rank)
         parts: Mapping[int, ModelStage | None] = stages or {0: None}
@@ -170,7 +349,6 @@ def _build(
 
 
 def _tenant(lora: LoRAConfig, modules: Iterable[AdaptedModule]) -> TenantRows:
-    """The rows of a LoRA tenant on one rank, without storage."""
     placed, sections = lay_out_row([each for module in modules for each in factors_of(module, lora)])
     row, moment = (torch.empty(placed[-1].stop if placed else 0, device=META) for _ in range(2))
     gradients, num_steps = torch.empty_like(row), torch.empty((), device=META)
@@ -178,12 +356,9 @@ def _tenant(lora: LoRAConfig, modules: Iterable[AdaptedModule]) -> TenantRows:
 
 
 def engine_slot_bytes(weights: Sequence[TensorInfo], config: RuntimeConfig, workload: Workload) -> int:
-    """What a vLLM engine takes for adapters: :func:`~rl_backend.contracts.lora.engine_slots` of the smallest rank it has.
-
-    A slot has both factors of every linear layer, and of embedding and head, whatever the tenants adapt (vLLM 0.30,
-    ``lora/layers``). On a CPU there are none for experts, routers and, of hybrid mixtures, embedding and head, which are
-    counted all the same.
-    """
+    """What a vLLM engine takes for adapters (vLLM 0.30, ``lora/layers``)."""
+    # A slot has both factors of every linear layer, and of embedding and head, whatever the tenants adapt. On a CPU there
+    # are none for experts, routers and, of hybrid mixtures, embedding and head, which are counted all the same.
     text: Mapping[str, Any] = text_config(read_hf_config(config.hf_path))
     ends = ("embed_tokens.weight", "lm_head.weight")
     sizes: int = sum(sum(weight.shape) for weight in weights if len(weight.shape) == 2 and not weight.name.endswith(ends))
@@ -209,17 +384,12 @@ def weights_to_sync(model: ModelDescription, ranks: Sequence[RankStages], worklo
 
 
 def sync_bucket_bytes(weights: Sequence[TensorInfo], byte_budget: int | None, world_size: int) -> int:
-    """What ``export_weights`` of the native runtime takes on a rank at one time.
-
-    Beside the full tensors of a bucket: padding of at most an eighth, what the rank sends, and the tensor that is put
-    together. A single rank only changes the dtype.
-
-    Raises:
-        ConfigError: a budget smaller than the largest tensor.
-    """
+    """What ``export_weights`` of the native runtime takes on a rank; refuses a budget below the largest tensor."""
     buckets = plan_buckets(weights, byte_budget)
     largest = max(weight.nbytes for weight in weights)
+    # A single rank only changes the dtype.
     if world_size == 1:
         return largest
+    # Beside the full tensors of a bucket: padding of at most an eighth, what the rank sends, and the tensor put together.
     bucket = max(sum(weight.nbytes for weight in each) for each in buckets)
     return bucket + bucket // 8 + bucket // world_size + largest

@@ -17,14 +17,12 @@ WIDTH, HEIGHT = 440, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 20, 8, 26
 PHASES_WIDTH, PHASES_HEIGHT, MOST_BARS = 920, 240, 160
 MOST_CURVES = 4
+# Up to so many points every one is drawn alone; of more, the running mean stands out from them.
 EACH_STEP = 60
-"""Up to so many points every one is drawn alone; of more, the running mean stands out from them."""
-
+# A curve is noisy whose way up and down is so many times its range.
 NOISY = 4.0
-"""A curve is noisy whose way up and down is so many times its range."""
-
+# A logarithmic axis serves values whose largest is so many times the smallest.
 MIN_DECADES_RATIO = 30.0
-"""A logarithmic axis serves values whose largest is so many times the smallest."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Point:
 
 
 def charts_for(names: Iterable[str]) -> dict[str, list[Chart]]:
-    """Group -> charts of the metrics that there are; those not known have one each in the last group. No phases.
+    """Group -> charts of the metrics that there are, without phases; unknown ones have one each in the last group.
 
     A metric of several tenants, ``tenant/<name>/<metric>``, is drawn in one chart, of at most ``MOST_CURVES`` curves.
     """
@@ -95,7 +93,7 @@ def charts_for(names: Iterable[str]) -> dict[str, list[Chart]]:
 
 
 def _of_held_out_sets(left: dict[str, list[str]]) -> list[Chart]:
-    """One for each set, of ``eval/<set>/<estimate>``, which are taken out of ``left``; errors of estimates are not drawn."""
+    """One for each set, of ``eval/<set>/<estimate>``, which are taken out of ``left``."""
     names: dict[str, list[str]] = {}
     for metric in [metric for metric in left if metric.startswith(EVAL)]:
         found = left.pop(metric)
@@ -109,7 +107,7 @@ def _of_held_out_sets(left: dict[str, list[str]]) -> list[Chart]:
 
 
 def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int], most_points: int) -> Markup:
-    """A figure with title, latest value, curves over the run's first to last step, and what cannot be drawn in words."""
+    """A figure with title, latest value and curves over the run's first to last step."""
     drawn = [points(one, most_points) for one in series]
     across = linear_axis(*run_steps, LEFT, WIDTH - RIGHT, about=7, whole=True)
     up = _value_axis(chart, series)
@@ -132,7 +130,7 @@ def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int
 
 
 def draw_phases(series: Sequence[Series]) -> Markup:
-    """A bar for each step, or for several together their mean; phases from the bottom up in the order of a step."""
+    """A bar for each step, or for the mean of several; phases from the bottom up in the order of a step."""
     steps = sorted({step for one in series for step in one.steps})
     by_step = [dict(zip(one.steps, one.values, strict=True)) for one in series]
     size = math.ceil(len(steps) / MOST_BARS)
@@ -197,7 +195,7 @@ def _value_axis(chart: Chart, series: Sequence[Series]) -> Axis:
 
 
 def _curve(of: Sequence[Point], across: Axis, up: Axis) -> dict[str, object]:
-    """The values as a line with dots; of many, their running mean, and ``behind`` it the values in the class ``pale``."""
+    """The values as a line with dots; of many, their running mean before the values, which have the class ``pale``."""
     places = [_place(point.step, point.mean, across, up) for point in of]
     grouped = any(point.first != point.last for point in of)
     if not grouped and len(of) <= EACH_STEP:
@@ -212,7 +210,6 @@ def _curve(of: Sequence[Point], across: Axis, up: Axis) -> dict[str, object]:
 
 
 def _band(of: Sequence[Point], across: Axis, up: Axis) -> str:
-    """The area between lowest and highest value, a piece for each run of finite ones."""
     pieces = []
     for finite, run in groupby(of, key=lambda point: math.isfinite(point.mean)):
         if finite:
@@ -230,7 +227,7 @@ def _place(step: float, value: float, across: Axis, up: Axis) -> tuple[float, fl
 
 
 def _hover(chart: Chart, series: Sequence[Series], drawn: Sequence[Sequence[Point]], across: Axis, up: Axis) -> str:
-    """JSON that report.js needs to show the values below the pointer."""
+    """JSON for report.js."""
     curves = [
         {"name": one.name if len(series) > 1 else chart.title, "points": [_hovered(one, point) for point in of]}
         for one, of in zip(series, drawn, strict=True)
@@ -240,7 +237,7 @@ def _hover(chart: Chart, series: Sequence[Series], drawn: Sequence[Sequence[Poin
 
 
 def _hovered(series: Series, point: Point) -> list[float | str]:
-    """First step, number of steps after it, mean, and the range if there is one; values that are not finite are words."""
+    """First step, number of steps after it, mean, and the range if there is one."""
     steps = [point.first, point.last - point.first]
     if math.isnan(point.mean):
         return [*steps, short(series.values[series.steps.index(point.first)])]
@@ -249,7 +246,7 @@ def _hovered(series: Series, point: Point) -> list[float | str]:
 
 
 def points(series: Series, most: int) -> list[Point]:
-    """At most ``most`` points over all steps; neighbours are put together, which keeps their extremes."""
+    """At most ``most`` points over all steps; neighbours are put together with their extremes."""
     found = []
     for group in batched(zip(series.steps, series.values, strict=True), math.ceil(len(series.steps) / most)):
         finite = [value for _, value in group if math.isfinite(value)]

@@ -14,14 +14,14 @@ from rl_backend.lab.text import as_number
 type Sample = Mapping[str, Any]
 type FirstAndLast = tuple[Sequence[Sample], Sequence[Sample]]
 
+# Begins the names of metrics that are the seconds of a phase.
 PHASE = "seconds/"
-"""Begins the names of metrics that are the seconds of a phase."""
-
+# Begins the names of a tenant's metrics: tenant/<name>/<metric>.
+TENANT = "tenant/"
+# In a line of metrics.jsonl: what the run warned of in that step.
 WARNINGS = "warnings"
-"""In a line of ``metrics.jsonl``: what the run warned of in that step."""
-
+# Read from either end of a file of samples, which may have gigabytes.
 SAMPLE_BYTES = 4 * 2**20
-"""Read from either end of a file of samples, which may have gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,6 @@ class RunData:
     problems: list[str] = field(default_factory=list)
 
 
-TENANT = "tenant/"
-"""Begins the names of a tenant's metrics: ``tenant/<name>/<metric>``."""
-
-
 def read_run(path: Path | str) -> RunData:
     """Reads what there is; a file that is missing leaves its part empty, a damaged one is named in ``problems``.
 
@@ -105,7 +101,6 @@ def _read_object(data: RunData, name: str) -> dict[str, Any]:
 
 
 def _nobody_holds(lock: Path) -> bool:
-    """Whether the process that locked the folder has ended; False where it cannot be told."""
     try:
         with lock.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -115,7 +110,7 @@ def _nobody_holds(lock: Path) -> bool:
 
 
 def _last_write(folder: Path) -> str:
-    """When a run that could not say when it ended wrote a log last."""
+    """When a killed run wrote a log last."""
     logs = [folder / name for name in ("run.json", "metrics.jsonl", "samples.jsonl")]
     last = max(log.stat().st_mtime for log in logs if log.exists())
     return datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds")
@@ -164,7 +159,6 @@ def _read_tenants(data: RunData) -> None:
 
 
 def _read_samples(data: RunData, name: str) -> FirstAndLast:
-    """Those of the first step, and those of the last where that is another."""
     path = data.path / name
     if not path.is_file():
         return (), ()
@@ -185,7 +179,7 @@ def _read_samples(data: RunData, name: str) -> FirstAndLast:
 
 
 def _objects(data: RunData, name: str, lines: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(step, object) of each line; a damaged one is a problem, but for the last, which may be half written."""
+    """(step, object) of each line."""
     damaged = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -197,5 +191,6 @@ def _objects(data: RunData, name: str, lines: list[str]) -> Iterator[tuple[int, 
             damaged.append(number)
             continue
         yield step, value
+    # The last line of a run that continues may be half written.
     if damaged and damaged != [len(lines)]:
         data.problems.append(f"{name}: {len(damaged)} line(s) are not an object with a step, the first is line {damaged[0]}")

@@ -13,22 +13,17 @@ from rl_backend.lab.picture import linear_axis, render
 from rl_backend.lab.text import short
 from rl_backend.trace.chrome import read_trace
 
+# Processes that are drawn; of a larger run the trace itself shows all.
 MOST_LANES = 16
-"""Processes that are drawn; of a larger run the trace itself shows all."""
-
+# Of a longer trace, its end.
 READ_BYTES = 16 * 2**20
-"""Of a longer trace, its end."""
 
 WIDTH, RIGHT, BOTTOM = 920, 20, 22
 ROW, LANE_GAP = 17, 9
-CHARACTER = 5.8
-"""Width of a character of a label, in pixels."""
-
-THIN = 0.3
-"""Pixels; narrower events are left out."""
-
+# Pixels: width of a character of a label, and of the narrowest event that is drawn.
+CHARACTER, THIN = 5.8, 0.3
+# A pipeline schedule's actions have the short names.
 PASSES = {"forward": "forward", "F": "forward", "backward": "backward", "B": "backward"}
-"""Of micro-batches; a pipeline schedule's actions have the short names."""
 
 KINDS = {
     "phase": "the driver's phases",
@@ -178,7 +173,8 @@ def draw_timeline(timeline: StepTimeline) -> Markup:
 
 
 def _is_whole(event: dict[str, Any]) -> bool:
-    """Whether an event has all fields that are read: a viewer may have saved the trace, or a person may have cut it."""
+    """Whether an event has all fields that are read."""
+    # A viewer may have saved the trace, or a person may have cut it.
     numbers = {"X": ("ts", "dur", "pid", "tid"), "M": ("pid",)} | dict.fromkeys("sf", ("ts", "pid", "tid", "id"))
     needed = numbers.get(event.get("ph", ""))
     if needed is None or not isinstance(event.get("name"), str):

@@ -16,27 +16,22 @@ from rl_backend.model.families.reading import (
     with_draft_layer,
 )
 from rl_backend.model.hf_config import HFConfig
-from rl_backend.model.mixers.indexer import IndexerSpec
-from rl_backend.model.mixers.mla import ChosenKeysSpec, MLASpec
+from rl_backend.model.mixers.mla import ChosenKeysSpec, IndexerSpec, MLASpec
 from rl_backend.model.options import DecoderOptions
 from rl_backend.model.registry import register_model
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary, YarnScaling, yarn_temperature
 
+# Of the norms of latents, in DeepSeek's code and in transformers, whatever ``rms_norm_eps`` says. vLLM and Megatron take
+# ``rms_norm_eps``, which is the same number in DeepSeek-V3 and Kimi-K2.
 _LATENT_EPS = 1e-6
-"""Of the norms of latents, in DeepSeek's code and in transformers, whatever ``rms_norm_eps`` says. vLLM and Megatron take
-``rms_norm_eps``, which is the same number in DeepSeek-V3 and Kimi-K2."""
 
 
 class LatentDefaults(NamedTuple):
     """What fields are that ``config.json`` leaves out: those of the family's class in transformers, which engines read.
 
-    Attributes:
-        groups: ``n_group`` and ``topk_group``.
-        dense: ``first_k_dense_replace``.
-        scale: ``routed_scaling_factor``.
-        eps: ``rms_norm_eps``.
-        query_rank: ``q_lora_rank``, where null is a projection without a latent.
+    They are ``n_group`` and ``topk_group``, ``first_k_dense_replace``, ``routed_scaling_factor``, ``rms_norm_eps`` and
+    ``q_lora_rank``, where null is a projection without a latent.
     """
 
     groups: tuple[int, int]
@@ -102,15 +97,15 @@ def _read_mla(config: HFConfig, heads: int, rotary: Rotary, default_query_rank: 
 
 
 def _temperature(config: HFConfig, rotary: Rotary) -> float:
-    """What DeepSeek's YaRN multiplies queries by, and keys; ``mscale_all_dim`` is checked with the rotary embedding."""
+    # DeepSeek's YaRN multiplies queries by it, and keys. ``mscale_all_dim`` is checked with the rotary embedding.
     parameters = config.get("rope_parameters", config.get("rope_scaling", {}))
     if not isinstance(rotary.scaling, YarnScaling) or not parameters.get("mscale_all_dim"):
         return 1.0
     return yarn_temperature(rotary.scaling.factor, float(parameters["mscale_all_dim"]))
 
 
+# What a layer calls its indexer.
 INDEXER = "indexer"
-"""What a layer calls its indexer."""
 
 
 def deepseek_v32(config: HFConfig) -> DecoderSpec:
@@ -165,11 +160,7 @@ def _indexer_types(config: HFConfig, layers: int) -> Sequence[str]:
 
 
 def configured(decoder: DecoderSpec, options: ModelOptions) -> DecoderSpec:
-    """With what the family's options say of indexers, and of the rest.
-
-    Raises:
-        ConfigError: what a warm-up, which trains indexers alone, would leave as it is or move all the same.
-    """
+    """With what the family's options say of indexers, and of the rest."""
     decoder, chosen = decoder.configured(options), DecoderOptions.of(options)
     if chosen.indexer == "frozen":
         return decoder
@@ -187,11 +178,10 @@ def configured(decoder: DecoderSpec, options: ModelOptions) -> DecoderSpec:
 
 
 def _require_indexers_alone(options: DecoderOptions) -> None:
-    reason = "indexer='warm_up' trains indexers alone; leave it out, or warm up first"
-    if options.expert_bias_rate:
-        raise ConfigError.of("NativeConfig.model_cfg.expert_bias_rate", options.expert_bias_rate, reason)
-    if options.mtp != "keep":
-        raise ConfigError.of("NativeConfig.model_cfg.mtp", options.mtp, reason)
+    field = "expert_bias_rate" if options.expert_bias_rate else "mtp"
+    if options.expert_bias_rate or options.mtp != "keep":
+        reason = "indexer='warm_up' trains indexers alone; leave it out, or warm up first"
+        raise ConfigError.of(f"NativeConfig.model_cfg.{field}", getattr(options, field), reason)
 
 
 for family in (

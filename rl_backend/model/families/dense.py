@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rl_backend.model.blocks import LayerNorms, LayerSpec
 from rl_backend.model.decoder import decoder_family
@@ -37,13 +38,10 @@ def qwen3(config: HFConfig) -> DecoderSpec:
 
 
 def llama(config: HFConfig) -> DecoderSpec:
-    """Llama 1 to 3 (Touvron et al., arXiv 2302.13971, 2307.09288; Grattafiori et al., arXiv 2407.21783).
-
-    ``attention_bias`` puts biases into all four projections of the attention, ``mlp_bias`` into the three of the
-    feed-forward block. ``rope_theta`` is 10000 where it is absent, as in Llama 1 and 2.
-    """
+    """Llama 1 to 3 (Touvron et al., arXiv 2302.13971, 2307.09288; Grattafiori et al., arXiv 2407.21783)."""
     config.require({"rope_interleaved": (False,)})
     bias, feed_forward = config.flag("attention_bias"), swiglu_in_every_layer(config, bias=config.flag("mlp_bias"))
+    # Directories of Llama 1 and 2 have no rope_theta.
     return read_decoder(config, full_attention(config), feed_forward, default_theta=10000.0, qkv_bias=bias, output_bias=bias)
 
 
@@ -54,23 +52,19 @@ def mistral(config: HFConfig) -> DecoderSpec:
     return read_decoder(config, windows, feed_forward, default_theta=10000.0, default_kv_heads=8)
 
 
+# transformers' names of GELU's tanh form. An exact GELU is refused for Gemma: transformers computes it, vLLM the tanh form.
 GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
-"""transformers' names of GELU's tanh form."""
+_OF_GEMMA: Mapping[str, tuple[Any, ...]] = {
+    "hidden_activation": GELU_TANH,
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_bidirectional_attention": (False,),
+}
 
 
 def gemma(config: HFConfig) -> DecoderSpec:
-    """Gemma 1 (arXiv 2403.08295): GELU gates, norms stored as differences from 1, embeddings times sqrt(hidden_size).
-
-    An exact GELU is refused: transformers computes it, but vLLM takes the tanh form for it.
-    """
-    config.require(
-        {
-            "hidden_activation": GELU_TANH,
-            "attention_bias": (False,),
-            "mlp_bias": (False,),
-            "use_bidirectional_attention": (False,),
-        }
-    )
+    """Gemma 1 (arXiv 2403.08295): GELU gates, norms stored as differences from 1, embeddings times sqrt(hidden_size)."""
+    config.require(_OF_GEMMA)
     decoder = read_decoder(
         config,
         full_attention(config),
@@ -86,18 +80,8 @@ def gemma(config: HFConfig) -> DecoderSpec:
 
 
 def gemma3_text(config: HFConfig) -> DecoderSpec:
-    """Gemma 3's language models (arXiv 2503.19786): Gemma with norms around both blocks and of queries and keys, and with
-    windows and angles of their own in most layers."""
-    config.require(
-        {
-            "hidden_activation": GELU_TANH,
-            "attention_bias": (False,),
-            "mlp_bias": (False,),
-            "use_bidirectional_attention": (False,),
-            "attn_logit_softcapping": (),
-            "final_logit_softcapping": (),
-        }
-    )
+    """Gemma 3's language models (arXiv 2503.19786): norms around both blocks and of queries and keys, windows and angles."""
+    config.require({**_OF_GEMMA, "attn_logit_softcapping": (), "final_logit_softcapping": ()})
     layers, step = range(config.positive_int("num_hidden_layers")), config.positive_int("sliding_window_pattern", 6)
     kinds = read_layer_types(config, {"full_attention", "sliding_attention"})
     kinds = kinds or tuple("sliding_attention" if (layer + 1) % step else "full_attention" for layer in layers)
@@ -135,10 +119,8 @@ def gemma3_text(config: HFConfig) -> DecoderSpec:
 
 
 def _rotary_by_kind(config: HFConfig) -> tuple[HFConfig, HFConfig]:
-    """The configuration as layers with whole attention and those with a window read their rotary embedding from it.
-
-    transformers 5 writes ``rope_parameters`` for each kind, earlier versions ``rope_local_base_freq``.
-    """
+    """The configuration as layers with whole attention and those with a window read their rotary embedding from it."""
+    # transformers 5 writes ``rope_parameters`` for each kind, earlier versions ``rope_local_base_freq``.
     parameters = config.get("rope_parameters")
     if isinstance(parameters, Mapping) and "full_attention" in parameters:
         whole, near = parameters["full_attention"], parameters.get("sliding_attention")
@@ -191,14 +173,8 @@ def olmo2(config: HFConfig) -> DecoderSpec:
 
 def starcoder2(config: HFConfig) -> DecoderSpec:
     """StarCoder 2 (arXiv 2402.19173): layer norms, feed-forward blocks without a gate, biases everywhere."""
-    config.require(
-        {
-            "residual_dropout": (0, 0.0),
-            "embedding_dropout": (0, 0.0),
-            "norm_type": ("layer_norm",),
-            "mlp_type": ("default",),
-        }
-    )
+    config.require({"residual_dropout": (0, 0.0), "embedding_dropout": (0, 0.0)})
+    config.require({"norm_type": ("layer_norm",), "mlp_type": ("default",)})
     bias = config.flag("use_bias", True)
     return read_decoder(
         config,
@@ -216,14 +192,8 @@ def starcoder2(config: HFConfig) -> DecoderSpec:
 
 def phi(config: HFConfig) -> DecoderSpec:
     """Phi 1, 1.5 and 2 (arXiv 2306.11644, 2309.05463): parallel blocks, half of each head rotated, a head with a bias."""
-    config.require(
-        {
-            "resid_pdrop": (0, 0.0),
-            "embd_pdrop": (0, 0.0),
-            "qk_layernorm": (False,),
-            "tie_word_embeddings": (False,),
-        }
-    )
+    config.require({"resid_pdrop": (0, 0.0), "embd_pdrop": (0, 0.0)})
+    config.require({"qk_layernorm": (False,), "tie_word_embeddings": (False,)})
     decoder = read_decoder(
         config,
         full_attention(config),
@@ -262,21 +232,13 @@ def nemotron(config: HFConfig) -> DecoderSpec:
 
 
 def mlp_in_every_layer(config: HFConfig, activation: str, names: MLPNames, *, bias: bool) -> Sequence[MLPSpec]:
-    """Blocks without a gate, of ``intermediate_size``.
-
-    Args:
-        activation: transformers' name of the one where ``hidden_act`` does not say.
-    """
+    """Blocks without a gate; ``activation`` is transformers' name of it where there is no ``hidden_act``."""
     block = MLPSpec(config.positive_int("intermediate_size"), read_activation(config, activation), bias, names)
     return (block,) * config.positive_int("num_hidden_layers")
 
 
 def layer_norm(config: HFConfig, eps: str) -> NormSpec:
-    """With biases.
-
-    Args:
-        eps: name of the field.
-    """
+    """With biases; ``eps`` is the name of the field."""
     return NormSpec(config.positive_float(eps, 1e-5), "layer", bias=True)
 
 

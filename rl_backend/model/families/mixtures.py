@@ -47,10 +47,7 @@ def mixtral(config: HFConfig) -> DecoderSpec:
 
 
 def qwen3_moe(config: HFConfig) -> DecoderSpec:
-    """Qwen3-MoE (arXiv 2505.09388): Qwen3 with experts chosen by a softmax over all of them.
-
-    Every ``decoder_sparse_step``-th layer has experts, except those that ``mlp_only_layers`` names.
-    """
+    """Qwen3-MoE (arXiv 2505.09388): Qwen3 with experts chosen by a softmax over all of them."""
     config.require({"attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,)})
     router = read_router(config, normalise=config.flag("norm_topk_prob"))
     feed_forward = in_sparse_layers(config, MoESpec(router, config.positive_int("moe_intermediate_size")))
@@ -75,11 +72,7 @@ _MINIMAX_HONOURED: Mapping[str, tuple[Any, ...]] = {
 
 
 def minimax_m2(config: HFConfig) -> DecoderSpec:
-    """MiniMax-M2: one norm over the queries, or keys, of all heads, a part of each head rotated, sigmoid scores with a bias.
-
-    ``rotary_dim`` says how many features of a head are rotated. transformers ignores it and rotates all of them, unless the
-    rotary parameters have a ``partial_rotary_factor``.
-    """
+    """MiniMax-M2: one norm over queries, or keys, of all heads, a part of each rotated, sigmoid scores with a bias."""
     config.require(_MINIMAX_HONOURED)
     kinds = config.get("attn_type_list")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != 1 for kind in kinds)):
@@ -100,6 +93,7 @@ def minimax_m2(config: HFConfig) -> DecoderSpec:
         qk_norm=True,
         joint_qk_norm=True,
     )
+    # transformers ignores ``rotary_dim`` and rotates whole heads, unless the parameters have a ``partial_rotary_factor``.
     rotary, rotated = decoder.layers[0].mixer.rotary, config.get("rotary_dim")
     if rotary is not None and rotated not in (None, rotary.head_dim):
         config.refuse("rotary_dim", rotated, f"partial_rotary_factor rotates {rotary.head_dim} features; make them the same")
@@ -124,10 +118,7 @@ def glm4_moe(config: HFConfig) -> DecoderSpec:
 
 
 def gpt_oss(config: HFConfig) -> DecoderSpec:
-    """gpt-oss (arXiv 2508.10925): attention sinks, windows in every second layer, biases everywhere, clamped gates.
-
-    Without ``rope_parameters``, transformers takes those of the published models.
-    """
+    """gpt-oss (arXiv 2508.10925): attention sinks, windows in every second layer, biases everywhere, clamped gates."""
     config.require({"swiglu_limit": (LIMIT,), "router_jitter_noise": (0, 0.0)})
     top_k, other = config.positive_int("num_experts_per_tok", 4), config.get("experts_per_token")
     if other not in (None, top_k):
@@ -152,6 +143,7 @@ def gpt_oss(config: HFConfig) -> DecoderSpec:
     )
 
 
+# Of gpt-oss; transformers takes it where there are no ``rope_parameters``.
 _PUBLISHED_ROTARY: Mapping[str, Any] = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -169,7 +161,6 @@ def _with_published_rotary(config: HFConfig) -> HFConfig:
 
 
 def _part_of_head(config: HFConfig) -> float:
-    """``rotary_dim`` as a part of ``head_dim``; all of it where there is none."""
     head_dim = config.positive_int("head_dim", _MINIMAX_HEAD_DIM)
     rotated = config.positive_int("rotary_dim", head_dim)
     if rotated > head_dim or rotated % 2:

@@ -1,8 +1,4 @@
-"""Qwen3.5 and Qwen3-Next: three layers of gated DeltaNet to one of gated attention, dense or with mixtures of experts.
-
-Of a released directory of Qwen3.5 the language model is trained. Its vision tower and its layer for multi-token prediction
-are kept as they are, so that the latter grows stale as the model learns.
-"""
+"""Qwen3.5 and Qwen3-Next: three layers of gated DeltaNet to one of gated attention, dense or with mixtures of experts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +31,7 @@ _HONOURED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+# The vision tower and the layer for multi-token prediction, which grows stale as the language model learns.
 _KEPT = ("model.visual.", "mtp.")
 
 
@@ -112,7 +109,7 @@ def _mixture(config: HFConfig, *, normalise: bool) -> MoESpec:
 
 
 def _with_rotary_of_text(config: HFConfig) -> HFConfig:
-    """Without how frequencies are shared out to the time, height and width of images: tokens of text have one position."""
+    # Without how frequencies are shared out to the time, height and width of images: tokens of text have one position.
     changed = {
         field: {name: value for name, value in parameters.items() if name not in ("mrope_section", "mrope_interleaved")}
         for field in ("rope_parameters", "rope_scaling")

@@ -1,7 +1,4 @@
-"""Fields of ``config.json`` that several families share, read as parts of a decoder.
-
-What a family's reader does not honour is refused by name.
-"""
+"""Fields of ``config.json`` that several families share, read as parts of a decoder; others are refused by name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +14,7 @@ from rl_backend.primitive.activation import HF_ACTIVATIONS, Activation
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.router import RouterSettings
 
-_HONOURED: dict[str, tuple[Any, ...]] = {
-    "attention_dropout": (0, 0.0),
-    "pretraining_tp": (1,),
-}
+_HONOURED: dict[str, tuple[Any, ...]] = {"attention_dropout": (0, 0.0), "pretraining_tp": (1,)}
 
 
 class AttentionDifferences(TypedDict, total=False):
@@ -61,9 +55,6 @@ def read_decoder(
     **differences: Unpack[AttentionDifferences],
 ) -> DecoderSpec:
     """Reads the fields that decoders share; every layer has grouped-query attention.
-
-    A family takes the result with other values of what else a decoder has (scales, norms, biases, mixers), as
-    ``dataclasses.replace`` gives it.
 
     Args:
         windows: of each layer, as in :class:`~rl_backend.model.mixers.gqa.GQASpec`; those that hide nothing are dropped.
@@ -122,13 +113,8 @@ def read_activation(config: HFConfig, default: str) -> Activation:
 
 
 def read_router(config: HFConfig, *, normalise: bool) -> RouterSettings:
-    """A router with softmax over ``num_experts`` experts, of which a token goes to ``num_experts_per_tok``.
-
-    transformers 5 writes ``num_experts``; published directories may have ``num_local_experts``.
-
-    Raises:
-        UnsupportedError: a number is missing, both are there and differ, or there are fewer experts than a token takes.
-    """
+    """A router with softmax over ``num_experts`` experts, of which a token goes to ``num_experts_per_tok``."""
+    # transformers 5 writes ``num_experts``; published directories may have ``num_local_experts``.
     names = [name for name in ("num_experts", "num_local_experts") if config.get(name) is not None]
     numbers = {name: config.positive_int(name) for name in names or ["num_experts"]}
     if len(set(numbers.values())) > 1:
@@ -141,15 +127,14 @@ def read_router(config: HFConfig, *, normalise: bool) -> RouterSettings:
 
 
 def full_attention(config: HFConfig) -> tuple[None, ...]:
-    """Windows of a family without sliding windows; ``sliding_window`` and ``layer_types`` that ask for them are refused."""
+    """Windows of a family without sliding windows; fields that ask for them are refused."""
     config.require({"sliding_window": (), "use_sliding_window": (False,)})
     read_layer_types(config, {"full_attention"})
     return (None,) * config.positive_int("num_hidden_layers")
 
 
 def windows_by_layer_type(config: HFConfig) -> tuple[int | None, ...]:
-    """Windows of Qwen2 and Qwen3: with ``use_sliding_window``, of the layers that ``layer_types`` names or, without it, of
-    those from ``max_window_layers`` on."""
+    """Windows of Qwen2 and Qwen3: of the layers that ``layer_types`` names or, without it, from ``max_window_layers`` on."""
     layers = config.positive_int("num_hidden_layers")
     types = read_layer_types(config, {"full_attention", "sliding_attention"})
     if not config.flag("use_sliding_window"):
@@ -196,9 +181,6 @@ _SIGMOID_HONOURED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-_SIGMOID_NAMES = ExpertNames(shared="shared_experts")
-
-
 def read_sigmoid_mixture(
     config: HFConfig, *, default_groups: tuple[int, int] = (1, 1), default_scale: float = 1.0
 ) -> MoESpec:
@@ -207,22 +189,18 @@ def read_sigmoid_mixture(
     Args:
         default_groups: ``n_group`` and ``topk_group`` where there are none.
         default_scale: ``routed_scaling_factor`` where there is none.
-
-    Raises:
-        UnsupportedError: another way to score or to choose, or numbers that do not fit each other.
     """
     config.require(_SIGMOID_HONOURED)
     width = config.positive_int("moe_intermediate_size")
     return MoESpec(
         read_sigmoid_router(config, default_groups, default_scale),
         width,
-        _SIGMOID_NAMES,
+        ExpertNames(shared="shared_experts"),
         shared_intermediate_size=config.positive_int("n_shared_experts", 1) * width,
     )
 
 
 def read_sigmoid_router(config: HFConfig, default_groups: tuple[int, int], default_scale: float) -> RouterSettings:
-    """The router of :func:`read_sigmoid_mixture`, with logits in float32."""
     experts, top_k = config.positive_int("n_routed_experts"), config.positive_int("num_experts_per_tok")
     groups, chosen = (
         config.positive_int(field, default) for field, default in zip(("n_group", "topk_group"), default_groups, strict=True)
@@ -249,14 +227,7 @@ def read_sigmoid_router(config: HFConfig, default_groups: tuple[int, int], defau
 
 
 def after_dense_layers(config: HFConfig, mixture: FeedForwardSpec, *, default_dense: int) -> Sequence[FeedForwardSpec]:
-    """``mixture`` where ``mlp_layer_types`` says sparse, or from layer ``first_k_dense_replace`` on; else dense blocks.
-
-    Args:
-        default_dense: number of dense layers where neither field says.
-
-    Raises:
-        UnsupportedError: the fields contradict each other.
-    """
+    """``mixture`` where ``mlp_layer_types`` says sparse, or from layer ``first_k_dense_replace`` on; else dense blocks."""
     layers, kinds = config.positive_int("num_hidden_layers"), config.get("mlp_layer_types")
     dense = config.get("first_k_dense_replace")
     if dense is not None and (not isinstance(dense, int) or isinstance(dense, bool) or dense < 0):
@@ -274,17 +245,15 @@ def after_dense_layers(config: HFConfig, mixture: FeedForwardSpec, *, default_de
 
 
 def with_draft_layer(config: HFConfig, decoder: DecoderSpec, mixture: FeedForwardSpec) -> DecoderSpec:
-    """``decoder`` with the layer for multi-token prediction of which ``num_nextn_predict_layers`` says whether there is one.
-
-    Its attention is that of the last layer. It has the mixture, even where all layers before it are dense.
-    """
+    """``decoder`` with the layer for multi-token prediction, if ``num_nextn_predict_layers`` says that there is one."""
     config.require({"num_nextn_predict_layers": (0, 1)})
     if config.get("num_nextn_predict_layers", 0) != 1:
         return decoder
     names = MTPNames.after_layers(decoder.prefix, decoder.num_layers)
+    # Its attention is that of the last layer. It has the mixture, even where all layers before it are dense.
     return replace(decoder, mtp=MTPSpec(decoder.layers[-1]._replace(feed_forward=mixture), names))
 
 
 def weights_behind_layers(decoder: DecoderSpec) -> tuple[str, ...]:
-    """What a directory may have behind the layers, where those for multi-token prediction are, whether or not it says so."""
+    """Where layers for multi-token prediction are, whether or not ``config.json`` says that there are any."""
     return (f"{decoder.prefix}.layers.{decoder.num_layers}.",)

@@ -16,7 +16,6 @@ from rl_backend.primitive.activation import ACTIVATIONS, Activation
 @dataclass(frozen=True)
 class SwiGLUSpec(FeedForwardSpec):
     """Attributes:
-    intermediate_size: features between the projections.
     bias: whether all three projections have biases.
     activation: of the gate; ``silu`` makes the block SwiGLU, ``gelu`` GEGLU.
     """
@@ -52,7 +51,6 @@ class SwiGLU(FeedForward):
         return self.down_proj(self.activate(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
     def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
-        """Tensor parallelism splits the intermediate features."""
         if groups.tp_group.size() > 1:
             tensor = TensorParallel(groups.tp_mesh)
             tensor.gather_input(self)
@@ -71,13 +69,6 @@ class MLPNames(NamedTuple):
 
 @dataclass(frozen=True)
 class MLPSpec(FeedForwardSpec):
-    """Attributes:
-    intermediate_size: features between the projections.
-    activation: applied to them.
-    bias: whether both projections have biases.
-    names: in Hugging Face directories.
-    """
-
     intermediate_size: int
     activation: Activation
     bias: bool = False
@@ -108,7 +99,6 @@ class MLP(FeedForward):
         return self.down_proj(self.activate(self.up_proj(x)))  # type: ignore[no-any-return]
 
     def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
-        """Tensor parallelism splits the intermediate features."""
         if groups.tp_group.size() > 1:
             tensor = TensorParallel(groups.tp_mesh)
             tensor.gather_input(self)

@@ -20,15 +20,7 @@ from rl_backend.primitive.router import Router, RouterLossCoefficients, RouterSe
 
 
 class ExpertNames(NamedTuple):
-    """How a family calls the modules of a mixture.
-
-    Attributes:
-        block: the mixture, within a layer.
-        gate, up, down: the projections, within one expert.
-        expert_bias: that of the router's choice, within the mixture.
-        shared: the experts that see every token, within the mixture.
-        router: within the mixture.
-    """
+    """How a family calls a mixture within a layer, projections within an expert, and other modules within the mixture."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -42,9 +34,7 @@ class ExpertNames(NamedTuple):
 @dataclass(frozen=True)
 class MoESpec(FeedForwardSpec):
     """Attributes:
-    router: chooses the experts.
     intermediate_size: of one expert.
-    names: in Hugging Face directories.
     shared_intermediate_size, shared_gate: as in :class:`MoE`.
     clamped: experts with clamped gates and biases, which directories hold in one tensor for all experts, as gpt-oss does.
     """
@@ -77,7 +67,6 @@ class MoESpec(FeedForwardSpec):
         )
 
     def expert_names(self, block: str) -> Mapping[str, WeightName]:
-        """A directory has a tensor for each projection of each expert, the module two packed parameters."""
         if self.clamped:
             # Parameters lie as tensors of directories do: nothing is converted.
             return {name: f"{block}.{name}" for name in ClampedExperts.intermediate_dims}
@@ -117,13 +106,10 @@ class MoE(FeedForward):
     """Each token goes through ``top_k`` of E experts and, where there are any, through the shared ones.
 
     Args:
-        intermediate_size: of one expert.
         shared_intermediate_size: of the experts that see every token, taken together (DeepSeekMoE, arXiv 2401.06066,
             section 3.2); 0 for none.
         shared_gate: multiply their output by ``sigmoid(x @ shared_expert_gate)``, as Qwen2-MoE does.
-        coefficients: of the router's losses.
         experts: those to choose between; None for SwiGLU.
-        freeze_router: leave the router's weights as they are.
 
     Attributes:
         sum_over_ranks: adds a tensor up, in place, over the ranks that share the tokens of a micro-batch, for the router's
@@ -154,7 +140,6 @@ class MoE(FeedForward):
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
 
     def forward(self, x: Tensor, router: RouterInput = RouterInput()) -> Tensor:  # noqa: B008 - immutable
-        """(T, hidden_size) -> (T, hidden_size)."""
         routed: Tensor = self.experts(x, self.route(x, router))
         if self.shared_expert is None:
             return routed
@@ -164,7 +149,7 @@ class MoE(FeedForward):
         return routed + shared
 
     def route(self, x: Tensor, router: RouterInput = RouterInput()) -> Routing:  # noqa: B008 - immutable
-        """Chooses experts for (T, hidden_size), or takes those of ``router``, and weights them."""
+        """Chooses experts for the tokens, or takes those of ``router``, and weights them."""
         routing: Routing = self.gate(x, router.experts)
         return with_router_losses(
             routing,
@@ -177,7 +162,6 @@ class MoE(FeedForward):
         )
 
     def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
-        """Experts over ep and etp; the router, and what gates shared experts, on every rank for its own tokens."""
         if groups.token_group.size() > 1:
             self.sum_over_ranks = sum_over(groups.token_group)
         if groups.expert_group.size() > 1:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig, WeightName
 from rl_backend.model.blocks import CacheBytes, Mixer, MixerSpec, Rotation, linear_names, require_divided
 from rl_backend.model.options import DELTA_OPTIONS, DecoderOptions
+from rl_backend.parallel.context import RecurrenceOverRanks
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.parallel.recurrence import RecurrenceOverRanks
 from rl_backend.parallel.tensor import FusedProjections, TensorParallel
 from rl_backend.primitive.activation import sigmoid, silu, softplus
 from rl_backend.primitive.attention import Segments
@@ -29,13 +29,9 @@ class DeltaNetSpec(MixerSpec):
     num_key_heads: of queries and keys.
     num_value_heads: of values, states and outputs; a multiple of ``num_key_heads``, of which the first is that of the first
         values, and so on.
-    key_dim, value_dim: features of a head.
     conv_width: tokens that the convolution before the recurrence sees.
     by_key_head: whether the input projections are two that are interleaved by key head, as Qwen3-Next stores them: queries,
         keys, its values and their gates; its write strengths and decays. Otherwise they are four, each of all heads.
-
-    Raises:
-        ConfigError: ``num_key_heads`` that do not divide ``num_value_heads``.
     """
 
     num_key_heads: int
@@ -61,7 +57,7 @@ class DeltaNetSpec(MixerSpec):
 
     @property
     def features(self) -> tuple[int, int, int]:
-        """Of the queries, the keys and the values of all heads."""
+        """Numbers of those of queries, keys and values."""
         keys = self.num_key_heads * self.key_dim
         return keys, keys, self.num_value_heads * self.value_dim
 
@@ -174,7 +170,6 @@ class GatedDeltaNet(Mixer):
                 raise ConfigError.of("NativeConfig.model_cfg.delta_kernel", "fla", f"{problem}; or use 'torch'")
 
     def split(self, groups: ParallelGroups) -> None:
-        """Tensor parallelism splits the heads; context parallelism passes states along the ranks."""
         if groups.cp_group.size() > 1:
             self.over_ranks = RecurrenceOverRanks(groups.cp_group)
         if groups.tp_group.size() == 1:
@@ -197,12 +192,10 @@ class GatedDeltaNet(Mixer):
 
 
 class Decay(KeptInFloat32):
-    """``-exp(A_log) * rate``; (T, heads) float32 -> (T, heads) float32.
+    """``-exp(A_log) * rate``; (T, heads) float32 -> (T, heads) float32."""
 
-    A module of its own for the sake of its dtype: rounded to bfloat16, ``A_log`` would be wrong by up to 0.4 percent in a
-    factor of exponents, and a state is multiplied by their exponential at every token.
-    """
-
+    # A module for the sake of its dtype: rounded to bfloat16, ``A_log`` would be wrong by up to 0.4 percent in a factor of
+    # exponents, and a state is multiplied by their exponential at every token.
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.A_log = nn.Parameter(torch.zeros(heads))

@@ -31,19 +31,14 @@ from rl_backend.primitive.rope import Rotary, apply_rotary
 class GQASpec(MixerSpec):
     """Attributes:
     num_heads, num_kv_heads: of queries, and of keys and values; one divides the other.
-    head_dim: need not be ``hidden_size / num_heads``.
     rotary: angles of queries and keys; with a ``head_dim`` below that of the heads, of their first features alone.
     window: how many tokens a token sees, itself included; None for all before it.
     qkv_bias, output_bias: whether the projections of queries, keys and values, and of the output, have biases.
     qk_norm: whether each head's queries and keys are RMS-normalised before the rotation.
     joint_qk_norm: whether the queries of all heads are normalised together, and all keys; needs ``qk_norm``.
     scale: factor of the scores; None for ``head_dim ** -0.5``.
-    output_name: of the output projection, in Hugging Face directories.
     output_gate: whether each head's output is multiplied by the sigmoid of as many features, which ``q_proj`` has behind
         those of the head's query (Qiu et al., arXiv 2505.06708).
-
-    Raises:
-        ConfigError: ``joint_qk_norm`` without ``qk_norm``, or with ``output_gate``.
     """
 
     num_heads: int
@@ -61,10 +56,8 @@ class GQASpec(MixerSpec):
     sinks: bool = False
 
     def __post_init__(self) -> None:
-        if self.joint_qk_norm and not self.qk_norm:
-            raise ConfigError.of("GQASpec.joint_qk_norm", True, "there are no norms to join; set qk_norm=True")
-        if self.joint_qk_norm and self.output_gate:
-            raise ConfigError.of("GQASpec.joint_qk_norm", True, "gates would be normalised too; set output_gate=False")
+        if self.joint_qk_norm and (self.output_gate or not self.qk_norm):
+            raise ConfigError.of("GQASpec.joint_qk_norm", True, "needs qk_norm=True, norms to join, and output_gate=False")
 
     def build(self, hidden_size: int, norm: NormSpec) -> Mixer:
         return GroupedQueryAttention(self, hidden_size, norm)
@@ -142,7 +135,6 @@ class GroupedQueryAttention(Mixer):
         return torch.cat((apply_rotary(x[..., :rotated], *rotation), x[..., rotated:]), dim=-1)
 
     def split(self, groups: ParallelGroups) -> None:
-        """Tensor parallelism splits the heads; context parallelism gathers keys and values before every attention."""
         if groups.cp_group.size() > 1:
             self.attend = partial(attend_over_ranks, group=groups.cp_group)
         if groups.tp_group.size() == 1:

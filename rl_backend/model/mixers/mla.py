@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): one latent for keys and values of all heads.
 
-Sparse, it attends to chosen keys (DeepSeek-V3.2, arXiv 2512.02556, section 2.1; GLM-5, arXiv 2602.15763).
+Sparse, it attends to keys that an indexer scores (DeepSeek-V3.2, arXiv 2512.02556, section 2.1; GLM-5, arXiv 2602.15763).
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError, ParallelConfig, WeightName
 from rl_backend.model.blocks import CacheBytes, KeyChoice, Mixer, MixerSpec, Rotation, linear_names, require_divided
-from rl_backend.model.mixers.indexer import Indexer, IndexerSpec
 from rl_backend.model.options import INDEXER_OPTIONS, IndexerTraining
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import gather_keys
@@ -21,17 +20,77 @@ from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.adapters import runs_at_work
 from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.backward import with_added_loss
-from rl_backend.primitive.norm import NormSpec, RMSNorm
+from rl_backend.primitive.norm import LayerNorm, NormSpec, RMSNorm
 from rl_backend.primitive.rope import Rotary, apply_rotary
 from rl_backend.primitive.sparse_attention import IndexTerms, choose_keys, indexer_loss, sparse_attention
+
+_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    """Attributes:
+    num_heads, head_dim: of index queries; there is one key for all heads.
+    rotated: features of each query and key that are rotated, the first.
+    interleaved: whether the two features of a pair that is rotated are neighbours (GLM-5), or half of ``rotated`` apart
+        (DeepSeek-V3.2).
+    """
+
+    num_heads: int
+    head_dim: int
+    rotated: int
+    interleaved: bool
+
+    def weight_names(self, block: str) -> Mapping[str, WeightName]:
+        names = linear_names(("wq_b", "wk"), block, bias=False) | linear_names(("k_norm",), block, bias=True)
+        return names | linear_names(("weights_proj",), block, bias=False)
+
+
+class Indexer(nn.Module):
+    """Makes index queries of the latents that the attention's queries are made of, and keys and weights of its inputs.
+
+    Weights of heads, and the scores that they are factors of, are float32 whatever the model's dtype.
+    """
+
+    # Released models also multiply queries and keys by a Hadamard matrix before they round them to FP8, which leaves their
+    # products as they are.
+    def __init__(self, spec: IndexerSpec, hidden_size: int, latent_size: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.wq_b = nn.Linear(latent_size, spec.num_heads * spec.head_dim, bias=False)
+        self.wk = nn.Linear(hidden_size, spec.head_dim, bias=False)
+        self.k_norm = LayerNorm(spec.head_dim, _NORM_EPS)
+        self.weights_proj = _Float32Linear(hidden_size, spec.num_heads, bias=False)
+
+    def forward(self, x: Tensor, latent: Tensor, rotation: Rotation) -> IndexTerms:
+        """(N, hidden_size) and (N, latent_size) -> what scores are made of. Nothing flows back to either."""
+        x, latent = x.detach(), latent.detach()
+        query = self._rotate(self.wq_b(latent).unflatten(-1, (self.spec.num_heads, -1)), rotation)
+        key = self._rotate(self.k_norm(self.wk(x))[:, None], rotation)[:, 0]
+        scale = (self.spec.num_heads * self.spec.head_dim) ** -0.5
+        return IndexTerms(query, key, self.weights_proj(x) * scale)
+
+    def _rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        first, rest = x.split((self.spec.rotated, x.shape[-1] - self.spec.rotated), dim=-1)
+        if self.spec.interleaved:
+            # Queries and keys alike, so that their products stay what they are.
+            first = first.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return torch.cat((apply_rotary(first, *rotation), rest), dim=-1)
+
+
+class _Float32Linear(nn.Linear):
+    """Computes in float32 or better, and gives that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return x.to(dtype) @ self.weight.to(dtype).t()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenKeysSpec:
-    """Attributes:
-    indexer: None for a layer that attends to the keys of the one before.
-    top_k: keys that a query attends to.
-    training, loss_weight: ``indexer`` and ``indexer_loss_weight`` of :class:`~rl_backend.model.options.DecoderOptions`.
+    """The ``top_k`` keys that a query attends to; without an indexer those of the layer before.
+
+    Options are those of :class:`~rl_backend.model.options.DecoderOptions`.
     """
 
     indexer: IndexerSpec | None
@@ -43,7 +102,6 @@ class ChosenKeysSpec:
 @dataclass(frozen=True, kw_only=True)
 class MLASpec(MixerSpec):
     """Attributes:
-    num_heads: any number.
     query_rank: features of the latent that queries are made of; None makes them of the hidden state.
     kv_rank: features of the latent that keys and values of all heads are made of.
     plain_dim: features of a head's query and key that are not rotated.
@@ -112,8 +170,7 @@ class MLASpec(MixerSpec):
         return names
 
     def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes:
-        """Latents and the rotated features of keys, of which engines make keys and values in the attention; and the key of
-        an indexer."""
+        # Engines keep latents and the rotated features of keys, and make keys and values in the attention.
         indexed = 0 if self.indexer is None else self.indexer.head_dim
         return CacheBytes(tokens=num_tokens * (self.kv_rank + self.rotary.head_dim + indexed) * itemsize)
 
@@ -133,14 +190,13 @@ class MLASpec(MixerSpec):
 class LatentAttention(Mixer):
     """The module of a :class:`MLASpec`; (T, hidden_size) -> (T, hidden_size).
 
-        c_q = norm(q_a(x))              c_kv, r = kv_a(x)
-        q, q_r = q_b(c_q)               k, v = kv_b(norm(c_kv))
-        out = o_proj(attention([q, rotate(q_r)], [k, rotate(r)], v))
-
-    Keys and values are made of the latents before the attention. The absorbed form, which attends to latents, multiplies
-    ``kv_rank`` features for every score where this one multiplies ``plain_dim``: it pays for one query against many keys.
+    c_q = norm(q_a(x))              c_kv, r = kv_a(x)
+    q, q_r = q_b(c_q)               k, v = kv_b(norm(c_kv))
+    out = o_proj(attention([q, rotate(q_r)], [k, rotate(r)], v))
     """
 
+    # Keys and values are made of the latents before the attention. The absorbed form, which attends to latents, multiplies
+    # ``kv_rank`` features for every score where this one multiplies ``plain_dim``: it pays for one query against many keys.
     def __init__(self, spec: MLASpec, hidden_size: int) -> None:
         super().__init__()
         self.spec = spec
@@ -166,7 +222,6 @@ class LatentAttention(Mixer):
         return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
 
     def _query_latent(self, x: Tensor) -> Tensor:
-        """What queries are made of, of all tokens."""
         return self._of_all_tokens(x if self.spec.query_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
 
     def _queries(self, latent: Tensor, rotation: Rotation) -> Tensor:
@@ -186,7 +241,6 @@ class LatentAttention(Mixer):
         return latent, self._rotate(rotated[:, None], rotation)[:, 0]
 
     def _gathered(self, latent: Tensor, rotated: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-        """The keys and values that this rank's queries see."""
         if self._cp_group is None:
             return self._keys_and_values(latent, rotated)
         if runs_at_work():
@@ -212,12 +266,10 @@ class LatentAttention(Mixer):
         return apply_rotary(x, *rotation)
 
     def _of_all_tokens(self, x: Tensor) -> Tensor:
-        """(N / tp, ...) -> (N, ...)."""
         return x if self._tp_group is None else all_gather(x, self._tp_group, sum_gradients=True)
 
     def split(self, groups: ParallelGroups) -> None:
-        """Tensor parallelism splits the heads, and each rank makes latents of its own tokens; context parallelism gathers
-        latents, which are smaller than keys and values, before every attention."""
+        # Context parallelism gathers latents, which are smaller than keys and values.
         if groups.cp_group.size() > 1:
             self._cp_group = groups.cp_group
         if groups.tp_group.size() == 1:
@@ -239,8 +291,7 @@ class LatentAttention(Mixer):
 class SparseLatentAttention(LatentAttention):
     """The module of a :class:`MLASpec` with ``keys``; (T, hidden_size) -> (T, hidden_size), and what was attended to.
 
-    Sequences that ``top_k`` covers have latent attention, whatever is beside them. Where it covers the longest of a
-    micro-batch nothing is chosen, unless there are recorded choices.
+    Sequences that ``top_k`` covers have latent attention, whatever is beside them.
     """
 
     def __init__(self, spec: MLASpec, keys: ChosenKeysSpec, hidden_size: int) -> None:
@@ -260,6 +311,7 @@ class SparseLatentAttention(LatentAttention):
         key, value = self._gathered(*self._latents(x, rotation), segments)
         recorded, chosen = None if self.indexer is None else choice.recorded, choice.chosen
         # What follows a layer with recorded keys attends to these too.
+        # Where ``top_k`` covers the longest sequence nothing has to be chosen.
         covered = choice.longest <= keys.top_k and recorded is None and chosen is None
         dense = keys.training == "warm_up" or covered
         trains = keys.training != "frozen" and torch.is_grad_enabled()
@@ -282,7 +334,7 @@ class SparseLatentAttention(LatentAttention):
         return self.o_proj(attended.flatten(1)), chosen
 
     def split(self, groups: ParallelGroups) -> None:
-        """As latent attention; every tensor-parallel rank chooses for all of its heads, and so the same."""
+        # Every tensor-parallel rank chooses for all of its heads, and so the same.
         super().split(groups)
         if groups.tp_group.size() > 1 and self.indexer is not None:
             tensor = TensorParallel(groups.tp_mesh)

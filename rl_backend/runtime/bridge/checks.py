@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import importlib.util
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +13,9 @@ from typing import Any, NamedTuple
 from packaging.version import Version
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, RuntimeConfig, UnsupportedError, text_config
+from rl_backend.contracts import RuntimeConfig, UnsupportedError, text_config
 from rl_backend.model.blocks import divisors, nearest
-from rl_backend.runtime.bridge.config import BridgeConfig
+from rl_backend.runtime.bridge.config import BridgeConfig, refuse_all
 
 UNEVEN_STAGES = (
     "num_layers_in_first_pipeline_stage",
@@ -21,10 +23,8 @@ UNEVEN_STAGES = (
     "pipeline_model_parallel_layout",
 )
 """Overrides of Megatron that spread layers unevenly."""
-
 COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """Overrides of Megatron that leave the first or the last stage one layer less than the others."""
-
 
 SUPPORTED = {"megatron-core": (0, 19), "megatron-bridge": (0, 6)}
 """Distribution -> the (major, minor) version whose internals this runtime was tested with."""
@@ -38,47 +38,33 @@ INSTALL = (
 def require_installed() -> None:
     """Raises :class:`UnsupportedError` where Megatron is not installed here, or in another version."""
     for distribution, supported in SUPPORTED.items():
-        try:
+        installed = None
+        with suppress(importlib.metadata.PackageNotFoundError):
             installed = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            raise UnsupportedError(f"{distribution} is not installed; {INSTALL}", package=distribution) from None
-        if Version(installed).release[:2] != supported:
-            raise UnsupportedError(
-                f"{distribution} {installed} is installed; {INSTALL}", package=distribution, installed=installed
-            )
+        if installed is None or Version(installed).release[:2] != supported:
+            found = "is not installed" if installed is None else f"{installed} is installed"
+            raise UnsupportedError(f"{distribution} {found}; {INSTALL}", package=distribution)
 
 
 class LayerSizes(NamedTuple):
-    """Numbers of a model that a layout divides; None where it is not known, and not checked.
-
-    Attributes:
-        num_experts: 0 for a dense model.
-        model_type: of the text model; empty where it is not known.
-        shared_expert_size: features inside of the expert of all tokens.
-        linear_num_key_heads: of gated DeltaNet; each has the same number of value heads.
-    """
+    """Numbers of a model that a layout divides; None where it is not known, and not checked."""
 
     num_layers: int | None
     num_attention_heads: int | None
     num_key_value_heads: int | None
     ffn_hidden_size: int | None
-    num_experts: int
-    shared_expert_size: int | None = None
-    linear_num_key_heads: int | None = None
-    model_type: str = ""
+    num_experts: int  # 0 for a dense model
+    shared_expert_size: int | None = None  # features inside of the expert of all tokens
+    linear_num_key_heads: int | None = None  # of gated DeltaNet; each has the same number of value heads
+    model_type: str = ""  # of the text model
 
 
+# Their gradients, with Megatron's own layers, differ between tp=2 and one rank.
 _WHOLE_WITHOUT_TRANSFORMER_ENGINE = frozenset({"deepseek_v3", "glm4_moe_lite"})
-"""``model_type`` of models whose gradients, with Megatron's own layers, differ between tp=2 and one rank."""
 
 
 def check_config(config: RuntimeConfig) -> None:
-    """Refuses what :func:`require_layout` refuses of the directory ``config.hf_path``, and a model without a bridge.
-
-    Raises:
-        ConfigError: a layout that Megatron cannot make of the model.
-        UnsupportedError: transformers or Megatron-Bridge does not know the model.
-    """
+    """Refuses a directory ``config.hf_path`` that :func:`require_layout` refuses, and one whose model has no bridge."""
     hf_config, options = read_hf_config(config.hf_path), config.options(BridgeConfig)
     _require_bridge(config.hf_path, hf_config)
     text = text_config(hf_config)
@@ -99,11 +85,14 @@ def check_config(config: RuntimeConfig) -> None:
 
 
 def require_layout(options: BridgeConfig, sizes: LayerSizes, *, transformer_engine: bool) -> None:
-    """Raises :class:`ConfigError` for a layout that Megatron cannot make of a model.
+    """Raises one :class:`ConfigError` for all sizes of a layout that Megatron cannot make of a model."""
+    refuse_all(
+        (f"BridgeConfig.parallel.{size}", getattr(options.parallel, size), problem)
+        for size, problem in _layout_problems(options, sizes, transformer_engine)
+    )
 
-    Args:
-        transformer_engine: whether layers are Transformer Engine's.
-    """
+
+def _layout_problems(options: BridgeConfig, sizes: LayerSizes, transformer_engine: bool) -> Iterator[tuple[str, str]]:
     parallel = options.parallel
     if parallel.cp > 1:
         reason = (
@@ -111,51 +100,38 @@ def require_layout(options: BridgeConfig, sizes: LayerSizes, *, transformer_engi
             if transformer_engine
             else "Megatron's own attention has no context parallelism (it asserts cp=1), only Transformer Engine's has"
         )
-        raise ConfigError.of("BridgeConfig.parallel.cp", parallel.cp, f"{reason}; use 1")
-    _require_whole(parallel.tp, sizes.model_type, transformer_engine=transformer_engine)
-    if not sizes.num_experts:
-        for name in ("ep", "etp"):
-            if getattr(parallel, name) != 1:
-                raise ConfigError.of(
-                    f"BridgeConfig.parallel.{name}", getattr(parallel, name), "this model has no experts; use 1"
-                )
-    _require_divided("ep", parallel.ep, "experts", sizes.num_experts)
-    _require_stages(options, sizes.num_layers)
-    for name in ("num_attention_heads", "ffn_hidden_size", "shared_expert_size", "linear_num_key_heads"):
-        _require_divided("tp", parallel.tp, name, getattr(sizes, name))
-    query_groups = sizes.num_key_value_heads
-    if query_groups and not (transformer_engine and parallel.tp % query_groups == 0):
-        _require_divided("tp", parallel.tp, "num_key_value_heads", query_groups)
+        yield "cp", f"{reason}; use 1"
+    if parallel.tp > 1 and sizes.model_type == "minimax_m2" and transformer_engine:
+        reason = "Megatron-Bridge's norm over all heads adds up squares over the ranks, but not their gradients"
+        yield "tp", f"minimax_m2: {reason}; use 1, or backend='native'"
+    if parallel.tp > 1 and sizes.model_type in _WHOLE_WITHOUT_TRANSFORMER_ENGINE and not transformer_engine:
+        reason = "Megatron's own layers give other gradients on several ranks, only Transformer Engine's may not"
+        yield "tp", f"{sizes.model_type}: {reason}; use 1, or backend='native'"
+    for size in ("ep", "etp") if not sizes.num_experts else ():
+        if getattr(parallel, size) != 1:
+            yield size, "this model has no experts; use 1"
+    if sizes.num_experts % parallel.ep:
+        yield "ep", f"does not divide experts={sizes.num_experts}; {nearest(parallel.ep, divisors(sizes.num_experts))}"
+    if sizes.num_layers is not None:
+        yield from _uneven_stages(options, sizes.num_layers)
+    # Transformer Engine copies heads of keys where there are fewer of them than ranks.
+    copied = transformer_engine and parallel.tp % (sizes.num_key_value_heads or 1) == 0
+    divided = ("num_attention_heads", "ffn_hidden_size", "shared_expert_size", "linear_num_key_heads")
+    numbers = {name: getattr(sizes, name) or 0 for name in (*divided, *(() if copied else ("num_key_value_heads",)))}
+    if whole := [f"{name}={number}" for name, number in numbers.items() if number % parallel.tp]:
+        yield "tp", f"does not divide {', '.join(whole)}; {nearest(parallel.tp, divisors(math.gcd(*numbers.values())))}"
 
 
-def _require_stages(options: BridgeConfig, num_layers: int | None) -> None:
+def _uneven_stages(options: BridgeConfig, num_layers: int) -> Iterator[tuple[str, str]]:
     parallel, overrides = options.parallel, options.override_transformer_config
     stages = parallel.pp * parallel.vpp
     counted = [name for name in COUNTED_AS_LAYERS if overrides.get(name)]
-    if num_layers is not None and (num_layers + len(counted)) % stages and not set(UNEVEN_STAGES) & overrides.keys():
+    if (num_layers + len(counted)) % stages and not set(UNEVEN_STAGES) & overrides.keys():
         counting = f", counted as {num_layers + len(counted)} with {' and '.join(counted)}," if counted else ""
-        raise ConfigError.of(
-            "BridgeConfig.parallel.pp",
-            parallel.pp,
+        yield (
+            "pp",
             f"{num_layers} layers{counting} do not divide into pp*vpp = {parallel.pp}*{parallel.vpp} = {stages} stages; use "
             f"a divisor, or set {', '.join((*UNEVEN_STAGES, *COUNTED_AS_LAYERS))} in override_transformer_config",
-        )
-
-
-def _require_whole(tp: int, model_type: str, *, transformer_engine: bool) -> None:
-    reason = ""
-    if model_type == "minimax_m2" and transformer_engine:
-        reason = "Megatron-Bridge's norm over all heads adds up squares over the ranks, but not their gradients"
-    elif model_type in _WHOLE_WITHOUT_TRANSFORMER_ENGINE and not transformer_engine:
-        reason = "Megatron's own layers give other gradients on several ranks, only Transformer Engine's may not"
-    if tp > 1 and reason:
-        raise ConfigError.of("BridgeConfig.parallel.tp", tp, f"{model_type}: {reason}; use 1, or backend='native'")
-
-
-def _require_divided(size: str, ranks: int, name: str, number: int | None) -> None:
-    if number and number % ranks:
-        raise ConfigError.of(
-            f"BridgeConfig.parallel.{size}", ranks, f"does not divide {name}={number}; {nearest(ranks, divisors(number))}"
         )
 
 
@@ -168,22 +144,20 @@ def _require_bridge(hf_path: str, hf_config: Mapping[str, Any]) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    model_type = hf_config.get("model_type")
+    model_type, problem = hf_config.get("model_type"), ""
     if model_type not in CONFIG_MAPPING_NAMES:
-        raise UnsupportedError(
-            f"{hf_path}: transformers has no configuration for model_type={model_type!r}, which Megatron-Bridge starts "
-            "from; use a model that it has, or backend='native' with a family of your own",
-            model_type=model_type,
-        )
+        problem = "transformers has no configuration"
     architectures = hf_config.get("architectures")
     named = architectures if isinstance(architectures, list) else []
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         named = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     bridges = _names_in_bridges()
-    if bridges and not bridges.intersection(named):
+    if not problem and bridges and not bridges.intersection(named):
+        problem = "Megatron-Bridge has no bridge"
+    if problem:
+        names = ", ".join(map(str, named))
         raise UnsupportedError(
-            f"{hf_path}: Megatron-Bridge has no bridge for model_type={model_type!r} ({', '.join(map(str, named))}); "
-            "backend='native' may serve it",
+            f"{hf_path}: {problem} for model_type={model_type!r} ({names}); backend='native' may serve it",
             model_type=model_type,
         )
 

@@ -1,8 +1,8 @@
 """Options of the bridge runtime: Megatron-Core through Megatron-Bridge. Megatron is not imported."""
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -33,15 +33,11 @@ def megatron_sizes(parallel: ParallelConfig) -> dict[str, int | None]:
 
 
 class Overrides(NamedTuple):
-    """Attributes:
-    allowed: fields that a user may set.
-    elsewhere: field -> what decides it, for those that a user may look for here.
-    needs: field -> the field without which Megatron ignores it.
-    """
+    """What a user may set of a dataclass of Megatron's."""
 
     allowed: Collection[str]
-    elsewhere: Mapping[str, str]
-    needs: Mapping[str, str]
+    elsewhere: Mapping[str, str]  # field -> what decides it, for those that a user may look for here
+    needs: Mapping[str, str]  # field -> the field without which Megatron ignores it
 
 
 NEEDS_TRANSFORMER_ENGINE = (
@@ -151,72 +147,75 @@ OPTIMIZER = Overrides(
 """Of Megatron's ``OptimizerConfig``."""
 
 
-def check_overrides(field: str, values: Mapping[str, Any], overrides: Overrides) -> None:
-    """Raises :class:`ConfigError` for a field that may not be set, or that Megatron would ignore beside the others."""
+def refuse_all(problems: Iterable[tuple[str, Any, str]]) -> None:
+    """Raises one :class:`ConfigError` that names every field, its value and what is wrong with it, if there are any."""
+    blamed = [(field, f"={value!r}: {problem}") for field, value, problem in problems]
+    if blamed:
+        raise ConfigError("; ".join(field + problem for field, problem in blamed), blamed=blamed)
+
+
+def _ignored_or_fixed(field: str, values: Mapping[str, Any], overrides: Overrides) -> Iterator[tuple[str, Any, str]]:
+    """Fields that may not be set, or that Megatron would ignore beside the others."""
     for name, value in values.items():
-        here = f"{field}[{name!r}]"
+        here, needed = f"{field}[{name!r}]", overrides.needs.get(name)
         if any(isinstance(each, float) and not math.isfinite(each) for each in _listed(value)):
-            raise ConfigError.of(here, value, "expected a finite number")
-        if name in overrides.elsewhere:
-            raise ConfigError.of(here, value, f"this is decided by {overrides.elsewhere[name]}")
-        if name not in overrides.allowed:
-            raise ConfigError.of(
+            yield here, value, "expected a finite number"
+        elif name in overrides.elsewhere:
+            yield here, value, f"this is decided by {overrides.elsewhere[name]}"
+        elif name not in overrides.allowed:
+            yield (
                 here,
                 value,
                 "not a field of Megatron that can be set here: it does not exist, config.json decides it, or it would have "
                 f"no effect; these can: {', '.join(overrides.allowed)}",
             )
-        needed = overrides.needs.get(name)
-        if needed is not None and value and not values.get(needed):
-            raise ConfigError.of(here, value, f"Megatron would ignore it without {needed!r}; set both")
+        elif needed is not None and value and not values.get(needed):
+            yield here, value, f"Megatron would ignore it without {needed!r}; set both"
 
 
-def check_in_layout(field: str, values: Mapping[str, Any], parallel: ParallelConfig) -> None:
-    """Raises :class:`ConfigError` for fields of the model provider that Megatron would ignore in a layout, or beside another
-    way of balancing experts, or that fail in the first layer."""
-    if values.get("tp_comm_overlap"):
-        raise ConfigError.of(
-            f"{field}['tp_comm_overlap']",
-            values["tp_comm_overlap"],
-            "needs buffers of Transformer Engine (initialize_ub) that the runtime does not make; leave it out",
-        )
+def _wrong_in_layout(field: str, values: Mapping[str, Any], parallel: ParallelConfig) -> Iterator[tuple[str, Any, str]]:
+    """Fields of the model provider that Megatron would ignore in a layout, or that fail in the first layer."""
     for name, value in values.items():
+        here = f"{field}[{name!r}]"
         needed = "vpp" if name == "microbatch_group_size_per_vp_stage" else "pp" if "pipeline" in name else None
         if value and needed is not None and getattr(parallel, needed) == 1:
-            raise ConfigError.of(f"{field}[{name!r}]", value, f"Megatron would ignore it: needs {_PARALLEL}.{needed} > 1")
-    _check_balancing(field, values)
+            yield here, value, f"Megatron would ignore it: needs {_PARALLEL}.{needed} > 1"
+        if value and name == "tp_comm_overlap":
+            yield (
+                here,
+                value,
+                "needs Transformer Engine's buffers (initialize_ub), which the runtime does not make; leave it out",
+            )
 
 
+# Megatron takes another name for one that adds no loss.
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn")
-"""Megatron's ways to balance experts that work here; it takes another name for one that adds no loss."""
 
 
-def _check_balancing(field: str, values: Mapping[str, Any]) -> None:
+def _wrong_balancing(field: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     kind, coefficient = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
     kinds, coefficients = _listed(values.get(kind, "none")), _listed(values.get(coefficient, 0.0))
-
-    def refuse(name: str, problem: str) -> NoReturn:
-        raise ConfigError.of(f"{field}[{name!r}]", values.get(name), problem)
-
+    of_kind, of_coefficient = (f"{field}[{name!r}]" for name in (kind, coefficient))
     expected = f"expected one of {', '.join(map(repr, _BALANCING))}"
     if "quantile_balancing" in kinds:
-        refuse(kind, f"Megatron's quantile balancing takes no batches in which padding is marked, as it is here; {expected}")
-    if set(map(str, kinds)) - set(_BALANCING):
-        refuse(kind, expected)
-    if "sinkhorn" in kinds and values[kind] != "sinkhorn":
-        refuse(kind, "Megatron would ignore 'sinkhorn' in a list; give it alone, or leave it out")
-    for weight in coefficients:
-        if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
-            refuse(coefficient, "expected a number")
-    if len(kinds) != len(coefficients):
-        refuse(coefficient, f"expected one number for each of {kind}={kinds}")
-    for each, weight in zip(kinds, coefficients, strict=True):
-        adds_loss = str(each).endswith("aux_loss")
-        if weight and not adds_loss:
-            instead = "set that to 'aux_loss', 'seq_aux_loss' or 'global_aux_loss' too"
-            refuse(coefficient, f"Megatron would ignore it with {kind!r}={each!r}; {instead}")
-        if adds_loss and not weight:
-            refuse(kind, f"Megatron would ignore it without {coefficient!r} above 0; set both")
+        problem = f"Megatron's quantile balancing takes no batches in which padding is marked, as it is here; {expected}"
+        yield of_kind, values[kind], problem
+    elif set(map(str, kinds)) - set(_BALANCING):
+        yield of_kind, values[kind], expected
+    elif "sinkhorn" in kinds and values[kind] != "sinkhorn":
+        yield of_kind, values[kind], "Megatron would ignore 'sinkhorn' in a list; give it alone, or leave it out"
+    elif any(isinstance(each, bool) or not isinstance(each, int | float | None) for each in coefficients):
+        yield of_coefficient, values[coefficient], "expected a number"
+    elif len(kinds) != len(coefficients):
+        yield of_coefficient, values.get(coefficient), f"expected one number for each of {kind}={kinds}"
+    else:
+        for each, weight in zip(kinds, coefficients, strict=True):
+            adds_loss = str(each).endswith("aux_loss")
+            if weight and not adds_loss:
+                instead = "set that to 'aux_loss', 'seq_aux_loss' or 'global_aux_loss' too"
+                yield of_coefficient, values[coefficient], f"Megatron would ignore it with {kind!r}={each!r}; {instead}"
+            if adds_loss and not weight:
+                yield of_kind, values[kind], f"Megatron would ignore it without {coefficient!r} above 0; set both"
 
 
 def _listed(value: Any) -> list[Any]:
@@ -231,9 +230,8 @@ def _read_by(granularity: str) -> HasEffect:
 class BridgeConfig(BackendConfig):
     """Options of the ``bridge`` runtime.
 
-    The three ``override_`` dictionaries set fields of Megatron's own dataclasses: those of
-    :mod:`rl_backend.runtime.bridge.config`. Others are refused, because an option here, ``config.json`` or the runtime
-    decides them, or Megatron would ignore them here.
+    The three ``override_`` dictionaries set fields of Megatron's own dataclasses. Those that an option here, ``config.json``
+    or the runtime decides, or that Megatron would ignore here, are refused.
 
     Attributes:
         device: ``auto`` takes CUDA when there is a device.
@@ -265,19 +263,21 @@ class BridgeConfig(BackendConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        refuse_all(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[tuple[str, Any, str]]:
         if self.parallel.vpp > 1 and self.parallel.pp == 1:
-            raise ConfigError.of(
-                "BridgeConfig.parallel.vpp", self.parallel.vpp, "needs pp > 1, got pp=1; set pp or leave vpp at 1"
-            )
+            yield f"{_PARALLEL}.vpp", self.parallel.vpp, "needs pp > 1, got pp=1; set pp or leave vpp at 1"
         for name in ("method", "num_layers"):
             if self.recompute_granularity == "full" and getattr(self, f"recompute_{name}") is None:
-                raise ConfigError.of(
-                    f"BridgeConfig.recompute_{name}",
-                    None,
-                    "recompute_granularity='full' needs recompute_method ('uniform' or 'block') and recompute_num_layers",
+                needed = (
+                    "recompute_granularity='full' needs recompute_method ('uniform' or 'block') and recompute_num_layers"
                 )
-        check_overrides("BridgeConfig.override_transformer_config", self.override_transformer_config, TRANSFORMER)
-        check_in_layout("BridgeConfig.override_transformer_config", self.override_transformer_config, self.parallel)
-        check_overrides("BridgeConfig.override_ddp_config", self.override_ddp_config, DDP)
-        check_overrides("BridgeConfig.override_optimizer_config", self.override_optimizer_config, OPTIMIZER)
-        return self
+                yield f"BridgeConfig.recompute_{name}", None, needed
+        transformer = "BridgeConfig.override_transformer_config"
+        yield from _ignored_or_fixed(transformer, self.override_transformer_config, TRANSFORMER)
+        yield from _wrong_in_layout(transformer, self.override_transformer_config, self.parallel)
+        yield from _wrong_balancing(transformer, self.override_transformer_config)
+        yield from _ignored_or_fixed("BridgeConfig.override_ddp_config", self.override_ddp_config, DDP)
+        yield from _ignored_or_fixed("BridgeConfig.override_optimizer_config", self.override_optimizer_config, OPTIMIZER)

@@ -39,11 +39,9 @@ class _Placeholder(types.ModuleType):
 
 @contextmanager
 def placeholders() -> Generator[None]:
-    """Makes Transformer Engine importable inside; does nothing where it is installed.
-
-    ``megatron.bridge.peft.lora_layers`` imports ``transformer_engine.pytorch`` at its top and subclasses two of its modules,
-    but makes instances only in a model with Transformer Engine layers.
-    """
+    """Makes Transformer Engine importable inside; does nothing where it is installed."""
+    # megatron.bridge.peft.lora_layers imports transformer_engine.pytorch at its top and subclasses two of its modules, but
+    # makes instances only in a model with Transformer Engine's layers.
     if importlib.util.find_spec("transformer_engine") is not None:
         yield
         return
@@ -64,19 +62,15 @@ def placeholders() -> Generator[None]:
             del sys.modules[name]
 
 
+# Warnings of Megatron's code in every process that trains, about nothing that a user could change.
 _REPEATED: tuple[tuple[str, type[Warning]], ...] = (
     (r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated", FutureWarning),
     (r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed", UserWarning),
 )
-"""Warnings of Megatron's code in every process that trains, about nothing that a user could change."""
 
 
 def import_megatron() -> None:
-    """Imports Megatron-Core, then Megatron-Bridge. Nothing to do the second time.
-
-    Raises:
-        UnsupportedError: a package is missing or of another version; with what to install.
-    """
+    """Imports Megatron-Core, then Megatron-Bridge; raises :class:`UnsupportedError` with what to install."""
     require_installed()
     for message, category in _REPEATED:
         warnings.filterwarnings("ignore", message, category)
@@ -99,10 +93,8 @@ def import_megatron() -> None:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Keeps Megatron's messages of an import or a build off the screen: optional packages, deprecations, counts.
-
-    Megatron-Bridge's import also configures the root logger; that is undone.
-    """
+    """Keeps Megatron's messages of an import or a build off the screen: optional packages, deprecations, counts."""
+    # Megatron-Bridge's import also configures the root logger; that is undone.
     root = logging.getLogger()
     handlers, level, disabled = root.handlers[:], root.level, root.manager.disable
     logging.disable(logging.WARNING)

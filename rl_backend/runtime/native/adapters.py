@@ -12,7 +12,7 @@ from rl_backend.lora.modules import AdaptedModule, value_head
 from rl_backend.model.blocks import FeedForward, Mixer
 from rl_backend.model.decoder import Decoder
 from rl_backend.model.feedforward.moe import MoE
-from rl_backend.model.mixers.indexer import Indexer
+from rl_backend.model.mixers.mla import Indexer
 from rl_backend.model.options import DecoderOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import chunk

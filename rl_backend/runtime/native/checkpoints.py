@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
-from rl_backend.checkpoint.training_state import StateTensors, TensorPieces
+from rl_backend.checkpoint.training_state import MOMENTS, WEIGHTS, StateTensors, TensorPieces
 from rl_backend.contracts import stored_tensors
 from rl_backend.parallel import fsdp
 from rl_backend.parallel.shards import local_region, local_tensor, owns
 from rl_backend.runtime import checkpoints
 from rl_backend.runtime.native.handle import NativeHandle
 
-_STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+_STEP = "step"
 
 
 def load_training_checkpoint(handle: NativeHandle, path: Path) -> TrainingManifest:
@@ -34,12 +34,12 @@ def load_training_checkpoint(handle: NativeHandle, path: Path) -> TrainingManife
 def all_tensors(handle: NativeHandle) -> StateTensors:
     """Weights, moments and random state as pieces of Hugging Face's tensors; of a forward-only handle the weights."""
     tensors: dict[str, Tensor | TensorPieces] = {}
-    for kind, name, tensor in _held_tensors(handle):
+    for prefix, name, tensor in _held_tensors(handle):
         original = handle.stage_copies.get(name, name)
         # Of a tied weight that this rank has twice, one is enough.
         if original != name and original in handle.parameters:
             continue
-        tensors |= _pieces(handle, kind, name, tensor)
+        tensors |= _pieces(handle, prefix, name, tensor)
     if handle.optimizer is not None:
         tensors |= checkpoints.random_state(handle.groups.device)
     return tensors
@@ -65,15 +65,16 @@ def training_manifest(handle: NativeHandle) -> TrainingManifest:
 
 
 def _held_tensors(handle: NativeHandle) -> Iterator[tuple[str, str, Tensor]]:
-    """(what it is, name of the parameter, tensor laid out as the parameter is)."""
+    """(what its name in a checkpoint begins with, name of the parameter, tensor laid out as the parameter is)."""
     for name, parameter in handle.parameters.items():
-        yield "model", name, parameter
+        yield WEIGHTS, name, parameter
     if handle.optimizer is not None:
         state, trained = handle.optimizer.state_tensors(), handle.optimizer.parameters
-        yield from ((f"optimizer.{kind}", name, state[f"{kind}.{name}"]) for name in trained for kind in _MOMENTS)
+        yield from ((prefix, name, state[f"{kind}.{name}"]) for name in trained for kind, prefix in MOMENTS.items())
 
 
-def _pieces(handle: NativeHandle, kind: str, name: str, tensor: Tensor) -> Iterator[tuple[str, TensorPieces]]:
+def _pieces(handle: NativeHandle, prefix: str, name: str, tensor: Tensor) -> Iterator[tuple[str, TensorPieces]]:
+    """Of a parameter that packs several tensors, those that this rank has a part of."""
     original = handle.stage_copies.get(name, name)
     parameter = handle.parameters[name]
     local, region = local_tensor(tensor), local_region(parameter)
@@ -83,7 +84,7 @@ def _pieces(handle: NativeHandle, kind: str, name: str, tensor: Tensor) -> Itera
         if all(part.start <= i < part.stop for i, part in zip(index, region, strict=False)):
             offsets, held = tuple(part.start for part in region[len(index) :]), local[place]
             pieces = {offsets: held} if held.numel() else {}
-            yield f"{kind}.{stored}", TensorPieces(parameter.shape[len(index) :], pieces, writes=writes)
+            yield prefix + stored, TensorPieces(parameter.shape[len(index) :], pieces, writes=writes)
 
 
 def _step_tensors(handle: NativeHandle) -> Iterator[tuple[str, Tensor]]:

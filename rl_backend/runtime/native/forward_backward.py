@@ -18,7 +18,7 @@ from rl_backend.contracts import (
     stored_tensors,
     text_config,
 )
-from rl_backend.contracts.indexed_keys import KEYS
+from rl_backend.contracts.replay import KEYS
 from rl_backend.model import ModelInput
 from rl_backend.model.input import SecondTokens, second_labels
 from rl_backend.parallel import fsdp
@@ -26,10 +26,9 @@ from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import TokenLayout, gather_outputs, lay_out_tokens
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.pipeline.catalog import make_schedule
-from rl_backend.pipeline.executor import PipelineExecutor
+from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copies, drop_gradients_of_copies
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
-from rl_backend.pipeline.tied_weights import add_gradients_of_copies, drop_gradients_of_copies
 from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.router import RowSequences

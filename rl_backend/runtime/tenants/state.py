@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.manifest import TenantFacts, TrainingManifest
-from rl_backend.checkpoint.training_state import StateTensors, TensorPieces, on_every_rank
+from rl_backend.checkpoint.training_state import MOMENTS, WEIGHTS, StateTensors, TensorPieces, on_every_rank
 from rl_backend.contracts import CheckpointError
 from rl_backend.runtime import checkpoints
 from rl_backend.runtime.tenants.handle import TenantHandle
@@ -93,11 +93,11 @@ def problem_of_import(given: Mapping[str, Tensor], shapes: Mapping[str, tuple[in
 
 def _pieces(handle: TenantHandle) -> Iterator[tuple[str, TensorPieces]]:
     rows, groups = handle.rows, handle.trainer.groups
-    kinds = (("model", rows.weights), ("optimizer.exp_avg", rows.exp_avg), ("optimizer.exp_avg_sq", rows.exp_avg_sq))
-    for kind, row in kinds:
+    kinds = ((WEIGHTS, rows.weights), (MOMENTS["exp_avg"], rows.exp_avg), (MOMENTS["exp_avg_sq"], rows.exp_avg_sq))
+    for prefix, row in kinds:
         for tensor, view in rows.views(row):
             writes = groups.counts(of_experts=tensor.module.is_expert, summed=tensor.summed)
-            yield f"{kind}.{tensor.name}", TensorPieces(tensor.size, {tensor.first: view}, writes=writes)
+            yield prefix + tensor.name, TensorPieces(tensor.size, {tensor.first: view}, writes=writes)
 
 
 def _base_digest(handle: TenantHandle) -> str:

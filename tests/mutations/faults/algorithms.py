@@ -32,14 +32,14 @@ FAULTS = [
     Fault(
         "responses-dealt-to-groups-in-turn",
         "rl_backend.algorithm.advantages:_group_indices",
-        "return torch.arange(responses, device=scores.device) // group_size",
-        "return torch.arange(responses, device=scores.device) % (responses // group_size)",
+        "labels = [index // group_size for index in range(responses)]",
+        "labels = [index % (responses // group_size) for index in range(responses)]",
         ("test_a_group_is_centred_and_divided_by_its_unbiased_deviation",),
         "responses to different prompts would be compared with each other",
     ),
     Fault(
         "gae-next-value-is-the-present-one",
-        "rl_backend.algorithm.value:gae_advantages",
+        "rl_backend.algorithm.critic:gae_advantages",
         "next_values = torch.nn.functional.pad(state_values[:, 1:], (0, 1))",
         "next_values = state_values",
         ("test_gae_is_the_discounted_sum_of_temporal_differences",),
@@ -47,7 +47,7 @@ FAULTS = [
     ),
     Fault(
         "gae-without-lambda",
-        "rl_backend.algorithm.value:gae_advantages",
+        "rl_backend.algorithm.critic:gae_advantages",
         "following = deltas[:, column] + gamma * lam * following",
         "following = deltas[:, column] + gamma * following",
         ("test_gae_is_the_discounted_sum_of_temporal_differences",),
@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "whitening-counts-masked-tokens",
-        "rl_backend.algorithm.value:masked_whiten",
+        "rl_backend.algorithm.critic:masked_whiten",
         "chosen = values.detach()[loss_mask != 0].to(torch.float64)",
         "chosen = values.detach().to(torch.float64)",
         ("test_whitened_values_have_mean_0_and_variance_1_over_selected_tokens_of_the_whole_batch",),
@@ -191,7 +191,7 @@ FAULTS = [
     ),
     Fault(
         "value-clip-takes-the-smaller",
-        "rl_backend.algorithm.value:value_loss",
+        "rl_backend.algorithm.critic:value_loss",
         "squares = torch.maximum(squares, clipped_squares)",
         "squares = torch.minimum(squares, clipped_squares)",
         ("test_a_value_that_moved_past_the_clip_and_away_from_its_return_has_no_gradient_there",),
@@ -223,7 +223,7 @@ FAULTS = [
     ),
     Fault(
         "outputs-in-the-order-of-the-ranks",
-        "rl_backend.data.packing:restore_order",
+        "rl_backend.data.micro_batches:restore_order",
         "return [ordered[index] for index in range(plan.num_sequences)]",
         "return list(ordered.values())",
         ("test_splitting_a_batch_and_restoring_the_order_gives_back_every_sequence",),
@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "token-count-of-one-rank",
-        "rl_backend.data.packing:pack_plan",
+        "rl_backend.data.micro_batches:pack_plan",
         'shared = {**facts, **given, "dp_size": plan.dp_size, "num_micro_batches": plan.num_micro_batches}',
         'shared = {**facts, **given, "dp_size": 1, "num_micro_batches": plan.num_micro_batches}',
         ("test_every_micro_batch_knows_the_whole_batch",),
@@ -247,7 +247,7 @@ FAULTS = [
     ),
     Fault(
         "copies-that-fill-ranks-counted-as-sequences",
-        "rl_backend.data.packing:_filler",
+        "rl_backend.data.micro_batches:_filler",
         "return _with_share(TokenSequence(source.input_ids, fields, source.sequence_fields), 0.0)",
         "return _with_share(TokenSequence(source.input_ids, fields, source.sequence_fields), 1.0)",
         ("test_copies_that_fill_ranks_change_no_loss_metric_denominator_or_output",),
@@ -255,7 +255,7 @@ FAULTS = [
     ),
     Fault(
         "copies-that-fill-ranks-trained-on",
-        "rl_backend.data.packing:_filler",
+        "rl_backend.data.micro_batches:_filler",
         'fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])',
         "pass",
         ("test_copies_that_fill_ranks_change_no_loss_metric_denominator_or_output",),

@@ -36,7 +36,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-norm-of-one-rank",
-        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer._step_result",
+        "rl_backend.runtime.bridge.engine.optimizer:BridgeOptimizer._step_result",
         "all_gather(mine, self._groups.world_group, sum_gradients=False),",
         "mine,",
         ("test_the_norm_and_zeros_are_those_of_the_gradients",),
@@ -44,7 +44,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-counts-zeros-of-padding",
-        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer._step_result",
+        "rl_backend.runtime.bridge.engine.optimizer:BridgeOptimizer._step_result",
         "mine[0, 1] -= self._padding",
         "mine[0, 1] -= 0",
         ("test_the_norm_and_zeros_are_those_of_the_gradients",),
@@ -52,7 +52,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-does-not-clip",
-        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer.step",
+        "rl_backend.runtime.bridge.engine.optimizer:BridgeOptimizer.step",
         "if clip_grad > 0:",
         "if clip_grad < 0:",
         (
@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-epsilon-ignored",
-        "rl_backend.runtime.bridge.state.optimizer:_megatron_config",
+        "rl_backend.runtime.bridge.engine.optimizer:_megatron_config",
         '"adam_eps": config.eps, "params_dtype": dtype,',
         '"params_dtype": dtype,',
         ("test_betas_epsilon_decay_and_warm_up_reach_megatrons_adam",),
@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-warm-up-ignored",
-        "rl_backend.runtime.bridge.state.optimizer:_scheduler",
+        "rl_backend.runtime.bridge.engine.optimizer:_scheduler",
         "lr_warmup_steps=config.warmup_steps,",
         "lr_warmup_steps=0,",
         ("test_betas_epsilon_decay_and_warm_up_reach_megatrons_adam",),
@@ -79,7 +79,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-schedule-not-loaded",
-        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer.restore_schedule",
+        "rl_backend.runtime.bridge.engine.optimizer:BridgeOptimizer.restore_schedule",
         "self.scheduler.step(increment=num_steps)",
         "self.scheduler.step(increment=0)",
         ("test_a_schedule_goes_on_where_it_was",),
@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-steps-not-loaded",
-        "rl_backend.runtime.bridge.state.optimizer:set_num_steps",
+        "rl_backend.runtime.bridge.engine.optimizer:set_num_steps",
         'counter["step"] = step.fill_(steps) if isinstance(step, Tensor) else steps',
         'counter["step"] = step if isinstance(step, Tensor) else steps',
         ("test_bridge_checkpoints.py::test_a_run_resumes_bit_for_bit[2-{}-{}-True]",),
@@ -103,9 +103,9 @@ FAULTS = [
     ),
     Fault(
         "bridge-hidden-gradient-of-one-rank",
-        "rl_backend.runtime.bridge.model.output_heads:OutputProcessor._gather",
-        "return all_gather(hidden, group, sum_gradients=not every_rank_the_same)",
-        "return all_gather(hidden, group, sum_gradients=every_rank_the_same)",
+        "rl_backend.runtime.bridge.model.output_heads:OutputProcessor._log_probs",
+        "context.pack(all_gather(hidden_states, group, sum_gradients=True)),",
+        "context.pack(all_gather(hidden_states, group, sum_gradients=False)),",
         ("test_bridge_layouts.py::test_a_dense_model_trains_the_same_in_every_layout[2-ranks-tp2]",),
         "hidden states would be trained by one rank's words",
     ),
@@ -143,7 +143,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-replay-of-the-last-micro-batch",
-        "rl_backend.runtime.bridge.passes.routes:PassRoutes.before_backward",
+        "rl_backend.runtime.bridge.passes.routers:PassRoutes.before_backward",
         "output.register_hook(lambda _: self._bind(chunk, routes))",
         "pass",
         (
@@ -154,7 +154,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-weights-of-the-routers-own-choice",
-        "rl_backend.runtime.bridge.passes.routes:LayerRoutes.get_replay_topk",
+        "rl_backend.runtime.bridge.passes.routers:LayerRoutes.get_replay_topk",
         "values = scores.gather(1, experts)",
         "pass",
         ("test_every_layout_replays_what_one_rank_recorded[bridge dp2]",),
@@ -162,7 +162,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-first-layers-routes-for-all-chunks",
-        "rl_backend.runtime.bridge.passes.routes:PassRoutes._bind",
+        "rl_backend.runtime.bridge.passes.routers:PassRoutes._bind",
         "first = sum(map(len, self._routers.chunks[:chunk]))",
         "first = 0",
         ("test_every_layout_replays_what_one_rank_recorded[bridge vpp2, recomputed]",),
@@ -178,7 +178,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-balances-with-the-type-none",
-        "rl_backend.runtime.bridge.config:_check_balancing",
+        "rl_backend.runtime.bridge.config:_wrong_balancing",
         "if weight and not adds_loss:",
         "if False:",
         ("test_an_option_that_cannot_hold_is_refused_when_the_configuration_is_built",),
@@ -186,7 +186,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-decays-norms-that-are-not-there",
-        "rl_backend.runtime.bridge.model.provider:check_overrides_of_model",
+        "rl_backend.runtime.bridge.model.provider:_ignored_overrides",
         "if value and not provider.qk_layernorm:",
         "if False:",
         ("test_decay_of_norms_that_a_model_does_not_have_is_refused",),
@@ -202,7 +202,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-state-goes-from-row-to-row",
-        "rl_backend.runtime.bridge.megatron.deltanet_cpu:_lengths",
+        "rl_backend.runtime.bridge.megatron.deltanet:_lengths",
         "return [x.shape[1]] * x.shape[0]",
         "return [x.shape[1] * x.shape[0]]",
         (f"{_QWEN_EQUAL}[qwen3_5]",),
@@ -210,7 +210,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-rotates-all-features",
-        "rl_backend.runtime.bridge.model.hf_config:complete_rope",
+        "rl_backend.runtime.bridge.model.provider:complete_rope",
         'provider.rotary_percent = float(rope["partial_rotary_factor"])',
         "pass",
         (f"{_QWEN_EQUAL}[qwen3_next, half of the features rotated]",),
@@ -226,7 +226,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-stores-gates-as-queries",
-        "rl_backend.runtime.bridge.state.stored_rows:_attention_runs",
+        "rl_backend.runtime.bridge.engine.sharding:_attention_runs",
         'yield _Run("q", (2 * head + gate) * dim, dim)',
         'yield _Run("q", (head + gate) * dim, dim)',
         ("test_checkpoints_have_hugging_faces_rows[qwen3_5]",),
@@ -242,7 +242,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-masters-in-the-order-of-buffers",
-        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer.__init__",
+        "rl_backend.runtime.bridge.engine.optimizer:BridgeOptimizer.__init__",
         """
         _count_in_adams_order(self.megatron)
         _allocate_moments(self.megatron)
@@ -253,7 +253,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-queries-not-scaled",
-        "rl_backend.runtime.bridge.megatron.deltanet_cpu:chunk_gated_delta_rule",
+        "rl_backend.runtime.bridge.megatron.deltanet:chunk_gated_delta_rule",
         "scaled = query.to(torch.promote_types(query.dtype, torch.float32)) * query.shape[-1] ** -0.5",
         "scaled = query.to(torch.promote_types(query.dtype, torch.float32))",
         ("test_the_rule_is_megatrons",),
@@ -261,7 +261,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-sequences-as-one",
-        "rl_backend.runtime.bridge.megatron.deltanet_cpu:_lengths",
+        "rl_backend.runtime.bridge.megatron.deltanet:_lengths",
         """
         lengths: list[int] = cu_seqlens.diff().tolist()
         return lengths
@@ -272,7 +272,7 @@ FAULTS = [
     ),
     Fault(
         "padding-of-one-vocabulary-matrix-only",
-        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer.__init__",
+        "rl_backend.runtime.bridge.engine.optimizer:BridgeOptimizer.__init__",
         "sum(_padded_elements(self.megatron, chunks, groups, vocab_size))",
         "max(_padded_elements(self.megatron, chunks, groups, vocab_size), default=0)",
         ("test_norm_and_zeros_are_of_all_ranks_without_the_padding_of_each_matrix",),
@@ -280,7 +280,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-norm-of-data-parallel-ranks",
-        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer._step_result",
+        "rl_backend.runtime.bridge.engine.optimizer:BridgeOptimizer._step_result",
         "self._groups.world_group",
         "self._groups.dp_group",
         ("test_norm_and_zeros_are_of_all_ranks_without_the_padding_of_each_matrix",),
@@ -288,7 +288,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-does-not-compare-the-provider",
-        "rl_backend.runtime.bridge.model.hf_config:read_provider",
+        "rl_backend.runtime.bridge.model.provider:read_provider",
         """
         require_same_model(hf_config, provider)
         return provider
@@ -307,7 +307,7 @@ FAULTS = [
     ),
     Fault(
         "pieces-end-at-the-first-tensor-that-is-elsewhere",
-        "rl_backend.runtime.bridge.state.sharding:pieces_of",
+        "rl_backend.runtime.bridge.engine.sharding:pieces_of",
         "continue",
         "break",
         ("test_the_parts_of_all_ranks_are_the_whole_tensors",),
@@ -315,7 +315,7 @@ FAULTS = [
     ),
     Fault(
         "single-experts-gate-and-up-exchanged",
-        "rl_backend.runtime.bridge.model.text_models:_with_single_experts",
+        "rl_backend.runtime.bridge.model.loading:_with_single_experts",
         'GatedMLPMapping(name, names["gate"], names["up"])',
         'GatedMLPMapping(name, names["up"], names["gate"])',
         ("test_an_expert_in_a_module_of_its_own_has_the_weights_of_grouped_ones",),

@@ -107,7 +107,7 @@ FAULTS = [
     ),
     Fault(
         "prompts-without-the-assistants-beginning",
-        "rl_backend.data.chat:render_messages.rendered",
+        "rl_backend.data.chat_template:render_messages.rendered",
         "add_generation_prompt=generation_prompt,",
         "add_generation_prompt=False,",
         ("test_a_system_prompt_and_template_variables_reach_the_model",),
@@ -115,7 +115,7 @@ FAULTS = [
     ),
     Fault(
         "template-variables-not-passed-on",
-        "rl_backend.data.chat:template_inputs",
+        "rl_backend.data.chat_template:template_inputs",
         "**variables,",
         "",
         ("test_a_system_prompt_and_template_variables_reach_the_model",),
@@ -147,7 +147,7 @@ FAULTS = [
     ),
     Fault(
         "today-in-templates",
-        "rl_backend.data.chat:_clock",
+        "rl_backend.data.chat_template:_clock",
         "now = None if given is None else datetime.fromisoformat(str(given))",
         "now = datetime.now() if given is None else datetime.fromisoformat(str(given))",
         ("test_a_template_that_reads_the_clock_is_given_one_day",),
@@ -223,7 +223,7 @@ FAULTS = [
     ),
     Fault(
         "cells-and-texts-with-types-of-the-library",
-        "rl_backend.data.sources:_text_files",
+        "rl_backend.data.datasets:_text_files",
         "all_files = [each for paths in files.values() for each in paths]",
         "all_files = []",
         ("test_rows_have_the_same_tokens_out_of_every_source",),
@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "answers-encoded-alone",
-        "rl_backend.data.chat:encode_answer",
+        "rl_backend.data.chat_template:encode_answer",
         "return before, [*whole[len(before) :], tokenizer.eos_token_id]",
         "return before, [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]",
         ("test_an_answer_has_the_tokens_that_prompt_and_answer_have_together",),
@@ -239,7 +239,7 @@ FAULTS = [
     ),
     Fault(
         "begin-of-text-twice",
-        "rl_backend.data.chat:encode_text",
+        "rl_backend.data.chat_template:encode_text",
         "return [*begins, *own[has:]]",
         "return [*begins, *own]",
         ("test_texts_with_special_tokens_of_their_own_have_them_once",),
@@ -247,7 +247,7 @@ FAULTS = [
     ),
     Fault(
         "ends-of-answers-twice",
-        "rl_backend.data.chat:encode_answer",
+        "rl_backend.data.chat_template:encode_answer",
         "if answer.rstrip().endswith(tokenizer.eos_token):",
         "if False:",
         ("test_texts_with_special_tokens_of_their_own_have_them_once",),
@@ -271,7 +271,7 @@ FAULTS = [
     ),
     Fault(
         "half-surrogates-inside-tuples-pass",
-        "rl_backend.data.chat:require_utf8",
+        "rl_backend.data.chat_template:require_utf8",
         "isinstance(value, list | tuple)",
         "isinstance(value, list)",
         ("test_half_of_a_surrogate_pair_is_found_in_lists_tuples_and_objects",),

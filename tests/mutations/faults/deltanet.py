@@ -134,7 +134,7 @@ FAULTS = [
     ),
     Fault(
         "states-of-the-next-rank",
-        "rl_backend.parallel.recurrence:RecurrenceOverRanks.states",
+        "rl_backend.parallel.context:RecurrenceOverRanks.states",
         "rank = min(step, 2 * self.size - 1 - step)",
         "rank = step % self.size",
         (_LAYOUTS,),
@@ -142,7 +142,7 @@ FAULTS = [
     ),
     Fault(
         "history-turned-round",
-        "rl_backend.parallel.recurrence:_history_rows",
+        "rl_backend.parallel.context:_history_rows",
         "for position in range(begin - width, begin):",
         "for position in reversed(range(begin - width, begin)):",
         (_LAYOUTS,),
@@ -182,7 +182,7 @@ FAULTS = [
     ),
     Fault(
         "no-history-has-no-shape",
-        "rl_backend.parallel.recurrence:RecurrenceOverRanks.history",
+        "rl_backend.parallel.context:RecurrenceOverRanks.history",
         "before: Tensor = known.index_select(0, rows.before).unflatten(0, (len(segments.query_lens), width))",
         "before: Tensor = known.index_select(0, rows.before).unflatten(0, (-1, width))",
         (_LAYOUTS,),
@@ -215,14 +215,14 @@ FAULTS = [
     Fault(
         "third-fused-projection-starts-too-early",
         "rl_backend.parallel.tensor:_features_of_heads",
-        "start += size",
-        "start = size",
+        "return [chunk(slice(start, end), ranks, rank) for start, end in pairwise(accumulate(sizes, initial=0))]",
+        "return [chunk(slice(start, end), ranks, rank) for start, end in pairwise((0, *sizes))]",
         ("test_a_rank_gets_the_features_of_its_heads_in_each_projection",),
         "values of heads would be keys",
     ),
     Fault(
         "states-over-ranks-lose-gradients-of-others",
-        "rl_backend.parallel.recurrence:RecurrenceOverRanks.states",
+        "rl_backend.parallel.context:RecurrenceOverRanks.states",
         "each = all_gather(own[None], self.group, sum_gradients=True)",
         "each = all_gather(own[None], self.group, sum_gradients=False)",
         ("test_states_and_gradients_are_those_of_chunks_one_after_the_other",),

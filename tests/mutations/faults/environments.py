@@ -7,7 +7,7 @@ from tests.mutations.fault import Fault
 FAULTS = [
     Fault(
         "prompt-trained",
-        "rl_backend.environment.record:_Open.add_prompt",
+        "rl_backend.environment.training_segments:_Open.add_prompt",
         "self.sampled += [False] * len(token_ids)",
         "self.sampled += [bool(self.token_ids[: -len(token_ids)])] * len(token_ids)",
         ("test_a_prompt_that_continues_extends_the_segment",),
@@ -15,7 +15,7 @@ FAULTS = [
     ),
     Fault(
         "prefix-not-compared",
-        "rl_backend.environment.record:EpisodeRecord.add",
+        "rl_backend.environment.training_segments:EpisodeRecord.add",
         "(each for each in reversed(self._segments) if prompt[: len(each.token_ids)] == each.token_ids),",
         "(each for each in reversed(self._segments) if len(prompt) > len(each.token_ids)),",
         ("test_any_other_prompt_begins_a_segment",),
@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "routes-of-the-last-pass",
-        "rl_backend.environment.record:_Open.add_routes",
+        "rl_backend.environment.training_segments:_Open.add_routes",
         "known = sum(len(rows) for rows in self.routes)",
         "known, self.routes = 0, []",
         ("test_a_row_of_routes_is_that_of_the_pass_that_predicted_the_next_token",),
@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "reward-before-the-turns-last-token",
-        "rl_backend.environment.record:EpisodeRecord.reward",
+        "rl_backend.environment.training_segments:EpisodeRecord.reward",
         "place.segment.rewards[place.end - 1] += float(value)",
         "place.segment.rewards[place.end - 2] += float(value)",
         ("test_rewards_lie_at_the_last_token_of_their_turn",),
@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "blocker-without-a-name",
-        "rl_backend.environment.calling:Caller.__call__",
+        "rl_backend.environment.user_code:Caller.__call__",
         "result = await _ended(asyncio.create_task(_awaited(function(*arguments)), name=task_name(function)), seconds)",
         "result = await _ended(asyncio.create_task(_awaited(function(*arguments))), seconds)",
         ("test_an_asynchronous_step_that_blocks_is_named",),
@@ -150,7 +150,7 @@ FAULTS = [
     ),
     Fault(
         "late-environment-left-open",
-        "rl_backend.environment.calling:_ThreadCall._run",
+        "rl_backend.environment.user_code:_ThreadCall._run",
         """
         if not given_up:
             with suppress(RuntimeError):
@@ -168,7 +168,7 @@ FAULTS = [
     ),
     Fault(
         "cancelled-threads-not-counted",
-        "rl_backend.environment.calling:Caller._in_thread",
+        "rl_backend.environment.user_code:Caller._in_thread",
         """
         self._leave(call)
         raise
@@ -238,7 +238,7 @@ FAULTS = [
     ),
     Fault(
         "every-environment-has-a-lock-of-its-own",
-        "rl_backend.environment.answering:answering",
+        "rl_backend.environment.reward_environment:answering",
         "return AnswerEnvironment(row, scorer, scoring, tokenizer, data or DataConfig(), tools)",
         "return AnswerEnvironment(row, scorer, threading.Lock(), tokenizer, data or DataConfig(), tools)",
         ("test_a_plain_function_is_called_by_one_episode_after_the_other_unless_it_has_workers",),
@@ -262,7 +262,7 @@ FAULTS = [
     ),
     Fault(
         "end-mark-of-llama-4-stays",
-        "rl_backend.environment.parsers:parse_pythonic",
+        "rl_backend.environment.tool_call_parsers:parse_pythonic",
         '("<|tool_call_end|>", "<|python_end|>")',
         '("<|tool_call_end|>",)',
         ("test_calls_are_read_or_said_to_be_broken",),
@@ -278,7 +278,7 @@ FAULTS = [
     ),
     Fault(
         "exit-of-a-call-is-none",
-        "rl_backend.environment.calling:outcome",
+        "rl_backend.environment.user_code:outcome",
         'return None, RuntimeError(f"it ended its thread by {type(error).__name__}: {error}")',
         "return None, None",
         ("test_errors_that_futures_and_tasks_take_for_something_else",),
@@ -302,7 +302,7 @@ FAULTS = [
     ),
     Fault(
         "histories-that-were-left-are-forgotten",
-        "rl_backend.environment.record:EpisodeRecord.add",
+        "rl_backend.environment.training_segments:EpisodeRecord.add",
         "found = next((each for each in reversed(self._segments) if prompt[: len(each.token_ids)] == each.token_ids), None)",
         "found = next((each for each in self._segments[-1:] if prompt[: len(each.token_ids)] == each.token_ids), None)",
         ("test_turns_of_two_conversations_extend_the_segment_of_their_own",),
@@ -318,7 +318,7 @@ FAULTS = [
     ),
     Fault(
         "tag-of-llama-3-stays",
-        "rl_backend.environment.parsers:parse_json",
+        "rl_backend.environment.tool_call_parsers:parse_json",
         'spoken.strip().removeprefix("<|python_tag|>").strip()',
         "spoken.strip()",
         ("test_calls_are_read_or_said_to_be_broken",),
@@ -326,7 +326,7 @@ FAULTS = [
     ),
     Fault(
         "scores-begin-one-after-the-other",
-        "rl_backend.environment.answering:AnswerEnvironment.step",
+        "rl_backend.environment.reward_environment:AnswerEnvironment.step",
         """
         asked = self._scorer.begin([call])
         with self._scoring:

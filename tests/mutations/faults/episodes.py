@@ -7,7 +7,7 @@ from tests.mutations.fault import Fault
 FAULTS = [
     Fault(
         "episode-fields-not-shifted",
-        "rl_backend.algorithm.episodes:_token_fields",
+        "rl_backend.algorithm.sequences:_token_fields",
         "*values[1:],",
         "*values[:-1],",
         ("test_every_sampled_token_is_trained_once",),
@@ -15,7 +15,7 @@ FAULTS = [
     ),
     Fault(
         "branched-episode-counted-for-each-sequence",
-        "rl_backend.algorithm.episodes:episode_sequences",
+        "rl_backend.algorithm.sequences:episode_sequences",
         "count / sum(counts),",
         "1.0,",
         ("test_a_branched_episode_is_not_counted_twice",),
@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "batch-size-counts-sequences-of-episodes",
-        "rl_backend.data.packing:_share",
+        "rl_backend.data.micro_batches:_share",
         "return 1 if share is None else share.item()",
         "return 1",
         ("test_a_branched_episode_is_not_counted_twice",),
@@ -39,7 +39,7 @@ FAULTS = [
     ),
     Fault(
         "cut-episodes-worth-nothing",
-        "rl_backend.algorithm.value:gae_advantages",
+        "rl_backend.algorithm.critic:gae_advantages",
         "next_values[acting, [counts[row] - 1 for row in acting]] = final_values.to(next_values)[acting]",
         "pass",
         ("test_gae_goes_on_over_turns_branches_and_cuts",),
@@ -47,7 +47,7 @@ FAULTS = [
     ),
     Fault(
         "ended-episodes-bootstrapped",
-        "rl_backend.algorithm.episodes:final_values",
+        "rl_backend.algorithm.sequences:final_values",
         "values[index][-1] * sequences[index].sequence_fields[CUT].to(values[index])",
         "values[index][-1]",
         ("test_gae_goes_on_over_turns_branches_and_cuts",),
@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         "reward-of-a-left-out-turn-lost",
-        "rl_backend.algorithm.episodes:_at_sampled_tokens",
+        "rl_backend.algorithm.sequences:_at_sampled_tokens",
         "if reward:",
         "if reward and segment.sampled[place]:",
         ("test_the_reward_of_a_turn_that_is_left_out_goes_to_the_turn_before",),
@@ -79,7 +79,7 @@ FAULTS = [
     ),
     Fault(
         "episodes-of-every-batch-alike",
-        "actors.collect.episode_stream:group_tasks",
+        "actors.collect.episodes:group_tasks",
         "index, sample,",
         "index, 0,",
         ("test_a_batch_has_groups_of_episodes_in_the_order_of_their_rows",),
@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "environments-left-open",
-        "actors.collect.episode_stream:EpisodeStream.__exit__",
+        "actors.collect.episodes:EpisodeStream.__exit__",
         "loop.call_soon_threadsafe(task.cancel)",
         "pass",
         ("test_a_run_that_ends_closes_its_environments",),
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "share-of-an-episode-by-all-tokens",
-        "rl_backend.algorithm.episodes:episode_sequences",
+        "rl_backend.algorithm.sequences:episode_sequences",
         "torch.tensor(count / sum(counts), dtype=torch.float64)",
         """
         torch.tensor(

@@ -125,8 +125,8 @@ FAULTS = [
     Fault(
         "more-passes-than-responses",
         "actors.collect.eval_sets:EvalSet._check_pass_at",
-        "if k > n:",
-        "if k > 2 * n:",
+        "if n is not None and k > n:",
+        "if n is not None and k > 2 * n:",
         ("test_sets_that_cannot_work_are_refused",),
         "an evaluation would fail after its responses have been sampled",
     ),

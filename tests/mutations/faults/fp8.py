@@ -7,7 +7,7 @@ from tests.mutations.fault import Fault
 FAULTS = [
     Fault(
         "factors-of-the-first-blocks",
-        "rl_backend.checkpoint.block_fp8:BlockFactors.dequantised",
+        "rl_backend.checkpoint.quantisation:BlockFactors.dequantised",
         "block_of_row = torch.arange(rows.start, rows.stop) // self.rows - rows.start // self.rows",
         "block_of_row = torch.arange(rows.stop - rows.start) // self.rows",
         ("test_published_blocks_with_edges_of_every_kind",),
@@ -15,7 +15,7 @@ FAULTS = [
     ),
     Fault(
         "column-blocks-from-the-parts-edge",
-        "rl_backend.checkpoint.block_fp8:BlockFactors.dequantised",
+        "rl_backend.checkpoint.quantisation:BlockFactors.dequantised",
         "first = (columns.start // self.columns + number) * self.columns - columns.start",
         "first = number * self.columns",
         ("test_published_blocks_with_edges_of_every_kind",),
@@ -39,7 +39,7 @@ FAULTS = [
     ),
     Fault(
         "columns-in-blocks-of-rows",
-        "rl_backend.checkpoint.block_fp8:BlockFactors.region",
+        "rl_backend.checkpoint.quantisation:BlockFactors.region",
         "columns.start // self.columns",
         "columns.start // self.rows",
         (

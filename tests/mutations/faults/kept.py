@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         "a-push-may-leave-out-anything",
-        "rl_backend.weights.compare:find_mismatches",
+        "rl_backend.weights.staging:find_mismatches",
         "name not in kept",
         "not kept",
         ("test_a_push_may_leave_out_what_its_trainer_keeps_and_nothing_else",),
@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "text-models-under-nested-names",
-        "rl_backend.checkpoint.stored_names:own_name",
+        "rl_backend.checkpoint.hf_reader:own_name",
         "if model_type in _NESTED_TYPES and name.startswith(_NESTED):",
         "if False and name.startswith(_NESTED):",
         ("test_a_text_model_is_read_under_its_own_names",),
@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "images-rendered-as-text",
-        "rl_backend.data.chat:require_text",
+        "rl_backend.data.chat_template:require_text",
         "if found is not None:",
         "if False:",
         ("test_messages_with_media_are_refused_by_the_part",),

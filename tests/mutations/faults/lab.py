@@ -7,7 +7,7 @@ from tests.mutations.fault import Fault
 FAULTS = [
     Fault(
         "plan-counts-tenant-gradients-as-activations",
-        "rl_backend.lab.plan.activations:measure_stage",
+        "rl_backend.lab.plan.native:measure_stage",
         "[tenant.weights, tenant.gradients]",
         "[tenant.weights]",
         ("test_gradients_of_tenants_are_counted_as_theirs_alone",),
@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         "nan-fall-of-the-loss-is-no-warning",
-        "rl_backend.lab.parity.text:as_text",
+        "rl_backend.lab.parity.run:as_text",
         "if not comparison.loss_fall >= LEAST_LOSS_FALL:",
         "if comparison.loss_fall < LEAST_LOSS_FALL:",
         ("test_a_loss_that_hardly_falls_says_little_of_later_steps",),
@@ -167,7 +167,7 @@ FAULTS = [
     ),
     Fault(
         "weights-passes-keep-nothing",
-        "rl_backend.lab.plan.activations:most_in_flight",
+        "rl_backend.lab.plan.native:most_in_flight",
         "kept += (memory.put_off if action.kind is Kind.BACKWARD_INPUT else 0) - memory.kept",
         "kept -= memory.kept",
         ("test_the_most_of_a_rank_is_at_one_of_its_passes",),

@@ -145,7 +145,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-keys-in-the-place-of-values",
-        "rl_backend.runtime.bridge.model.adapters:_layer_of",
+        "rl_backend.runtime.bridge.model.adapters:_modules_of",
         'names, fused_groups = [stored[each] for each in "qkv"], config.num_query_groups // tp.size()',
         'names, fused_groups = [stored[each] for each in "qvk"], config.num_query_groups // tp.size()',
         (f"{_LAYOUTS}[bridge-one rank]",),

@@ -55,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "high-half-of-a-byte-first",
-        "rl_backend.checkpoint.mxfp4:dequantised",
+        "rl_backend.checkpoint.quantisation:dequantised",
         "numbers = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2)",
         "numbers = torch.stack((blocks >> 4, blocks & 0xF), dim=-1).flatten(-2)",
         ("test_mxfp4_is_read_as_transformers_reads_it",),
@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         "ties-to-the-larger",
-        "rl_backend.checkpoint.mxfp4:",
+        "rl_backend.checkpoint.quantisation:",
         """
         _TO_THE_LOWER = (0.25, 1.25, 2.5, 5.0)
         _TO_THE_HIGHER = (0.75, 1.75, 3.5)
@@ -85,7 +85,7 @@ FAULTS = [
     ),
     Fault(
         "squares-of-other-heads-without-gradient",
-        "rl_backend.runtime.bridge.megatron.all_heads:NormOfAllHeads.forward",
+        "rl_backend.runtime.bridge.megatron.local_layers:NormOfAllHeads.forward",
         """
         squares = copy_to_tensor_model_parallel_region(squares, group=group)
         squares = reduce_from_tensor_model_parallel_region(squares, group=group)
@@ -96,7 +96,7 @@ FAULTS = [
     ),
     Fault(
         "norms-of-other-heads-added-up",
-        "rl_backend.runtime.bridge.engine.build:_connect",
+        "rl_backend.runtime.bridge.engine.handle:_connect",
         "provider.qk_layernorm = False",
         "provider.qk_layernorm = True",
         (f"{_BRIDGE}[2-ranks-tp2-minimax_m2]",),
@@ -112,7 +112,7 @@ FAULTS = [
     ),
     Fault(
         "no-yarn-is-yarn",
-        "rl_backend.runtime.bridge.model.hf_config:_has_rope",
+        "rl_backend.runtime.bridge.model.provider:_has_rope",
         'whole = provider.position_embedding_type == "yarn" and provider.rotary_percent == 1.0',
         'whole = provider.position_embedding_type == "yarn"',
         ("test_what_megatron_computes_differently_is_refused[glm4_moe-fields9-which Megatron would compute differently]",),

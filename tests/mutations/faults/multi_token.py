@@ -57,7 +57,7 @@ FAULTS = [
     ),
     Fault(
         "copy-left-behind",
-        "rl_backend.pipeline.tied_weights:add_gradients_of_copies",
+        "rl_backend.pipeline.executor:add_gradients_of_copies",
         "parameters[copy].grad = torch.zeros_like(parameters[copy])",
         "continue",
         ("test_detached_its_copy_of_the_embeddings_follows_them[untied-1f1b]",),

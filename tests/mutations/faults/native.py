@@ -152,7 +152,7 @@ FAULTS = [
     ),
     Fault(
         "tied-embeddings-not-summed",
-        "rl_backend.pipeline.tied_weights:add_gradients_of_copies",
+        "rl_backend.pipeline.executor:add_gradients_of_copies",
         "here[0].add_(_of_other_end(here[0], group))",
         "_of_other_end(here[0], group)",
         ("test_native_pipelines.py::test_every_schedule_trains_as_one_rank[1f1b-2]",),
@@ -160,7 +160,7 @@ FAULTS = [
     ),
     Fault(
         "gradients-of-copies-added-again",
-        "rl_backend.pipeline.tied_weights:drop_gradients_of_copies",
+        "rl_backend.pipeline.executor:drop_gradients_of_copies",
         "parameters[copy].grad = None",
         "pass",
         ("test_gradients_of_several_calls_add_up_also_where_embeddings_are_tied[ends on two ranks]",),
@@ -176,9 +176,9 @@ FAULTS = [
     ),
     Fault(
         "moments-not-loaded",
-        "rl_backend.runtime.native.checkpoints:",
-        '_STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")',
-        '_STEP, _MOMENTS = "step", ("exp_avg",)',
+        "rl_backend.checkpoint.training_state:",
+        'MOMENTS = {kind: f"optimizer.{kind}." for kind in ("exp_avg", "exp_avg_sq")}',
+        'MOMENTS = {kind: f"optimizer.{kind}." for kind in ("exp_avg",)}',
         ("test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),
         "a resumed run would begin its second moments anew",
     ),

@@ -179,7 +179,7 @@ FAULTS = [
     ),
     Fault(
         "the-bridge-clips-as-configured",
-        "rl_backend.runtime.bridge.state.optimizer:BridgeOptimizer.step",
+        "rl_backend.runtime.bridge.engine.optimizer:BridgeOptimizer.step",
         'clip_grad = given.get("clip_grad", self._config.clip_grad)',
         "clip_grad = self._config.clip_grad",
         ("test_a_step_has_the_values_that_are_given_for_it_and_the_next_one_the_optimizers[bridge]",),
@@ -219,7 +219,7 @@ FAULTS = [
     ),
     Fault(
         "environments-of-all-rows-draw-the-same",
-        "actors.collect.episode_stream:group_tasks",
+        "actors.collect.episodes:group_tasks",
         "sample_seed(seed, number, index, _ENVIRONMENT)",
         "sample_seed(seed, number, 0, _ENVIRONMENT)",
         (_SEEDS,),
@@ -227,7 +227,7 @@ FAULTS = [
     ),
     Fault(
         "environments-of-all-batches-draw-the-same",
-        "actors.collect.episode_stream:group_tasks",
+        "actors.collect.episodes:group_tasks",
         "sample_seed(seed, number, index, _ENVIRONMENT)",
         "sample_seed(seed, 0, index, _ENVIRONMENT)",
         (_SEEDS,),
@@ -235,7 +235,7 @@ FAULTS = [
     ),
     Fault(
         "turns-without-min-p",
-        "actors.run.episode_run:turn_sampling",
+        "actors.run.rl_run:turn_sampling",
         '("temperature", "top_p", "top_k", "min_p", "stop_strings")',
         '("temperature", "top_p", "top_k", "stop_strings")',
         (_TURNS,),
@@ -243,7 +243,7 @@ FAULTS = [
     ),
     Fault(
         "turns-without-stop-strings",
-        "actors.run.episode_run:turn_sampling",
+        "actors.run.rl_run:turn_sampling",
         '("temperature", "top_p", "top_k", "min_p", "stop_strings")',
         '("temperature", "top_p", "top_k", "min_p")',
         (_TURNS,),
@@ -267,7 +267,7 @@ FAULTS = [
     ),
     Fault(
         "a-turn-cut-by-length-is-no-cut",
-        "rl_backend.algorithm.episodes:",
+        "rl_backend.algorithm.sequences:",
         'CUTS: frozenset[str] = frozenset({"turns", "tokens", "context", "length", "tool_calls", "timeout", "cancelled"})',
         'CUTS: frozenset[str] = frozenset({"turns", "tokens", "context", "tool_calls", "timeout", "cancelled"})',
         ("test_each_reason_of_an_end_is_a_cut_or_not_under_each_value_of_truncated",),
@@ -291,7 +291,7 @@ FAULTS = [
     ),
     Fault(
         "chat-templates-may-change-at-a-resume",
-        "actors.folder.resume:",
+        "actors.folder.identity:",
         '_WHOLE = (".json", ".jinja", ".model", ".txt")',
         '_WHOLE = (".json", ".model", ".txt")',
         (_CONTENTS,),
@@ -299,7 +299,7 @@ FAULTS = [
     ),
     Fault(
         "named-chat-templates-may-change-at-a-resume",
-        "actors.folder.resume:_content",
+        "actors.folder.identity:_content",
         'sorted([*path.iterdir(), *path.glob(f"{TEMPLATES}/*.jinja")])',
         "sorted(path.iterdir())",
         (_CONTENTS,),

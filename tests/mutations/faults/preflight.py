@@ -28,11 +28,10 @@ FAULTS = [
     Fault(
         "checks-end-at-the-first-refusal",
         "actors.checks.preflight:findings",
-        "yield _made(check, config)",
+        "yield Finding(check.name, text, time.perf_counter() - started, refusal)",
         """
-        made = _made(check, config)
-        yield made
-        if made.error is not None:
+        yield Finding(check.name, text, time.perf_counter() - started, refusal)
+        if refusal is not None:
             return
         """,
         ("test_every_check_is_made_even_after_one_that_refuses",),
@@ -96,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         "a-check-leaves-its-lock-file",
-        "actors.checks.folder:find_run_folder",
+        "actors.checks.preflight:find_run_folder",
         "if folder.is_dir() and not has_lock:",
         "if folder.is_dir() and has_lock:",
         ("test_a_run_folder_in_use_or_of_another_run_is_refused_and_a_resumed_one_is_taken",),
@@ -104,15 +103,15 @@ FAULTS = [
     ),
     Fault(
         "too-few-prompts-for-a-batch",
-        "actors.collect.collect:load_inputs",
-        "if len(prompts) < config.prompts_per_step:",
-        "if not prompts:",
+        "actors.collect.inputs:_require_rows",
+        "if number < config.prompts_per_step:",
+        "if not number:",
         (f"{_OPTIONS}[prompts_per_step-]",),
         "the refusal would not say which option to lower",
     ),
     Fault(
         "check-does-not-read-examples",
-        "actors.checks.data:find_data",
+        "actors.checks.preflight:find_data",
         "return config.read_data()",
         'return f"examples of {config.dataset}"',
         ("test_rows_that_the_run_could_not_read_refuse_it",),

@@ -62,7 +62,7 @@ FAULTS = [
     ),
     Fault(
         "shifted-box-covers-dimension",
-        "rl_backend.checkpoint.stored_metadata:covers_once",
+        "rl_backend.checkpoint.metadata_reader:covers_once",
         "offsets[dimension] != 0 or sizes[dimension] != size",
         "sizes[dimension] != size",
         ("test_equal_sums_of_sizes_do_not_make_a_cover",),
@@ -94,7 +94,7 @@ FAULTS = [
     ),
     Fault(
         "dotted-packages-without-version",
-        "rl_backend.lab.parity.record:package_versions",
+        "rl_backend.lab.parity.compare:package_versions",
         '{name.replace("-", "_"), name.replace("-", ".")}',
         '{name.replace("-", "_")}',
         ("test_versions_are_of_packages_that_are_imported_under_either_name",),
@@ -190,7 +190,7 @@ FAULTS = [
     ),
     Fault(
         "stage-row-names-first-over",
-        "rl_backend.lab.parity.text:_stage_row",
+        "rl_backend.lab.parity.run:_stage_row",
         "largest.name",
         "(stage.first_over or largest).name",
         ("test_a_stage_names_what_is_farthest_over_its_tolerance_beside_that_difference",),

@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "routes-of-other-weights-accepted",
-        "rl_backend.contracts.routed_experts:_require_same_version",
+        "rl_backend.contracts.replay:_require_same_version",
         "if differ:",
         "if False:",
         ("test_routes_that_are_not_of_this_model_are_refused",),
@@ -39,7 +39,7 @@ FAULTS = [
     ),
     Fault(
         "experts-that-do-not-exist-accepted",
-        "rl_backend.contracts.routed_experts:_require_experts",
+        "rl_backend.contracts.replay:_require_experts",
         "if least < 0 or most >= num_experts:",
         "if least < 0 or most > num_experts:",
         ("test_routes_that_are_not_of_this_model_are_refused",),
@@ -47,7 +47,7 @@ FAULTS = [
     ),
     Fault(
         "an-expert-twice-accepted",
-        "rl_backend.contracts.routed_experts:_require_experts",
+        "rl_backend.contracts.replay:_require_experts",
         "if repeats and bool(torch.stack(repeats).any()):",
         "if repeats and bool(torch.stack(repeats).all()):",
         ("test_an_expert_is_found_twice_wherever_it_stands",),
@@ -55,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "dense-layers-count-as-sparse",
-        "rl_backend.contracts.routed_experts:RoutedLayers.routes_of",
+        "rl_backend.contracts.replay:RoutedLayers.routes_of",
         "routes = routes[:, torch.tensor(self.layers, device=routes.device)]",
         "routes = routes[:, : len(self.layers)]",
         ("test_layers_may_be_counted_with_or_without_dense_ones",),
@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         "a-rollouts-last-row-counts",
-        "rl_backend.contracts.routed_experts:route_fields",
+        "rl_backend.contracts.replay:route_fields",
         "ROUTES_MASK: torch.arange(num_tokens, device=routes.device) < routes.shape[0],",
         "ROUTES_MASK: torch.arange(num_tokens, device=routes.device) <= routes.shape[0],",
         ("test_a_rollouts_routes_lack_the_last_token",),
@@ -141,7 +141,7 @@ FAULTS = [
     ),
     Fault(
         "balancing-by-sequence-is-not-seen",
-        "rl_backend.runtime.bridge.passes.routes:require_routing_by_scores",
+        "rl_backend.runtime.bridge.passes.routers:require_routing_by_scores",
         'any("aux_loss" in kind for kind in kinds)',
         '"aux_loss" in kinds',
         ("test_what_megatron_routes_differently_with_is_refused_by_name",),

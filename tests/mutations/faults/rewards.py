@@ -25,7 +25,7 @@ FAULTS = [
     ),
     Fault(
         "limit-of-threads-ignored",
-        "rl_backend.data.rewards.pool:WorkerPool.call",
+        "rl_backend.data.rewards.worker_pool:WorkerPool.call",
         "done, _ = await asyncio.wait([answer], timeout=self._limit)",
         "done, _ = await asyncio.wait([answer])",
         (f"{_LIMIT}[in a thread]",),
@@ -49,7 +49,7 @@ FAULTS = [
     ),
     Fault(
         "threads-left-behind-without-end",
-        "rl_backend.data.rewards.pool:WorkerPool._abandon",
+        "rl_backend.data.rewards.worker_pool:WorkerPool._abandon",
         "if len(self._left_behind) > MOST_LEFT_BEHIND:",
         "if len(self._left_behind) > 1000 * MOST_LEFT_BEHIND:",
         ("test_calls_that_are_left_behind_without_end_are_an_error",),
@@ -92,7 +92,7 @@ FAULTS = [
     ),
     Fault(
         "numbers-averaged-over-responses-without-them",
-        "rl_backend.data.rewards.result:reward_metrics",
+        "rl_backend.data.rewards.function:reward_metrics",
         "return {name: statistics.fmean(each) for name, each in sorted(values.items())}",
         "return {name: sum(each) / len(scores) for name, each in sorted(values.items())}",
         ("test_what_a_function_returns_beside_its_score_is_kept",),
@@ -124,7 +124,7 @@ FAULTS = [
     ),
     Fault(
         "reward-functions-share-their-arguments",
-        "rl_backend.data.rewards.loading:LoadedReward.keywords",
+        "rl_backend.data.rewards.function:LoadedReward.keywords",
         'return deepcopy(call.arguments | ({"prompt": call.prompt} if self.takes_prompt else {}))',
         'return call.arguments | ({"prompt": call.prompt} if self.takes_prompt else {})',
         ("test_a_function_that_changes_its_arguments_changes_its_own",),
@@ -140,7 +140,7 @@ FAULTS = [
     ),
     Fault(
         "rewards-of-turns-are-rounded-to-float32",
-        "rl_backend.algorithm.episodes:_token_fields",
+        "rl_backend.algorithm.sequences:_token_fields",
         "torch.tensor([*rewards[1:], 0], dtype=torch.float64)",
         "torch.tensor([*rewards[1:], 0], dtype=torch.float32)",
         ("test_a_turns_reward_and_the_episodes_add_up_exactly",),
@@ -148,7 +148,7 @@ FAULTS = [
     ),
     Fault(
         "decoding-cleans-up",
-        "rl_backend.data.chat:decode",
+        "rl_backend.data.chat_template:decode",
         "text: str = tokenizer.decode(list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)",
         "text: str = tokenizer.decode(list(token_ids), skip_special_tokens=not special)",
         ("test_responses_are_judged_and_logged_as_they_were_sampled",),
@@ -164,7 +164,7 @@ FAULTS = [
     ),
     Fault(
         "ended-process-goes-back-to-the-pool",
-        "rl_backend.data.rewards.pool:WorkerPool.call",
+        "rl_backend.data.rewards.worker_pool:WorkerPool.call",
         """
         if worker.usable:
             self._idle.append(worker)

@@ -20,7 +20,7 @@ FAULTS = [
     ),
     Fault(
         "logs-not-cut-back",
-        "actors.folder.log_file:LogFile.__init__",
+        "actors.folder.resume:LogFile.__init__",
         "self._file.truncate(self._size)",
         "pass",
         ("test_a_run_that_was_killed_goes_on_after_its_newest_checkpoint_and_logs_every_step_once",),
@@ -28,9 +28,9 @@ FAULTS = [
     ),
     Fault(
         "changed-lines-not-noticed",
-        "actors.folder.log_file:require_unchanged",
-        "if found != facts:",
-        "if False:",
+        "actors.folder.resume:require_unchanged",
+        "if found == facts:",
+        "if True:",
         ("test_logs_that_are_damaged_or_shorter_are_refused",),
         "a resumed run would have steps that nobody has taken",
     ),
@@ -44,7 +44,7 @@ FAULTS = [
     ),
     Fault(
         "a-run-that-has-finished-goes-on",
-        "actors.folder.start:find_start",
+        "actors.folder.resume:find_start",
         "finished == config.steps == checkpoint.step",
         "False",
         ("test_a_run_that_has_finished_goes_on_only_with_more_steps",),
@@ -52,7 +52,7 @@ FAULTS = [
     ),
     Fault(
         "a-finished-run-without-its-last-checkpoint-does-not-go-on",
-        "actors.folder.start:find_start",
+        "actors.folder.resume:find_start",
         "finished == config.steps == checkpoint.step",
         "finished == config.steps",
         ("test_a_finished_run_whose_later_checkpoints_were_removed_goes_on_from_the_newest_that_is_left",),
@@ -60,7 +60,7 @@ FAULTS = [
     ),
     Fault(
         "earlier-checkpoints-in-their-own-folder",
-        "actors.folder.start:find_start",
+        "actors.folder.resume:find_start",
         "if newest is not None and newest > checkpoint.step:",
         "if False:",
         ("test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones_alone",),
@@ -68,15 +68,15 @@ FAULTS = [
     ),
     Fault(
         "options-not-compared",
-        "actors.folder.resume:require_same_run",
-        "if options.get(option) != here.get(option):",
-        "if False:",
+        "actors.folder.identity:require_same_run",
+        "options.get(option) != here.get(option)",
+        "False",
         ("test_options_that_decide_what_is_learned_may_not_change",),
         "a run would go on as another",
     ),
     Fault(
         "contents-not-compared",
-        "actors.folder.resume:require_same_run",
+        "actors.folder.identity:require_same_run",
         "if saved.contents.get(option) != found:",
         "if False:",
         ("test_other_contents_of_the_files_of_a_run_are_refused",),
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     Fault(
         "drawn-samples-not-kept",
-        "actors.folder.progress:Progress.saved",
+        "actors.folder.checkpoints:Progress.saved",
         "save_drawn(position.drawn, draft)",
         "save_drawn([], draft)",
         ("test_samples_drawn_ahead_are_in_the_checkpoint_with_the_place_in_the_stream",),
@@ -209,7 +209,7 @@ FAULTS = [
     ),
     Fault(
         "reward-module-ends-the-run",
-        "rl_backend.data.rewards.loading:load_callable",
+        "rl_backend.data.rewards.function:load_callable",
         "except (Exception, SystemExit) as error:",
         "except Exception as error:",
         ("test_a_module_or_file_that_cannot_be_imported_is_refused",),
@@ -249,7 +249,7 @@ FAULTS = [
     ),
     Fault(
         "reward-processes-in-the-process-group-of-the-run",
-        "rl_backend.data.rewards.pool:_Process.__init__",
+        "rl_backend.data.rewards.worker_pool:_Process.__init__",
         "stdin=subprocess.DEVNULL, process_group=0,",
         "stdin=subprocess.DEVNULL,",
         ("test_processes_call_functions_in_their_main_thread",),
@@ -257,7 +257,7 @@ FAULTS = [
     ),
     Fault(
         "auto-dtype-is-not-compared",
-        "actors.folder.resume:require_same_dtype",
+        "actors.folder.identity:require_same_dtype",
         "if saved != dtype:",
         'if config.dtype != "auto" and saved != dtype:',
         ("test_a_dtype_that_the_cluster_decides_must_be_the_one_that_was_saved",),

@@ -35,7 +35,7 @@ FAULTS = [
     ),
     Fault(
         "validator-allows-more-activations",
-        "rl_backend.pipeline.validate:validate",
+        "rl_backend.pipeline.schedule:_waiting_or_full",
         "if peak > bound:",
         "if peak > bound + 1:",
         (
@@ -46,7 +46,7 @@ FAULTS = [
     ),
     Fault(
         "validator-does-not-compare-pairs",
-        "rl_backend.pipeline.validate:_check_pairs",
+        "rl_backend.pipeline.schedule:_unpaired",
         "if send.other_end != receive:",
         "if False:",
         ("test_receives_in_another_order_than_the_sends_are_named_with_both_ends",),
@@ -54,15 +54,15 @@ FAULTS = [
     ),
     Fault(
         "validator-with-many-queues",
-        "rl_backend.pipeline.validate:validate",
-        "graph = event_graph(schedule.actions, schedule.placement, one_queue_per_rank=True)",
-        "graph = event_graph(schedule.actions, schedule.placement, one_queue_per_rank=False)",
+        "rl_backend.pipeline.schedule:_waiting_or_full",
+        "in_order(event_graph(schedule.actions, schedule.placement, one_queue_per_rank=True), describe)",
+        "in_order(event_graph(schedule.actions, schedule.placement, one_queue_per_rank=False), describe)",
         ("test_an_order_that_only_two_queues_could_carry_is_a_deadlock",),
         "a schedule that hangs on NCCL would pass",
     ),
     Fault(
         "validator-does-not-look-for-missing-actions",
-        "rl_backend.pipeline.validate:_check_complete",
+        "rl_backend.pipeline.schedule:_incomplete",
         "expected - set(counts),",
         "set(),",
         (
@@ -101,8 +101,8 @@ FAULTS = [
     Fault(
         "full-backward-costs-as-much-as-a-half",
         "rl_backend.pipeline.simulate:Costs.of",
-        "return _of_stage(self.backward_input, action.stage) + _of_stage(self.backward_weight, action.stage)",
-        "return _of_stage(self.backward_input, action.stage)",
+        "Kind.BACKWARD: (self.backward_input, self.backward_weight),",
+        "Kind.BACKWARD: (self.backward_input,),",
         ("test_stages_of_different_size_take_their_own_time",),
         "1F1B would seem shorter than it is",
     ),

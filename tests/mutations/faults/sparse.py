@@ -59,7 +59,7 @@ FAULTS = [
     ),
     Fault(
         "indexer-teaches-the-model",
-        "rl_backend.model.mixers.indexer:Indexer.forward",
+        "rl_backend.model.mixers.mla:Indexer.forward",
         "x, latent = x.detach(), latent.detach()",
         "pass",
         _ITSELF,
@@ -67,7 +67,7 @@ FAULTS = [
     ),
     Fault(
         "neighbours-rotated-as-halves",
-        "rl_backend.model.mixers.indexer:Indexer._rotate",
+        "rl_backend.model.mixers.mla:Indexer._rotate",
         "if self.spec.interleaved:",
         "if False:",
         _ITSELF,
@@ -123,7 +123,7 @@ FAULTS = [
     ),
     Fault(
         "recorded-keys-of-the-future",
-        "rl_backend.contracts.indexed_keys:_require_seen",
+        "rl_backend.contracts.replay:_require_seen",
         '"a place behind its own": ordered[..., -1] > places,',
         '"a place behind its own": ordered[..., -1] > places + 1,',
         ("test_keys_that_are_not_ones_of_the_model_are_refused",),
@@ -140,8 +140,8 @@ FAULTS = [
     Fault(
         "warm-up-beside-a-detached-mtp-layer",
         "rl_backend.model.families.deepseek:_require_indexers_alone",
-        'if options.mtp != "keep":',
-        'if options.mtp == "joint":',
+        'options.mtp != "keep"',
+        'options.mtp == "joint"',
         ("test_sparse_families.py::test_what_cannot_be_is_refused_by_name",),
         "a layer for multi-token prediction would be asked for and not trained",
     ),

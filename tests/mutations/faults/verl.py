@@ -133,9 +133,9 @@ FAULTS = [
     ),
     Fault(
         "verl-infinite-scores-accepted",
-        "rl_backend.data.rewards.result:score_value",
-        "if not math.isfinite(number):",
-        "if math.isnan(number):",
+        "rl_backend.data.rewards.function:_finite_number",
+        "return number if math.isfinite(number) else None",
+        "return None if math.isnan(number) else number",
         ("test_a_result_without_a_finite_score_is_refused",),
         "one reward would end a batch's advantages",
     ),

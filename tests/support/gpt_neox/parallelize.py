@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from rl_backend import NativeConfig
-from rl_backend.model.activation_checkpointing import checkpoint_layers
+from rl_backend.model.decoder import checkpoint_layers
 from rl_backend.parallel.fsdp import apply_fsdp
 from rl_backend.parallel.groups import ParallelGroups
 

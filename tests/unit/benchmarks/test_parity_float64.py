@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.parity_float64 import distance, float64_steps
 from benchmarks.parity_random import is_rounding
+from rl_backend.lab.parity.compare import merge_ranks
 from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, plan_batch
-from rl_backend.lab.parity.record import merge_ranks
 from rl_backend.lab.parity.transformers_side import record_transformers
 from tests.support.qwen3_5 import write_qwen3_5
 

@@ -16,7 +16,7 @@ from actors.train.model import Update
 from examples import grpo
 from examples.grpo import GRPOConfig
 from rl_backend.contracts import Metric, ModelOutput, TokenSequence
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from tests.support.sft_batches import random_token_sequences
 
 

@@ -50,7 +50,7 @@ for _ in range(2):
         tie(process.pid, line)
 """,
     "reward_functions": """
-from rl_backend.data.rewards.pool import WorkerPool
+from rl_backend.data.rewards.worker_pool import WorkerPool
 
 async def call():
     score = SimpleNamespace(spec=f"{folder}/endless.py:score")
@@ -64,7 +64,7 @@ async def call():
 asyncio.run(call())
 """,
     "reward_functions_that_are_being_loaded": """
-from rl_backend.data.rewards.pool import WorkerPool
+from rl_backend.data.rewards.worker_pool import WorkerPool
 
 async def call():
     pool = WorkerPool([SimpleNamespace(spec=f"{folder}/slow_to_import.py:score")], size=1, processes=True, limit=None)

@@ -121,7 +121,7 @@ BAD_IMPORTS = {
     "rl_backend/model/registry.py": "import rl_backend.runtime.registry",
     "rl_backend/primitive/rope.py": "def f() -> None:\n    import ray",
     "rl_backend/algorithm/rewards.py": "import rl_backend.cli.main",
-    "rl_backend/data/packing.py": "import rl_backend.model.registry",
+    "rl_backend/data/micro_batches.py": "import rl_backend.model.registry",
     "rl_backend/runtime/registry.py": "import rl_backend.lab.parity",
     "rl_backend/__init__.py": "import actors",
     "actors/__init__.py": "import adapters",

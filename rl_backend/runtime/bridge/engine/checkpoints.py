@@ -8,32 +8,28 @@ from megatron.core.tensor_parallel import random as streams
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
-from rl_backend.checkpoint.training_state import StateTensors, TensorPieces
+from rl_backend.checkpoint.training_state import MOMENTS, RANDOM, WEIGHTS, StateTensors, TensorPieces
 from rl_backend.contracts import CheckpointError
 from rl_backend.runtime import checkpoints
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle
-from rl_backend.runtime.bridge.state.optimizer import ParameterState, num_steps, parameter_states, set_num_steps
-from rl_backend.runtime.bridge.state.sharding import Block, StoredNames, model_blocks, pieces_of
+from rl_backend.runtime.bridge.engine.optimizer import ParameterState, num_steps, parameter_states, set_num_steps
+from rl_backend.runtime.bridge.engine.sharding import Block, StoredNames, model_blocks, pieces_of
 from rl_backend.runtime.checkpoints import Differs
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_TRACKED = f"{checkpoints.RANDOM}megatron."
+_TRACKED = f"{RANDOM}megatron."
 
 
 def all_tensors(handle: BridgeHandle) -> StateTensors:
-    """Weights, moments and random state by name: pieces of Hugging Face's tensors, whatever the layout.
-
-    The optimizer's float32 masters, of which a data-parallel rank has a part, replace the weights. Of a forward-only handle
-    the weights.
-    """
+    """Weights, moments and random state by name: pieces of Hugging Face's tensors; of a forward-only handle the weights."""
+    # The float32 masters, of which a data-parallel rank has a part, stand for the weights.
     blocks = model_blocks(handle.models, _names(handle))
     if handle.optimizer is None:
         return _model_tensors(blocks, ())
     handle.finish_parameter_gathers()
     states = list(parameter_states(handle.optimizer.megatron))
     moments: dict[str, TensorPieces] = {}
-    for name in _MOMENTS:
-        moments |= {f"optimizer.{name}.{key}": pieces for key, pieces in pieces_of(blocks, _held(name, states)).items()}
+    for name, prefix in MOMENTS.items():
+        moments |= {prefix + key: pieces for key, pieces in pieces_of(blocks, _held(name, states)).items()}
     return {**_model_tensors(blocks, states), **moments, **_random_state(handle)}
 
 
@@ -85,7 +81,7 @@ def _model_tensors(blocks: Sequence[Block], states: Sequence[ParameterState]) ->
     """Masters of what is trained; the rest as it is in the model."""
     whole = [each.tensor for each in blocks if not (states and each.tensor.requires_grad)]
     flat = {id(tensor): (0, tensor.numel(), tensor.detach().view(-1)) for tensor in whole}
-    return {f"model.{key}": pieces for key, pieces in pieces_of(blocks, {**flat, **_held("param", states)}).items()}
+    return {WEIGHTS + key: pieces for key, pieces in pieces_of(blocks, {**flat, **_held("param", states)}).items()}
 
 
 def _held(name: str, states: Sequence[ParameterState]) -> dict[int, tuple[int, int, Tensor]]:
@@ -94,7 +90,7 @@ def _held(name: str, states: Sequence[ParameterState]) -> dict[int, tuple[int, i
 
 
 def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
-    """States of torch's generators and of Megatron's under names that no two ranks share."""
+    """Under names that no two ranks share."""
     states = checkpoints.random_state(handle.groups.device)
     for name, state in streams.get_cuda_rng_tracker().get_states().items():
         # With graph-safe random numbers Megatron keeps generators instead of their states.
@@ -118,12 +114,12 @@ def _tracked(handle: BridgeHandle, name: str) -> str:
 
 
 def _tracked_on(handle: BridgeHandle) -> str:
-    """A stream has other states on another kind of device, which has no use for them."""
+    # A stream has other states on another kind of device, which has no use for them.
     return f"{_TRACKED}{handle.groups.device.type}."
 
 
 def _differs(stream: str) -> Differs:
-    """As ``model_parallel_cuda_manual_seed`` seeds Megatron's streams; torch's follow the data-parallel rank."""
+    # As model_parallel_cuda_manual_seed seeds Megatron's streams; torch's follow the data-parallel rank.
     if not stream.startswith(_TRACKED):
         return "replicas"
     known: dict[str, Differs] = {

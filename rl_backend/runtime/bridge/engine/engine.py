@@ -13,10 +13,9 @@ from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import ForwardResult, Head, RuntimeConfig, export_dtype
 from rl_backend.parallel.groups import training_device
 from rl_backend.runtime.bridge.config import BridgeConfig
-from rl_backend.runtime.bridge.engine.build import build_handle
 from rl_backend.runtime.bridge.engine.checkpoints import all_tensors, load_training_checkpoint, training_manifest
 from rl_backend.runtime.bridge.engine.forward_backward import record_activations, run_micro_batches
-from rl_backend.runtime.bridge.engine.handle import BridgeHandle
+from rl_backend.runtime.bridge.engine.handle import BridgeHandle, build_handle
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron.cpu import iterate_on_cpu, on_cpu
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups, close_groups, open_groups
@@ -29,11 +28,7 @@ from rl_backend.runtime.passes import PassRequest, check_micro_batches
 
 
 class BridgeEngine(Engine[BridgeHandle]):
-    """Megatron-Core's answers to the calls behind the atoms.
-
-    Raises:
-        ConfigError: the world size, the device or the environment does not fit ``config``.
-    """
+    """Megatron-Core's answers to the calls behind the atoms."""
 
     def __init__(self, config: RuntimeConfig) -> None:
         options = config.options(BridgeConfig)
@@ -47,7 +42,6 @@ class BridgeEngine(Engine[BridgeHandle]):
             raise
 
     def active(self) -> AbstractContextManager[None]:
-        """Where Megatron finds its device."""
         return on_cpu(self.groups.device)
 
     def stream(self, weights: WeightStream) -> WeightStream:
@@ -88,21 +82,15 @@ class BridgeEngine(Engine[BridgeHandle]):
     def gather_weights(
         self, handle: BridgeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
     ) -> WeightStream:
-        """See the base class; by default in ``param_dtype``.
-
-        Parameters are gathered one by one, as Megatron-Bridge does. What Megatron keeps as one parameter (query, key and
-        value; gate and up) counts as one in the budget, after every ``byte_budget`` bytes of which the ranks agree to
-        continue. Copies while a parameter is put together from its shards come on top.
+        """See the base class; by default in ``param_dtype``. What Megatron keeps as one parameter (query, key and value;
+        gate and up) counts as one in the budget; copies while it is put together from its shards come on top.
         """
         buckets = plan_buckets(handle.converter.select("export_weights", names), byte_budget)
         handle.finish_parameter_gathers()
         return self._start_stream(handle, buckets, names, dtype)
 
     def gather_gradients(self, handle: BridgeHandle, names: Collection[str] | None) -> WeightStream:
-        """See the base class. A weight that no loss reached has a gradient of zeros.
-
-        This takes no memory beyond one converted parameter.
-        """
+        """See the base class. A weight that no loss reached has a gradient of zeros. Parameters are converted one by one."""
         handle.require_gradients("export_gradients")
         conversions = [each for each in handle.converter.select("export_gradients", names) if each.trained]
         gradients = gather_gradients(handle.chunks)
@@ -142,10 +130,8 @@ type BridgeRuntime = GuardedRuntime[BridgeHandle]
 def bridge_runtime(config: RuntimeConfig) -> BridgeRuntime:
     """Megatron-Core's data, tensor, expert and pipeline parallelism, with models and weights by Megatron-Bridge.
 
-    Building one seeds torch's generators of this process with ``seed + data-parallel rank`` and Megatron's, which differ by
-    tensor- and expert-parallel rank, with ``seed``. A process has one layout: a second runtime must have the same.
-
-    Raises:
-        ConfigError: the world size, the device or the environment does not fit ``config``.
+    Building one seeds torch's generators of this process with ``seed + data-parallel rank`` and Megatron's, which differ
+    by tensor- and expert-parallel rank, with ``seed``. A process has one layout: a second runtime must have the same.
+    Raises :class:`ConfigError`: the world size, the device or the environment does not fit ``config``.
     """
     return GuardedRuntime(config, BridgeEngine(config))

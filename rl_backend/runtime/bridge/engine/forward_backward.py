@@ -16,18 +16,15 @@ from rl_backend.primitive.attention import Segments
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from rl_backend.runtime.bridge.model.conversion import hf_names
 from rl_backend.runtime.bridge.model.output_heads import as_model_output
-from rl_backend.runtime.bridge.passes.balance import PassLoads
 from rl_backend.runtime.bridge.passes.batch import LaidOut, lay_out_packed, lay_out_padded
-from rl_backend.runtime.bridge.passes.routes import PassRoutes
+from rl_backend.runtime.bridge.passes.routers import PassLoads, PassRoutes
 from rl_backend.runtime.passes import PassRequest, PassResults
 from rl_backend.runtime.recording import gather_outputs_of_stages, gather_rows, record_outputs
 from rl_backend.trace.device import device_span
 
+# (micro-batch, number of the chunk, its tokens) -> a context around the forward pass of that chunk
 type Observe = Callable[[int, int, LaidOut], AbstractContextManager[None]]
-"""(micro-batch, number of the chunk, its tokens) -> a context around the forward pass of that chunk."""
-
 type ComputeLoss = Callable[[Tensor], tuple[Tensor, dict[str, Any]]]
-"""What Megatron's schedules call for the outputs of the last stage."""
 
 
 def run_micro_batches(
@@ -35,10 +32,8 @@ def run_micro_batches(
 ) -> ForwardResult:
     """Runs checked micro-batches; Megatron reduces the gradients over the ranks at the end.
 
-    Losses and metrics are on the ranks of the last stage, outputs on its source rank.
-
-    Raises:
-        BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
+    Losses and metrics are on the ranks of the last stage, outputs on its source rank. Raises :class:`BatchError` for what a
+    loss may not return.
     """
     data, groups = request.data, handle.groups
     laid_out = lay_out(handle, request)
@@ -63,7 +58,6 @@ def run_micro_batches(
 
 
 def lay_out(handle: BridgeHandle, request: PassRequest) -> list[LaidOut]:
-    """The micro-batches as the model takes them, on the training device."""
     groups, provider = handle.groups, handle.provider
     multiple = groups.parallel.tp if provider.sequence_parallel else 1
     mark_padding = provider.num_moe_experts is not None and (
@@ -84,7 +78,7 @@ def lay_out(handle: BridgeHandle, request: PassRequest) -> list[LaidOut]:
 
 
 def _chunk_inputs(handle: BridgeHandle, chunk: Any, laid_out: LaidOut) -> Mapping[str, Any]:
-    """Megatron splits the padding mask over sequence-parallel ranks on the first stage only; here also on the others."""
+    # Megatron splits the padding mask over sequence-parallel ranks on the first stage only; here also on the others.
     mask = laid_out.inputs.get("padding_mask")
     if mask is None or unwrap_model(chunk).pre_process:
         return laid_out.inputs
@@ -140,8 +134,8 @@ def record_activations(handle: BridgeHandle, request: PassRequest) -> list[Mappi
     groups = handle.groups
     pp_group, hidden_size = groups.pg.pp, handle.provider.hidden_size
     tasks = [task for conversion in handle.converter.conversions for task in conversion.tasks]
+    # (micro-batch, stage of the whole model) -> path -> (T, hidden_size) float32 on the host
     here: dict[tuple[int, int], dict[str, Tensor]] = {}
-    """(micro-batch, stage of the whole model) -> path -> (T, hidden_size) float32 on the host."""
 
     @contextmanager
     def record(micro_batch: int, chunk: int, laid_out: LaidOut) -> Generator[None]:

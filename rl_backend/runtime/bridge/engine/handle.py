@@ -4,41 +4,55 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
+from rl_backend.checkpoint.kept_weights import find_kept
 from rl_backend.contracts import (
     AdamParams,
     BatchError,
+    Head,
     RoutedLayers,
+    RuntimeConfig,
     StepResult,
     TensorInfo,
+    UnsupportedError,
+    text_config,
 )
 from rl_backend.contracts.atoms import Part
+from rl_backend.model import model_kept_prefixes
 from rl_backend.runtime.bridge.config import BridgeConfig
+from rl_backend.runtime.bridge.engine.optimizer import BridgeOptimizer
+from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet, keep_decay_in_float32
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
-from rl_backend.runtime.bridge.model.adapters import ChunkAdapters
+from rl_backend.runtime.bridge.megatron.local_layers import NormOfAllHeads
+from rl_backend.runtime.bridge.model.adapters import ChunkAdapters, attach_adapters
 from rl_backend.runtime.bridge.model.conversion import WeightConverter
+from rl_backend.runtime.bridge.model.loading import load_model, open_bridge, set_mappings
 from rl_backend.runtime.bridge.model.output_heads import OutputProcessor
-from rl_backend.runtime.bridge.passes.balance import PassLoads
+from rl_backend.runtime.bridge.model.provider import make_provider, override, packs_sequences, uses_transformer_engine
 from rl_backend.runtime.bridge.passes.gradients import drop_reductions, gather_again, overlaps_gathers, wait_for_gathers
-from rl_backend.runtime.bridge.passes.routes import ModelRouters, require_routing_by_scores
-from rl_backend.runtime.bridge.state.optimizer import BridgeOptimizer
+from rl_backend.runtime.bridge.passes.routers import (
+    ExpertBalance,
+    ModelRouters,
+    PassLoads,
+    connect_routers,
+    require_routing_by_scores,
+)
 from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.interface import RouterReplay
 
 
 @dataclass(eq=False, kw_only=True)
 class BridgeHandle(GuardedHandle[BridgeOptimizer]):
-    """One model of a :class:`~rl_backend.runtime.bridge.BridgeRuntime`.
+    """One model of the bridge runtime.
 
     Attributes:
         provider: what the model was built from; Megatron's ``TransformerConfig`` of it.
         chunks: this rank's model chunks, one per virtual stage; in Megatron's DDP when trained.
-        processor: what the last stage computes from hidden states.
         packs_sequences: attention takes packed sequences; without it micro-batches are padded.
-        routers: of this rank's layers with experts; None for a model without.
-        converter: its parameters as Hugging Face tensors.
         adapters: of each chunk; empty for a model without tenants.
         has_gradients: a backward pass has run since the last ``zero_grad``.
     """
@@ -59,7 +73,6 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
 
     @property
     def routed_layers(self) -> RoutedLayers | None:
-        """Its layers with experts; None for a model without."""
         return None if self.routers is None else self.routers.layers
 
     @property
@@ -118,7 +131,7 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         return result
 
     def finish_parameter_gathers(self) -> None:
-        """With ``overlap_param_gather`` Megatron leaves it to the next forward pass to gather what the optimizer wrote."""
+        # With overlap_param_gather Megatron leaves it to the next forward pass to gather what the optimizer wrote.
         for chunk in self.chunks:
             if self.optimizer is not None and overlaps_gathers(chunk):
                 chunk.start_param_sync(force_sync=True)
@@ -148,3 +161,113 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         self.chunks = ()
         self.provider = None
         self.converter.release()
+
+
+_DDP_SETTINGS = {
+    "use_distributed_optimizer": True,
+    "grad_reduce_in_fp32": True,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "check_for_nan_in_grad": False,
+}
+
+
+def build_handle(
+    config: RuntimeConfig,
+    groups: BridgeGroups,
+    *,
+    forward_only: bool,
+    adaptable: bool,
+    name: str,
+    head: Head,
+) -> BridgeHandle:
+    """Builds the model of ``config.hf_path``. A collective: Megatron spreads weights from one rank of each group."""
+    options = config.options(BridgeConfig)
+    hf_config = read_hf_config(config.hf_path)
+    bridge = open_bridge(config.hf_path)
+    # Transformer Engine's layers compute the norm before a projection together with it, which leaves adapters without input.
+    transformer_engine = uses_transformer_engine(groups.device) and not adaptable
+    provider = make_provider(bridge, config, groups, head, transformer_engine=transformer_engine)
+    if has_deltanet(provider) and adaptable:
+        raise UnsupportedError(
+            f"{config.hf_path} has layers of gated DeltaNet, beside whose fused projections the bridge runtime has no "
+            "adapters; train LoRA tenants of it with backend='native'",
+            layers="gated_delta_net",
+        )
+    ddp_config = override(
+        "BridgeConfig.override_ddp_config", DistributedDataParallelConfig, options.override_ddp_config, _DDP_SETTINGS
+    )
+    pretrained, model_bridge = bridge.hf_pretrained, bridge._model_bridge
+    # It draws a bar for every load and export.
+    model_bridge._with_progress_tracking = lambda tasks, *_, **__: iter(tasks)
+
+    set_mappings(model_bridge, hf_config["model_type"], local_layers=not transformer_engine)
+
+    def load(chunks: list[nn.Module]) -> list[nn.Module]:
+        keep_decay_in_float32(chunks)
+        kept = model_kept_prefixes(hf_config)
+        load_model(chunks, pretrained, model_bridge, groups, hf_path=config.hf_path, head=head, kept=kept)
+        if forward_only:
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+        return chunks
+
+    chunks = provider.provide_distributed_model(
+        ddp_config=ddp_config,
+        wrap_with_ddp=not forward_only,
+        use_cpu_initialization=groups.device.type == "cpu",
+        init_model_with_meta_device=False,
+        pre_wrap_hook=load,
+        pg_collection=groups.pg,
+    )
+    for chunk in chunks:
+        # Megatron computes activations again in training alone, and tenants train through the chunks of a frozen model.
+        chunk.train(adaptable or not forward_only)
+    optimizer = None
+    models = unwrap_model(list(chunks))
+    rate = options.expert_bias_rate
+    if not forward_only:
+        # After the weights, of which it makes its masters.
+        balance = ExpertBalance(models, rate, groups) if rate else None
+        optimizer = BridgeOptimizer(options, chunks, groups, vocab_size=provider.vocab_size, balance=balance)
+        _connect(provider, chunks, ddp_config)
+    # Megatron's interleaved schedule takes micro-batches in groups.
+    interleaved = groups.parallel.vpp > 1
+    multiple = (provider.microbatch_group_size_per_vp_stage or groups.parallel.pp) if interleaved else 1
+    converter = WeightConverter(models, pretrained, model_bridge, groups.pg, head, config.hf_path)
+    adapters, offered = attach_adapters(models, converter.conversions, provider, groups, rate) if adaptable else ([], None)
+    return BridgeHandle(
+        name=name,
+        forward_only=forward_only,
+        head=head,
+        micro_batch_multiple=multiple,
+        config=config,
+        groups=groups,
+        provider=provider,
+        hf_config=hf_config,
+        kept=find_kept(HFReader(config.hf_path), model_kept_prefixes(hf_config), converter.names),
+        chunks=chunks,
+        processor=OutputProcessor(groups, provider.vocab_size, options.log_prob_chunk_tokens),
+        vocab_size=provider.vocab_size,
+        max_length=text_config(hf_config).get("max_position_embeddings"),
+        packs_sequences=packs_sequences(options, transformer_engine=transformer_engine),
+        optimizer=optimizer,
+        routers=connect_routers(models, provider, groups),
+        converter=converter,
+        adapters=adapters,
+        adaptable=offered,
+    )
+
+
+def _connect(provider: Any, chunks: Sequence[Any], ddp_config: Any) -> None:
+    """What the pipeline schedules call, as Megatron's own training loop sets it."""
+    provider.finalize_model_grads_func = finalize_model_grads
+    if any(isinstance(module, NormOfAllHeads) for chunk in chunks for module in chunk.modules()):
+        # finalize_model_grads takes norms of queries for the same on all ranks, and would add up those of other heads.
+        provider.qk_layernorm = False
+    if ddp_config.overlap_grad_reduce:
+        functions = [chunk.no_sync for chunk in chunks]
+        provider.no_sync_func = functions if len(functions) > 1 else functions[0]
+    if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
+        gather = [chunk.start_param_sync for chunk in chunks]
+        provider.param_sync_func = gather if len(gather) > 1 else gather[0]

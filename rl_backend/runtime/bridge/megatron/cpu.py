@@ -2,8 +2,7 @@
 
 Megatron-Core names the device ``cuda`` in many places and calls ``torch.cuda`` for streams, random state and
 synchronisation. Every patch stands in :data:`PATCHES` with what it is for; a test takes each one away and sees Megatron
-fail. Outside the context torch is as it was. Inside it nothing is compiled: Megatron marks small functions for
-``torch.compile``, which on a CPU would need a C++ compiler and most of a minute.
+fail. Outside the context torch is as it was.
 """
 
 import contextlib
@@ -17,15 +16,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rl_backend.runtime.bridge.megatron import deltanet_cpu
-from rl_backend.runtime.bridge.megatron.all_heads import NormMapping
+from rl_backend.runtime.bridge.megatron import deltanet
+from rl_backend.runtime.bridge.megatron.local_layers import NormMapping
 
 
 class Patch(NamedTuple):
-    """Attributes:
-    owner: the object, or the name of the module, that has the attribute.
-    why: who in Megatron asks for it.
-    """
+    """``owner`` is the object, or the name of the module, that has the attribute; ``why`` is who in Megatron asks for it."""
 
     owner: Any
     attribute: str
@@ -80,9 +76,9 @@ PATCHES = (
     Patch(torch.Tensor, "cuda", lambda self, *_, **__: self, "tied embeddings, summed over the first and the last stage"),
     Patch(torch.Tensor, "type", _cuda_type, "the distributed optimizer takes tensors of CUDA types only"),
     Patch(f"{_DELTANET}.common", "HAVE_FLA", True, "no layer is made without flash-linear-attention, which needs CUDA"),
-    Patch(f"{_DELTANET}.common", "l2norm", deltanet_cpu.l2norm, "its kernels are called for queries and keys"),
-    Patch(f"{_DELTANET}.gdn", "causal_conv1d", deltanet_cpu.causal_conv1d, "for the short convolution"),
-    Patch(f"{_DELTANET}.gdn", "chunk_gated_delta_rule", deltanet_cpu.chunk_gated_delta_rule, "and for the rule itself"),
+    Patch(f"{_DELTANET}.common", "l2norm", deltanet.l2norm, "its kernels are called for queries and keys"),
+    Patch(f"{_DELTANET}.gdn", "causal_conv1d", deltanet.causal_conv1d, "for the short convolution"),
+    Patch(f"{_DELTANET}.gdn", "chunk_gated_delta_rule", deltanet.chunk_gated_delta_rule, "and for the rule itself"),
     Patch(_MINIMAX, "_FullDimQKNormMapping", NormMapping, "it broadcasts weights of norms between CUDA devices"),
 )
 
@@ -107,8 +103,8 @@ def _is_cuda(device: object) -> bool:
 _inside = threading.local()
 _lock = threading.Lock()
 _users = 0
+# Patches are the process's: they hold until the last thread inside leaves.
 _undone = contextlib.ExitStack()
-"""Patches are the process's: they hold until the last thread inside leaves."""
 
 
 @contextmanager
@@ -121,6 +117,7 @@ def on_cpu(device: torch.device) -> Generator[None]:
     with _lock:
         _users += 1
         if _users == 1:
+            # Megatron marks small functions for torch.compile, which on a CPU needs a C++ compiler and most of a minute.
             _undone.enter_context(torch.compiler.set_stance("force_eager"))
         for patch in PATCHES if _users == 1 else ():
             owner = importlib.import_module(patch.owner) if isinstance(patch.owner, str) else patch.owner

@@ -18,11 +18,7 @@ from rl_backend.runtime.bridge.megatron.cpu import on_cpu
 
 @dataclass(frozen=True, kw_only=True)
 class BridgeGroups(RankGroups):
-    """Ranks as Megatron numbers them.
-
-    Attributes:
-        pg: Megatron's groups of this layout.
-    """
+    """Ranks as Megatron numbers them, with Megatron's groups ``pg`` of this layout."""
 
     pg: ProcessGroupCollection
 
@@ -33,10 +29,9 @@ class BridgeGroups(RankGroups):
         return bool(pg.pp.rank() == pg.pp.size() - 1 and pg.tp.rank() == 0 and pg.cp.rank() == 0)
 
 
+# Megatron keeps its groups in globals of the process; runtimes of one layout share them.
 @dataclass
 class _ModelParallelState:
-    """Megatron keeps its groups in globals of the process; runtimes of one layout share them."""
-
     parallel: ParallelConfig | None = None
     users: int = 0
 
@@ -45,11 +40,7 @@ _state = _ModelParallelState()
 
 
 def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
-    """Makes the groups of the layout. A collective over all ranks of the job; :func:`close_groups` undoes it.
-
-    Raises:
-        ConfigError: the world size does not fit ``parallel``, or this process already uses Megatron with another layout.
-    """
+    """Makes the groups of the layout. A collective over all ranks of the job; :func:`close_groups` undoes it."""
     join_default_group(device)
     with ExitStack() as undone_on_error:
         undone_on_error.callback(leave_default_group)
@@ -88,11 +79,9 @@ def _leave_model_parallel() -> None:
 
 
 def _destroy_model_parallel() -> None:
-    """Megatron's own function forgets only some of its groups; each keeps three threads over gloo.
-
-    None is destroyed: that waits for what a rank that failed has not received. They end with the default group.
-    The rotary embeddings' caches of angles hold groups as well.
-    """
+    # Megatron's own function forgets only some of its groups; each keeps three threads over gloo. None is destroyed: that
+    # waits for what a rank that failed has not received. They end with the default group. The rotary embeddings' caches of
+    # angles hold groups as well.
     _state.parallel = None
     parallel_state.destroy_model_parallel()
     for name, value in vars(parallel_state).items():

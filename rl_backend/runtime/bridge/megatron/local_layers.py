@@ -2,14 +2,20 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.gpt_provider import default_layer_spec
-from megatron.bridge.models.minimax_m2.minimax_m2_provider import minimax_m2_layer_spec
+from megatron.bridge.models.minimax_m2.minimax_m2_bridge import _FullDimQKNormMapping
+from megatron.bridge.models.minimax_m2.minimax_m2_provider import (
+    FullDimKNorm,
+    FullDimQNorm,
+    _FullDimRMSNorm,
+    minimax_m2_layer_spec,
+)
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_linear_attention_pattern,
     get_transformer_block_with_experimental_attention_variant_spec,
@@ -21,6 +27,10 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,7 +41,6 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.config import NEEDS_TRANSFORMER_ENGINE
-from rl_backend.runtime.bridge.megatron.all_heads import of_keys, of_queries
 from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet
 
 LOCAL_LAYERS: Mapping[str, Any] = {
@@ -45,16 +54,15 @@ LOCAL_LAYERS: Mapping[str, Any] = {
 }
 """What Megatron's own layers do without: kernels of Transformer Engine, Apex or CUDA."""
 
+# Of the norms of latents, in DeepSeek's code, in transformers and in the native runtime, whatever rms_norm_eps says.
 LATENT_EPS = 1e-6
-"""Of the norms of latents, in DeepSeek's code, in transformers and in the native runtime."""
 
 
 class SequenceParallelRMSNorm(nn.RMSNorm):
-    """RMSNorm for Megatron's local layers: Megatron's own wrapper of ``torch.nn.RMSNorm`` refuses sequence parallelism.
+    """RMSNorm for Megatron's local layers: Megatron's own wrapper of ``torch.nn.RMSNorm`` refuses sequence parallelism."""
 
-    With it, each tensor-parallel rank normalises its part of the tokens or of the heads, and the mark on the weight makes
-    Megatron sum the gradient over the ranks.
-    """
+    # Each tensor-parallel rank normalises its part of the tokens or heads; the mark makes Megatron sum the gradient over the
+    # ranks.
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -62,7 +70,7 @@ class SequenceParallelRMSNorm(nn.RMSNorm):
 
 
 class LatentNorm(SequenceParallelRMSNorm):
-    """Of the latents of queries, and of keys and values, with DeepSeek's epsilon whatever ``rms_norm_eps`` says."""
+    """Of the latents of queries, and of keys and values."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(config, hidden_size, LATENT_EPS)
@@ -76,38 +84,33 @@ class RMSNormFromOne(SequenceParallelRMSNorm):
 
 
 class CopyingRowParallelLinear(RowParallelLinear):
-    """Its output is a tensor of its own: Megatron adds the bias of an expert in place, to the result of a function that
-    needs it in the backward pass.
-
-    The bias of an expert is not marked for a sum over the tensor-parallel ranks. With etp=1, the only size that Megatron has
-    biases of experts for, these are data parallel to experts, or have other experts: Megatron would count gradients twice or
-    mix them.
-    """
+    """Its output is a tensor of its own, and a bias of experts is not summed over the tensor-parallel ranks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         bias: Any = self.bias
         if self.is_expert and bias is not None:
+            # With etp=1, the only size that Megatron has biases of experts for, tensor-parallel ranks are data parallel to
+            # experts, or have other experts: Megatron would count gradients twice or mix them.
             bias.sequence_parallel = False
 
     def forward(self, input_: Tensor) -> Any:
         output, bias = super().forward(input_)
+        # Megatron adds the bias of an expert in place, to the result of a function that needs it in the backward pass.
         return output.clone(), bias
 
 
 class AttentionWithSinks(DotProductAttention):
-    """Its sinks are marked as a part of all heads': unmarked, the global gradient norm has those of the first rank alone."""
-
+    # Marked as a part of all heads' sinks: unmarked, the global gradient norm has those of the first rank alone.
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
 
 class LatentCoreAttention(nn.Module):
-    """Causal attention whose keys and values have different sizes, which Megatron's own ``DotProductAttention`` refuses.
+    """Causal attention whose keys and values have different sizes, which Megatron's own ``DotProductAttention`` refuses."""
 
-    Sequences are padded on the right, so the causal mask is the only one that real tokens need.
-    """
+    # Sequences are padded on the right: the causal mask is the only one that real tokens need.
 
     def __init__(self, config: Any, layer_number: int, *, softmax_scale: float, **_: object) -> None:
         super().__init__()
@@ -121,36 +124,28 @@ class LatentCoreAttention(nn.Module):
 
 
 def use_local_layers(provider: Any) -> None:
-    """Sets the layers of a model provider.
-
-    Raises:
-        UnsupportedError: the model has layers or norms that need Transformer Engine.
-    """
+    """Sets the layers of a model provider; raises :class:`UnsupportedError` for all that needs Transformer Engine."""
     with_deltanet = has_deltanet(provider)
     of_all_heads = provider.transformer_layer_spec is minimax_m2_layer_spec
-    if not of_all_heads and not _is_usual(provider.transformer_layer_spec, with_deltanet=with_deltanet):
+    needs_engine = {
+        f"the special layers with which Megatron-Bridge builds {type(provider).__name__}": not of_all_heads
+        and not _is_usual(provider.transformer_layer_spec, with_deltanet=with_deltanet),
+        f"normalization {provider.normalization!r}": provider.normalization != "RMSNorm",
+        "norms stored as differences from 1 (layernorm_zero_centered_gamma) in a model without gated DeltaNet": (
+            provider.layernorm_zero_centered_gamma and not with_deltanet
+        ),
+        "latent attention without compressed queries (q_lora_rank=None)": (
+            provider.multi_latent_attention and provider.q_lora_rank is None
+        ),
+    }
+    if found := [what for what, needed in needs_engine.items() if needed]:
         raise UnsupportedError(
-            f"Megatron-Bridge builds {type(provider).__name__} with special layers, which need Transformer Engine: CUDA "
-            "and the package transformer-engine"
-        )
-    if provider.normalization != "RMSNorm":
-        raise UnsupportedError(
-            f"normalization {provider.normalization!r} needs Transformer Engine here, RMSNorm does not; the native runtime "
-            "may serve it"
-        )
-    if provider.layernorm_zero_centered_gamma and not with_deltanet:
-        raise UnsupportedError(
-            "norms stored as differences from 1 (layernorm_zero_centered_gamma) need Transformer Engine (CUDA and the "
-            "package transformer-engine) in models without gated DeltaNet; the native runtime may serve the model"
+            f"only Transformer Engine (CUDA and the package transformer-engine) has {', '.join(found)}; the native runtime "
+            "may serve the model"
         )
     norm = RMSNormFromOne if provider.layernorm_zero_centered_gamma else SequenceParallelRMSNorm
     replaced: dict[Any, Any] = {WrappedTorchNorm: norm}
     if provider.multi_latent_attention:
-        if provider.q_lora_rank is None:
-            raise UnsupportedError(
-                "latent attention without compressed queries (q_lora_rank=None) needs Transformer Engine: CUDA and the "
-                "package transformer-engine; the native runtime may serve the model"
-            )
         replaced[DotProductAttention] = LatentCoreAttention
     # Megatron-Bridge knows by its name how a module is split over ranks.
     if provider.softmax_type == "learnable":
@@ -188,13 +183,11 @@ def _is_usual(layer_spec: Any, *, with_deltanet: bool) -> bool:
 
 
 def _block_with_deltanet(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """One stage's layers of attention and of gated DeltaNet, which Megatron stacks with Transformer Engine's layers only.
-
-    The norm at the output of DeltaNet is an ordinary one: Hugging Face stores its weight as it is.
-    """
+    # One stage's layers of attention and of gated DeltaNet, which Megatron stacks with Transformer Engine's layers only.
     attention = copy.copy(config)
     attention.experimental_attention_variant = None
     layers = get_gpt_decoder_layer_specs(attention, use_transformer_engine=False, normalization=config.normalization)
+    # The norm at the output is an ordinary one: Hugging Face stores its weight as it is.
     deltanet = ModuleSpec(
         module=GatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(
@@ -215,7 +208,6 @@ def _block_with_deltanet(config: Any, vp_stage: int | None) -> TransformerBlockS
 
 
 def _replace(spec: Any, replaced: Mapping[Any, Any]) -> Any:
-    """``spec`` with every key of ``replaced`` exchanged for its value, however deep."""
     if isinstance(spec, type):
         return replaced.get(spec, spec)
     if isinstance(spec, list):
@@ -227,3 +219,51 @@ def _replace(spec: Any, replaced: Mapping[Any, Any]) -> Any:
         values = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
         return dataclasses.replace(spec, **{name: _replace(value, replaced) for name, value in values.items()})
     return spec
+
+
+class NormOfAllHeads(_FullDimRMSNorm):
+    """MiniMax-M2's norm over the heads of all tensor-parallel ranks: Megatron-Bridge's, with whole gradients."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Marked as a part, without which the global gradient norm would have that of the first rank alone.
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(L, B, heads here, features)."""
+        wide = x.flatten(2).float()
+        squares = wide.square().sum(-1, keepdim=True)
+        group = self._tp_group_getter()
+        if group is not None and group.size() > 1:
+            # Backward, gradients of all ranks are summed: the squares of a rank's heads are in the outputs of all.
+            squares = copy_to_tensor_model_parallel_region(squares, group=group)
+            squares = reduce_from_tensor_model_parallel_region(squares, group=group)
+            squares = squares * (self.shard_world_size / group.size())
+        normed = wide * (squares / self.global_dim + self.eps).rsqrt()
+        scaled: Tensor = self.weight * normed.to(x.dtype)
+        return scaled.reshape(x.shape)
+
+
+def of_queries(hidden_size: int, config: Any, eps: float = 1e-6) -> NormOfAllHeads:
+    return _made_by(FullDimQNorm, hidden_size, config, eps)
+
+
+def of_keys(hidden_size: int, config: Any, eps: float = 1e-6) -> NormOfAllHeads:
+    return _made_by(FullDimKNorm, hidden_size, config, eps)
+
+
+def _made_by(make: Callable[..., Any], hidden_size: int, config: Any, eps: float) -> NormOfAllHeads:
+    """With the sizes that Megatron-Bridge gives its norm."""
+    norm = make(hidden_size, config, eps)
+    sizes = (norm.local_dim, norm.global_dim, norm.shard_world_size)
+    return NormOfAllHeads(*sizes, norm._tp_group_getter, eps, dtype=norm.weight.dtype)
+
+
+class NormMapping(_FullDimQKNormMapping):
+    """Megatron-Bridge's without CUDA: each rank takes its part of what it has read."""
+
+    def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
+        weight: Any = megatron_module.weight
+        size = weight.shape[0]
+        _, rank = self._get_shard_spec(shard_size=size, megatron_module=megatron_module, global_size_attr="global_dim")
+        return hf_weights[rank * size : (rank + 1) * size].to(weight)

@@ -4,7 +4,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,7 @@ from rl_backend.runtime.bridge.passes.batch import LaidOut
 
 
 class ChunkAdapters:
-    """The adapters of one chunk of a model.
-
-    Attributes:
-        laid_out: the micro-batch that the chunk works on; None where no adapter does.
-    """
+    """The adapters of one chunk of a model, and the micro-batch that it works on, if any adapter works on that."""
 
     def __init__(self) -> None:
         self.laid_out: LaidOut | None = None
@@ -59,24 +55,12 @@ class ChunkAdapters:
             self.laid_out = None
 
     def before_backward(self, laid_out: LaidOut, output: Tensor) -> None:
-        """Has the backward pass from ``output`` find its adapters: layers may be computed again, and other micro-batches
-        come through the chunk before that.
-        """
+        # Layers may be computed again, and other micro-batches come through the chunk before that.
         if laid_out.adapters and output.requires_grad:
             output.register_hook(lambda _: setattr(self, "laid_out", laid_out))
 
 
-class _Layer(NamedTuple):
-    """A layer of Megatron's.
-
-    Attributes:
-        modules: the Hugging Face modules that it is made of, and their columns among this rank's outputs.
-    """
-
-    layer: Any
-    modules: Mapping[AdaptedModule, Columns | None]
-
-
+# Part of Megatron's name of a weight -> what it is.
 _KINDS: Mapping[str, LoRAKind] = {
     "embedding.word_embeddings.": "embedding",
     ".self_attention.linear_": "attention",
@@ -85,7 +69,6 @@ _KINDS: Mapping[str, LoRAKind] = {
     ".mlp.experts.local_experts.": "experts",
     "output_layer.weight": "head",
 }
-"""Part of Megatron's name of a weight -> what it is."""
 
 
 def attach_adapters(
@@ -93,16 +76,13 @@ def attach_adapters(
 ) -> tuple[list[ChunkAdapters], Adaptable]:
     """Lets adapters work beside linear layers, experts, embedding and head. Replaces their ``forward``.
 
-    A collective over the ranks that have parts of the model.
+    A collective over the ranks that have parts of the model. Raises :class:`ConfigError` for settings that tenants cannot
+    have.
 
     Args:
         models: this rank's chunks without their wrappers.
         conversions: of the whole model.
         config: Megatron's ``TransformerConfig``.
-        bias_rate: ``BridgeConfig.expert_bias_rate``.
-
-    Raises:
-        ConfigError: settings of Megatron's that tenants cannot have.
     """
     tp = groups.pg.tp
     for name, needed in (("sequence_parallel", tp.size() > 1), ("softmax_type", "vanilla"), ("attention_dropout", 0.0)):
@@ -112,13 +92,13 @@ def attach_adapters(
     chunks, held = [ChunkAdapters() for _ in models], dict[str, AdaptedModule]()
     for conversion in conversions:
         for task in conversion.tasks:
-            layer = _layer_of(task, conversion, config, groups)
-            if layer is not None:
-                held |= {module.name: module for module in layer.modules}
-                columns = {module.name: columns for module, columns in layer.modules.items()}
-                is_expert = any(module.is_expert for module in layer.modules)
+            layer, modules = task.megatron_module, _modules_of(task, conversion, config, groups)
+            if modules:
+                held |= {module.name: module for module in modules}
+                columns = {module.name: columns for module, columns in modules.items()}
+                is_expert = any(module.is_expert for module in modules)
                 forward = _expert_linear if is_expert else _look_up if "embedding" in task.global_param_name else _linear
-                _replace(layer.layer, partial(forward, layer.layer, columns, chunks[task.vp_stage or 0], tp))
+                _replace(layer, partial(forward, layer, columns, chunks[task.vp_stage or 0], tp))
     for model, chunk in zip(models, chunks, strict=True):
         for module in model.modules():
             if isinstance(module, DotProductAttention):
@@ -169,31 +149,35 @@ def _replace(module: nn.Module, forward: Any) -> None:
     setattr(module, "forward", forward)  # noqa: B010 - a method
 
 
-def _layer_of(task: Any, conversion: Conversion, config: Any, groups: BridgeGroups) -> _Layer | None:
-    """The layer whose weight a task converts; None where it has no adapters, or is another rank's."""
+def _modules_of(
+    task: Any, conversion: Conversion, config: Any, groups: BridgeGroups
+) -> Mapping[AdaptedModule, Columns | None]:
+    """The Hugging Face modules that the layer of a task is made of, and their columns among this rank's outputs; empty where
+    it has no adapters, or is another rank's.
+    """
     kinds = [kind for part, kind in _KINDS.items() if part in task.global_param_name]
     layer, stored = task.megatron_module, task.mapping.hf_param
     if task.param_weight is None or not task.param_name.endswith(".weight") or not kinds or is_stacked(task):
-        return None
+        return {}
     (kind,), is_expert = kinds, task.mapping.is_expert
     tp = groups.pg.expt_tp if is_expert else groups.pg.tp
     if kind in ("embedding", "head"):
         # Merged weights could not be those of one of the two.
         if config.share_embeddings_and_output_weights:
-            return None
+            return {}
         vocabulary, hidden = conversion.shapes[stored]
         first = tp.rank() * task.param_weight.shape[0]
         # Megatron may have padded the vocabulary.
         words, features = (first, min(first + task.param_weight.shape[0], vocabulary)), (0, hidden)
         sizes = (vocabulary, hidden, words, features) if kind == "embedding" else (hidden, vocabulary, features, words)
-        return _Layer(layer, {AdaptedModule(_module(stored), kind, *sizes): None})
+        return {AdaptedModule(_module(stored), kind, *sizes): None}
     if isinstance(layer, RowParallelLinear):
         out_features, in_features = conversion.shapes[stored]
         parts = _part(in_features, tp), (0, out_features)
         module = AdaptedModule(_module(stored), kind, in_features, out_features, *parts, is_expert=is_expert)
-        return _Layer(layer, {module: None})
+        return {module: None}
     if not isinstance(layer, ColumnParallelLinear):
-        return None
+        return {}
     names, fused_groups = [stored], 1
     if isinstance(task.mapping, QKVMapping):
         # Group by group, queries before key and value; ranks have whole groups.
@@ -208,7 +192,7 @@ def _layer_of(task: Any, conversion: Conversion, config: Any, groups: BridgeGrou
         module = AdaptedModule(_module(name), kind, in_features, out_features, (0, in_features), part, is_expert=is_expert)
         modules[module] = None if len(names) == 1 else Columns(fused_groups, start, start + width)
         start += width
-    return _Layer(layer, modules)
+    return modules
 
 
 def _module(weight: str) -> str:
@@ -254,7 +238,7 @@ def _expert_linear(
     *arguments: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As Megatron's own, on the rows of one expert. What expert-tensor-parallel ranks have parts of, its dispatcher sums."""
+    """As Megatron's own, on the rows of one expert. Its dispatcher sums what expert-tensor-parallel ranks have parts of."""
     if chunk.laid_out is None:
         return type(linear).forward(linear, x, *arguments, **options)  # type: ignore[no-any-return]
     y = adapted_linear(x, linear.weight, None if linear.skip_bias_add else linear.bias, modules)
@@ -288,11 +272,9 @@ def _attend(
     *arguments: Any,
     **options: Any,
 ) -> Tensor:
-    """As Megatron's own, (columns, rows, heads, head_dim) -> (columns, rows, heads * value_dim), but on packed tokens.
-
-    What a sequence attends to is then the same to the last bit whichever others are beside it; padded to the longest of them
-    it would not be.
-    """
+    """As Megatron's own, (columns, rows, heads, head_dim) -> (columns, rows, heads * value_dim), but on packed tokens."""
+    # What a sequence attends to is then the same to the last bit whichever others are beside it; padded to the longest it is
+    # not.
     laid_out = chunk.laid_out
     if laid_out is None:
         return type(attention).forward(attention, query, key, value, *arguments, **options)  # type: ignore[no-any-return]
@@ -304,7 +286,7 @@ def _attend(
 
 
 def _embed(embedding: nn.Module, chunk: ChunkAdapters, *arguments: Any, **options: Any) -> Tensor:
-    """Above a frozen embedding something has to ask for the gradients of adapters."""
+    # Above a frozen embedding something has to ask for the gradients of adapters.
     hidden: Tensor = type(embedding).forward(embedding, *arguments, **options)
     needs_gradients = chunk.laid_out is not None and torch.is_grad_enabled() and not hidden.requires_grad
     return hidden.requires_grad_() if needs_gradients else hidden
@@ -319,9 +301,8 @@ def attach_to_experts(layer: Any, chunk: ChunkAdapters, tp: dist.ProcessGroup) -
 
 
 def _gate(router: Any, chunk: ChunkAdapters, hidden: Tensor) -> Tensor:
-    """As Megatron's own, (columns, rows, H) -> (columns, rows, experts), but of enough rows for scores that do not depend on
-    how many there are.
-    """
+    """As Megatron's own, (columns, rows, H) -> (columns, rows, experts)."""
+    # Of enough rows for scores that do not depend on how many there are.
     columns, rows, _ = hidden.shape
     missing = ENOUGH_ROWS - columns * rows
     if chunk.laid_out is None or missing <= 0:

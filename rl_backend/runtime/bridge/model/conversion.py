@@ -31,7 +31,6 @@ class Conversion:
         tasks: Megatron-Bridge's, one, or those of all experts that the directory stores as one tensor. On ranks of other
             pipeline stages they have no parameter.
         shapes: Hugging Face name -> shape of what comes out, in order, the same on every rank.
-        dtype: of the parameter.
         trained: it has a gradient; buffers have none.
     """
 
@@ -56,16 +55,13 @@ class Conversion:
 
 @dataclass(eq=False)
 class WeightConverter:
-    """Converts one model. Making one is a collective over the pipeline stages.
+    """Converts one model, whose weights :func:`load_model` has loaded. Making one is a collective over the pipeline stages.
 
     Attributes:
         models: this rank's chunks without their wrappers.
         pretrained, model_bridge: the directory, and Megatron-Bridge's part for the model family.
         hf_path: the directory that the model was built from; its headers say the shapes.
         conversions: in the order of export, the same on every rank.
-
-    Raises:
-        UnsupportedError: a parameter that Megatron-Bridge does not convert, or under a name that the directory lacks.
     """
 
     models: Sequence[nn.Module]
@@ -95,10 +91,8 @@ class WeightConverter:
         self, conversion: Conversion, replacements: Mapping[str, Tensor] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields every tensor of a conversion, whole, on every rank. A collective over the ranks of a model replica.
-
-        Args:
-            replacements: :func:`parameter_key` -> what to convert instead of the parameter, of the same shape. The
-                conversion is linear then: the constant that some norms add to their weight is left out.
+        ``replacements``: :func:`parameter_key` -> what to convert instead of the parameter, of the same shape. The
+        conversion is linear then: the constant that some norms add to their weight is left out.
         """
         tasks = list(conversion.tasks)
         if replacements is not None:
@@ -118,7 +112,6 @@ class WeightConverter:
             )
 
     def release(self) -> None:
-        """Drops every parameter; nothing can be converted any more."""
         self.models = ()
         self.conversions = ()
 
@@ -128,10 +121,6 @@ class WeightConverter:
         if self.head == "values":
             tasks += self._value_head_tasks()
             shapes |= dict(zip(VALUE_HEAD_WEIGHTS, [(1, self._config.hidden_size), (1,)], strict=True))
-        for name in unconverted(self.models, tasks):
-            raise UnsupportedError(
-                f"Megatron-Bridge has no name for the parameter {name} that {self.hf_path} stores", name=name
-            )
         found = self._found(tasks)
         members: dict[str, list[Any]] = {}
         for task in tasks:
@@ -142,7 +131,7 @@ class WeightConverter:
         )
 
     def _value_head_tasks(self) -> list[Any]:
-        """Tasks for a critic's head, which no family of Megatron-Bridge has."""
+        # No family of Megatron-Bridge has a critic's head.
         modules = [dict(model.named_modules()).get(_VALUE_HEAD) for model in self.models]
         stage, head = next(((stage, module) for stage, module in enumerate(modules) if module is not None), (None, None))
         fields = {hf_name: hf_name.rpartition(".")[2] for hf_name in VALUE_HEAD_WEIGHTS}
@@ -174,17 +163,10 @@ class WeightConverter:
         names = list(hf_names(tasks[0]))
         if tasks[0].mapping.is_expert and not is_stacked(tasks[0]):
             names = [name for template in names for name in self._of_every_rank(template)]
-        missing = [name for name in names if name not in shapes]
-        if missing:
-            raise UnsupportedError(
-                f"Megatron-Bridge converts {tasks[0].global_param_name} to {', '.join(missing[:4])}, which "
-                f"{self.hf_path} does not have",
-                names=missing,
-            )
         return {name: shapes[name] for name in names}
 
     def _of_every_rank(self, template: str) -> list[str]:
-        """An expert's name on every expert-parallel rank: each of them converts one of its experts at the same time."""
+        # Each expert-parallel rank converts one of its experts at the same time.
         size, found = self.pg.ep.size(), _EXPERT.search(template)
         if size == 1 or found is None:
             return [template]
@@ -193,7 +175,6 @@ class WeightConverter:
 
 
 def hf_names(task: Any) -> tuple[str, ...]:
-    """Hugging Face names of the weights that one parameter of Megatron is made of."""
     names = task.mapping.hf_param
     return (names,) if isinstance(names, str) else tuple(names.values())
 

@@ -1,13 +1,21 @@
-"""Loading a Hugging Face directory into Megatron's model, with Megatron-Bridge."""
+"""Loading a Hugging Face directory into Megatron's model, and the names that its weights have in both."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    GatedMLPMapping,
+    RMSNorm2ZeroCenteredRMSNormMapping,
+)
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.bridge.models.hf_pretrained.state import StateDict, StateSource
+from megatron.bridge.models.qwen.qwen35_bridge import Qwen35Bridge, Qwen35MoEBridge
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from transformers import AutoConfig
@@ -15,29 +23,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.hf_weights import require_same_head
-from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, UnsupportedError
+from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, UnsupportedError, text_config
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.model.conversion import hf_names, unconverted
 from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer
-from rl_backend.runtime.bridge.model.text_models import text_model_config
 
 
 def open_bridge(hf_path: str) -> AutoBridge:
-    """The Megatron-Bridge of a directory, by its ``model_type``.
-
-    Raises:
-        UnsupportedError: transformers or Megatron-Bridge does not know the model.
-        CheckpointError: weight files that are missing or damaged.
-    """
+    """The Megatron-Bridge of a directory, by its ``model_type``; raises :class:`UnsupportedError` if there is none."""
     reader = HFReader(hf_path)
-    model_type = reader.config.get("model_type")
-    try:
-        config = text_model_config(AutoConfig.from_pretrained(hf_path), reader.config)
-    except ValueError as error:
-        raise UnsupportedError(
-            f"{hf_path}: transformers has no configuration for model_type {model_type!r}, which Megatron-Bridge starts from",
-            model_type=model_type,
-        ) from error
+    config = text_model_config(AutoConfig.from_pretrained(hf_path), reader.config)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if name is not None:
         # A critic's directory names ...ForTokenClassification, which Megatron-Bridge does not know.
@@ -60,9 +55,7 @@ def open_bridge(hf_path: str) -> AutoBridge:
 
 
 class _NativeNames(StateSource):
-    """The weights of a directory as the native runtime reads them: from its files, under its names of single experts and of
-    the text model.
-    """
+    """The weights of a directory, under the native runtime's names of single experts and of the text model."""
 
     def __init__(self, reader: HFReader) -> None:
         self._reader = reader
@@ -89,7 +82,6 @@ def load_model(
     A collective: Megatron spreads weights from one rank of each group.
 
     Args:
-        pretrained, model_bridge: the directory, and Megatron-Bridge's part for the model family.
         kept: beginnings of names of weights that Megatron's model need not have, as a saved one takes them from ``hf_path``.
 
     Raises:
@@ -145,3 +137,58 @@ def _may_be_unread(name: str, head: Head, hf_config: Any) -> bool:
     if name == "lm_head.weight":
         return head == "values" or bool(getattr(hf_config, "tie_word_embeddings", False))
     return head == "values" and name in VALUE_HEAD_WEIGHTS
+
+
+_PREFIX = "model.language_model."  # of a released model's text weights; a directory with the text model alone has "model."
+_GROUPED = re.compile(r"experts\.(linear_fc[12])\.weight\*")  # Megatron's name of the weights of all experts in one module
+_NESTED: Mapping[str, Callable[[], list[Any]]] = {
+    "qwen3_5": lambda: Qwen35Bridge._get_dense_lm_mappings(hf_prefix=_PREFIX),
+    "qwen3_5_moe": lambda: Qwen35MoEBridge._get_moe_lm_mappings(hf_prefix=_PREFIX),
+}
+"""``model_type`` of models with a text model inside -> Megatron-Bridge's mappings of its weights."""
+
+
+def text_model_config(hf_config: Any, fields: Mapping[str, Any]) -> Any:
+    """transformers' configuration of the text model inside, if there is one; ``fields`` are those of ``config.json``."""
+    if hf_config.model_type not in _NESTED:
+        return hf_config
+    inside, name = hf_config.text_config, "tie_word_embeddings"
+    tied = {part[name] for part in (fields, text_config(fields)) if part.get(name) is not None}
+    if len(tied) > 1:
+        raise UnsupportedError(f"config.json and its text_config differ in {name}; make them the same", field=name)
+    inside.tie_word_embeddings = any(tied)
+    return inside
+
+
+def set_mappings(model_bridge: Any, model_type: str, *, local_layers: bool) -> None:
+    """Gives Megatron-Bridge the names of the weights of a ``model_type`` in its directory and in Megatron's layers."""
+    own = model_bridge.mapping_registry
+
+    def mapping_registry() -> MegatronMappingRegistry:
+        nested = _NESTED.get(model_type)
+        mappings = list(own().mappings) if nested is None else nested()
+        if local_layers:
+            mappings = _with_single_experts([_as_it_is(each) for each in mappings])
+        return MegatronMappingRegistry(*mappings)
+
+    model_bridge.mapping_registry = mapping_registry
+
+
+def _as_it_is(mapping: Any) -> Any:
+    # Gated norms of DeltaNet in local layers keep Hugging Face's weights as they are.
+    if isinstance(mapping, RMSNorm2ZeroCenteredRMSNormMapping):
+        return AutoMapping(mapping.megatron_param, mapping.hf_param)
+    return mapping
+
+
+def _with_single_experts(mappings: list[Any]) -> list[Any]:
+    # Some families (GLM-4.5, MiniMax-M2) have names for grouped experts only; of local layers each expert is a module.
+    known, added = {each.megatron_param for each in mappings}, []
+    for each in mappings:
+        name = _GROUPED.sub(r"experts.local_experts.*.\1.weight", each.megatron_param)
+        if name not in known:
+            known.add(name)
+            names = each.hf_param
+            same = AutoMapping(name, names) if isinstance(names, str) else GatedMLPMapping(name, names["gate"], names["up"])
+            added.append(same)
+    return [*mappings, *added]

@@ -17,12 +17,7 @@ from rl_backend.runtime.bridge.passes.batch import LaidOut
 
 @dataclass(frozen=True)
 class OutputProcessor:
-    """Megatron's ``output_processor``: it takes the place of the logits, which would be full (tokens, vocabulary) tensors.
-
-    Attributes:
-        vocab_size: tokens of the model; Megatron may have padded its weight with more rows.
-        chunk_tokens: tokens whose logits exist at one time.
-    """
+    """Megatron's ``output_processor``, in place of the logits; ``chunk_tokens`` is how many tokens' exist at one time."""
 
     groups: BridgeGroups
     vocab_size: int
@@ -31,20 +26,15 @@ class OutputProcessor:
     def __call__(
         self, *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: LaidOut, **_: Any
     ) -> Tensor:
-        """Megatron calls this on the last stage.
-
-        Args:
-            hidden_states: (columns, rows, H), or this rank's part of the columns.
-
-        Returns:
-            (2, T) log-probs and entropy, or (1, T) values, or all three; float32. One tensor, as the pipeline schedules
-            want.
+        """Megatron calls this on the last stage for (columns, rows, H), or this rank's part of the columns. Returns (2, T)
+        log-probs and entropy, or (1, T) values, or all three; float32.
         """
+        # One tensor, as the pipeline schedules want.
         found = list[Tensor]()
         if "log_probs" in context.heads:
             found += self._log_probs(hidden_states, output_layer, output_weight, context)
         if "values" in context.heads:
-            whole = context.pack(self._gather(hidden_states, every_rank_the_same=True))
+            whole = context.pack(all_gather(hidden_states, self.groups.pg.tp, sum_gradients=False))
             if isinstance(output_layer, CriticOutputLayer):
                 values = output_layer.value_head(whole)
             else:
@@ -66,7 +56,7 @@ class OutputProcessor:
         first_row = int(group.rank()) * weight.shape[0]
         rows = max(0, min(weight.shape[0], self.vocab_size - first_row))
         result = next_token_log_probs(
-            context.pack(self._gather(hidden_states, every_rank_the_same=False)),
+            context.pack(all_gather(hidden_states, group, sum_gradients=True)),
             # Without the rows by which Megatron pads the vocabulary.
             weight if rows == weight.shape[0] else weight[:rows],
             labels_without_values(batch.labels, context.adapters) if context.adapters else batch.labels,
@@ -79,27 +69,9 @@ class OutputProcessor:
         entropy = result.entropy if result.entropy is not None else torch.zeros_like(result.log_probs)
         return result.log_probs, entropy
 
-    def _gather(self, hidden: Tensor, *, every_rank_the_same: bool) -> Tensor:
-        """All columns, on every tensor-parallel rank.
-
-        Args:
-            every_rank_the_same: every rank computes the same from them, and so already has the whole gradient. When False,
-                each has a part of it, and the parts are added up.
-        """
-        group = self.groups.pg.tp
-        if group.size() == 1:
-            return hidden
-        return all_gather(hidden, group, sum_gradients=not every_rank_the_same)
-
 
 class CriticOutputLayer(nn.Module):
-    """A critic's head, which replaces the language-model head.
-
-    Its parameters are the same on every tensor-parallel rank, and so are their gradients.
-
-    Attributes:
-        value_head: its parameters, in ``param_dtype``; values are computed in float32.
-    """
+    """A critic's head in place of the language-model head: the same, with its gradients, on every tensor-parallel rank."""
 
     def __init__(self, hidden_size: int, config: Any) -> None:
         super().__init__()
@@ -108,7 +80,6 @@ class CriticOutputLayer(nn.Module):
 
 
 def as_model_output(outputs: Tensor, laid_out: LaidOut) -> ModelOutput:
-    """The rows of :class:`OutputProcessor` by name."""
     values = outputs[-1] if "values" in laid_out.heads else None
     if "log_probs" not in laid_out.heads:
         return ModelOutput(values=values)

@@ -2,5 +2,4 @@
 
 from rl_backend.runtime.bridge.installed import import_megatron
 
-# Megatron is imported in its own order, before any module here names a part of it.
-import_megatron()
+import_megatron()  # in its own order, before any module here names a part of it

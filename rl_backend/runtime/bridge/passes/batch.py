@@ -16,15 +16,13 @@ from rl_backend.primitive.attention import Segments
 
 @dataclass(frozen=True)
 class LaidOut:
-    """One micro-batch as (rows, columns) of tokens.
+    """One micro-batch as (rows, columns) of tokens: a row per sequence if it is padded, else a single row.
 
     Attributes:
-        batch: the packed tokens, on the training device.
+        batch: the T packed tokens, on the training device.
         inputs: keyword arguments of ``GPTModel.forward``.
-        shape: (rows, columns); a padded batch has a row per sequence, a packed one a single row.
         places: (T,) where each packed token is in the columns-by-rows order of Megatron's hidden states.
-        heads: the outputs of the pass, as in ``ModelInput``.
-        adapters: which work on which of the T tokens.
+        heads, adapters: the outputs of the pass, and which adapters work on which of the T tokens, as in ``ModelInput``.
         segments: the sequences among the T tokens; None without adapters.
     """
 
@@ -48,14 +46,8 @@ class LaidOut:
 
 
 def lay_out_padded(batch: PackedBatch, multiple: int, *, mark_padding: bool) -> LaidOut:
-    """A row per sequence, padded on the right.
-
-    Padding comes after the sequence, so the causal mask keeps it out of every real token; Megatron makes that mask itself.
-
-    Args:
-        multiple: the columns are rounded up to one of it: sequence parallelism splits them evenly.
-        mark_padding: tell the router which tokens are padding (True); they count in no balancing loss.
-    """
+    """A row per sequence, padded on the right to a ``multiple``. ``mark_padding`` is for routers that balance."""
+    # Padding comes after the sequence, so the causal mask, which Megatron makes itself, keeps it out of every real token.
     rows, columns = batch.num_sequences, _round_up(int(batch.seq_lens.max()), multiple)
     device = batch.device
     row, column = batch.sequence_ids, batch.position_ids
@@ -74,11 +66,8 @@ def lay_out_padded(batch: PackedBatch, multiple: int, *, mark_padding: bool) -> 
 
 
 def lay_out_packed(batch: PackedBatch, multiple: int, *, mark_padding: bool) -> LaidOut:
-    """All sequences in one row ("thd"), for attention that takes their boundaries.
-
-    Args:
-        multiple: a sequence of padding at the end rounds the row up to one of it.
-        mark_padding: as in :func:`lay_out_padded`.
+    """All sequences in one row ("thd"), for attention that takes their boundaries. One of padding fills up to a
+    ``multiple``.
     """
     tokens, device = batch.num_tokens, batch.device
     total = _round_up(tokens, multiple)

@@ -17,26 +17,22 @@ def overlaps_gathers(chunk: Any) -> bool:
 
 
 def wait_for_gathers(chunks: Sequence[Any]) -> None:
-    """Before the optimizer writes what they read: a forward pass that failed may have begun one that no module awaits."""
+    # Before the optimizer writes what they read: a forward pass that failed may have begun one that no module awaits.
     for chunk in filter(overlaps_gathers, chunks):
         chunk.free_overlap_buffers()
 
 
 def gather_again(chunks: Sequence[Any]) -> None:
-    """After the optimizer wrote: makes the next forward pass gather.
-
-    The end of a backward pass marks buckets as not gathered, and whatever gathers between it and the step as gathered:
-    forward-only passes, exports, checkpoints.
-    """
+    """After the optimizer wrote: makes the next forward pass gather."""
+    # The end of a backward pass marks buckets as not gathered, and whatever gathers between it and the step as gathered:
+    # forward-only passes, exports, checkpoints.
     for chunk in filter(overlaps_gathers, chunks):
         chunk.reset_param_sync_dispatch_state()
 
 
 def drop_reductions(chunks: Sequence[Any]) -> None:
-    """Ends the reductions of a backward pass that failed, and forgets which gradients it had.
-
-    The buckets would take both for the next pass's. A pass that ended has finished all of them.
-    """
+    """Ends the reductions of a backward pass that failed, and forgets which gradients it had."""
+    # The buckets would take both for the next pass's. A pass that ended has finished all of them.
     for group in _bucket_groups(chunks):
         if not group.grad_reduce_finished:
             if group.grad_reduce_handle is not None:
@@ -53,14 +49,8 @@ def _bucket_groups(chunks: Sequence[Any]) -> Iterator[Any]:
 
 @contextmanager
 def accumulated_gradients(chunks: Sequence[Any], *, has_gradients: bool) -> Generator[None]:
-    """Around a backward pass: adds its gradients to those of earlier passes.
-
-    Megatron reduces the whole buffer over the ranks at the end of every pass; what is there already would be reduced once
-    more. So the reduced shards are set aside, and added when the pass is over. After an error they are lost.
-
-    Args:
-        has_gradients: a backward pass has run since the last ``zero_grad``. Without one this does nothing.
-    """
+    """Around a backward pass: adds its gradients to those of earlier passes, which an error loses."""
+    # Megatron reduces the whole buffer over the ranks after every pass, and would reduce what is there already again.
     if not has_gradients:
         yield
         return
@@ -73,10 +63,8 @@ def accumulated_gradients(chunks: Sequence[Any], *, has_gradients: bool) -> Gene
 
 
 def gather_gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
-    """Whole gradients by :func:`~rl_backend.runtime.bridge.model.conversion.parameter_key`, on every rank.
-
-    The reduced shards are gathered into the gradient buffers, whose other parts are of no use after a backward pass.
-    """
+    """Whole gradients by :func:`~rl_backend.runtime.bridge.model.conversion.parameter_key`, on every rank."""
+    # Into the gradient buffers, whose other parts are of no use after a backward pass.
     for whole, part, group in _shards(chunks):
         if group.size() > 1:
             all_gather_into(whole, part.clone(), group=group)

@@ -90,8 +90,8 @@ def test_devices_are_divided_over_ranks_and_engines(
     [
         (4, {"ranks": 3, "engines": 2}, r"^GRPOConfig\.ranks=3: 3 training ranks, of all groups, and 2 engines take a GPU"),
         (1, {"engines": 2}, r"^GRPOConfig\.ranks=1: .*the cluster has 1: ask for fewer"),
-        (2, {"train.backend_cfg.device": "cpu"}, r"^NativeConfig\.device='cpu': every rank gets a GPU of this machine; use"),
-        (0, {"train.backend_cfg.device": "cuda"}, r"^NativeConfig\.device='cuda': this machine has no GPU"),
+        (2, {"train.backend_cfg.device": "cpu"}, r"^NativeConfig\.device='cpu': PyTorch sees 2 GPUs on this"),
+        (0, {"train.backend_cfg.device": "cuda"}, r"^NativeConfig\.device='cuda': PyTorch sees 0 GPUs"),
         (2, {"rollout.device": "cpu", "transport": "cuda_ipc"}, r"^GRPOConfig\.transport='cuda_ipc': sends from GPU to GPU"),
         (0, {"transport": "nccl"}, r"^GRPOConfig\.transport='nccl'"),
         (0, {"rollout.tensor_parallel": 5}, r"tensor_parallel=5: does not divide num_attention_heads=12 of m; use 4 or 6$"),

@@ -16,7 +16,7 @@ from actors.collect.prompts import PromptSource, TrainingBatch
 from actors.collect.stream import SampledBatch
 from actors.options.sampled_config import RLConfig
 from actors.rollout.messages import VersionSpan
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from rl_backend.contracts import RewardError, WeightVersionError
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.data.rewards import LoadedReward, RewardScorer

@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 
 from actors.collect.collector import Collector
-from actors.collect.episode_stream import EpisodeStream
-from actors.collect.episodes import EpisodeBatch, EpisodeSource, play_held_out
+from actors.collect.episodes import EpisodeBatch, EpisodeSource, EpisodeStream, play_held_out
 from actors.collect.held_out import HeldOutSet
 from actors.collect.inputs import EpisodeInputs
 from actors.collect.prompts import PromptSource
 from actors.collect.sample_metrics import episode_metrics
 from actors.collect.transcripts import describe_episodes, transcript
-from actors.folder.progress import StreamPosition
+from actors.folder.checkpoints import StreamPosition
 from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import SamplingConfig
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from rl_backend.contracts import ConfigError, EpisodeFailedError, WeightVersionError
 from rl_backend.environment import Limits, Result, Sampler, play_episode
 from rl_backend.environment.groups import PlayOptions
@@ -278,7 +277,7 @@ def test_metrics_of_an_environment_replace_none_of_every_episodes() -> None:
             {"environment": None, "player": "m:player", "limits": {"tool_calls": 3}},
             r"limits\.tool_calls=3: a player has neither steps nor tools",
         ),
-        ({"tool_format": "qwen3_coder"}, "expected hermes, json, pythonic; for another parser, also of vLLM, give a player"),
+        ({"tool_format": "qwen3_coder"}, "input should be 'hermes', 'json' or 'pythonic'"),
         ({"max_prompt_tokens": 8}, "environments make their prompts; set max_episode_tokens"),
         ({"answer_column": "x"}, "an environment is given the row as it stands"),
         ({"max_response_tokens": 64, "max_episode_tokens": 64}, "max_episode_tokens=64 must hold a prompt and a turn"),

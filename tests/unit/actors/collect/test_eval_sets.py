@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from actors.collect import reward_scores
+from actors.collect import inputs as inputs_module
 from actors.collect.collector import WeightVersions
 from actors.collect.held_out import HeldOutResult, HeldOutSet, load_held_out
-from actors.collect.reward_scores import begin_scoring, score
+from actors.collect.prompts import begin_scoring, score
 from actors.collect.transcripts import describe_samples
 from actors.options.eval_sets import EvalSet, sets_by_name
 from actors.rollout.config import SamplingConfig
@@ -57,9 +57,7 @@ def test_a_set_is_answered_as_it_says_else_as_the_run(options: Any, n: int, gree
 def test_more_passes_than_responses_are_refused_when_their_number_is_known() -> None:
     several = EvalSet(path="p", pass_at=(1, 4))
     assert several.sampling(RUN, 4).n == 4
-    with pytest.raises(
-        ConfigError, match=r"^EvalSet\.pass_at=4: pass@4 is estimated from at least 4 responses, and n=3; raise"
-    ):
+    with pytest.raises(ConfigError, match=r"^EvalSet\.pass_at=4: pass@4 needs at least 4 responses, and n=3; raise"):
         several.sampling(RUN, 3)
     assert EvalSet(path="p", n=4, pass_at=(4,)).pass_at == (4,)
     with pytest.raises(ConfigError, match=r"pass_at=5"):
@@ -181,12 +179,12 @@ def test_rewards_see_text_without_special_tokens_and_lines_have_them() -> None:
 
 def test_reward_functions_do_not_outlast_the_loss_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = SimpleNamespace(load=lambda check: check)
-    check: Any = reward_scores.load_scorer(config)
+    check: Any = inputs_module.load_scorer(config)
     check()
-    monkeypatch.setattr(reward_scores, "cluster_loss", lambda: KeyError("lost"))
+    monkeypatch.setattr(inputs_module, "cluster_loss", lambda: KeyError("lost"))
     with pytest.raises(KeyError, match="lost"):
         check()
-    monkeypatch.setattr(reward_scores, "raise_if_terminated", lambda: 1 / 0)
+    monkeypatch.setattr(inputs_module, "raise_if_terminated", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         check()
 

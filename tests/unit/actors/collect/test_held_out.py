@@ -21,7 +21,7 @@ from actors.collect.held_out import HeldOutSet
 from actors.collect.inputs import load_inputs
 from actors.collect.prompts import answer
 from actors.folder.folder import RunFolder
-from actors.folder.resume import saved_facts
+from actors.folder.identity import saved_facts
 from actors.options.eval_sets import EvalSet
 from actors.rollout.config import SamplingConfig
 from actors.rollout.messages import VersionSpan, sample_seeds

@@ -14,14 +14,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.collect.held_out import HeldOutEpisodes, HeldOutResult, HeldOutSet
-from actors.collect.reward_scores import score
+from actors.collect.prompts import score
 from actors.collect.transcripts import describe_episodes, describe_samples, transcript
-from rl_backend.data.chat import decode
+from rl_backend.data.chat_template import decode
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.data.rewards import RewardConfig
 from rl_backend.environment import Turn
-from rl_backend.environment.answering import answering
 from rl_backend.environment.rendering import ChatRenderer
+from rl_backend.environment.reward_environment import answering
 from tests.support.claims import ROOT
 from tests.support.episodes import episode, segment
 
@@ -128,4 +128,4 @@ def test_nobody_else_decodes() -> None:
         for line in path.read_text().splitlines()
         if re.search(r"tokenizer\.(batch_)?decode\(", line)
     ]
-    assert len(found) == 1 and found[0].startswith("rl_backend/data/chat.py")
+    assert len(found) == 1 and found[0].startswith("rl_backend/data/chat_template.py")

@@ -12,9 +12,9 @@ import pytest
 from actors.collect import stop_tokens as ends_module
 from actors.collect.stop_tokens import Ends, stop_token_ids
 from actors.rollout.config import SamplingConfig
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.trace.recorder import recorder
 
@@ -36,7 +36,7 @@ def test_a_response_ends_with_the_tokenizers_and_the_generation_configs_tokens(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"eos_token_id": "x"}', r"eos_token_id='x', expected a token id or a list of them"),
+        ('{"eos_token_id": "x"}', r"eos_token_id=\['x'\], expected token ids"),
         ('{"eos_token_id": [1, true]}', r"eos_token_id=\[1, True\], expected"),
         ("[]", "is a list, not a JSON object"),
         ("{", "Expecting property name"),
@@ -93,7 +93,7 @@ def test_a_template_that_refuses_an_answer_names_the_row(tmp_path: Path, monkeyp
 
 def test_a_clock_adds_up_times_and_tokens_of_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [5_000_000_000]
-    monkeypatch.setattr("actors.watch.clock.time", SimpleNamespace(monotonic_ns=lambda: now[0]))
+    monkeypatch.setattr("actors.watch.metrics.time", SimpleNamespace(monotonic_ns=lambda: now[0]))
     clock = Clock()
     for phase, seconds, tokens in (("sample", 2, 0), ("train", 4, 10), ("sample", 1, 9), ("train", 1, 20), ("quick", 0, 7)):
         now[0] += seconds * 1_000_000_000

@@ -15,7 +15,7 @@ import pytest
 
 from actors import Sample, SamplingConfig
 from actors.collect.stream import SampledBatch, SampleStream
-from actors.folder.progress import StreamPosition, load_drawn, save_drawn
+from actors.folder.checkpoints import StreamPosition, load_drawn, save_drawn
 from actors.rollout.messages import Routes, VersionSpan
 from rl_backend.contracts import CheckpointError, EngineDeadError
 from rl_backend.data.prompts import Prompt, PromptExample

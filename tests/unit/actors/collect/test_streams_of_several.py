@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from actors.collect.stream import DrawnBatch, SampledBatch, SampleStream
-from actors.folder.progress import StreamPosition, load_drawn, save_drawn
+from actors.folder.checkpoints import StreamPosition, load_drawn, save_drawn
 from actors.rollout.config import SamplingConfig
 from actors.rollout.messages import Sample, VersionSpan, sample_seed
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, RunFolderError
 from rl_backend.data.prompts import Prompt, PromptExample
 
 BATCHES = [
@@ -126,9 +126,9 @@ def test_a_batch_that_cannot_be_told_of_is_no_batch() -> None:
 
 def test_samples_that_cannot_be_written_or_read_are_told_with_their_file(tmp_path: Path) -> None:
     missing = tmp_path / "none"
-    with pytest.raises(CheckpointError, match=rf"cannot write {missing}/drawn_samples\.pt: .*No such file") as unwritten:
+    with pytest.raises(RunFolderError, match=rf"{missing}/drawn_samples\.pt cannot be written: .*No such file") as unwritten:
         save_drawn([], missing)
-    assert unwritten.value.details == {"path": f"{missing}/drawn_samples.pt"}
+    assert unwritten.value.details["path"] == f"{missing}/drawn_samples.pt"
     with pytest.raises(CheckpointError, match=rf"{missing}/drawn_samples\.pt cannot be read: ") as unread:
         load_drawn(missing)
     assert unread.value.details == {"path": f"{missing}/drawn_samples.pt"}

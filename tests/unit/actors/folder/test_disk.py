@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from actors.folder.checkpoints import save_drawn
 from actors.folder.folder import RunFolder
 from actors.folder.lock import RunLock
-from actors.folder.progress import save_drawn
 from actors.folder.state import RunState
 from actors.run import run as run_module
 from examples import grpo, ppo, sft
@@ -123,7 +123,7 @@ def test_an_adapter_names_a_full_disk(small_disk: Path) -> None:
 
 def test_drawn_samples_name_a_full_disk(small_disk: Path) -> None:
     fill(small_disk)
-    with pytest.raises(CheckpointError, match=r"cannot write .*drawn_samples\.pt.*No space left"):
+    with pytest.raises(RunFolderError, match=r"drawn_samples\.pt cannot be written: .*No space left"):
         save_drawn([], small_disk)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from actors.folder import folder as folder_module
 from actors.folder.folder import RunFolder
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError
 from rl_backend.trace.chrome import ChromeTraceWriter
 from rl_backend.trace.recorder import recorder

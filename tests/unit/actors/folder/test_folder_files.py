@@ -16,7 +16,7 @@ from actors.cluster.session import RunStopped
 from actors.folder import folder as folder_module
 from actors.folder.folder import RunFolder
 from actors.folder.lock import RunLock
-from actors.folder.start import RunStart
+from actors.folder.resume import RunStart
 from actors.watch.metrics import Curves, TrackioWriter, WandbWriter, WriterFacts
 from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.contracts import BaseConfig, ConfigError

@@ -20,7 +20,7 @@ import pytest
 
 from actors.folder.folder import RunFolder
 from actors.folder.lock import RunLock
-from actors.folder.start import RunStart
+from actors.folder.resume import RunStart
 from rl_backend.contracts import BaseConfig, ConfigError
 from rl_backend.lab.report.page import write_report
 from rl_backend.lab.report.run_data import read_run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from actors.folder.log_file import LogFile, require_unchanged
+from actors.folder.resume import LogFile, require_unchanged
 from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.contracts import ConfigError
 

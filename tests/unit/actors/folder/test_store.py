@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.folder.checkpoints import RunCheckpoints, models_among, read_run_checkpoint
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, RunFolderError
 from tests.unit.actors.folder.test_checkpoints import committed, latest, names, save
 
 
@@ -72,8 +72,8 @@ def test_a_commit_stands_where_only_its_link_or_an_old_one_is_in_trouble(
     assert store.steps() == [2, 4, 6] and latest(store).step == 6
     with monkeypatch.context() as patch:
         patch.setattr(Path, "symlink_to", refusing(Path.symlink_to, ".latest.new"))
-        with pytest.raises(CheckpointError, match=rf"^cannot write {tmp_path}/latest: .*broken"):
-            store.clean_up()
+        store.clean_up()
+    assert caplog.text.count(f"{tmp_path}/latest does not point to step-00000006: [Errno 5] broken") == 2
     store.clean_up()
     assert names(tmp_path) == ["latest", "step-00000004", "step-00000006"]
 
@@ -93,7 +93,7 @@ def test_a_commit_that_the_file_system_refuses_is_none(tmp_path: Path, monkeypat
     assert raised.value.details["path"] == f"{tmp_path}/step-00000004" and store.steps() == [2]
     assert store.commit(4, {}).step == 4
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"^cannot make \S+/file/deep/\.step-00000001\.incomplete: "):
+    with pytest.raises(RunFolderError, match=r"/file/deep/\.step-00000001\.incomplete cannot be written: "):
         RunCheckpoints(tmp_path / "file" / "deep").make_draft(1)
     draft = RunCheckpoints(tmp_path / "new" / "deep").make_draft(1)
     assert draft.is_dir() and RunCheckpoints(tmp_path / "new" / "deep").make_draft(1) == draft
@@ -126,6 +126,6 @@ def test_a_checkpoint_says_all_that_it_holds_and_notices_what_is_lost_beside_the
 def test_a_state_with_one_part_that_json_changes_names_that_part(tmp_path: Path) -> None:
     store = RunCheckpoints(tmp_path)
     save(store, 1)
-    with pytest.raises(CheckpointError, match=r"would not be read back as it is: second=\(1,\); use lists"):
+    with pytest.raises(CheckpointError, match=r"would not be read back as it is: second=\(1,\); use JSON: lists"):
         store.commit(1, {"first": [1], "second": (1,), "third": {2: 3}})
     assert store.commit(1, {"first": [1], "fine": {"2": 3}}).state == {"first": [1], "fine": {"2": 3}}

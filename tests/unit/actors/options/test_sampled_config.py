@@ -10,9 +10,8 @@ import pytest
 import ray
 
 from actors.cluster.placement import ClusterShare
-from actors.options.config import RunModel, TrainingConfig, with_local_model
+from actors.options.config import RunModel, TrainingConfig, resolve_dtype, with_local_model
 from actors.options.policy_options import LoRAOptions
-from actors.options.rank_options import resolve_dtype
 from actors.options.sampled_config import EpisodeConfig, RLConfig
 from actors.rollout.config import SamplingConfig
 from examples.ppo import PPOConfig
@@ -49,15 +48,15 @@ def config_of(**changes: Any) -> RLConfig:
             "1024$",
         ),
         ({"rollout.max_model_len": 1023}, r"RLConfig\.rollout\.max_model_len=1023: must hold one sequence: .* = 1024$"),
-        ({"sample_ahead": 1}, r"RLConfig\.sample_ahead=1: max_staleness=0 is strictly on-policy.*; raise max_staleness$"),
-        ({"max_staleness": 2, "sample_ahead": 0}, r"RLConfig\.sample_ahead=0: .* take turns; use max_staleness=0"),
+        ({"sample_ahead": 1}, r"RLConfig\.sample_ahead=1: max_staleness=0: set both to 0, .*, or neither$"),
+        ({"max_staleness": 2, "sample_ahead": 0}, r"RLConfig\.sample_ahead=0: max_staleness=2: set both to 0"),
         ({"stale_samples": "correct"}, r"RLConfig\.stale_samples='correct': max_staleness=0 makes no stale samples"),
         (
             {"max_staleness": 1, "stale_samples": "correct", "importance": "off"},
             r"RLConfig\.importance='off': stale_samples='correct' needs importance weights; use truncate or mask",
         ),
-        ({"importance": "truncate", "top_k": 9}, r"RLConfig\.top_k=9: importance='truncate' with max_staleness=0 weighs"),
-        ({"max_staleness": 3, "min_p": 0.1}, r"RLConfig\.min_p=0\.1: importance='auto' with max_staleness=3 weighs"),
+        ({"importance": "truncate", "top_k": 9}, r"RLConfig\.top_k=9: importance='truncate' with max_staleness=0 cannot"),
+        ({"max_staleness": 3, "min_p": 0.1}, r"RLConfig\.min_p=0\.1: importance='auto' with max_staleness=3 cannot"),
         ({"importance": "mask", "top_p": 0.9, "top_k": 4}, r"RLConfig\.top_p=0\.9: importance='mask'"),
         ({"importance_cap": 3.0}, r"RLConfig\.importance_cap=3\.0: importance='auto' and max_staleness=0 has no weights"),
         (

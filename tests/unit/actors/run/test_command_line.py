@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.cluster.session import RunStopped, RunTerminated
-from actors.folder.start import RunFinishedError
+from actors.folder.resume import RunFinishedError
 from actors.run import command_line
 from actors.run.command_line import run_command
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, EngineDeadError, RLBackendError

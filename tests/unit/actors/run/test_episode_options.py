@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from actors.collect.collector import Collector
-from actors.collect.episode_stream import EpisodeStream, group_tasks
-from actors.collect.episodes import EpisodeSource, turn_sampling
+from actors.collect.episodes import EpisodeSource, EpisodeStream, group_tasks, turn_sampling
 from actors.collect.held_out import HeldOutSet
 from actors.collect.inputs import EpisodeInputs
 from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.tokens import RolloutTokens
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from rl_backend.environment import Result, Sampler
 from rl_backend.environment.groups import GroupTask, PlayOptions
 from rl_backend.options.option_set import filled

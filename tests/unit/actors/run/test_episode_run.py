@@ -63,7 +63,7 @@ def run_of(
         lambda: EpisodeInputs(Words(), player, score, rows, held_out, iter(batches), (7, 11), ("a note",)),
     )
     sources = Sources(engines)
-    monkeypatch.setattr("actors.run.episode_run.RolloutTokens", sources)
+    monkeypatch.setattr("actors.run.rl_run.RolloutTokens", sources)
     return config, session, sources
 
 

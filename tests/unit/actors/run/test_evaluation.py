@@ -16,9 +16,7 @@ from actors.cluster.placement import ClusterShare
 from actors.collect.inputs import EpisodeInputs
 from actors.options.sampled_config import EpisodeConfig
 from actors.run import evaluation as evaluation_module
-from actors.run import show_episode as show_module
-from actors.run.evaluation import EvalConfig, evaluate
-from actors.run.show_episode import show_episode
+from actors.run.evaluation import EvalConfig, evaluate, show_episode
 from rl_backend.contracts import ConfigError
 from rl_backend.data.examples import Examples
 from rl_backend.data.rewards import LoadedReward, RewardScorer
@@ -53,7 +51,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
             OPENED.append("engines closed")
 
     monkeypatch.setattr(ray, "cluster_resources", dict)
-    for module in (evaluation_module, show_module):
+    for module in (evaluation_module,):
         monkeypatch.setattr(module, "ray_session", ray_session)
         monkeypatch.setattr(module, "share_cluster", lambda ranks, engines: ClusterShare(1, 3, 0) if not ranks else None)
         monkeypatch.setattr(module, "RolloutGroup", Rollout)
@@ -183,8 +181,8 @@ def test_one_episode_of_a_row_is_shown(monkeypatch: pytest.MonkeyPatch, is_open:
         sources.append((rollout, sampling, RandomSource()))
         return sources[-1][2]  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(show_module, "load_episode_inputs", lambda config: inputs)
-    monkeypatch.setattr(show_module, "RolloutTokens", tokens)
+    monkeypatch.setattr(evaluation_module, "load_episode_inputs", lambda config: inputs)
+    monkeypatch.setattr(evaluation_module, "RolloutTokens", tokens)
     monkeypatch.setattr("actors.options.config.local_model", lambda model, field: f"/cache/{model}")
     options = {"model": "m", "dataset": "d", "player": "m:play", "run_dir": "x", "dtype": "float32", "engines": 3}
     config = EpisodeConfig(**options, max_response_tokens=4, temperature=0.5)

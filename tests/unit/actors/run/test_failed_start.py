@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from actors.checks import folder
 from actors.checks import preflight as checks
-from actors.folder.start import RunStart, find_start
+from actors.folder.resume import RunStart, find_start
 from actors.options.config import TrainingConfig
 from actors.run import run as run_module
 from actors.run.command_line import run_command
 from actors.run.run import Run
 from examples import tenants
 from rl_backend.contracts import ConfigError, EngineDeadError, RLBackendError
-from tests.unit.actors.folder.test_start import config_of
-from tests.unit.actors.folder.test_start import run as take_steps
+from tests.unit.actors.folder.test_resume import config_of
+from tests.unit.actors.folder.test_resume import run as take_steps
 
 
 @pytest.mark.shows("runs: a start that fails leaves run.json and report.html, and the folder can be used again")
@@ -79,7 +78,7 @@ def test_users_who_have_finished_start_nothing(
 
     monkeypatch.setattr(tenants, "open_session", opens)
     monkeypatch.setattr(checks, "CHECKS", [check for check in checks.CHECKS if check.name == "run folder"])
-    monkeypatch.setattr(folder, "find_start", finds)
+    monkeypatch.setattr(checks, "find_start", finds)
     shared = config_of(tmp_path, resume="auto").model_dump(include={"steps", "save_every", "resume"})
     files = {"model": f"{tmp_path}/m", "dataset": f"{tmp_path}/train.jsonl", "reward": f"{tmp_path}/reward.py:score"}
     users: dict[str, dict[str, Any]] = {"ann": {}, "bob": {"lr": 1e-3}}

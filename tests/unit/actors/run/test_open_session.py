@@ -144,14 +144,22 @@ def session_of(config: Any, **engines: Any) -> Session:
 @pytest.mark.parametrize(
     ("engines", "changes", "message"),
     [
-        ({"dtype": "bfloat16"}, {}, r"^session=\"rollout\.dtype='bfloat16'\": the run asks for 'float32'; open a session"),
+        (
+            {"dtype": "bfloat16"},
+            {},
+            r"^session=\"rollout\.dtype='bfloat16'\": the run asks for rollout\.dtype='float32'; open",
+        ),
         ({"enforce_eager": False}, {}, r"rollout\.enforce_eager=False"),
-        ({"engine_args": {"x": 1}}, {}, r"rollout\.engine_args=\{'x': 1\}.*asks for \{\}"),
+        ({"engine_args": {"x": 1}}, {}, r"rollout\.engine_args=\{'x': 1\}.*asks for rollout\.engine_args=\{\}"),
         ({"seed": 4}, {}, r"rollout\.seed=4"),
-        ({}, {"max_response_tokens": 513}, r"max_model_len=1024.*have up to 1025 tokens"),
-        ({"max_adapters": 0}, {"lora.rank": 8}, r"^session='max_adapters=0': the run asks for 1; open one with more$"),
-        ({"max_adapters": 2, "max_adapter_rank": 7}, {"lora.rank": 8}, r"max_adapter_rank=7': the run asks for 8"),
-        ({}, {"ranks": 2, "tp": 2}, r"ranks=1': the run asks for 2"),
+        ({}, {"max_response_tokens": 513}, r"max_model_len=1024.*asks for max_model_len=1025"),
+        ({"max_adapters": 0}, {"lora.rank": 8}, r"^session='max_adapters=0': the run asks for max_adapters=1; open one"),
+        (
+            {"max_adapters": 2, "max_adapter_rank": 7},
+            {"lora.rank": 8},
+            r"max_adapter_rank=7': the run asks for max_adapter_rank=8",
+        ),
+        ({}, {"ranks": 2, "tp": 2}, r"ranks=1, backend_cfg.parallel=.*: the run asks for ranks=2, "),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from actors.cluster.placement import ClusterShare
-from actors.folder.resume import deciding_options, saved_facts
+from actors.folder.identity import deciding_options, saved_facts
 from actors.options.policy_options import tenant_config
 from examples.demo.__main__ import RECIPES, DemoConfig, demo_settings
 from examples.grpo import GRPOConfig
@@ -124,18 +124,21 @@ def test_a_flag_of_a_dictionary_replaces_that_of_a_file_and_several_flags_add_up
         (("--zzzzzz",), "--zzzzzz: there is no such flag; see "),
         (("yes",), "unrecognized arguments: yes; see "),
         (("--clip-grad=2",), "--clip-grad: there is no such flag; did you mean --train.backend_cfg.optimizer.clip_grad?"),
-        (("--loss", "gspo"), "--loss gspo: neither JSON nor NAME=VALUE; give one of them"),
+        (("--loss", "gspo"), '--loss="gspo": input should be a valid dictionary'),
         (("--lr", "fast"), '--lr="fast": input should be a valid number, unable to parse string as a number'),
         (("--lr", "-1e-4"), '--lr="-1e-4": input should be greater than or equal to 0'),
         (("--run-dir", ""), '--run-dir="": string should have at least 1 character'),
-        (("--config", "a.yaml", "--config=b.yaml"), "--config: is given 2 times, and only the last would be read"),
-        (("--metrics-to", "wanb"), "--metrics-to='wanb': is none of tensorboard, "),
+        (("--config", "a.yaml", "--config=b.yaml"), "--config: is given 2 times; put all into one file"),
+        (
+            ("--metrics-to", "wanb"),
+            "--metrics-to='wanb': cannot be imported (No module named 'wanb'); give package.module:Class, or one of ",
+        ),
         (("--tp", "2"), "--ranks=1: world size 1 is not a multiple of tp*pp*cp = 2*1*1 = 2; use 2 ranks"),
         (("--lora.rank", "1000"), "--lora.rank=1000: vLLM serves adapters of a rank of at most 512; use at most that, or"),
         (("--lr",), "argument --lr/--train.backend_cfg.optimizer.lr: expected one argument; see "),
         (("--trace=1",), "argument --trace/--no-trace: ignored explicit argument '1'; see "),
         (("--rollout.cores", "1,2"), '--rollout.cores.0="1": input should be a valid tuple'),
-        (("--rollout.engine_args", "x"), "--rollout.engine_args x: neither JSON nor NAME=VALUE; give one of them"),
+        (("--rollout.engine_args", "x"), '--rollout.engine_args="x": input should be a valid dictionary'),
         (("--backend", "jax"), "--backend: unknown runtime 'jax'; known: bridge,"),
         (("--plugins", "nothing_there"), "--plugins='nothing_there': cannot be imported"),
         (("--no-async-save",), "--async-save=False: save_every=0 saves no checkpoints; set it too"),

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from actors import Run, Session
-from actors.folder.start import find_start
+from actors.folder.resume import find_start
 from actors.train.model import GroupModel
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig

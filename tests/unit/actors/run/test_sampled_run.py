@@ -14,7 +14,7 @@ import ray
 
 from actors import RLRun, Session
 from actors.cluster.session import RunStopped
-from actors.folder.start import find_start
+from actors.folder.resume import find_start
 from actors.rollout.messages import sample_seeds
 from actors.run import RunResult
 from actors.run.stop import StopRequest

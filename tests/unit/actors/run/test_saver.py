@@ -10,13 +10,13 @@ import pytest
 import ray
 
 from actors import Sample
+from actors.folder.checkpoints import StreamPosition
 from actors.folder.folder import RunFolder
-from actors.folder.progress import StreamPosition
-from actors.folder.start import RunStart, find_start
+from actors.folder.resume import RunStart, find_start
 from actors.rollout.messages import VersionSpan
 from actors.run.saver import RunSaver
 from actors.train.model import GroupModel
-from actors.watch.clock import Clock
+from actors.watch.metrics import Clock
 from examples.sft import SFTConfig
 from rl_backend.contracts import CheckpointError, ConfigError
 
@@ -150,7 +150,7 @@ def test_a_checkpoint_whose_samples_were_not_written_is_not_committed(
         (draft / "drawn_samples.pt").write_text("x")
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr("actors.folder.progress.save_drawn", fail)
+    monkeypatch.setattr("actors.folder.checkpoints.save_drawn", fail)
 
     def work(saver: RunSaver) -> None:
         saver.save(2, Clock())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.train.context import BuiltModel, HandleRef, RankContext, RankFunction, refs_in
-from actors.train.future import BoundOperation, GroupFuture, operation
+from actors.train.group import BoundOperation, GroupFuture, operation
 from rl_backend.contracts import BatchError, HandleError, RLBackendError
 from tests.support.plain_handle import PlainHandle
 

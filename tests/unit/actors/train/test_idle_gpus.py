@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.train.start import _warn_of_idle_gpus
+from actors.train.ranks import _warn_of_idle_gpus
 from rl_backend.contracts import RuntimeConfig
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from actors.train.context import HandleRef
-from actors.train.future import GroupFuture, operation
-from actors.train.group import TrainGroup
+from actors.train.group import GroupFuture, TrainGroup, operation
 from rl_backend.contracts import AdamParams, LoRAConfig, OptimizerConfig
 from rl_backend.contracts.atoms import Operation
 from rl_backend.runtime import Runtime

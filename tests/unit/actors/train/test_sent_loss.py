@@ -33,8 +33,8 @@ def test_the_same_named_loss_pickles_to_the_same_bytes() -> None:
     ("target", "keywords", "message"),
     [
         ("tests.support.losses.nll_loss", {}, "expected 'package.module:function'"),
-        ("tests.support.nowhere:nll_loss", {}, "tests.support.nowhere cannot be imported"),
-        ("tests.support.losses:nowhere", {}, "tests.support.losses has no nowhere"),
+        ("tests.support.nowhere:nll_loss", {}, r"cannot be imported \(No module named 'tests.support.nowhere'\)"),
+        ("tests.support.losses:nowhere", {}, "'tests.support.losses' has no attribute 'nowhere'"),
         ("tests.support.losses:__name__", {}, "a str cannot be called"),
         (NAME, {"scales": 2.0}, "unexpected keyword argument 'scales'"),
         ("tests.unit.actors.train.test_sent_loss:needs_more", {}, "missing a required .*'more'"),
@@ -50,7 +50,7 @@ def test_what_cannot_be_called_or_pickled_is_no_loss() -> None:
     with pytest.raises(ConfigError, match="loss is a str; expected a callable or Loss"):
         LossSender().send("nll")  # type: ignore[arg-type]
     generator = (number for number in range(3))
-    with pytest.raises(ConfigError, match=r"cannot be pickled .*generator"):
+    with pytest.raises(TypeError, match=r"cannot pickle .*generator"):
         LossSender().send(lambda model_output, data, dp_group=None: next(generator))  # type: ignore[arg-type, return-value]
 
 

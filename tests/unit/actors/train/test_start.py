@@ -10,7 +10,7 @@ import pytest
 from ray import cloudpickle
 
 from actors.cluster.placement import Slot
-from actors.train import order, start
+from actors.train import order
 from actors.train import ranks as ranks_module
 from actors.train.order import Driver
 from actors.train.outcome import Completed, Failed, RankInfo
@@ -85,11 +85,11 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster()
-    monkeypatch.setattr(start, "reserve", made.reserve)
-    monkeypatch.setattr(start, "TrainActor", SimpleNamespace(options=made.actor))
-    monkeypatch.setattr(start, "check_config", lambda config, num_ranks: None)
-    monkeypatch.setattr(start, "_warn_of_idle_gpus", lambda config, name, gpus: None)
-    monkeypatch.setattr(start, "thread_environment", lambda: {"WAITS": "asleep"})
+    monkeypatch.setattr(ranks_module, "reserve", made.reserve)
+    monkeypatch.setattr(ranks_module, "TrainActor", SimpleNamespace(options=made.actor))
+    monkeypatch.setattr(ranks_module, "check_config", lambda config, num_ranks: None)
+    monkeypatch.setattr(ranks_module, "_warn_of_idle_gpus", lambda config, name, gpus: None)
+    monkeypatch.setattr(ranks_module, "thread_environment", lambda: {"WAITS": "asleep"})
     monkeypatch.setattr(Driver, "here", lambda: Driver("1", "this driver"))
     monkeypatch.setattr(ranks_module, "ray", ToldRay())
     monkeypatch.setattr(GroupMembers, "kill", lambda members: made.killed.append(members.name))
@@ -97,7 +97,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def begin(**changed: Any) -> TrainRanks:
-    return start.start_ranks(CONFIG, **{**ASKED, **changed})
+    return ranks_module.start_ranks(CONFIG, **{**ASKED, **changed})
 
 
 def test_every_rank_is_an_actor_with_its_place_and_environment(cluster: Cluster) -> None:
@@ -182,10 +182,10 @@ def test_the_device_and_the_gpus_of_a_rank_go_together(
 ) -> None:
     config = RuntimeConfig.model_validate({"hf_path": "model", "backend_cfg": {"device": device}})
     if refusal is None:
-        start.start_ranks(config, **{**ASKED, "gpus_per_rank": gpus})
+        ranks_module.start_ranks(config, **{**ASKED, "gpus_per_rank": gpus})
         return
     with pytest.raises(ConfigError) as caught:
-        start.start_ranks(config, **{**ASKED, "gpus_per_rank": gpus})
+        ranks_module.start_ranks(config, **{**ASKED, "gpus_per_rank": gpus})
     assert str(caught.value) == refusal and not cluster.reserved
 
 
@@ -195,7 +195,7 @@ def test_a_configuration_that_cannot_work_is_refused_before_anything_is_reserved
     def refuse(config: RuntimeConfig, num_ranks: int) -> None:
         raise ConfigError(f"not with {num_ranks} ranks")
 
-    monkeypatch.setattr(start, "check_config", refuse)
+    monkeypatch.setattr(ranks_module, "check_config", refuse)
     with pytest.raises(ConfigError, match="not with 3 ranks"):
         begin()
     assert not cluster.reserved

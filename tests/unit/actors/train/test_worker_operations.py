@@ -17,7 +17,6 @@ from rl_backend.contracts import (
     HandleError,
     Metric,
     OperationOrderError,
-    RLBackendError,
     StepResult,
 )
 from rl_backend.contracts.atoms import Operation
@@ -165,11 +164,3 @@ def test_an_operation_that_fails_is_answered_and_stops_the_next_of_its_thread() 
     assert rank.worker.progress() == (2, 2)
     outcome, _ = rank.execute(Operation("zero_grad", {"handle": ref(1)}), acknowledged=frozenset({1}))
     assert isinstance(outcome, Completed)
-
-
-def test_a_rank_whose_start_failed_runs_nothing() -> None:
-    rank = ToldRank(3)
-    rank.worker._context = None
-    outcome, _ = rank.execute(Operation("zero_grad", {"handle": ref(1)}))
-    assert isinstance(outcome, Failed) and type(outcome.error) is RLBackendError
-    assert str(outcome.error) == "rank 3 has no runtime; its start failed"

@@ -20,7 +20,7 @@ from actors.collect.episodes import EpisodeSource
 from actors.collect.held_out import HeldOutEpisodes, HeldOutResult, HeldOutSet, warn_of_unknown
 from actors.collect.prompts import PromptSource
 from actors.collect.sample_metrics import sample_metrics, unknown_tokens
-from actors.folder.progress import Progress
+from actors.folder.checkpoints import Progress
 from actors.rollout.messages import Sample, VersionSpan
 from actors.run.sampling import Sampling
 from actors.run.stop import StopRequest

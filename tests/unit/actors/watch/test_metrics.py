@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from actors.folder.folder import RunFolder
-from actors.folder.start import RunStart, find_start
+from actors.folder.resume import RunStart, find_start
 from actors.watch.metrics import WRITERS, WriterFacts
 from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig, ConfigError
-from tests.unit.actors.folder.test_start import config_of, run
+from tests.unit.actors.folder.test_resume import config_of, run
 
 written: list[tuple[Any, ...]] = []
 
@@ -109,7 +109,7 @@ def test_a_writer_that_fails_is_dropped_with_one_warning_and_the_run_continues(t
     ("names", "message"),
     [
         ("mlflow", "metrics_to='mlflow': mlflow is not installed: pip install mlflow, or give none$"),
-        ("nothing", "metrics_to='nothing': is none of tensorboard, wandb, mlflow, trackio"),
+        ("nothing", "metrics_to='nothing': cannot be imported .*; give package.module:Class, or one of tensorboard"),
         ("tensorboard,mlflow", "metrics_to='mlflow': mlflow is not installed: pip install mlflow, or leave it out"),
         (f"{__name__}:NoSuchWriter", "NoSuchWriter': cannot be imported"),
         (

@@ -84,9 +84,11 @@ def test_no_rewards_give_no_advantages(estimator: AdvantageEstimator) -> None:
     [
         ([1.0, float("nan")], {"group_size": 2}, r"rewards\[1\] is nan"),
         ([1.0, float("inf")], {"group_size": 2}, r"rewards\[1\] is inf"),
-        ([1.0, 2.0, 3.0], {"group_size": 2}, "3 rewards are not a multiple of group_size=2"),
-        ([1.0, 2.0], {"group_ids": ["a"]}, "1 group_ids for 2 rewards"),
+        ([1.0, 2.0, 3.0], {"group_size": 2}, "3 rewards do not fit group_size=2"),
+        ([1.0, 2.0], {"group_ids": ["a"]}, "2 rewards do not fit 1 group_ids"),
         ([[1.0, 2.0]], {"group_size": 2}, r"shape \(1, 2\)"),
+        ([1.0, 2.0], {"group_size": 0}, "2 rewards do not fit group_size=0"),
+        ([1.0, 2.0], {"group_size": -1}, "2 rewards do not fit group_size=-1"),
     ],
 )
 def test_rewards_that_do_not_fit_are_refused(rewards: list, options: dict, message: str) -> None:
@@ -100,7 +102,6 @@ def test_rewards_that_do_not_fit_are_refused(rewards: list, options: dict, messa
     [
         {},
         {"group_size": 2, "group_ids": [0, 0]},
-        {"group_size": 0},
         {"group_size": 2, "eps": -1.0},
         {"group_size": 2, "eps": 0.0},
         {"group_size": 2, "eps": float("nan")},
@@ -113,5 +114,5 @@ def test_options_that_cannot_work_are_refused(options: dict) -> None:
 
 def test_broadcasting_repeats_each_sequences_value_over_its_tokens() -> None:
     assert broadcast_to_tokens(torch.tensor([5.0, 7.0]), torch.tensor([1, 3])).tolist() == [5.0, 7.0, 7.0, 7.0]
-    with pytest.raises(BatchError, match="each of the 2 sequences"):
+    with pytest.raises(RuntimeError, match="repeats must have the same size"):
         broadcast_to_tokens(torch.zeros(3), torch.tensor([1, 3]))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_backend.algorithm import aggregate_loss, cispo_loss, grpo_loss, gspo_loss, policy_loss, value_loss
+from rl_backend.algorithm import aggregate_loss, cispo_loss, grpo_loss, gspo_loss, value_loss
 from rl_backend.contracts import BatchError, ConfigError, ModelOutput, PackedBatch
 from tests.support.rl_batches import batch_meta, pack, random_sequences
 
@@ -81,7 +81,6 @@ def test_a_scale_factor_that_is_needed_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "options", "message"),
     [
-        (policy_loss, {"surrogate": "trpo"}, "surrogate='trpo': must be a function"),
         (gspo_loss, {"clip_ratio_c": 3.0}, "clip_ratio_c=3.0: dual clip is ppo's"),
         (cispo_loss, {"clip_ratio_c": 3.0}, "clip_ratio_c=3.0: dual clip is ppo's"),
         (gspo_loss, {"clip_ratio_low": -1.0}, "clip_ratio_low=-1.0"),

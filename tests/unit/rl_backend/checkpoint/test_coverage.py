@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from rl_backend.checkpoint.boxes import boxes
-from rl_backend.checkpoint.stored_metadata import MOST_SPLIT_DIMENSIONS, covers_once
+from rl_backend.checkpoint.metadata_reader import MOST_SPLIT_DIMENSIONS, covers_once
+from rl_backend.checkpoint.training_state import boxes
 
 type Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -83,7 +83,7 @@ def test_files_and_places_that_cannot_be_are_refused(tmp_path: Path, monkeypatch
         (tmp_path / "cut.gguf").write_bytes(content)
         with pytest.raises(CheckpointError, match=r"cut\.gguf cannot be read as GGUF .*fetch it again"):
             import_gguf(tmp_path / "cut.gguf", tmp_path / "model")
-    with pytest.raises(CheckpointError, match=r"absent\.gguf is no file"):
+    with pytest.raises(CheckpointError, match=r"absent\.gguf cannot be read as GGUF .*No such file"):
         import_gguf(tmp_path / "absent.gguf", tmp_path / "model")
     with pytest.raises(CheckpointError, match="exists already"):
         import_gguf(file, tmp_path)

@@ -88,13 +88,15 @@ def test_stored_bfloat16_is_converted_to_the_parameters_dtype(model_dir: Path) -
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'Qwen/Qwen3-0.6B' is not a directory; download"):
+    with pytest.raises(
+        CheckpointError, match=r"Qwen/Qwen3-0.6B/config\.json cannot be read as JSON .*No such file.*download it first"
+    ):
         HFReader("Qwen/Qwen3-0.6B")
 
 
 def test_a_directory_without_config_is_refused(model_dir: Path) -> None:
     (model_dir / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON .*No such file"):
         HFReader(model_dir)
 
 
@@ -158,7 +160,7 @@ def test_a_missing_tensor_is_refused_by_name(model_dir: Path) -> None:
     tensors = merge_files(model_dir)
     del tensors[NAME]
     save_file(tensors, model_dir / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"has no tensor {NAME}"):
+    with pytest.raises(CheckpointError, match=f"it has no tensor {NAME}"):
         load(model_dir)
 
 
@@ -166,7 +168,7 @@ def test_a_tensor_of_another_shape_is_refused_with_both_shapes(model_dir: Path) 
     tensors = merge_files(model_dir)
     tensors[NAME] = tensors[NAME][:100].clone()
     save_file(tensors, model_dir / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"{NAME}' .*\(100, 64\); config.json describes \(128, 64\)"):
+    with pytest.raises(CheckpointError, match=rf"{NAME} of shape \(100, 64\), not \(128, 64\)"):
         load(model_dir)
 
 
@@ -174,7 +176,7 @@ def test_a_tensor_without_a_parameter_is_refused_by_name(model_dir: Path) -> Non
     tensors = merge_files(model_dir)
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(128)
     save_file(tensors, model_dir / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"q_proj\.bias, for which the model .* has no parameter"):
+    with pytest.raises(CheckpointError, match=r"the model has no parameter for .*q_proj\.bias"):
         load(model_dir)
 
 
@@ -182,7 +184,7 @@ def test_quantised_weights_are_refused(model_dir: Path) -> None:
     tensors = merge_files(model_dir)
     tensors[NAME] = tensors[NAME].to(torch.float8_e4m3fn)
     save_file(tensors, model_dir / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"{NAME}' .*F8_E4M3"):
+    with pytest.raises(CheckpointError, match=rf"{NAME} of dtype F8_E4M3"):
         load(model_dir)
 
 
@@ -212,7 +214,7 @@ def test_a_tensor_that_the_index_does_not_name_is_read_as_transformers_reads_it(
     assert torch.equal(load(model_dir)["layers.0.mlp.up_proj.weight"], expected["layers.0.mlp.up_proj.weight"])
     first = min(model_dir.glob("*.safetensors"))
     save_file({**load_file(first), "model.layers.7.mlp.up_proj.weight": torch.zeros(128, 64)}, first)
-    with pytest.raises(CheckpointError, match=r"layers\.7\.mlp\.up_proj\.weight, for which the model .* has no parameter"):
+    with pytest.raises(CheckpointError, match=r"the model has no parameter for .*layers\.7\.mlp\.up_proj\.weight"):
         load(model_dir)
 
 

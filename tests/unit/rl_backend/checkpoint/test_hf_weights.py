@@ -78,25 +78,35 @@ def checked(path: Path, shapes: dict[str, tuple[int, ...]], **options: Any) -> d
 @pytest.mark.parametrize(
     ("stored", "shapes", "options", "problem"),
     [
-        ({"a": torch.ones(2)}, {"a": (2,), "b": (1,), "c": (1,)}, {}, "has no tensor b, c; the model that config.json"),
+        ({"a": torch.ones(2)}, {"a": (2,), "b": (1,), "c": (1,)}, {}, "it has no tensor b, c; take both from one model"),
         ({"a": torch.ones(2)}, {"a": (2,), "b": (1,)}, {"absent": ["b"]}, None),
         (
             {"a": torch.ones(2), "b": torch.ones(3)},
             {"a": (2,), "b": (1,)},
             {},
-            r"'b' .* has shape \(3,\); config\.json .*\(1",
+            r"it has tensor b of shape \(3,\), not \(1,\)",
         ),
-        ({"a": torch.ones(2), "b": torch.arange(2)}, {"a": (2,), "b": (2,)}, {}, "'b' .* has dtype I64; expected F64, F32"),
+        (
+            {"a": torch.ones(2), "b": torch.arange(2)},
+            {"a": (2,), "b": (2,)},
+            {},
+            "it has tensor b of dtype I64, not F64, F32",
+        ),
         (
             {"a": torch.ones(2), "x.rotary_emb.inv_freq": torch.ones(1), "y": torch.ones(1), "z": torch.ones(1)},
             {"a": (2,)},
             {},
-            "has tensor y, z, for which the model that config.json describes has no parameter",
+            "the model has no parameter for y, z; take both",
         ),
         ({"a": torch.ones(2), "y": torch.ones(1)}, {"a": (2,)}, {"elsewhere": frozenset({"y"})}, None),
         ({"a": torch.ones(2), "y.buffer": torch.ones(1)}, {"a": (2,)}, {"stored_buffers": (".buffer",)}, None),
         ({"a": torch.ones(2), "lm_head.weight": torch.ones(1)}, {"a": (2,)}, {}, None),
-        ({"a": torch.ones(2), "lm_head.bias": torch.ones(1)}, {"a": (2,)}, {}, r"has tensor lm_head\.bias, for which"),
+        (
+            {"a": torch.ones(2), "lm_head.bias": torch.ones(1)},
+            {"a": (2,)},
+            {},
+            r"the model has no parameter for lm_head\.bias",
+        ),
         (
             {"score.weight": torch.ones(1, 2), "lm_head.bias": torch.ones(1), "lm_head.weight": torch.ones(1)},
             {"score.weight": (1, 2)},
@@ -107,20 +117,20 @@ def checked(path: Path, shapes: dict[str, tuple[int, ...]], **options: Any) -> d
             {"score.weight": torch.ones(3, 2)},
             {"score.weight": (1, 2)},
             {},
-            r"\(3, 2\); a critic's has \(1, 2\): one value per",
+            r"score\.weight of shape \(3, 2\), not \(1, 2\)",
         ),
         (
             {"a": torch.ones(2), "score.weight": torch.ones(1, 2)},
             {"a": (2,)},
             {},
-            r"holds a critic or a reward model: it has score\.weight and no lm_head\.weight; build it with head='values'",
+            r"no parameter for score\.weight; it holds a critic or a reward model: build it with head='values'",
         ),
         ({"a": torch.ones(2), "score.weight": torch.ones(1)}, {"a": (2,)}, {"elsewhere": frozenset({"score.weight"})}, None),
         (
             {"a": torch.ones(2), "score.weight": torch.ones(1), "lm_head.weight": torch.ones(1)},
             {"a": (2,)},
             {},
-            r"has tensor score\.weight, for which",
+            r"no parameter for score\.weight; take both",
         ),
     ],
 )
@@ -168,9 +178,8 @@ def test_a_tied_head_is_compared_row_by_row_to_the_last(tmp_path: Path, monkeypa
             other = embeddings.clone()
             other[row, 2] += 1
             write(path, {EMBEDDINGS: embeddings, "lm_head.weight": other, **copies}, **tied)
-            with pytest.raises(CheckpointError, match=r"but a lm_head\.weight that differs from its embeddings") as caught:
+            with pytest.raises(CheckpointError, match=r"but a lm_head\.weight that differs from its embeddings"):
                 require_same_head(path)
-            assert caught.value.details == {"tensor": "lm_head.weight"}
             parameters = {"embed": parameter(rows, 3)}
             with pytest.raises(CheckpointError, match="differs from its embeddings"):
                 load_weights(path, parameters, {"embed": EMBEDDINGS}, stored_buffers=("embed_tokens.weight",))
@@ -213,7 +222,7 @@ def test_where_nothing_is_said_of_the_head_it_is_what_transformers_fills_in(
         (
             {"a.weight": torch.ones(1)},
             {"quantization": {"bits": 4}},
-            r"config\.json has quantization=\{'bits': 4\}; .*it is not",
+            r"config\.json has quantization=\{'bits': 4\} \(it is not",
         ),
         ({"a.weight": torch.ones(1)}, {"compression_config": {"x": 1}}, r"config\.json has compression_config=\{'x': 1\}"),
         ({"a.weight": torch.ones(1), "b.weight_packed": torch.arange(2)}, {}, r"tensor 'b\.weight_packed' has dtype I64;"),

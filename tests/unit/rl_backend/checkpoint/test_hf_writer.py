@@ -180,7 +180,7 @@ def test_a_missing_parent_is_refused(tied_model: Path, tmp_path: Path) -> None:
 
 def test_a_source_without_config_is_refused(tied_model: Path, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
-    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON .*No such file"):
         write(tmp_path / "out", tied_model, tmp_path / "source")
     assert not (tmp_path / "out").exists()
 
@@ -191,14 +191,11 @@ ONES = torch.ones(2)
 @pytest.mark.parametrize(
     ("announced", "came", "problem"),
     [
-        ([], [], "no tensors to write"),
-        ([("a", ONES), ("a", ONES)], [], "'a' came twice"),
-        ([("a", ONES)], [("a", ONES), ("a", ONES)], "'a' came twice"),
-        ([("a", ONES)], [("b", ONES)], "'b' came and was not announced"),
+        ([("a", ONES)], [("a", ONES), ("a", ONES)], "'a' came as .*, nothing more of this name was announced"),
+        ([("a", ONES)], [("b", ONES)], "'b' came as .*, nothing more of this name was announced"),
         ([("a", ONES), ("b", ONES)], [("a", ONES)], "1 of 2 tensors did not come, 'b' for one"),
         ([("a", ONES)], [("a", ONES.view(2, 1))], r"'a' came as float32 \(2, 1\), float32 \(2,\) was announced"),
         ([("a", ONES)], [("a", ONES.bfloat16())], r"'a' came as bfloat16 \(2,\), float32 \(2,\) was announced"),
-        ([("a", ONES.to(torch.complex64))], [], "'a' has dtype complex64, which is not written"),
     ],
 )
 def test_tensors_that_are_not_those_announced_are_refused(

@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.folder.checkpoints import RUN_FILE, RunCheckpoints, RunManifest, read_run_checkpoint
-from actors.folder.progress import DRAWN_SAMPLES, load_drawn
+from actors.folder.checkpoints import DRAWN_SAMPLES, RUN_FILE, RunCheckpoints, RunManifest, load_drawn, read_run_checkpoint
 from rl_backend.checkpoint.hf_export import TrainingWeights
-from rl_backend.checkpoint.hf_reader import HFReader
+from rl_backend.checkpoint.hf_reader import HFReader, other_files
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest, read_manifest
-from rl_backend.checkpoint.model_files import other_files
 from rl_backend.cli.main import main
 from rl_backend.contracts import CheckpointError
 from tests.support.hostile import FALSE, FOUND_WHILE_READING, HOSTILE, Command, hostile_source, reseal, with_files

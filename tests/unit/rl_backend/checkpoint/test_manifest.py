@@ -63,13 +63,13 @@ def test_bytes_that_are_no_text_are_damaged_and_what_cannot_be_read_is_said_so(t
     (tmp_path / MANIFEST_NAME).write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: .*codec can't decode"):
         TrainingManifest.read_sealed(tmp_path / MANIFEST_NAME)
-    with pytest.raises(CheckpointError, match=r"gone cannot be read: .*No such file") as caught:
+    with pytest.raises(CheckpointError, match=r"gone is damaged: .*No such file") as caught:
         TrainingManifest.read_sealed(tmp_path / "gone")
     assert caught.value.details == {"path": str(tmp_path), "name": "gone"}
 
 
 def test_a_directory_without_a_manifest_says_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/gone is not a directory"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/gone has no manifest\.json"):
         read_manifest(tmp_path / "gone")
     with pytest.raises(
         CheckpointError, match=r"has no manifest\.json, so it is no training checkpoint; a save that did not"
@@ -93,45 +93,37 @@ PARAMETERS: dict[str, tuple[int, ...]] = {"a.weight": (3, 5), "b.weight": (3,)}
 
 
 @pytest.mark.parametrize(
-    ("here", "problem", "details"),
+    ("here", "problem"),
     [
-        ({}, None, {}),
-        ({"model_type": "llama"}, "a 'qwen3' model, this one is 'llama'", {}),
+        ({}, None),
         (
-            {"head": "log_probs"},
-            r"a model with head='values', this one has head='log_probs'; load it into one of "
-            r"build_model\(head='values'\)",
-            {"head": "values"},
+            {"model_type": "llama", "head": "log_probs"},
+            "a 'qwen3' model, this one is 'llama'; a model with head='values', this one has head='log_probs'; load it into "
+            r"one of build_model\(head='values'\)$",
         ),
         (
             {"parameters": {**PARAMETERS, "b.weight": (4,)}},
-            r"another model: b\.weight has shape \(3,\) there and \(4,\) here; load it with .*hf_path='/nowhere/model'",
-            {"name": "b.weight"},
+            r"another model: b\.weight has shape \(3,\) there and \(4,\) here \(1 differ\); load it with .*"
+            "hf_path='/nowhere/model'",
         ),
         (
             {"parameters": {"a.weight": (5, 3), "b.weight": (4,)}},
-            r"a\.weight has shape \(3, 5\) there and \(5, 3\) here",
-            {"name": "a.weight"},
+            r"a\.weight has shape \(3, 5\) there and \(5, 3\) here \(2 differ\)",
         ),
-        ({"parameters": {"a.weight": (3, 5)}}, r"b\.weight has shape \(3,\) there and none here", {"name": "b.weight"}),
-        (
-            {"parameters": {**PARAMETERS, "c.weight": ()}},
-            r"c\.weight has shape none there and \(\) here",
-            {"name": "c.weight"},
-        ),
+        ({"parameters": {"a.weight": (3, 5)}}, r"b\.weight has shape \(3,\) there and none here"),
+        ({"parameters": {**PARAMETERS, "c.weight": ()}}, r"c\.weight has shape none there and \(\) here"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(
-    tmp_path: Path, here: dict[str, Any], problem: str | None, details: dict[str, str]
+def test_a_checkpoint_of_another_model_is_refused_with_the_differences(
+    tmp_path: Path, here: dict[str, Any], problem: str | None
 ) -> None:
     manifest = manifest_of(parameters=PARAMETERS, head="values")
     given: dict[str, Any] = {"model_type": "qwen3", "parameters": PARAMETERS, "head": "values", **here}
     if problem is None:
         manifest.require_model(path=tmp_path, **given)
         return
-    with pytest.raises(CheckpointError, match=f"{tmp_path} holds .*{problem}") as caught:
+    with pytest.raises(CheckpointError, match=f"{tmp_path} holds .*{problem}"):
         manifest.require_model(path=tmp_path, **given)
-    assert caught.value.details == {"path": str(tmp_path), **details}
 
 
 def test_private_names_are_read_by_the_runtime_alone_that_wrote_them(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from actors.rollout.config import RolloutConfig
 from actors.rollout.vllm.capabilities import check_served
 from rl_backend.checkpoint.hf_export import TrainingWeights, export_checkpoint, source_of
 from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.checkpoint.mxfp4 import dequantised, quantised
+from rl_backend.checkpoint.quantisation import dequantised, quantised
 from rl_backend.cli.main import main
 from rl_backend.contracts import CheckpointError, UnsupportedError
 from rl_backend.model import find_model

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rl_backend.checkpoint.boxes import boxes
-from rl_backend.checkpoint.training_state import HostBuffers, PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
+from rl_backend.checkpoint.training_state import HostBuffers, PiecesLoadPlanner, PiecesSavePlanner, TensorPieces, boxes
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (1, 6), (4, 1, 2)], ids=str)

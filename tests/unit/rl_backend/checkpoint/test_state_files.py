@@ -120,7 +120,7 @@ def test_a_file_must_have_the_bytes_that_were_written(tmp_path: Path) -> None:
         ) as caught:
             require_written(tmp_path, "file", other)
         assert caught.value.details == {"path": str(tmp_path), "name": "file"}
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}/gone cannot be read: .*No such file") as caught:
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} is damaged: gone cannot be read \(.*No such file") as caught:
         require_written(tmp_path, "gone", facts)
     assert caught.value.details == {"path": str(tmp_path), "name": "gone"}
 

@@ -23,11 +23,11 @@ from rl_backend.checkpoint.training_state import (
     TensorPieces,
     TensorsReader,
     on_every_rank,
-    raise_interrupt,
     raise_on_every_rank,
     read_training_state,
     require_free,
     reserve_draft,
+    told_as_checkpoint_error,
     write_training_state,
 )
 from rl_backend.contracts import BatchError, CheckpointError, RLBackendError
@@ -131,12 +131,15 @@ def test_an_interrupt_of_a_body_is_no_collective(monkeypatch: pytest.MonkeyPatch
         pass
 
 
-def test_an_interrupt_is_raised_on_its_own_rank_alone() -> None:
+def test_an_interrupt_is_raised_on_its_own_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     error = CheckpointException("", {0: (KeyboardInterrupt(), None), 1: (OSError("full"), None)})  # type: ignore[dict-item]
-    with pytest.raises(KeyboardInterrupt):
-        raise_interrupt(error, 0)
-    raise_interrupt(error, 1)
-    raise_interrupt(error, 2)
+    with pytest.raises(KeyboardInterrupt), told_as_checkpoint_error("failed"):
+        raise error
+    for rank in (1, 2):
+        monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+        with pytest.raises(CheckpointError) as caught, told_as_checkpoint_error("failed", GROUP):
+            raise error
+        assert str(caught.value) == "failed: rank 0: KeyboardInterrupt: ; rank 1: OSError: full"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from actors.folder.folder import RunFolder
-from actors.folder.start import RunStart
+from actors.folder.resume import RunStart
 from actors.run import parse_config
 from examples.demo.task import write_task
 from examples.grpo import GRPOConfig

@@ -23,7 +23,7 @@ def test_an_episode_is_played_with_modules_of_the_working_directory(
     (tmp_path / "plugin_of_test.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
-    monkeypatch.setattr("actors.run.show_episode.show_episode", show)
+    monkeypatch.setattr("actors.run.evaluation.show_episode", show)
     options = ["--model", "m", "--dataset", "d.jsonl", "--environment", "plugin_of_test:Game", "--run-dir", "x"]
     assert main(["episode", "2", *options, "--plugins", "plugin_of_test"]) == 0
     assert capsys.readouterr().out == "what was played\n"

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM
 
 from actors.folder.checkpoints import RunCheckpoints
-from rl_backend.checkpoint.hf_export import PREFIX, TrainingWeights, export_checkpoint
+from rl_backend.checkpoint.hf_export import TrainingWeights, export_checkpoint
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest
-from rl_backend.checkpoint.training_state import DigestingWriter
+from rl_backend.checkpoint.training_state import WEIGHTS, DigestingWriter
 from rl_backend.cli.main import main
 from tests.support.critic import squared_error, transformers_values
 from tests.support.memory import peak_memory, reset_peak_memory
@@ -127,11 +127,10 @@ def test_an_exported_critic_is_one_of_transformers(saved: Saved, tmp_path: Path)
 REFUSALS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "several models": (("{step}",), "holds critic, policy; choose one with --name"),
     "no such model": (("{step}", "--name", "actor"), "holds no 'actor', only critic, policy"),
-    "a name for one model": (("{step}/policy", "--name", "policy"), "--name policy: is for a checkpoint of a run"),
+    "a name for one model": (("{step}/policy", "--name", "policy"), "--name policy is for a checkpoint of a run"),
     "all steps": (("{step}/..",), "holds the steps 2 of a run; give one, or "),
     "no checkpoint": (("{source}",), "is a Hugging Face directory"),
     "nothing there": (("{step}/absent",), "absent: is not a directory; give a checkpoint, such as runs/"),
-    "no shards": (("{step}/policy", "--shard-size", "0"), "--shard-size 0: must be at least 1"),
     "no source": (("{step}/policy", "--source", "absent"), "absent, given as source, is not a directory"),
     "another model's source": (("{step}/policy", "--source", "{dense}"), "has model_type='qwen3', the model in"),
     "a larger model's source": (("{step}/policy", "--source", "{larger}"), "has num_hidden_layers=4, the model in"),
@@ -158,7 +157,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(saved.step / "policy", tmp_path) == 2
-    assert "exists already; choose a new directory" in capsys.readouterr().err
+    assert "exists already, or is inside of the checkpoint" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert export(saved.step / "policy", tmp_path / "file" / "out") == 2
     assert re.search(r"--out .*/file/out: .*/file cannot be made: ", capsys.readouterr().err)
@@ -240,7 +239,7 @@ DAMAGE: Mapping[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: change_manifest(path, parameters={"model.embed_tokens.weight": (1, 2)}),
         r"has it in shape \(\d+, \d+\), model\.model\.embed_tokens\.weight was expected in shape \(1, 2\)",
     ),
-    "no weights": (lambda path: change_manifest(path, parameters={}), r"policy is damaged: its manifest lists no weights"),
+    "no weights": (lambda path: change_manifest(path, parameters={}), r"the model in .*policy has no such weight"),
     "an unknown dtype": (
         lambda path: with_settings(path, {"param_dtype": "int8"}),
         r"manifest\.json has param_dtype='int8' in its runtime_config, which is not among float32, bfloat16",
@@ -289,7 +288,7 @@ def large(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "large"
     tensors = {f"layers.{index}.weight": torch.full((1024, 1024), float(index)) for index in range(24)}
     writer = DigestingWriter(path)
-    save({PREFIX + name: tensor for name, tensor in tensors.items()}, storage_writer=writer, no_dist=True)
+    save({WEIGHTS + name: tensor for name, tensor in tensors.items()}, storage_writer=writer, no_dist=True)
     manifest = TrainingManifest(
         model_type="qwen3",
         parameters={name: tuple(tensor.shape) for name, tensor in tensors.items()},

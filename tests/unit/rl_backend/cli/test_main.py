@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from rl_backend.cli import command, doctor
 from rl_backend.cli import main as main_module
 from rl_backend.cli.main import main
 from rl_backend.contracts import BaseConfig, BatchError, ConfigError, RLBackendError
-from rl_backend.options.parser import CommandError
+from rl_backend.options.parser import CommandError, CommandParser
 
 
 class Options(BaseConfig):
@@ -65,10 +66,12 @@ def test_errors_are_in_the_terms_of_the_command_line() -> None:
 
 
 def test_a_value_of_json_is_an_object() -> None:
-    assert command.json_object("options", '{"a": [1]}') == {"a": [1]}
-    for given, message in (("{", "--options {: not JSON: "), ("[1]", r"--options \[1\]: expected an object of fields")):
-        with pytest.raises(CommandError, match=f"^{message}"):
-            command.json_object("options", given)
+    parser = CommandParser(prog="tool")
+    parser.add_argument("--options", type=command.json_object)
+    assert parser.parse_args(["--options", '{"a": [1]}']).options == {"a": [1]}
+    for given in ("{", "[1]"):
+        with pytest.raises(CommandError, match=f"^argument --options: invalid json_object value: {re.escape(repr(given))}"):
+            parser.parse_args(["--options", given])
 
 
 def test_an_output_is_a_file_in_a_directory_that_exists(tmp_path: Path) -> None:

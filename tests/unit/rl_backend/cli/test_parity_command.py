@@ -19,11 +19,9 @@ from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.cli import parity
 from rl_backend.cli.main import main
 from rl_backend.contracts import ConfigError, RLBackendError
-from rl_backend.lab.parity.compare import Tolerances, compare
+from rl_backend.lab.parity.compare import SideRecord, Tolerances, compare
 from rl_backend.lab.parity.config import ParityConfig, ParitySide
-from rl_backend.lab.parity.record import SideRecord
-from rl_backend.lab.parity.run import ParityResult, required_modules
-from rl_backend.lab.parity.text import as_json, as_text
+from rl_backend.lab.parity.run import ParityResult, as_json, as_text, required_modules
 
 
 @pytest.fixture
@@ -38,12 +36,12 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--model {missing}", "--model {missing}: "),
+        ("--model {missing}", "hf_path '{missing}' is not a directory; "),
         (
             "--model {model} --candidate megatorn",
-            "--candidate megatorn: unknown runtime; known: bridge, ",
+            "unknown runtime 'megatorn'; known: bridge, ",
         ),
-        ("--model {model} --reference jax", "--reference jax: unknown runtime"),
+        ("--model {model} --reference jax", "unknown runtime 'jax'; known: "),
         ("--model {model} --tp 3", "--candidate native --tp 3: ParallelConfig.tp=3: does not divide num_attention_heads=4"),
         (
             "--model {model} --reference native --reference-pp 3",
@@ -57,7 +55,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--model {model} --dp 0", "--candidate native --dp 0: "),
         (
             "--model {model} --reference-dp 2",
-            "--reference transformers --reference-dp 2: dp=2: transformers runs on one rank",
+            "--reference transformers --reference-dp 2: transformers runs on one rank, and takes ",
         ),
         (
             "--model {model} --dp 8",
@@ -67,17 +65,17 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--model {model} --lr 0", "--lr 0.0: "),
         ("--model {model} --max-length 4096", "--max-length 4096: the model has 512 positions"),
         ("--model {model} --min-length 49", "--min-length 49: the longest sequence has max_length=48"),
-        ("--model {model} --plugin no.such.module", "--plugin no.such.module: "),
-        ("--model {model} --candidate-options [1]", "--candidate-options [1]: expected an object"),
-        ("--model {model} --candidate-options {{}", "--candidate-options {{}: not JSON"),
+        ("--model {model} --plugin no.such.module", "RuntimeConfig.plugins='no.such.module': cannot be imported"),
+        ("--model {model} --candidate-options [1]", "argument --candidate-options: invalid json_object value: '[1]'"),
+        ("--model {model} --candidate-options {{}", "argument --candidate-options: invalid json_object value: '{{}'"),
         (
             '--model {model} --candidate-options {"param_dtype":"bfloat16"}',
-            "--candidate native --candidate-options '{\"param_dtype\":\"bfloat16\"}': options['param_dtype']='bfloat16': "
+            "--candidate native --candidate-options '{\"param_dtype\": \"bfloat16\"}': options['param_dtype']='bfloat16': "
             "both sides have the same: ParityConfig.dtype (--dtype)",
         ),
         (
             '--model {model} --reference native --reference-options {"optimizer":{"lr":1}}',
-            "--reference native --reference-options '{\"optimizer\":{\"lr\":1}}': options['optimizer']=",
+            "--reference native --reference-options '{\"optimizer\": {\"lr\": 1}}': options['optimizer']=",
         ),
         ('--model {model} --candidate-options {"parallel":{"tp":2}}', "--candidate native --candidate-options "),
         ('--model {model} --candidate-options {"device":"cuda"}', "--candidate native --candidate-options "),

@@ -16,7 +16,7 @@ from rl_backend.cli.main import main
 from rl_backend.contracts import PackedBatch
 from rl_backend.lab.plan.make import candidate_layouts, make_plan
 from rl_backend.lab.plan.memory import Workload
-from rl_backend.parallel.fake_groups import fake_rank
+from rl_backend.parallel.groups import fake_rank
 from tests.support.claims import ROOT
 from tests.support.models import write_tiny
 from tests.support.native import make_config, open_runtime, token_loss
@@ -143,12 +143,18 @@ def test_sequences_are_not_longer_than_the_model_has_positions(tmp_path: Path, c
         (("--ranks", "0"), "--ranks 0: must be at least 1"),
         (("--ranks", "1", "--device-gib", "0"), "--device-gib 0.0: must be above 0"),
         (("--ranks", "1", "--sequence-length", "9000"), "--sequence-length 9000: does not fit into micro_batch_tokens=8192"),
-        (("--ranks", "1", "--head", "values", "--entropy"), "--entropy True: head='values' gives no probabilities"),
+        (("--ranks", "1", "--head", "values", "--entropy"), "--entropy True: head='values' has no entropy"),
         (("--ranks", "1", "--lora.rank", "8"), "is of tenants=0 LoRA tenants; set tenants too"),
         (("--ranks", "1", "--tenants", "2", "--lora.targets", "q"), "LoRAConfig.targets='q': no module of this name"),
-        (("--ranks", "1", "--tenants", "2", "--backend", "bridge"), "tenants=2: a plan knows what LoRA tenants take"),
-        (("--ranks", "1", "--offload", "weights"), "'weights' is none of model, optimizer, grad"),
-        (("--ranks", "1", "--options", '{"param_dtype": "float32"}'), "param_dtype has a flag of its own"),
+        (
+            ("--ranks", "1", "--tenants", "2", "--backend", "bridge"),
+            "with tenants=2: a plan knows native and bridge, and",
+        ),
+        (
+            ("--ranks", "1", "--offload", "weights"),
+            "Workload.offload.0=\"weights\": input should be 'model', 'optimizer' or 'grad'",
+        ),
+        (("--ranks", "1", "--options", '{"param_dtype": "float32"}'), "param_dtype has a flag; use that"),
         (("--ranks", "1", "--options", '{"unheard": 1}'), "NativeConfig.unheard=1: unknown field"),
         (("--ranks", "1", "--byte-budget", "1000"), "byte_budget=1000 cannot hold model.embed_tokens.weight"),
         (("--ranks", "2", "--pp", "2", "--pipeline-schedule", "zbv"), "zbv needs 2 stages per rank"),
@@ -161,10 +167,13 @@ def test_sequences_are_not_longer_than_the_model_has_positions(tmp_path: Path, c
             ("--ranks", "1", "--backend", "bridge", "--options", '{"device": "cuda"}'),
             "BridgeConfig.device='cuda': a plan knows what Megatron's own layers keep",
         ),
-        (("--ranks", "1", "--reduce-dtype", "float32", "--backend", "bridge"), "is of --backend native"),
+        (
+            ("--ranks", "1", "--reduce-dtype", "float32", "--backend", "bridge"),
+            "BridgeConfig.reduce_dtype='float32': unknown field",
+        ),
         (
             ("--ranks", "1", "--backend", "bridge", "--options", '{"override_ddp_config": {"overlap_grad_reduce": true}}'),
-            "BridgeConfig.override_ddp_config={'overlap_grad_reduce': True}: a plan does not know what it takes",
+            "BridgeConfig has override_ddp_config={'overlap_grad_reduce': True}: a plan does not know what overrides take",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -190,7 +199,7 @@ def test_the_output_on_the_page_is_that_of_its_command(
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "does not exist" in refusal(capsys, "--model", str(tmp_path / "none"), "--ranks", "1")
+    assert "is not a directory" in refusal(capsys, "--model", str(tmp_path / "none"), "--ranks", "1")
     assert "config.json" in refusal(capsys, "--model", str(tmp_path), "--ranks", "1")
 
 

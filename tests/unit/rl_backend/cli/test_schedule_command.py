@@ -131,12 +131,12 @@ def test_a_png_is_drawn_where_pillow_is_and_refused_where_not(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--costs", "1,2"), "--costs 1,2: expected three times above 0"),
-        (("--costs", "1,0,1"), "--costs 1,0,1: expected three times above 0"),
-        (("--costs", "a,b,c"), "--costs a,b,c: expected three times above 0"),
-        (("--comm", "-1"), "--comm -1.0: expected a time of 0 or more"),
-        (("--draw", "picture.gif"), "--draw picture.gif: expected a file name that ends in .png, .svg, .html"),
-        (("--draw", "missing/picture.svg"), "--draw missing/picture.svg: must be a file in a directory that exists"),
+        (("--costs", "1,2"), "argument --costs: invalid three_costs value: '1,2'"),
+        (("--costs", "1,0,1"), "Costs.backward_input=0.0: must be above 0"),
+        (("--costs", "a,b,c"), "argument --costs: invalid three_costs value: 'a,b,c'"),
+        (("--comm", "-1"), "Costs.communication=-1.0: must be 0 or more"),
+        (("--draw", "picture.gif"), "--draw picture.gif: draws one schedule, into a file that ends in .png, .svg, .html"),
+        (("--draw", "missing/picture.svg"), "--draw missing/picture.svg: cannot be written: "),
         (("--vpp", "1"), "--vpp 1: zbv needs 2 stages per rank"),
         (("--pp", "0"), "--pp 0: must be at least 1"),
         (("--microbatches", "0"), "0 micro-batches: a step needs at least 1"),

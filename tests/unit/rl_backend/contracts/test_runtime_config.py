@@ -27,21 +27,19 @@ def test_the_data_parallel_size_is_what_the_dense_model_leaves(layout: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("layout", "world", "message", "details"),
+    ("layout", "world", "message"),
     [
-        ({"tp": 2, "pp": 3}, 16, "of tp*pp*cp = 2*3*1 = 6; use 12 or 18 ranks", {"model_parallel_size": 6}),
-        ({"tp": 2, "cp": 5}, 3, "of tp*pp*cp = 2*1*5 = 10; use 10 ranks", {"model_parallel_size": 10}),
-        ({"tp": 2, "ep": 3, "etp": 2}, 16, "of ep*etp*pp = 3*2*1 = 6; use 12 or 18 ranks", {"expert_parallel_size": 6}),
-        ({"tp": 4, "ep": 3}, 31, "of tp*pp*cp = 4*1*1 = 4; use 24 or 36 ranks", {"model_parallel_size": 4}),
+        ({"tp": 2, "pp": 3}, 16, "of tp*pp*cp = 2*3*1 = 6; use 12 or 18 ranks"),
+        ({"tp": 2, "cp": 5}, 3, "of tp*pp*cp = 2*1*5 = 10; use 10 ranks"),
+        ({"tp": 2, "ep": 3, "etp": 2}, 16, "of ep*etp*pp = 3*2*1 = 6; use 12 or 18 ranks"),
+        ({"tp": 4, "ep": 3}, 31, "of tp*pp*cp = 4*1*1 = 4; use 24 or 36 ranks"),
     ],
 )
-def test_a_world_that_does_not_divide_is_told_the_next_that_do(
-    layout: dict[str, int], world: int, message: str, details: dict[str, int]
-) -> None:
+def test_a_world_that_does_not_divide_is_told_the_next_that_do(layout: dict[str, int], world: int, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         ParallelConfig(**layout).data_parallel_size(world)
     assert str(refused.value) == f"world size {world} is not a multiple {message}"
-    assert refused.value.details == {"world_size": world, **details}
+    assert refused.value.details == {"world_size": world}
 
 
 def test_a_registry_adds_gives_lists_and_removes() -> None:
@@ -99,7 +97,7 @@ def test_plugins_are_imported_in_order_and_text_has_commas_between_them(
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ("raise SystemExit(3)", ConfigError, r"plugins='wrong_plugin': ends the process when imported, SystemExit\(3\)"),
+        ("raise SystemExit(3)", ConfigError, r"plugins='wrong_plugin': fails when .* imports it \(SystemExit: 3\)"),
         (
             "raise ValueError('no')",
             ConfigError,
@@ -144,5 +142,5 @@ def test_native_options_without_effect_are_refused(fields: dict[str, Any], field
 def test_options_of_another_kind_are_not_handed_out() -> None:
     config = RuntimeConfig(hf_path="x", backend_cfg={"log_prob_chunk_tokens": 5})
     assert config.options(NativeConfig).log_prob_chunk_tokens == 5
-    with pytest.raises(ConfigError, match=r"backend_cfg is a list; expected NativeConfig or a dictionary of its fields"):
+    with pytest.raises(ConfigError, match=r"NativeConfig=\[1\]: input should be a valid dictionary or instance of"):
         RuntimeConfig(hf_path="x", backend_cfg=[1])

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import PromptExample, as_messages, cut_prompt
+from rl_backend.data.examples import DataConfig, PromptExample, as_messages, cut_prompt
 from rl_backend.data.prompts import (
     batches_per_epoch,
     encode_prompt,

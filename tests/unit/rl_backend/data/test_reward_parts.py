@@ -14,9 +14,9 @@ import pytest
 
 from rl_backend.contracts import ConfigError
 from rl_backend.data.rewards import LoadedReward, RewardConfig
-from rl_backend.data.rewards.loading import load_callable, load_reward_function
-from rl_backend.data.rewards.pool import EventLoop, Raised, TimeLimitError, WorkerPool
+from rl_backend.data.rewards.function import load_callable, load_reward_function
 from rl_backend.data.rewards.worker import location_of, module_at, what_it_raised
+from rl_backend.data.rewards.worker_pool import EventLoop, Raised, TimeLimitError, WorkerPool
 from tests.support.rewards import calls
 
 
@@ -26,7 +26,7 @@ from tests.support.rewards import calls
         ("plain", "expected package.module:function or path/to/file.py:function"),
         (":f", "expected package.module:function"),
         ("m:", "expected package.module:function"),
-        ("no/such.py:f", "no such file: /.*no/such.py; give path/to/file.py:function"),
+        ("no/such.py:f", "no/such.py failed: FileNotFoundError: "),
         ("no_such_module_x:f", "cannot import no_such_module_x: ModuleNotFoundError: "),
         ("{file}:gone", "{file} has no function 'gone'; it has one, two$"),
         ("{file}:NUMBER", "{file} has no function 'NUMBER'; it has one, two$"),

@@ -13,8 +13,8 @@ import pytest
 
 from examples.sft import SFTConfig
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.chat import encode_messages
-from rl_backend.data.config import DataConfig
+from rl_backend.data.chat_template import encode_messages
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import endless_batches, epoch_batches, load_prompts
 from rl_backend.data.sft import TrainedTokens, conversation_tokens, load_sft_examples
 from tests.support.chat_templates import CHATML, MARKED, OPENED, TEMPLATES, THINKING, chat_tokenizer

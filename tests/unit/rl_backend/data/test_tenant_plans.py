@@ -11,7 +11,7 @@ import torch
 from rl_backend.contracts import BatchError, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.data.balance import MicroBatchPlan, plan_micro_batches, plan_tenants
-from rl_backend.data.packing import pack_plan
+from rl_backend.data.micro_batches import pack_plan
 
 BUDGET = 40
 

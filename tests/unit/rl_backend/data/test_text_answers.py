@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError
-from rl_backend.data.chat import encode_answer, encode_text
-from rl_backend.data.config import DataConfig
+from rl_backend.data.chat_template import encode_answer, encode_text
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import load_prompts
 from rl_backend.data.sft import conversation_tokens, load_sft_examples
 from rl_backend.environment import answering

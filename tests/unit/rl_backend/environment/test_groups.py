@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError, EpisodeEndError, EpisodeFailedError
-from rl_backend.data.rewards.pool import TimeLimitError
+from rl_backend.data.rewards.worker_pool import TimeLimitError
 from rl_backend.environment import Episode, Limits, Result, Sampler
 from rl_backend.environment.groups import Group, GroupTask, PlayOptions, play_groups
 from rl_backend.environment.playing import ended_by, play_episode, with_reward, without_reward

@@ -86,7 +86,7 @@ def test_ids_outside_the_vocabulary_are_refused_before_the_engine_is_asked() -> 
     for prompt, stops, found in (([50], [], "50 to 50"), ([1, -1], [], "-1 to 1"), ([1], [99], "99 to 99")):
         with pytest.raises(BatchError, match=f"ids from {found}; expected 0 to 49"):
             asyncio.run(sampler(source).sample(prompt, stop_token_ids=stops))
-    with pytest.raises(BatchError, match="token_ids is empty"):
+    with pytest.raises(BatchError, match="token_ids has no ids"):
         asyncio.run(sampler(source).sample([]))
     assert not source.prompts
 

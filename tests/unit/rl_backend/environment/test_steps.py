@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import encode_prompt
 from rl_backend.data.rewards import LoadedReward, RewardScorer
 from rl_backend.environment import Limits, Step, StepOptions, SteppedPlayer, Turn
-from rl_backend.environment.answering import answering
-from rl_backend.environment.parsers import Attempt, ParsedTurn
+from rl_backend.environment.reward_environment import answering
+from rl_backend.environment.tool_call_parsers import Attempt, ParsedTurn
 from tests.support.chat_templates import chat_tokenizer
 from tests.unit.rl_backend.environment.test_stepping import CALL, END, TOKENIZER, TOOLS, Calculator, Guess, play, written
 
@@ -41,12 +41,12 @@ USER = {"role": "user", "content": "on"}
 @pytest.mark.parametrize(
     ("step", "problem"),
     [
-        (Step(messages=[USER], token_ids=[1]), "step returned messages and token_ids; give one of them"),
-        (Step(messages=[USER], restart=[USER]), "step returned messages and restart; give one of them"),
-        (Step(token_ids=[1], restart=[USER]), "step returned token_ids and restart; give one of them"),
+        (Step(messages=[USER], token_ids=[1]), "step returned messages and token_ids; give one of"),
+        (Step(messages=[USER], restart=[USER]), "step returned messages and restart; give one of"),
+        (Step(token_ids=[1], restart=[USER]), "step returned token_ids and restart; give one of"),
         (Step(messages=[USER], token_ids=[1], restart=[USER]), "step returned messages and token_ids and restart"),
-        (Step(), "step returned nothing to go on with; give messages, token_ids, restart or done=True"),
-        (Step(token_ids=[]), "token_ids is empty; a turn needs a prompt"),
+        (Step(), "step returned nothing to go on with; give one of messages, token_ids and restart, or done=True"),
+        (Step(token_ids=[]), "step returned nothing to go on with"),
         ({"done": True}, "step returned dict; expected a Step"),
         (Step(reward=float("nan"), done=True), "a reward of nan: rewards must be finite numbers"),
     ],

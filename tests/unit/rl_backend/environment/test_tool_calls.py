@@ -11,8 +11,7 @@ import pytest
 
 from rl_backend.contracts import ConfigError, EpisodeFailedError, RolloutError
 from rl_backend.environment import Limits, ToolCall, ToolPool
-from rl_backend.environment.calling import Caller, task_name
-from rl_backend.environment.parsers import Attempt
+from rl_backend.environment.tool_call_parsers import Attempt
 from rl_backend.environment.tools import (
     ArgumentsError,
     ToolFunction,
@@ -23,6 +22,7 @@ from rl_backend.environment.tools import (
     tool_function,
     tool_schema,
 )
+from rl_backend.environment.user_code import Caller, task_name
 
 
 class Noted:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import ConfigError, EpisodeFailedError
-from rl_backend.data.rewards.loading import load_callable
+from rl_backend.data.rewards.function import load_callable
 from rl_backend.environment import ToolCall, load_environment
-from rl_backend.environment.calling import Caller
-from rl_backend.environment.parsers import Attempt
+from rl_backend.environment.tool_call_parsers import Attempt
 from rl_backend.environment.tools import ToolPool, run_calls, tool_function, tool_schema
+from rl_backend.environment.user_code import Caller
 
 FILE = """
 import os, time
@@ -190,12 +190,6 @@ def test_a_function_that_cannot_be_a_tool_is_refused(name: str, problem: str, tm
     (tmp_path / "my_tools.py").write_text(FILE)
     with pytest.raises(ConfigError, match=problem):
         tool_function(f"{tmp_path / 'my_tools.py'}:{name}")
-
-
-def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "my_tools.py").write_text(FILE)
-    with pytest.raises(ConfigError, match="two have the same name"):
-        ToolPool([f"{tmp_path / 'my_tools.py'}:add"] * 2)
 
 
 def test_tools_that_a_process_cannot_load_end_the_run(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from rl_backend.environment import Result, Sampler, Step, Turn
-from rl_backend.environment.calling import _lateness, watched_loop
 from rl_backend.environment.groups import GroupTask, PlayOptions, play_groups
 from rl_backend.environment.protocol import Player
 from rl_backend.environment.stepping import SteppedPlayer
+from rl_backend.environment.user_code import _lateness, watched_loop
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.token_sources import RandomSource
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.lab.parity.compare import Comparison, Tolerances, compare
+from rl_backend.lab.parity.compare import Comparison, SideRecord, Tolerances, compare, merge_ranks
 from rl_backend.lab.parity.config import DType, ParityConfig, ParitySide, plan_batch
 from rl_backend.lab.parity.rank import record_runtime
-from rl_backend.lab.parity.record import SideRecord, merge_ranks
 from rl_backend.lab.parity.run import required_modules
 from rl_backend.lab.parity.transformers_side import record_transformers
 from tests.support import faulty_runtime

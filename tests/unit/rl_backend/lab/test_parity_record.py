@@ -15,9 +15,9 @@ import torch
 
 from rl_backend.contracts import HandleError, RLBackendError
 from rl_backend.data import MicroBatchPlan
-from rl_backend.lab.parity import rank, record
+from rl_backend.lab.parity import compare, rank
+from rl_backend.lab.parity.compare import RankRecord, SideRecord, merge_ranks
 from rl_backend.lab.parity.config import ParityConfig, ParitySide
-from rl_backend.lab.parity.record import RankRecord, SideRecord, merge_ranks
 from rl_backend.lab.parity.run import start_rank
 
 
@@ -63,9 +63,9 @@ def test_versions_are_of_packages_that_are_imported_under_either_name(monkeypatc
     monkeypatch.setattr("importlib.metadata.version", lambda name: f"1.0 of {name}")
     for name in ("megatron.core", "megatron.bridge", "megatron_core"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert "megatron-core" not in record.package_versions()
+    assert "megatron-core" not in compare.package_versions()
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
-    found = record.package_versions()
+    found = compare.package_versions()
     assert found["megatron-core"] == "1.0 of megatron-core" and "megatron-bridge" not in found
     assert found["torch"] == "1.0 of torch" and found["python"]
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.lab.parity.compare import Comparison, StageResult, Tolerances, compare
+from rl_backend.lab.parity.compare import Comparison, SideRecord, StageResult, Tolerances, compare
 from rl_backend.lab.parity.config import DType, ParitySide
-from rl_backend.lab.parity.record import SideRecord
 from tests.support.variants import VARIANTS, write_variant
 from tests.unit.rl_backend.lab.test_parity_faults import compare_on, make_config, train_runtime, train_transformers
 

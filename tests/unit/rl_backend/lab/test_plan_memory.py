@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from rl_backend.contracts import ConfigError, NativeConfig, TensorInfo
-from rl_backend.lab.plan.activations import StageMemory, most_in_flight
 from rl_backend.lab.plan.bridge import LocalLayers
 from rl_backend.lab.plan.memory import ParameterSize, ShardedStage, Workload
-from rl_backend.lab.plan.native import sync_bucket_bytes
+from rl_backend.lab.plan.native import StageMemory, most_in_flight, sync_bucket_bytes
 from rl_backend.pipeline import Action, Kind
 from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.native.layout import describe_model

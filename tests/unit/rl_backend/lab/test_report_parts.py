@@ -14,9 +14,8 @@ import pytest
 
 from rl_backend.lab.report import page as page_module
 from rl_backend.lab.report.charts import Chart, charts_for, draw_chart, draw_phases, points, running_mean
-from rl_backend.lab.report.page import write_report
+from rl_backend.lab.report.page import draw_samples, write_report
 from rl_backend.lab.report.run_data import RunData, Series, read_run
-from rl_backend.lab.report.samples import draw_samples
 from tests.support.page import Element, read_page
 from tests.support.runs import write_run
 
@@ -231,7 +230,12 @@ def test_the_time_of_a_run_goes_on_until_it_ends() -> None:
 
 def test_the_headline_has_no_more_than_two_results_and_the_planned_steps_if_known() -> None:
     metrics = {"answer_probability": series(0.1, 0.1), "nll": series(2.0, 1.0), "reward": series(0.0, 1.0)}
-    data = RunData(Path("run"), metrics=metrics, steps=2, summary={"seconds": 61, "accuracy_before": 0, "accuracy_after": 1})
+    data = RunData(
+        Path("run"),
+        metrics=metrics,
+        steps=2,
+        summary={"seconds": 61, "held_out_reward_before": 0, "held_out_reward_after": 1},
+    )
     assert page_module._facts(data) == [
         ("steps", "2"),
         ("held-out reward", "0.000 → 1.000"),

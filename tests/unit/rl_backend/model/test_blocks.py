@@ -14,8 +14,7 @@ from rl_backend.model.feedforward.dense import MLPNames, MLPSpec, SwiGLUSpec
 from rl_backend.model.feedforward.moe import ExpertNames, MoESpec
 from rl_backend.model.mixers.deltanet import DeltaNetSpec
 from rl_backend.model.mixers.gqa import GQASpec
-from rl_backend.model.mixers.indexer import IndexerSpec
-from rl_backend.model.mixers.mla import ChosenKeysSpec, MLASpec
+from rl_backend.model.mixers.mla import ChosenKeysSpec, IndexerSpec, MLASpec
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary
 from rl_backend.primitive.router import RouterSettings

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import BatchError, Head, ModelOutput
 from rl_backend.model import BuildSettings, ModelInput, ModelStage
-from rl_backend.model.activation_checkpointing import checkpoint_layers
 from rl_backend.model.blocks import LayerSpec, RouterInput
-from rl_backend.model.decoder import Decoder
+from rl_backend.model.decoder import Decoder, checkpoint_layers
 from rl_backend.model.decoder_spec import DecoderSpec, MTPNames, MTPSpec
 from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec

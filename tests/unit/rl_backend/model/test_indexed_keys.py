@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import BatchError, PackedBatch, key_fields
-from rl_backend.contracts.indexed_keys import KEYS
+from rl_backend.contracts.replay import KEYS
 from rl_backend.model.mixers import mla
 from tests.support.families import random_sequences
 from tests.support.indexed_keys import first_keys, kept_keys, with_keys

@@ -234,7 +234,7 @@ def test_a_missing_or_surplus_expert_is_named_before_anything_is_read(tmp_path: 
     for change, message in (
         ({name: None}, f"no tensor {name}"),
         ({name.replace("3.up", "4.up"): torch.zeros(1)}, "experts.4.up_proj.weight"),
-        ({name: torch.zeros(3, 64)}, r"has shape \(3, 64\)"),
+        ({name: torch.zeros(3, 64)}, r"of shape \(3, 64\)"),
     ):
         broken = {key: value for key, value in {**tensors, **change}.items() if value is not None}
         save_file(broken, path / "model.safetensors", metadata={"format": "pt"})

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_backend.contracts import BatchError, NativeConfig
+from rl_backend.contracts import BatchError
 from rl_backend.model import QWEN3
-from rl_backend.model.activation_checkpointing import checkpoint_layers
+from rl_backend.model.decoder import checkpoint_layers
 from tests.support.families import load_native, load_transformers, pack, random_sequences, run_native, run_transformers
 from tests.support.models import write_tiny_qwen3
 
@@ -154,8 +154,3 @@ def test_a_sequence_longer_than_the_model_allows_is_refused(tied_model: Path) ->
 def test_a_token_outside_the_vocabulary_is_refused(tied_model: Path) -> None:
     with pytest.raises(BatchError, match="reach from 3 to 128; the vocabulary has 128"):
         run_native(load_native(tied_model), [torch.tensor([3, 128])])
-
-
-def test_parallelize_refuses_another_familys_module() -> None:
-    with pytest.raises(TypeError, match="expected Decoder"):
-        QWEN3.parallelize(torch.nn.Linear(1, 1), None, NativeConfig())

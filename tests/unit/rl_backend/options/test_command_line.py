@@ -134,7 +134,7 @@ def test_an_object_is_given_by_names_as_json_or_piece_by_piece(words: tuple[str,
 
 @pytest.mark.parametrize(
     ("word", "message"),
-    [("--named=x", "--named x: neither JSON nor NAME=VALUE; give one"), ("--named={x", "--named {x: not JSON: ")],
+    [("--named=x", '--named="x": input should be a valid dictionary'), ("--named={x", "--named {x: not JSON: ")],
 )
 def test_what_is_no_object_is_refused(word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):

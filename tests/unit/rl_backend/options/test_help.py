@@ -11,7 +11,7 @@ from pydantic import Field
 from examples.grpo import GRPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig
-from rl_backend.options.help import nearest, write_help
+from rl_backend.options.help import nearest, option_parser
 from rl_backend.options.option_set import OptionSet, options_of, sections_of
 from rl_backend.runtime.bridge.config import BridgeConfig
 
@@ -36,25 +36,25 @@ class Whole(BaseConfig):
 
 
 def test_help_is_usage_groups_and_an_example() -> None:
-    text = write_help("rl-backend mine", Whole, "What it does.", dict(sections_of(Whole, {})))
+    text = option_parser("rl-backend mine", Whole, "What it does.", dict(sections_of(Whole, {}))).format_help()
     head, general, *groups, example = text.split("\n\n")[0:1] + text.split("\n\n")[2:]
     assert head == "usage: rl-backend mine [--config FILE] --needed TEXT [--FLAG VALUE ...]"
     assert text.split("\n\n")[1] == "What it does."
     assert general.splitlines()[0] == "general:" and "--print-config" in general and "--help, -h" in general
     assert groups == [
-        "data:\n  --size, --part.size INT     (default: 3)",
-        "training:\n  --late INT                  (default: 1)",
-        "logging:\n  --[no-]loud                 say more (default: false)",
+        "data:\n  --size, --part.size INT  (default: 3)",
+        "training:\n  --late INT               (default: 1)",
+        "logging:\n  --[no-]loud              say more (default: false)",
         "mine:\n"
-        "  --needed TEXT               a word of this text is never divided, and a line that is full goes on\n"
-        "                              in the next one below the text before it (required)",
+        "  --needed TEXT            a word of this text is never divided, and a line that is full goes on in\n"
+        "                           the next one below the text before it (required)",
     ]
     title, *lines = example.rstrip("\n").split("\n")
     assert title == "example:" and all(line.endswith(" \\") for line in lines[:-1]) and not lines[-1].endswith("\\")
     assert all(len(line) <= 100 for line in lines) and len(lines) == 2
     words = shlex.split("".join(line.removesuffix("\\") for line in lines))
     assert words == ["rl-backend", "mine", *shlex.split(Whole.option_set.example)]
-    assert "example" not in write_help("x", Part, "", {"": Part}) and "\n\n\n" not in text
+    assert "example" not in option_parser("x", Part, "", {"": Part}).format_help() and "\n\n\n" not in text
     assert text.endswith("\n") and not text.endswith("\n\n")
 
 
@@ -64,7 +64,7 @@ def test_a_flag_without_room_beside_its_text_has_a_line_of_its_own() -> None:
         seventeen_letters: str = Field(default="x", description="it")
         eighteen_letters_x: str = Field(default="x", description="it")
 
-    lines = write_help("x", Wordy, "", {"": Wordy}).splitlines()
+    lines = option_parser("x", Wordy, "", {"": Wordy}).format_help().splitlines()
     place = lines.index("options:")
     assert lines[place + 1 :] == [
         "  --a-name-of-exactly-some-length INT",
@@ -77,7 +77,7 @@ def test_a_flag_without_room_beside_its_text_has_a_line_of_its_own() -> None:
 def test_usage_of_many_options_goes_on_without_a_backslash() -> None:
     fields: dict[str, Any] = {f"option_{number}": int for number in range(9)}
     many = type("Many", (BaseConfig,), {"__annotations__": fields, "__module__": __name__})
-    usage = write_help("rl-backend many", many, "t", {"": many}).split("\n\n")[0].splitlines()
+    usage = option_parser("rl-backend many", many, "t", {"": many}).format_help().split("\n\n")[0].splitlines()
     assert len(usage) == 2 and "\\" not in usage[0] and usage[1].startswith("    --option-")
     assert all(len(line) <= 100 for line in usage)
 

@@ -43,18 +43,18 @@ class Whole(BaseConfig):
     part: Part = Part(size=1)
 
 
-def rows_of(kind: type[BaseConfig]) -> dict[str, OptionRow]:
-    return {row.flags[-1]: row for row in option_rows(kind, dict(sections_of(kind, {})))}
+def rows_of(kind: type[BaseConfig]) -> list[OptionRow]:
+    return [row for row in option_rows(kind, dict(sections_of(kind, {}))) if row.group]
 
 
 def test_a_row_says_all_that_help_and_completion_show() -> None:
-    assert option_rows(Whole, dict(sections_of(Whole, {}))) == [
-        OptionRow(("names",), "late", "NAME,...", "", "x,y"),
-        OptionRow(("part-size", "part.size"), "first", "INT", "how large", "7"),
-        OptionRow(("odd.name", "part.kind"), "first", "{a,b}", "which of both", "none"),
-        OptionRow(("switch",), "first", "", "", "true"),
-        OptionRow(("needed",), "training", "TEXT", "must be there", None),
-        OptionRow(("rate",), "training", "FLOAT", "", "follows from other options"),
+    assert rows_of(Whole) == [
+        OptionRow("names", ("names",), "late", "NAME,...", "", "x,y"),
+        OptionRow("part.size", ("part-size", "part.size"), "first", "INT", "how large", "7"),
+        OptionRow("part.kind", ("odd.name", "part.kind"), "first", "{a,b}", "which of both", "none"),
+        OptionRow("switch", ("switch",), "first", "", "", "true"),
+        OptionRow("needed", ("needed",), "training", "TEXT", "must be there", None),
+        OptionRow("rate", ("rate",), "training", "FLOAT", "", "follows from other options"),
     ]
 
 
@@ -63,7 +63,7 @@ def test_a_configuration_without_groups_names_its_sections() -> None:
         part: Part
         steps: int = 3
 
-    found = option_rows(Plain, dict(sections_of(Plain, {})))
+    found = rows_of(Plain)
     assert [(row.flags, row.group, row.default) for row in found] == [
         (("steps",), "options", "3"),
         (("part.size",), "part (Part)", None),

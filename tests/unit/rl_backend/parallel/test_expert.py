@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import ConfigError
 from rl_backend.parallel.expert import AllToAllDispatcher
 from rl_backend.primitive.experts import RowOwners
 from rl_backend.primitive.router import Routing
@@ -78,14 +77,8 @@ def test_a_token_gets_the_weighted_sum_of_its_experts_and_gradients_come_back(ep
         assert torch.equal(rows, torch.cat([rows[:0], *expected_rows]).detach())
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_a_dispatcher_knows_its_sizes() -> None:
     group: Any = SimpleNamespace(size=lambda: 6)
-    with pytest.raises(ConfigError, match=r"^ep=3: must divide the number of experts, 8$"):
-        AllToAllDispatcher(group, 8, 3, 2)
-    for ep, etp in ((2, 2), (6, 2), (3, 1)):
-        with pytest.raises(ConfigError, match=rf"^a group of 6 ranks cannot be ep={ep} times etp={etp}$") as failure:
-            AllToAllDispatcher(group, 12, ep, etp)
-        assert failure.value.details == {"ep": ep, "etp": etp}
     made = AllToAllDispatcher(group, 12, 3, 2)
     assert (made.group, made.num_experts, made.ep_size, made.etp_size) == (group, 12, 3, 2)
     assert AllToAllDispatcher(group, 12, 6).etp_size == 1

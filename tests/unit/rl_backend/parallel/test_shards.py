@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rl_backend.contracts import ParallelConfig, UnsupportedError
-from rl_backend.parallel.fake_groups import fake_rank
+from rl_backend.parallel.groups import fake_rank
 from rl_backend.parallel.shards import ShardLayout, chunk, layout_of, local_region, local_tensor, owns
 
 # Ranks 10 to 15 as 2 by 3; the second dimension is cut over the 3, then what is left over the 2.

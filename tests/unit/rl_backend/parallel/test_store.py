@@ -12,7 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from actors.cluster.rendezvous import with_free_port
-from rl_backend.contracts import ConfigError
+from rl_backend.parallel import groups
 from rl_backend.parallel.groups import job_store
 from tests.support.listening import Listening, listening_sockets
 
@@ -80,7 +80,23 @@ def test_a_store_that_this_process_serves_already_is_shared(describe: Callable[[
     with_free_port("127.0.0.1", meet)
 
 
-def test_an_address_where_nothing_can_listen_is_named(describe: Callable[[str, int], None]) -> None:
+def test_an_address_where_nothing_can_listen_is_named(
+    describe: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     describe("127.0.0.1", 70_000)
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT=70000: the store cannot listen there"):
+    with pytest.raises(OverflowError, match=r"port must be 0-65535"):
+        job_store(TIMEOUT)
+    describe("192.0.2.1", 0)
+    monkeypatch.setattr(groups, "_is_loopback", lambda host: True)
+    with pytest.raises(OSError, match=r"while attempting to bind on address \('192\.0\.2\.1', 0\)"):
+        job_store(TIMEOUT)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_variable_that_is_missing_is_named(
+    describe: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    describe("127.0.0.1", 1)
+    monkeypatch.delenv(missing)
+    with pytest.raises(ValueError, match=rf"environment variable {missing} expected, but not set"):
         job_store(TIMEOUT)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from rl_backend.contracts import ScheduleError
 from rl_backend.pipeline import Action, Costs, Kind, make_schedule, require_stages
 from rl_backend.pipeline.catalog import SCHEDULES, with_communication
 from rl_backend.pipeline.orders import greedy_order, interleaved, orders_for_zbv, zb_h1, zb_h2
@@ -154,11 +153,6 @@ def greedy(
 def test_a_greedy_order_runs_what_can_start_first(case: str) -> None:
     arguments, expected = GREEDY[case]
     assert [" ".join(map(str, own)) for own in greedy(**arguments)] == list(expected)
-
-
-def test_a_beginning_that_cannot_go_on_is_an_error() -> None:
-    with pytest.raises(ScheduleError, match=r"^the order that is begun cannot be continued: each rank waits for another$"):
-        greedy((0, 1), (9, 9), (F, B, W), begun=("0B0", ""))
 
 
 def test_a_result_is_sent_at_once_and_its_receive_posted_before_what_runs_then() -> None:

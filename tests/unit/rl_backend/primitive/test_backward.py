@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rl_backend.model.mixers.indexer import _Float32Linear
+from rl_backend.model.mixers.mla import _Float32Linear
 from rl_backend.primitive.backward import put_off_in_linear_layers, put_off_weight_gradients
 from rl_backend.primitive.value_head import ValueHead
 

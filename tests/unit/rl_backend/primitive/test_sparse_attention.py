@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.lab.plan.activations import LiveBytes
-from rl_backend.model.mixers.indexer import Indexer, IndexerSpec
+from rl_backend.lab.plan.native import LiveBytes
+from rl_backend.model.mixers.mla import Indexer, IndexerSpec
 from rl_backend.primitive import sparse_attention as module
 from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.rope import Rotary, rotary_cos_sin

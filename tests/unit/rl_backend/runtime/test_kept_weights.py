@@ -94,9 +94,12 @@ def test_tensors_that_the_family_does_not_keep_are_still_refused(tmp_path: Path)
     source = write_towered(tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     save_file({**tensors, "towers.weight": torch.ones(2)}, source / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"has tensor towers\.weight, for which the model .* has no parameter"):
+    with pytest.raises(CheckpointError, match=r"the model has no parameter for towers\.weight"):
         check_weights(make_config(source))
-    with open_runtime(source) as runtime, pytest.raises(CheckpointError, match=r"has tensor towers\.weight"):
+    with (
+        open_runtime(source) as runtime,
+        pytest.raises(CheckpointError, match=r"the model has no parameter for towers\.weight"),
+    ):
         runtime.build_model()
 
 

@@ -22,7 +22,7 @@ from rl_backend.contracts import (
     WeightCheckError,
 )
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.runtime.native.engine import NativeRuntime
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.tenants.handle import TenantHandle

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from rl_backend.checkpoint.peft_files import read_peft_directory, write_peft_directory
 from rl_backend.contracts import OptimizerConfig, UnsupportedError, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.runtime.native.engine import NativeRuntime
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.tenants.handle import TenantHandle

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from rl_backend.checkpoint.peft_files import read_peft_directory
 from rl_backend.contracts import UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.runtime.native.engine import NativeRuntime
 from tests.support.native import VOCAB_SIZE
 from tests.support.sft_batches import random_token_sequences

@@ -93,7 +93,7 @@ def test_the_bridge_warms_up_for_longer_than_the_rate_decays_as_the_native_runti
     style: Literal["constant", "inverse-square-root"], length: dict[str, int]
 ) -> None:
     installed.import_megatron()
-    from rl_backend.runtime.bridge.state.optimizer import _scheduler
+    from rl_backend.runtime.bridge.engine.optimizer import _scheduler
 
     least = 0.0 if style == "constant" else 1e-3
     config = OptimizerConfig(lr=3e-3, min_lr=least, lr_warmup_steps=6, lr_decay_style=style, **length)

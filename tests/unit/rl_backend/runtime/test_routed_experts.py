@@ -349,7 +349,7 @@ def test_a_tenant_records_and_replays_routes_as_its_base_does(sparse: Path, back
 def test_what_megatron_routes_differently_with_is_refused_by_name(
     settings: dict[str, Any], refused_in: tuple[str, ...], mode: Any
 ) -> None:
-    from rl_backend.runtime.bridge.passes.routes import require_routing_by_scores
+    from rl_backend.runtime.bridge.passes.routers import require_routing_by_scores
 
     usual = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_router_fusion": False}
     provider = SimpleNamespace(**usual | settings)

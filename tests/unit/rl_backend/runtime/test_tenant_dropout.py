@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import OptimizerConfig
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.primitive.adapters import Factors, dropped
 from rl_backend.runtime.tenants.handle import TenantHandle
 from tests.support.models import write_tiny

@@ -23,7 +23,7 @@ from rl_backend.contracts import (
     WeightCheckError,
 )
 from rl_backend.contracts.lora import LORA_FIELD, PEFT_PREFIX, LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.runtime import checkpoints
 from rl_backend.runtime.native.engine import NativeRuntime
 from rl_backend.runtime.tenants.state import problem_of_import

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_backend.contracts import MetricValue, ModelOutput, OptimizerConfig, PackedBatch, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.runtime.native.engine import NativeRuntime
 from rl_backend.runtime.tenants.handle import TenantHandle
 from tests.support.native import VOCAB_SIZE

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_backend.contracts import HandleError, OptimizerConfig
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.lora.rows import Section
 from rl_backend.runtime.adaptable import RowGroups, SumGroups
 from rl_backend.runtime.native.engine import NativeRuntime

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_backend.contracts import CheckpointError, HandleError, MetricValue, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
-from rl_backend.data.packing import pack
+from rl_backend.data.micro_batches import pack
 from rl_backend.runtime.native.engine import NativeRuntime
 from tests.support.native import VOCAB_SIZE, open_runtime
 from tests.support.sft_batches import random_token_sequences

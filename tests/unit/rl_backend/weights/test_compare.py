@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest
-from rl_backend.weights.compare import ExpectedWeights, as_announced, check_manifest, find_mismatches
+from rl_backend.weights.staging import ExpectedWeights, as_announced, check_manifest, find_mismatches
 
 
 def info(name: str, shape: tuple[int, ...] = (2, 2), dtype: torch.dtype = torch.float32) -> TensorInfo:
@@ -47,14 +47,18 @@ def test_each_tensor_comes_with_what_was_announced_one_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("exported", "passed", "message"),
     [
-        ([("a", torch.ones(2, 2))], 1, r"the export ended before b; 1 of 3 tensors came"),
-        ([], 0, r"the export ended before a; 0 of 3 tensors came"),
+        ([("a", torch.ones(2, 2))], 1, r"yielded no more tensors after 1 of 3, but announced \('b', "),
+        ([], 0, r"yielded no more tensors after 0 of 3, but announced \('a', "),
         (
             [("a", torch.ones(2, 2)), ("c", torch.ones(4))],
             1,
-            r"yielded \('c', \(4,\), 'float32'\), but announced \('b', \(4,\), 'float32'\); nothing of it was sent",
+            r"yielded \('c', \(4,\), 'float32'\) after 1 of 3, but announced \('b', .*; nothing of it was sent",
         ),
-        ([("a", torch.ones(4))], 0, r"yielded \('a', \(4,\), 'float32'\), but announced \('a', \(2, 2\), 'float32'\)"),
+        (
+            [("a", torch.ones(4))],
+            0,
+            r"yielded \('a', \(4,\), 'float32'\) after 0 of 3, but announced \('a', \(2, 2\), 'float32'\)",
+        ),
         ([("a", torch.ones(2, 2).half())], 0, r"yielded \('a', \(2, 2\), 'float16'\)"),
         (
             [
@@ -65,7 +69,7 @@ def test_each_tensor_comes_with_what_was_announced_one_at_a_time() -> None:
                 ("e", torch.ones(1)),
             ],
             3,
-            r"the export yielded d after the 3 tensors that it announced",
+            r"yielded \('d', \(1,\), 'float32'\) after 3 of 3, but announced no more",
         ),
     ],
 )
@@ -75,12 +79,6 @@ def test_an_export_that_differs_is_closed_and_refused(exported: list[tuple[str, 
     with pytest.raises(WeightCheckError, match=message):
         came.extend(each.name for each, _ in as_announced(infos, export.weights()))
     assert len(came) == passed and (export.closed or not exported)
-
-
-def test_an_error_names_both_tensors() -> None:
-    with pytest.raises(WeightCheckError) as refused:
-        list(as_announced([info("a")], [("b", torch.ones(2, 2))]))
-    assert (refused.value.details["name"], refused.value.details["announced"]) == ("b", "a")
 
 
 def test_an_export_is_closed_with_who_reads_it() -> None:

@@ -16,8 +16,7 @@ from actors.rollout.engine.in_process import VllmInProcess
 from actors.rollout.engine.weights import WeightReceiver
 from actors.wire.segment import Segment, SharedSegment
 from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest, WeightSyncError, WeightVersionError
-from rl_backend.weights.compare import ExpectedWeights
-from rl_backend.weights.staging import plan_layout, write_tensors
+from rl_backend.weights.staging import ExpectedWeights, plan_layout, write_tensors
 from tests.support.answering import serve
 
 INFOS = (TensorInfo.of("a", (2, 3), torch.float32), TensorInfo.of("b", (4,), torch.float32))

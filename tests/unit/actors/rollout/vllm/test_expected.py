@@ -13,7 +13,7 @@ from actors.rollout.vllm.expected import EngineParameters, expected_weights
 from actors.sync.staged_transports import PushPlan
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import TensorInfo, WeightCheckError, dtype_from_name
-from rl_backend.weights.compare import ExpectedWeights, check_manifest, find_mismatches
+from rl_backend.weights.staging import ExpectedWeights, check_manifest, find_mismatches
 from tests.support.drafting import write_drafting
 from tests.support.kept_family import TRAINED, stored_bytes, write_towered
 from tests.support.native import open_runtime

@@ -266,17 +266,6 @@ def test_a_missing_or_other_megatron_is_named(
     assert "\n" not in str(refused.value)
 
 
-def test_an_attention_backend_is_given_to_megatron_as_a_member_of_its_enumeration() -> None:
-    installed.import_megatron()
-    from megatron.core.transformer.enums import AttnBackend
-
-    from rl_backend.runtime.bridge.model.provider import attention_backend
-
-    assert attention_backend("unfused") is AttnBackend.unfused
-    with pytest.raises(ConfigError, match=r"\['attention_backend'\]='sdpa': expected one of 'flash'"):
-        attention_backend("sdpa")
-
-
 @pytest.mark.parametrize(
     ("fields", "refused"),
     [

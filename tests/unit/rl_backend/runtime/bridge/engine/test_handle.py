@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rl_backend.contracts import AdamParams, BatchError, StepResult
-from rl_backend.runtime.bridge.engine import build as module
+from rl_backend.runtime.bridge.engine import handle as module
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from rl_backend.runtime.bridge.passes.gradients import drop_reductions, gather_again, wait_for_gathers
 
@@ -163,11 +163,10 @@ def test_weights_of_all_conversions_are_listed_with_their_dtypes() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_overlap_gives_megatrons_schedules_what_every_chunk_offers(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_overlap_gives_megatrons_schedules_what_every_chunk_offers(count: int) -> None:
     class Wrapped(nn.Module):
         no_sync, start_param_sync = "no sync", "gather"
 
-    monkeypatch.setattr(module, "DistributedDataParallel", Wrapped)
     functions = {"no_sync_func": "no sync", "param_sync_func": "gather"}
     for reduces, gathers, aligned in ((False, False, False), (True, False, True), (True, True, False), (True, True, True)):
         provider, chunks = SimpleNamespace(qk_layernorm=True), [Wrapped() for _ in range(count)]

@@ -20,7 +20,7 @@ from rl_backend.lora.modules import AdaptedModule
 from rl_backend.primitive.adapters import Columns
 from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE
 from rl_backend.runtime.bridge.model.adapters import (
-    _layer_of,
+    _modules_of,
     _refused_by,
     attach_adapters,
 )
@@ -104,9 +104,7 @@ def described(
         "param_weight": torch.zeros(rows, 1),
         **task,
     }
-    found = _layer_of(SimpleNamespace(**settings), conversion, config, groups)
-    assert found is None or found.layer is module
-    return None if found is None else dict(found.modules)
+    return dict(_modules_of(SimpleNamespace(**settings), conversion, config, groups))
 
 
 COLUMN, ROW = layer(ColumnParallelLinear), layer(RowParallelLinear)
@@ -125,7 +123,7 @@ def test_embedding_and_head_have_the_words_of_a_rank_without_padding() -> None:
         AdaptedModule("embed", "embedding", 11, 6, (5, 10), (0, 6)): None
     }
     for name, mapping in zip(names, (embed, head), strict=True):
-        assert described(name, mapping, shapes, "module", 6, tied=True) is None
+        assert not described(name, mapping, shapes, "module", 6, tied=True)
 
 
 def test_linear_layers_have_the_modules_that_they_fuse_and_a_ranks_part_of_them() -> None:
@@ -170,9 +168,9 @@ def test_experts_are_cut_over_the_ranks_of_experts() -> None:
 def test_what_is_no_layer_of_this_rank_has_no_adapters() -> None:
     name = "decoder.layers.3.mlp.linear_fc2.weight"
     mapping, shapes = AutoMapping(name, "down.weight"), {"down.weight": (6, 10)}
-    assert described(name, mapping, shapes, ROW, 6, param_weight=None) is None
-    assert described(name, mapping, shapes, ROW, 6, param_name=name.replace("weight", "bias")) is None
-    assert described("decoder.layers.3.mlp.router.weight", mapping, shapes, ROW, 6) is None
-    assert described(name, mapping, shapes, nn.Linear(2, 2), 6) is None
+    assert not described(name, mapping, shapes, ROW, 6, param_weight=None)
+    assert not described(name, mapping, shapes, ROW, 6, param_name=name.replace("weight", "bias"))
+    assert not described("decoder.layers.3.mlp.router.weight", mapping, shapes, ROW, 6)
+    assert not described(name, mapping, shapes, nn.Linear(2, 2), 6)
     stacked = SimpleNamespace(hf_param="down.weight", is_grouped_export=True, is_expert=False)
-    assert described(name, stacked, shapes, ROW, 6) is None
+    assert not described(name, stacked, shapes, ROW, 6)

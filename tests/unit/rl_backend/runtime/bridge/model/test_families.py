@@ -147,7 +147,7 @@ def test_padding_counts_in_no_router_loss(tmp_path: Path) -> None:
 def test_an_expert_in_a_module_of_its_own_has_the_weights_of_grouped_ones() -> None:
     from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
 
-    from rl_backend.runtime.bridge.model.text_models import _with_single_experts
+    from rl_backend.runtime.bridge.model.loading import _with_single_experts
 
     layer, single = "decoder.layers.*.mlp.experts", "decoder.layers.*.mlp.experts.local_experts.*"
     stored = {part: f"model.layers.*.mlp.experts.*.{part}_proj.weight" for part in ("gate", "up", "down")}

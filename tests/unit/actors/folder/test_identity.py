@@ -1,0 +1,139 @@
+"""The identity of a run: which contents of which files a resumed run must share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.folder import identity as identity_module
+from actors.folder.identity import saved_facts
+from actors.folder.resume import LOGS, RunStart, require_new_run
+from rl_backend.contracts import CheckpointError, ConfigError
+from tests.unit.actors.folder.test_resume import config_of
+
+
+def contents(config: Any) -> Any:
+    return saved_facts(config)["contents"]
+
+
+@pytest.mark.parametrize("size", [0, 100, 1 << 16, (1 << 16) + 1, 3 << 20])
+def test_weights_are_known_by_their_size_and_pieces_from_the_first_byte_to_the_last(tmp_path: Path, size: int) -> None:
+    config = config_of(tmp_path)
+    file = tmp_path / "m" / "model.safetensors"
+    data = bytearray(os.urandom(size))
+    file.write_bytes(data)
+    known = contents(config)["model"]
+    assert known["model.safetensors"]["num_bytes"] == size
+    # Pieces of 64 KiB at 16 places; the second begins at a fifteenth of the way.
+    step = max(size - (1 << 16), 0) / 15
+    for place in {0, size - 1, int(step), int(7 * step) + 50, int(14 * step) + 10} if size else ():
+        changed = bytearray(data)
+        changed[min(max(place, 0), size - 1)] ^= 1
+        file.write_bytes(changed)
+        assert contents(config)["model"] != known, place
+    file.write_bytes(data + b"1")
+    assert contents(config)["model"] != known
+    file.write_bytes(data)
+    assert contents(config)["model"] == known
+
+
+def test_only_files_that_decide_are_read_of_a_model(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    known = contents(config)["model"]
+    assert set(known) == {"config.json", "model.safetensors"}
+    (tmp_path / "m" / "README.md").write_text("x")
+    (tmp_path / "m" / "pytorch_model.bin").write_text("x")
+    (tmp_path / "m" / "folder").mkdir()
+    assert contents(config)["model"] == known
+    (tmp_path / "m" / "second.safetensors").write_bytes(b"y")
+    assert set(contents(config)["model"]) == {*known, "second.safetensors"}
+
+
+def test_functions_are_known_by_their_file_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    known = contents(config)["reward"]
+    assert (known["function"], known["num_bytes"]) == ("score", len("score = 1\n"))
+    assert contents(config.replace(reward="json:dumps"))["reward"]["function"] == "dumps"
+    for nothing in ("nowhere.py:f", "no_such_module:f", "no_such_module.deeper:f", "just words", "sys:exit"):
+        assert contents(config.replace(reward=nothing))["reward"] is None
+    weighted = {"a": {"function": f"{tmp_path}/reward.py:score", "weight": 2}, "b": "json:dumps"}
+    named = contents(config.replace(reward=weighted))["reward"]
+    assert named["a"] == {"weight": 2.0, "content": known} and named["b"]["weight"] == 1.0
+    (tmp_path / "breaks.py").write_text("raise SystemError\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert contents(config.replace(reward="breaks.deeper:f"))["reward"] is None
+
+
+def test_sets_of_a_run_are_known_by_name(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    (tmp_path / "held.jsonl").write_text("x\n")
+    assert contents(config)["eval_dataset"] is None
+    one = contents(config.replace(eval_dataset=f"{tmp_path}/held.jsonl"))["eval_dataset"]
+    assert one["num_bytes"] == 2
+    two = contents(config.replace(eval_dataset=[f"{tmp_path}/held.jsonl", f"{tmp_path}/train.jsonl"]))["eval_dataset"]
+    assert two["held"] == one and two["train"] == contents(config)["dataset"]
+
+
+def test_a_folder_of_data_is_asked_for_its_split_and_known_by_all_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    files = [tmp_path / name for name in ("a", "b")]
+    for file in files:
+        file.write_text(file.name)
+
+    def data_files(source: str, *, field: str, default_split: str | None) -> list[Path]:
+        asked.append((source, field, default_split))
+        return files
+
+    monkeypatch.setattr(identity_module, "data_files", data_files)
+    config = config_of(tmp_path, dataset=str(tmp_path / "folder"), eval_dataset=str(tmp_path / "held"))
+    found = contents(config)
+    assert asked == [(f"{tmp_path}/folder", "dataset", "train"), (f"{tmp_path}/held", "eval_dataset", None)]
+    assert len(found["dataset"]) == 2 and found["dataset"] == found["eval_dataset"]
+    files[1].write_text("c")
+    assert contents(config)["dataset"] != found["dataset"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "used"),
+    [
+        (None, False),
+        ("", False),
+        ('{"step": 0, "reward": 1}\n', False),
+        ('{"step": 1}\n', True),
+        ('{"step": 0, "reward": 1}\n{"step": 1}\n', True),
+        ('{"step": 10}\n', True),
+    ],
+)
+def test_a_folder_is_used_once_a_step_was_taken_or_a_checkpoint_saved(
+    tmp_path: Path, metrics: str | None, used: bool
+) -> None:
+    if metrics is not None:
+        (tmp_path / LOGS[0]).write_text(metrics)
+    if used:
+        with pytest.raises(
+            ConfigError, match=rf"^run_dir='{tmp_path}': holds another run; choose a new directory, remove it"
+        ):
+            require_new_run(tmp_path)
+    else:
+        require_new_run(str(tmp_path))
+        (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+        with pytest.raises(ConfigError, match="holds another run"):
+            require_new_run(tmp_path)
+
+
+def test_a_start_knows_its_step_its_folder_and_its_state(tmp_path: Path) -> None:
+    checkpoint: Any = type("Checkpoint", (), {"step": 7, "path": tmp_path, "state": {"mine": {"a": 1}, "odd": [1]}})()
+    begin, going = RunStart(), RunStart(checkpoint)
+    assert (begin.step, begin.same_folder, begin.progress.part("mine"), begin.describe()) == (0, False, {}, [])
+    assert (going.step, going.same_folder, going.progress.part("mine")) == (7, False, {"a": 1})
+    assert going.describe() == [f"continuing after step 7, from {tmp_path}"]
+    for part in ("odd", "nothing"):
+        with pytest.raises(
+            CheckpointError, match=rf"^{tmp_path} has no usable '{part}' in its state; continue from another"
+        ):
+            going.progress.part(part)
