@@ -14,8 +14,7 @@ import uvicorn
 
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
-from actors.folder.lock import RunLock
-from actors.options.rank_options import check_ranks, resolve_dtype
+from actors.options.config import check_ranks, resolve_dtype
 from actors.rollout.config import RolloutConfig, positions_of
 from actors.rollout.group.group import RolloutGroup
 from actors.serve.app import make_app
