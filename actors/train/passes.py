@@ -11,6 +11,7 @@ from torch import Tensor
 
 from actors.train.context import HandleRef, RankContext
 from rl_backend.contracts import (
+    TARGET_IDS,
     BatchError,
     ForwardResult,
     LossFn,
@@ -76,8 +77,8 @@ def spread(
     check_same_fields(rows)
     seq_lens = [len(sequence) for sequence in rows]
     dp_size, multiple_of = handle.data_parallel_size, handle.micro_batch_multiple
-    # A loss that reads no mask would count fillers.
-    fill = not has_loss or "loss_mask" in rows[0].token_fields
+    # A loss that reads neither a mask nor targets would count fillers.
+    fill = not has_loss or not rows[0].token_fields.keys().isdisjoint(("loss_mask", TARGET_IDS))
     tenants: list[int] = []
     if has_tenants and handle.lora_id < 0:
         tenants = [int(row.sequence_fields[LORA_FIELD]) for row in rows]

@@ -15,8 +15,9 @@ class ModelOutput(NamedTuple):
     """Outputs of one micro-batch of T tokens, each (T,) float32. A field that was not asked for is None.
 
     Attributes:
-        log_probs: of the next token at the batch's temperature; 0 at each sequence's last position.
-        entropy: nats, of the distribution that ``log_probs`` is taken from; 0 at last positions.
+        log_probs: of the next token at the batch's temperature; 0 at each sequence's last position. Of ``target_ids`` where
+            the batch has them, in their shape, (T,) or (T, K); 0 where one is -100.
+        entropy: nats, of the distribution that ``log_probs`` is taken from; 0 where none is.
         values: of each token's state.
     """
 

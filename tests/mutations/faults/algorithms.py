@@ -80,7 +80,7 @@ FAULTS = [
     Fault(
         "loss-not-multiplied-by-dp-size",
         "rl_backend.algorithm.loss_aggregation:aggregate_loss",
-        'return total / _positive_number(data, name) * _positive_number(data, "dp_size")',
+        "return total / _positive_number(data, name) * dp_size",
         "return total / _positive_number(data, name)",
         ("test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_gradient_and_metrics",),
         "gradients would shrink with the number of data-parallel ranks",
@@ -215,9 +215,9 @@ FAULTS = [
     ),
     Fault(
         "labels-run-into-the-next-sequence",
-        "rl_backend.contracts.batch:PackedBatch.labels",
-        "labels[(self.seq_lens.cumsum(0) - 1).to(self.device)] = -100",
-        "labels[-1] = -100",
+        "rl_backend.contracts.batch:PackedBatch.next_ids",
+        "next_ids[(self.seq_lens.cumsum(0) - 1).to(self.device)] = -100",
+        "next_ids[-1] = -100",
         ("test_positions_boundaries_and_labels_follow_from_the_lengths",),
         "a sequence would be trained to predict the next one's first token",
     ),
@@ -256,8 +256,8 @@ FAULTS = [
     Fault(
         "copies-that-fill-ranks-trained-on",
         "rl_backend.data.micro_batches:_filler",
-        'fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])',
-        "pass",
+        'empty = {"loss_mask": 0, TARGET_IDS: -100}',
+        "empty = {TARGET_IDS: -100}",
         ("test_copies_that_fill_ranks_change_no_loss_metric_denominator_or_output",),
         "some sequences would count twice",
     ),
