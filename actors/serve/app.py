@@ -186,9 +186,7 @@ def _add_training(api: APIRouter, server: Server) -> None:
 
     @api.post("/optim_step")
     async def optim_step(owner: Owner, asked: Asked) -> Any:
-        return server.submit(
-            owner, asked["model_id"], int(asked["seq_id"]), lambda request_id: Step(request_id, asked)
-        )
+        return server.submit(owner, asked["model_id"], int(asked["seq_id"]), lambda request_id: Step(request_id, asked))
 
     @api.post("/save_weights")
     async def save_weights(owner: Owner, asked: Asked) -> Any:

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
@@ -62,8 +61,13 @@ def serve(options: argparse.Namespace) -> None:
         with _listening(options.host, options.port) as listener, open_server(options, store) as server:
             host, port = listener.getsockname()[:2]
             print(f"serving {server.name} at http://{host}:{port}", flush=True)
-            print(f"  TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-...   status page: http://{host}:{port}/", flush=True)
-            config = uvicorn.Config(make_app(server), log_level="warning", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536)
+            print(
+                f"  TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-...   status page: http://{host}:{port}/",
+                flush=True,
+            )
+            config = uvicorn.Config(
+                make_app(server), log_level="warning", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536
+            )
             uvicorn.Server(config).run(sockets=[listener])
     finally:
         store.close()

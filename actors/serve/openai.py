@@ -41,7 +41,10 @@ def add_openai(app: FastAPI, server: Server, owner_kind: Any, asked_kind: Any) -
     """Adds ``/v1``. ``owner_kind`` and ``asked_kind`` annotate what a request's key and body become."""
 
     async def models(owner: owner_kind) -> Any:
-        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": owner} for name in _names(server, owner)]}
+        return {
+            "object": "list",
+            "data": [{"id": name, "object": "model", "owned_by": owner} for name in _names(server, owner)],
+        }
 
     async def completions(owner: owner_kind, asked: asked_kind) -> Any:
         return await _reported(_complete(server, owner, asked, chat=False))
@@ -106,7 +109,9 @@ def _tokenizer(model: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UnsupportedError(f"{model} has no tokenizer that can be read ({error}); send token ids to completions") from None
+        raise UnsupportedError(
+            f"{model} has no tokenizer that can be read ({error}); send token ids to completions"
+        ) from None
 
 
 async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, chat: bool) -> Any:
@@ -129,7 +134,9 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
         if count != 1:
             raise UnsupportedError(f"n={count} with stream=true is not served here; ask once for each")
         server.sampling.check(prompt)
-        return StreamingResponse(answer.events(server.sampling.stream(prompt, params, folder, seed)), media_type="text/event-stream")
+        return StreamingResponse(
+            answer.events(server.sampling.stream(prompt, params, folder, seed)), media_type="text/event-stream"
+        )
     work = [
         server.sampling.generate(prompt, params, folder, None if seed is None else int(seed) + index)
         for index in range(count)
@@ -151,7 +158,7 @@ async def _prompt(server: Server, asked: Mapping[str, Any], *, chat: bool) -> li
         return list(tokenizer.encode(given))
     try:
         return list(tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=False))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 a template raises what it likes
         raise BatchError(f"messages: the chat template refuses them: {type(error).__name__}: {error}") from None
 
 
@@ -179,7 +186,8 @@ class _Answer:
 
     async def events(self, pieces: AsyncIterator[Generation]) -> AsyncIterator[str]:
         """Server-sent events. Text that may be the beginning of a stop string, or half a character, waits for the rest."""
-        sent, tokens, last = "", [], None
+        sent, last = "", None
+        tokens: list[int] = []
         held = max((len(each) - 1 for each in self._ends), default=0)
         try:
             tokenizer = await asyncio.to_thread(_tokenizer, self._server.model)
@@ -213,7 +221,9 @@ class _Answer:
         texts = [tokenizer.decode([token]) for token in found.token_ids]
         pairs = list(zip(texts, found.log_probs, strict=True))
         if self._chat:
-            return {"content": [{"token": text, "logprob": value, "bytes": None, "top_logprobs": []} for text, value in pairs]}
+            return {
+                "content": [{"token": text, "logprob": value, "bytes": None, "top_logprobs": []} for text, value in pairs]
+            }
         return {"tokens": texts, "token_logprobs": [value for _, value in pairs], "top_logprobs": None, "text_offset": None}
 
 

@@ -106,8 +106,9 @@ class Sampling:
         seeds = [secrets.randbits(62) if seed is None else sample_seed(int(seed), 0, 0, index) for index in range(count)]
         async with self._adapter(folder) as adapter:
             work = [self._generate(prompt, sampling, adapter, each, most) for each in seeds]
-            log_probs = prompt_log_probs(prompt) if asked.get("prompt_logprobs") else _nothing()
-            *found, of_prompt = await asyncio.gather(*work, log_probs)
+            reading = asyncio.ensure_future(prompt_log_probs(prompt)) if asked.get("prompt_logprobs") else None
+            found = await asyncio.gather(*work)
+            of_prompt = None if reading is None else await reading
         if of_prompt is not None and (last := asked.get("prompt_logprobs_last_n")):
             of_prompt = of_prompt.copy()
             of_prompt[: -int(last)] = np.nan
@@ -222,7 +223,3 @@ def end_tokens(model: Path) -> list[int]:
         if found is not None:
             return [found] if isinstance(found, int) else list(found)
     return []
-
-
-async def _nothing() -> None:
-    return None

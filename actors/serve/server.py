@@ -244,9 +244,7 @@ class Server:
                 self.training.submit(run, seq_id, make(request_id))
         return {"request_id": request_id, "model_id": run}
 
-    def call(
-        self, owner: str, asked: Mapping[str, Any], work: Callable[[Run], Mapping[str, Any]]
-    ) -> Mapping[str, Any]:
+    def call(self, owner: str, asked: Mapping[str, Any], work: Callable[[Run], Mapping[str, Any]]) -> Mapping[str, Any]:
         return self.submit(owner, asked["model_id"], int(asked["seq_id"]), lambda request_id: Call(request_id, work))
 
     # Checkpoints.

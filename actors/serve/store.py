@@ -181,9 +181,7 @@ class Store:
         lost = Result.failed(f"{restarted} before this request was answered; what it did is lost", "server")
         with self._engine.begin() as connection:
             open_requests = sql.update(REQUESTS).where(REQUESTS.c.finished.is_(None))
-            connection.execute(
-                open_requests.values(finished=time.time(), media=lost.media, body=lost.body)
-            )
+            connection.execute(open_requests.values(finished=time.time(), media=lost.media, body=lost.body))
             over = f"{restarted}, and the run's weights since its last save are gone: create a run from a checkpoint of it"
             connection.execute(sql.update(RUNS).where(RUNS.c.over == "").values(over=over))
 

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from actors.serve.datums import Signature, check, loss_of, sequence_of, signatur
 from actors.serve.store import Result
 from actors.serve.wire import Datum, PassRequest, read_pass, write_pass
 from actors.train.context import HandleRef
-from actors.train.group import TrainGroup
+from actors.train.group import GroupFuture, TrainGroup
 from actors.train.loss import Loss
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import (
@@ -320,8 +321,7 @@ class Training:
                 self._read(readings)
                 for run_id, why in ending:
                     self._end(run_id, why)
-            except Exception as error:
-                # What belongs to a client is answered before it comes here.
+            except Exception as error:  # noqa: BLE001 what belongs to a client is answered before it comes here
                 self._lose(error, readings)
 
     def _heads(self) -> list[Run]:
@@ -364,7 +364,7 @@ class Training:
         for run in runs:
             job = run.head
             assert isinstance(job, Call), "chosen by its kind"
-            self._done(run, self._outcome(lambda run=run, job=job: job.work(run)))
+            self._done(run, self._outcome(partial(job.work, run)))
 
     def _step(self, runs: Sequence[Run]) -> None:
         started = []
@@ -385,10 +385,11 @@ class Training:
             started.append((run, adam, step, self._group.zero_grad.submit(tenant)))
         for run, adam, step, cleared in started:
             run.trained = False
-            self._done(run, self._outcome(lambda run=run, adam=adam, step=step: self._stepped(run, adam, step.result())))
+            self._done(run, self._outcome(partial(self._stepped, run, adam, step)))
             cleared.result()
 
-    def _stepped(self, run: Run, adam: AdamParams, result: Any) -> Mapping[str, Any]:
+    def _stepped(self, run: Run, adam: AdamParams, step: GroupFuture[Any]) -> Mapping[str, Any]:
+        result = step.result()
         if not result.ok:
             raise BatchError("optim_step: a gradient is not finite; weights and optimizer are as they were, gradients gone")
         run.steps += 1

@@ -60,7 +60,7 @@ _SCHEMA: Mapping[str, Mapping[str, tuple[int, str]]] = {
         "target_prompt_logprobs": (5, "Tensor"),
     },
 }
-_DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+_DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 NO_TOKEN = (0, -99999.0)
 """Id and log-prob of a place in a top-k list that no token has."""
@@ -270,7 +270,7 @@ def _messages() -> dict[str, Any]:
             else:
                 _add(message, package, field, number, kind)
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # type: ignore[no-untyped-call]
+    pool.Add(file)
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in _SCHEMA}
 
 

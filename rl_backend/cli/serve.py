@@ -17,7 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR", help="Hugging Face directory, or a name on the Hub")
     add("--name", help="what clients call the model (default: its directory's absolute path, or its name on the Hub)")
-    add("--state", type=Path, default=Path("serve-state"), metavar="DIR", help="database and checkpoints (default serve-state)")
+    add(
+        "--state",
+        type=Path,
+        default=Path("serve-state"),
+        metavar="DIR",
+        help="database and checkpoints (default serve-state)",
+    )
     add("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1; others need keys)")
     add("--port", type=int, default=8765, help="default 8765; 0 takes a free one")
     add("--new-key", metavar="NAME", help="make a key of this name, print it once, and end; from then on keys are required")
@@ -35,10 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and response, and of a datum")
     limits.add_argument("--max-tokens", type=int, default=16384, metavar="N", help="of a micro-batch (default 16384)")
     limits.add_argument("--max-rank", type=int, default=64, metavar="N", help="largest rank of an adapter (default 64)")
-    limits.add_argument("--max-runs", type=int, default=32, metavar="N", help="adapters in training at one time (default 32)")
+    limits.add_argument(
+        "--max-runs", type=int, default=32, metavar="N", help="adapters in training at one time (default 32)"
+    )
     limits.add_argument("--max-adapters", type=int, default=8, metavar="N", help="sampled in one batch (default 8)")
-    limits.add_argument("--session-timeout", type=float, default=300.0, metavar="S", help="without heartbeat (default 300 s)")
-    limits.add_argument("--keep-results", type=float, default=3600.0, metavar="S", help="to be fetched again (default 3600 s)")
+    limits.add_argument(
+        "--session-timeout", type=float, default=300.0, metavar="S", help="without heartbeat (default 300 s)"
+    )
+    limits.add_argument(
+        "--keep-results", type=float, default=3600.0, metavar="S", help="to be fetched again (default 3600 s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
