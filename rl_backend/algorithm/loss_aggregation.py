@@ -21,7 +21,6 @@ def zero_masked(values: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def masked_sum(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """0-d: sum of ``values * loss_mask``, where values at masked positions are never read."""
     return (zero_masked(values, loss_mask) * loss_mask).sum()
 
 
@@ -69,7 +68,6 @@ _GIVEN_BY = {
 
 
 def required_output(model_output: ModelOutput, name: str) -> Tensor:
-    """One output; raises :class:`BatchError` when the model did not give it."""
     found: Tensor | None = getattr(model_output, name)
     if found is None:
         raise BatchError(f"the model output has no {name}; {_GIVEN_BY[name]}", name=name)
@@ -92,7 +90,6 @@ def token_advantages(data: PackedBatch) -> Tensor:
 
 
 def token_vector(data: PackedBatch, name: str) -> Tensor:
-    """A token field; raises :class:`BatchError` when it is missing or not (T,)."""
     value = data.token_field(name)
     if value.dim() != 1:
         raise BatchError(f"token field {name!r} has shape {tuple(value.shape)}; expected (T,)", name=name)
@@ -111,7 +108,6 @@ def check_not_negative(**options: float) -> None:
 
 
 def check_loss_agg_mode(mode: str, loss_scale_factor: float | None) -> None:
-    """Raises :class:`ConfigError` for an unknown mode, or a scale factor that is missing, unused or not positive."""
     if mode not in LOSS_AGG_MODES:
         raise ConfigError.of("loss_agg_mode", mode, f"must be one of {', '.join(LOSS_AGG_MODES)}")
     if mode != "seq-mean-token-sum-norm":
@@ -179,9 +175,7 @@ def aggregate_loss(
     ``data.meta``. The factor ``dp_size`` undoes the average that data parallelism takes of gradients. ``sum`` has no
     denominator: gradients of several calls add up to that of all their tokens.
 
-    Raises:
-        BatchError: a denominator is missing from ``data.meta`` or is not positive.
-        ConfigError: the mode or the scale factor.
+    Raises :class:`BatchError` for a denominator that is missing or not positive.
     """
     share = data.sequence_fields.get(EPISODE_SHARE)
     total, _ = aggregation_terms(

@@ -59,13 +59,12 @@ class TokenSequence:
     sequence_fields: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.input_ids.dim() != 1 or self.input_ids.numel() == 0:
+        ids = self.input_ids
+        if ids.dim() != 1 or ids.numel() == 0 or ids.dtype != torch.int64:
             raise BatchError(
-                f"input_ids has shape {tuple(self.input_ids.shape)}; expected (L,) with L >= 1: no batch dimension, "
-                "no padding"
+                f"input_ids has shape {tuple(ids.shape)} and dtype {ids.dtype}; expected (L,) with L >= 1 and torch.int64: "
+                "no batch dimension, no padding"
             )
-        if self.input_ids.dtype != torch.int64:
-            raise BatchError(f"input_ids has dtype {self.input_ids.dtype}; expected torch.int64")
         _require_rows("token", self.token_fields, len(self))
         _require_targets(self.token_fields)
 
@@ -92,12 +91,8 @@ class TokenSequence:
     ) -> Self:
         """Prompt and response as one sequence, with ``loss_mask`` on the predictions of the response tokens.
 
-        Args:
-            prompt_ids: at least one token.
-            response_ids: R >= 1 tokens.
-            response_fields: name -> R values of the response tokens (for example ``rollout_log_probs``); each is placed
-                at the position that predicts its token, zeros elsewhere.
-            sequence_fields: as in :class:`TokenSequence`.
+        ``response_fields`` have one value for each response token (``rollout_log_probs`` for one), which is placed at the
+        position that predicts its token, with zeros elsewhere.
         """
         if len(prompt_ids) == 0 or len(response_ids) == 0:
             raise BatchError(
@@ -152,11 +147,12 @@ class PackedBatch:
                 f"input_ids has shape {tuple(self.input_ids.shape)} and dtype {self.input_ids.dtype}; expected (T,) with "
                 "T >= 1 and torch.int64"
             )
-        if self.seq_lens.dim() != 1 or self.seq_lens.dtype != torch.int64 or self.seq_lens.device.type != "cpu":
-            raise BatchError("seq_lens must be a (B,) int64 tensor on the CPU")
-        if int(self.seq_lens.sum()) != tokens or bool((self.seq_lens < 1).any()):
+        lengths = self.seq_lens
+        is_vector = lengths.dim() == 1 and lengths.dtype == torch.int64 and lengths.device.type == "cpu"
+        if not is_vector or int(lengths.sum()) != tokens or bool((lengths < 1).any()):
             raise BatchError(
-                f"seq_lens {self.seq_lens.tolist()} must be positive and sum to the {tokens} tokens of input_ids"
+                f"seq_lens {lengths.tolist()} must be a (B,) int64 tensor on the CPU, positive, with the sum {tokens}: the "
+                "tokens of input_ids"
             )
         _require_rows("token", self.token_fields, tokens)
         _require_targets(self.token_fields)
@@ -230,8 +226,6 @@ class PackedBatch:
 
     def split(self, packed: Tensor) -> tuple[Tensor, ...]:
         """(T, ...) -> B tensors of (L_i, ...)."""
-        if packed.shape[0] != self.num_tokens:
-            raise BatchError(f"a tensor of {packed.shape[0]} rows cannot be split into {self.num_tokens} tokens")
         return torch.split(packed, self.seq_lens.tolist())
 
     def to(self, device: torch.device | str) -> Self:

@@ -139,8 +139,7 @@ def prepare_micro_batches(
 ) -> list[list[PackedBatch]]:
     """Plans and packs: the result's entry r holds the micro-batches of data-parallel rank r.
 
-    ``plan_micro_batches`` with the same arguments is the plan that :func:`restore_order` needs. Errors as of it and
-    :func:`pack_plan`.
+    ``plan_micro_batches`` with the same arguments is the plan that :func:`restore_order` needs.
     """
     check_same_fields(sequences)
     return pack_plan(sequences, plan_micro_batches([len(s) for s in sequences], dp_size, max_tokens), meta)
@@ -242,11 +241,7 @@ def _facts_of_tenants(
 
 
 def restore_order[T](plan: MicroBatchPlan, per_rank: Sequence[Sequence[T]]) -> list[T]:
-    """One value per sequence, from ranks to the caller's order; those of fillers are dropped.
-
-    Args:
-        per_rank: [data-parallel rank] -> one value per sequence of that rank, in the order of its micro-batches.
-    """
+    """[rank][sequence in the order of its micro-batches] -> one value per sequence of the caller's, in their order."""
     ordered: dict[int, T] = {}
     for rank, values in zip(range(plan.dp_size), per_rank, strict=True):
         ordered.update(zip(plan.rank_indices(rank), values, strict=True))

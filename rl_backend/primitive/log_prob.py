@@ -355,21 +355,25 @@ class _NextTokenLogProbs(torch.autograd.Function):
 
         entropy = spread(entropies)
         ctx.save_for_backward(hidden, weight, labels, spread(log_normalizers), entropy, narrow, bias)
-        ctx.temperature, ctx.chunk_tokens, ctx.calculate_entropy = temperature, chunk_tokens, calculate_entropy
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.shard, ctx.factors, ctx.several = shard, factors, several
         if not calculate_entropy:
             ctx.mark_non_differentiable(entropy)
+        # An entropy that is a metric alone has no gradient, and costs nothing in the backward pass.
+        ctx.set_materialize_grads(False)
         log_probs = label_logits - log_normalizers[:, None]
         return spread(log_probs.masked_fill_(labels[positions] == IGNORE_LABEL, 0.0)), entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_normalizers, entropy, narrow, bias = ctx.saved_tensors
         ignored = labels == IGNORE_LABEL
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(labels, dtype=log_normalizers.dtype)
         grad_log_probs = grad_log_probs.masked_fill(ignored, 0.0)
         active = (grad_log_probs != 0).any(1)
-        if ctx.calculate_entropy:
+        if grad_entropy is not None:
             active |= (grad_entropy != 0) & ~ignored.all(1)
         start = 0 if ctx.shard is None else ctx.shard.start
         added = _added(narrow, ctx.factors)
@@ -377,7 +381,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
         tokens = tokens._replace(bias=bias)
         gradient = NextTokenGradient(
             grad_log_probs[positions],
-            grad_entropy[positions][:, None] if ctx.calculate_entropy else None,
+            None if grad_entropy is None else grad_entropy[positions][:, None],
             entropy[positions][:, None],
             log_normalizers[positions][:, None],
         )

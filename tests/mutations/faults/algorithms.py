@@ -142,6 +142,22 @@ FAULTS = [
         "CISPO's clipped weight must be a constant",
     ),
     Fault(
+        "on-policy-ratio-without-a-gradient",
+        "rl_backend.algorithm.policy:PolicyGradientLoss.__call__",
+        'old_log_probs = log_probs.detach() if self.on_policy else token_vector(data, "old_log_probs")',
+        'old_log_probs = log_probs if self.on_policy else token_vector(data, "old_log_probs")',
+        ("test_on_policy_loss_gradient_and_metrics_are_those_of_old_log_probs_of_the_pass_itself",),
+        "a step's only update would teach nothing",
+    ),
+    Fault(
+        "on-policy-with-several-updates",
+        "actors.options.sampled_config:SampledOptions.on_policy",
+        'return self.updates_per_step == 1 and self.router_replay != "R2"',
+        'return self.router_replay != "R2"',
+        ("test_the_only_update_of_a_step_has_old_log_probs_itself_where_nothing_needs_them_before",),
+        "later updates of a step would not be clipped",
+    ),
+    Fault(
         "entropy-bonus-is-a-penalty",
         "rl_backend.algorithm.policy:PolicyGradientLoss.__call__",
         "loss = loss - self.entropy_coef * self._aggregated(differentiable_entropy(model_output), loss_mask, data)",
