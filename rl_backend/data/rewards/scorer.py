@@ -54,7 +54,6 @@ class _Opened:
 
 
 type _Results = list[dict[int, _Result | _Failure]]
-"""Of each call, by function."""
 
 
 class RewardScorer:
@@ -64,12 +63,7 @@ class RewardScorer:
     other by whoever waits for the scores; with ``workers`` above 1 or a limit of time in threads, and with ``processes`` in
     processes, which a limit ends. A thread cannot be ended: a call that takes too long counts as failed, and continues.
 
-    Args:
-        rewards: with different names, if there are several.
-        check: called after each plain function that ran in the caller's thread; raises what that may have caught.
-
-    Raises:
-        ConfigError: an option that has no effect on these functions.
+    ``check`` is called after each plain function that ran in the caller's thread, and raises what that may have caught.
     """
 
     def __init__(
@@ -89,13 +83,15 @@ class RewardScorer:
         self._check = check
         plain = [index for index, reward in enumerate(rewards) if not reward.is_async]
         names = ", ".join(reward.spec for reward in rewards)
+        unused: list[tuple[str, object, str]] = []
         if not plain and (workers > 1 or processes):
             option, value = ("reward_processes", True) if processes else ("reward_workers", workers)
-            raise ConfigError.of(option, value, f"{names}: asynchronous, and called by reward_concurrency; leave it out")
-        if concurrency is not None and len(plain) == len(rewards):
-            raise ConfigError.of(
-                "reward_concurrency", concurrency, f"{names}: not asynchronous (async def); set reward_workers instead"
-            )
+            unused = [(option, value, f"{names}: asynchronous, and called by reward_concurrency; leave it out")]
+        elif concurrency is not None and len(plain) == len(rewards):
+            problem = f"{names}: not asynchronous (async def); set reward_workers instead"
+            unused = [("reward_concurrency", concurrency, problem)]
+        if unused:
+            raise ConfigError.of_all(unused)
         here = workers == 1 and not processes and timeout_seconds is None
         self._here = plain if here else []
         self._there = [index for index in range(len(rewards)) if index not in self._here]
@@ -122,11 +118,7 @@ class RewardScorer:
         return Scoring(self, calls, opened.loop.run(self._call_there(calls, opened)))
 
     def score(self, calls: Sequence[RewardCall]) -> list[Score]:
-        """The score of each call, in order.
-
-        Raises:
-            RewardError: with ``on_failure="stop"``, a call failed; or calls continue that nothing can end.
-        """
+        """Raises :class:`RewardError` where a call fails with ``on_failure="stop"``, or cannot be ended."""
         return self.begin(calls).result()
 
     def close(self) -> None:
@@ -144,7 +136,6 @@ class RewardScorer:
         self.close()
 
     async def _call_there(self, calls: Sequence[RewardCall], opened: _Opened) -> _Results:
-        """For each call the results by function."""
 
         async def one(call: RewardCall, index: int) -> _Result | _Failure:
             return self._judged(call, index, await self._outcome(call, index, opened))
@@ -205,7 +196,6 @@ class RewardScorer:
         return self._judged(call, index, result)
 
     def _judged(self, call: RewardCall, index: int, result: Any) -> _Result | _Failure:
-        """Raises :class:`RewardError` for a failure that is to stop the run."""
         found: _Result | _Failure
         try:
             found = result if isinstance(result, _Failure) else _Result(score_value(result), *beside_the_score(result))
@@ -258,7 +248,6 @@ class Scoring:
         self._there = there
 
     def result(self) -> list[Score]:
-        """Calls the functions that run in the caller's thread and waits for the others, as :meth:`RewardScorer.score`."""
         scorer = self._scorer
         here = [{index: scorer._call_here(call, index) for index in scorer._here} for call in self._calls]
         there = [{}] * len(here) if self._there is None else self._wait(self._there)

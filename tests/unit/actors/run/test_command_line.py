@@ -54,6 +54,12 @@ def ended(error: BaseException) -> int | None:
         (RLBackendError("engine: restart it"), 2, "", "error: engine: restart it\n"),
         (EngineDeadError("dead; restart it"), 2, "", f"error: dead; {command_line.RUN_AGAIN}\n"),
         (GroupFailedError(f"died; {AFTERWARDS}"), 2, "", f"error: died; {command_line.RUN_AGAIN}\n"),
+        (
+            ModuleNotFoundError("no", name="datasets"),
+            2,
+            "",
+            "error: the package datasets is not installed: pip install datasets\n",
+        ),
         (RunTerminated("after step 3"), 143, "", "stopped by SIGTERM\n"),
         (RunStopped("Ctrl-C after step 3"), 130, "", "stopped\n"),
         (KeyboardInterrupt(), 130, "", "stopped\n"),
@@ -64,8 +70,9 @@ def test_a_command_ends_with_one_message_and_its_status(
 ) -> None:
     assert ended(error) == status
     assert tuple(capsys.readouterr()) == (out, err)
-    with pytest.raises(ZeroDivisionError):
-        ended(ZeroDivisionError())
+    for mistake in (ZeroDivisionError(), ModuleNotFoundError("no", name="actors.none")):
+        with pytest.raises(type(mistake)):
+            ended(mistake)
 
 
 def test_a_checkpoint_is_spoken_of_where_there_is_one(
