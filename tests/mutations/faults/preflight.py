@@ -56,7 +56,7 @@ FAULTS = [
     Fault(
         "memory-of-engines-not-counted",
         "actors.checks.memory:_bytes",
-        "return sum(groups) + config.num_engines * engine",
+        "return sum(groups) + config.num_engines * engine + weights",
         "return sum(groups)",
         (f"{_OPTIONS}[rollout.kv_cache_gib-]",),
         "the machine would run out of memory when the engines have started",
@@ -64,10 +64,26 @@ FAULTS = [
     Fault(
         "memory-never-refuses",
         "actors.checks.memory:find_memory",
-        "if held > device:",
-        "if held > device * 1e9:",
+        "if held > free:",
+        "if held > free * 1e9:",
         (f"{_OPTIONS}[rollout.kv_cache_gib-]",),
         "a run that cannot fit would be killed by the kernel",
+    ),
+    Fault(
+        "a-micro-batch-that-will-not-fit-is-let-pass",
+        "actors.checks.memory:find_memory",
+        "if most > free:",
+        "if most > 2 * free:",
+        ("test_what_will_not_fit_is_refused_with_what_fits_and_what_almost_does_not_is_a_warning",),
+        "Ray would kill the run in its first step",
+    ),
+    Fault(
+        "a-resumed-run-chooses-its-micro-batch-anew",
+        "actors.checks.memory:choose_micro_batch",
+        "if kept:",
+        "if not kept and kept:",
+        ("test_a_given_value_wins_then_the_one_that_a_run_began_with",),
+        "sums would be rounded differently after a resume, where other memory is free",
     ),
     Fault(
         "heads-of-engines-not-divided",
