@@ -76,6 +76,7 @@ def load_prompts(
     data: DataConfig | None = None,
     *,
     require_answer: bool = True,
+    require_columns: Sequence[str] = (),
     held_out: bool = False,
     see: Callable[[Prompt, str], None] = lambda prompt, where: None,
 ) -> Examples[Prompt]:
@@ -84,6 +85,7 @@ def load_prompts(
     Args:
         max_prompt_tokens: most tokens of a prompt; ``data.too_long`` says what is done with longer ones.
         require_answer: whether rows need a ground truth.
+        require_columns: that rows need.
         held_out: it is named by ``eval_dataset``, and of several splits one must be chosen.
         see: see :class:`~rl_backend.data.examples.Examples`.
 
@@ -97,7 +99,8 @@ def load_prompts(
     tools, untold = read_tools_file(data), UntoldCalls()
 
     def make(index: int) -> tuple[Prompt, Sequence[Length]]:
-        example, where = read_example(rows, index, data, tools, require_answer=require_answer), rows.where(index)
+        example = read_example(rows, index, data, tools, require_answer=require_answer, require_columns=require_columns)
+        where = rows.where(index)
         shown = {"tools": example.tools, "documents": example.documents}
         token_ids = encode_prompt(example.prompt, tokenizer, data, where, **shown)
         untold.add(example.messages, example.tools, where)
