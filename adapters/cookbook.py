@@ -39,8 +39,6 @@ class CookbookEnv(Protocol):
 
 
 class MakeCookbookEnv(Protocol):
-    """Makes the environment of an episode from a row of the data set. Episodes of a group share the seed."""
-
     def __call__(self, row: Mapping[str, Any], seed: int) -> CookbookEnv: ...
 
 

@@ -80,7 +80,6 @@ def training(part: str, folder: Path, backend: str) -> None:
 
 def pushing(folder: Path) -> None:
     """``push``: seconds of one push of :mod:`benchmarks.weight_sync`."""
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, this is how Ray spells it
     import ray
 
     weight_sync: Any = importlib.import_module("benchmarks.weight_sync")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,7 +71,6 @@ def held_bytes() -> int:
 
 def with_ray(measure: Any, *arguments: Any) -> Any:
     """Runs it in a cluster of this machine, with actors at the priority of this process."""
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, this is how Ray spells it
     init_local_ray(include_dashboard=False, log_to_driver=False, object_store_memory=400 * 2**20)
     try:
         return measure(*arguments)

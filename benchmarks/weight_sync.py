@@ -229,8 +229,6 @@ def main() -> None:
     # This process stands for a rank of training.
     require_sleeping_threads("benchmarks.weight_sync")
     facts = machine()
-    # The engine's process and this one do parts of every way; Ray would run the first at a lower priority.
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, this is how Ray spells it
     init_local_ray(include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
     try:
         with tempfile.TemporaryDirectory() as scratch:

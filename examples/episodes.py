@@ -111,8 +111,6 @@ _GRPO = HasEffect(lambda config: config.algorithm == "grpo", "algorithm='ppo' ha
 
 
 class EpisodesConfig(EpisodeConfig):
-    """All options of a run."""
-
     option_set: ClassVar[OptionSet] = EpisodeConfig.option_set | OptionSet(
         preset={"run_dir": "runs/episodes"}, groups={"training": ("algorithm", "advantage", "kl_coef")}
     )
@@ -145,7 +143,7 @@ class EpisodesConfig(EpisodeConfig):
         return self.other_optimizer("critic_lr") if self.algorithm == "ppo" else None
 
     def policy_loss(self) -> Loss:
-        options = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}
+        options = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef, "on_policy": self.on_policy}
         return self.loss.function(self.longest_sequence, **options, **self.importance_options())
 
 
@@ -168,8 +166,9 @@ def train(config: EpisodesConfig, session: Session | None = None, on_step: OnSte
             batch = run.collect()
             # One sequence of an episode, or several where its history began anew; other tokens than sampled ones are masked.
             sequences = episode_sequences(batch.episodes, truncated=config.truncated, routes=config.router_replay == "R3")
-            old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
-            sequences = with_outputs(sequences, old)
+            if not config.on_policy:  # else a step's only update has them itself
+                old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
+                sequences = with_outputs(sequences, old)
             if reference:
                 sequences = with_outputs(sequences, reference.outputs({"ref_log_probs": "log_probs"}, sequences, meta))
             if critic:

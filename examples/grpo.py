@@ -82,7 +82,8 @@ class GRPOConfig(RLConfig):
 
     def loss_function(self) -> Loss:
         options = {"kl_coef": self.kl_coef - self.kl_in_reward, "entropy_coef": self.entropy_coef}
-        return self.loss.function(self.sampling.max_new_tokens, **options, **self.importance_options())
+        options |= {"on_policy": self.on_policy, **self.importance_options()}
+        return self.loss.function(self.sampling.max_new_tokens, **options)
 
     def models(self) -> tuple[RunModel, ...]:
         reference = RunModel("model", self.model, forward_only=True)
@@ -91,6 +92,10 @@ class GRPOConfig(RLConfig):
     @property
     def kl_in_reward(self) -> float:
         return self.kl_coef if self.kl_place == "reward" else 0.0
+
+    @property
+    def on_policy(self) -> bool:
+        return super().on_policy and not self.kl_in_reward
 
     def shaped_rewards(self, batch: TrainingBatch) -> list[float]:
         """Rewards with the penalty for responses that come near their limit (DAPO)."""
@@ -122,9 +127,11 @@ def train(config: GRPOConfig, session: Session | None = None, on_step: OnStep | 
             batch = run.collect()
             sequences = to_sequences(batch.samples, routes=config.router_replay == "R3")
 
-            # Old log-probs: the policy before its updates, computed by the kernels that train it and not by vLLM's.
-            old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
-            sequences = with_outputs(sequences, old)
+            # Old log-probs: the policy before its updates, computed by the kernels that train it and not by vLLM's. A step's
+            # only update has them itself.
+            if not config.on_policy:
+                old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
+                sequences = with_outputs(sequences, old)
             if reference:
                 sequences = with_outputs(sequences, reference.outputs({"ref_log_probs": "log_probs"}, sequences, meta))
             run.lap("old_log_probs")

@@ -42,8 +42,6 @@ from rl_backend.data import local_model, pack
 
 
 class PPOConfig(RLConfig):
-    """All options of a run."""
-
     option_set: ClassVar[OptionSet] = RLConfig.option_set | OptionSet(
         preset={"run_dir": "runs/ppo", "prompts_per_step": 256, "sampling.n": 1},
         groups={"model": ("critic_model",), "layout": ("groups",)},
@@ -91,6 +89,10 @@ class PPOConfig(RLConfig):
         return self.kl_coef if self.kl_place == "reward" else 0.0
 
     @property
+    def on_policy(self) -> bool:
+        return super().on_policy and self.epochs == 1 and not self.kl_in_reward
+
+    @property
     def optimizer_steps(self) -> int:
         return (self.steps - self.critic_warmup_steps) * self.updates_per_step * self.epochs
 
@@ -100,7 +102,8 @@ class PPOConfig(RLConfig):
 
     def actor_loss(self) -> Loss:
         options = {"kl_coef": self.kl_coef - self.kl_in_reward, "entropy_coef": self.entropy_coef}
-        return self.loss.function(self.sampling.max_new_tokens, **options, **self.importance_options())
+        options |= {"on_policy": self.on_policy, **self.importance_options()}
+        return self.loss.function(self.sampling.max_new_tokens, **options)
 
     def critic_loss(self) -> Loss:
         return Loss("rl_backend.algorithm:value_loss", cliprange_value=self.cliprange_value)
@@ -133,10 +136,10 @@ def train(config: PPOConfig, session: Session | None = None, on_step: OnStep | N
             sequences = to_sequences(batch.samples, routes=config.router_replay == "R3")
 
             # Submitted together: models on groups of their own compute at the same time.
-            outputs = [
-                actor.submit_outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True),
-                critic.submit_outputs({"old_values": "values"}, sequences, meta),
-            ]
+            outputs = [critic.submit_outputs({"old_values": "values"}, sequences, meta)]
+            if not config.on_policy:  # else a step's only update has them itself
+                old = {"old_log_probs": "log_probs"}
+                outputs.append(actor.submit_outputs(old, sequences, meta, before_updates=True))
             if reference:
                 outputs.append(reference.submit_outputs({"ref_log_probs": "log_probs"}, sequences, meta))
             for output in outputs:

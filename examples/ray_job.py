@@ -179,8 +179,7 @@ def read_token() -> str | None:
     """The cluster's token, from where Ray itself looks for it; None when there is none, or ``RAY_AUTH_MODE=disabled``.
 
     Raises:
-        OSError: a file that is named and cannot be read.
-        ConfigError: no token although ``RAY_AUTH_MODE=token``, or in a file that is named.
+        ConfigError: no token although ``RAY_AUTH_MODE=token``, or in a file that is named, or one that cannot be read.
     """
     mode, named = os.environ.get("RAY_AUTH_MODE", "").lower(), os.environ.get("RAY_AUTH_TOKEN_PATH")
     if mode == "disabled":
@@ -188,9 +187,14 @@ def read_token() -> str | None:
     if os.environ.get("RAY_AUTH_TOKEN"):
         return os.environ["RAY_AUTH_TOKEN"].strip()
     path = Path(named) if named else Path.home() / ".ray" / "auth_token"
-    token = path.read_text().strip() if named or path.exists() else ""
-    if not token and (named or mode == "token"):
-        raise ConfigError.of("RAY_AUTH_MODE", mode or None, f"no token was found (looked in {_TOKEN_SOURCES})")
+    problem = f"no token was found (looked in {_TOKEN_SOURCES})"
+    try:
+        token = path.read_text().strip() if named or path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        token, problem = None, f"the token cannot be read: {error}"
+    if token is None or (not token and (named or mode == "token")):
+        option, value = ("RAY_AUTH_TOKEN_PATH", named) if named else ("RAY_AUTH_MODE", mode or None)
+        raise ConfigError.of(option, value, problem)
     return token or None
 
 

@@ -40,8 +40,6 @@ from rl_backend.data.prompts import batches_per_epoch, endless_batches, epoch_ba
 
 
 class SFTConfig(TrainingConfig):
-    """All options of a run."""
-
     option_set: ClassVar[OptionSet] = TrainingConfig.option_set | OptionSet(
         preset={"run_dir": "runs/sft", "max_prompt_tokens": 2048, "train.backend_cfg.optimizer.lr": 1e-5},
         groups={"data": ("train_on",), "evaluation": ("eval_every",)},
@@ -72,7 +70,6 @@ class SFTConfig(TrainingConfig):
         return self if self.chooses_steps else self.with_epochs(len(load_data(self)[0]))
 
     def with_epochs(self, examples: int) -> Self:
-        """With the steps that the epochs take."""
         if not self.epochs:
             return self
         steps = self.epochs * batches_per_epoch(examples, self.batch_size)
@@ -117,7 +114,6 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
 
 
 def load_data(config: SFTConfig) -> tuple[Examples[list[TokenSequence]], list[TokenSequence]]:
-    """Examples to train on, and held-out sequences, all of which the model and a micro-batch have room for."""
     load = partial(
         load_sft_examples,
         tokenizer=load_tokenizer(config.model),

@@ -48,20 +48,19 @@ USER = RLConfig.option_set | OptionSet(preset={"run_dir": "runs/tenants", "lora.
 
 
 def check_user[C: RLConfig](self: C) -> C:
-    """Raises :class:`ConfigError` for options that users who share ranks and engines cannot have."""
-    name = type(self).__name__
+    wrong: list[tuple[str, Any, str]] = []
     if not self.pushes_adapters:
-        raise ConfigError.of(f"{name}.lora.push", self.lora.push, "users share engines; push adapters, of a rank above 0")
+        wrong.append(("lora.push", self.lora.push, "users share engines; push adapters, of a rank above 0"))
     if self.trace:
-        raise ConfigError.of(f"{name}.trace", True, "records one run, and all users' actors are the same; leave it out")
+        wrong.append(("trace", True, "records one run, and all users' actors are the same; leave it out"))
     if self.sampling.n < 2:
-        raise ConfigError.of(f"{name}.samples_per_prompt", self.sampling.n, "the loop compares at least 2 responses")
+        wrong.append(("samples_per_prompt", self.sampling.n, "the loop compares at least 2 responses"))
+    if wrong:
+        raise ConfigError.of_all([(f"{type(self).__name__}.{option}", *rest) for option, *rest in wrong])
     return self
 
 
 class UserConfig(RLConfig):
-    """Options of one user's run."""
-
     option_set: ClassVar[OptionSet] = USER
     loss: PolicyLoss = Field(default=PolicyLoss(), description="what a policy minimises")
     _check_user = model_validator(mode="after")(check_user)
@@ -97,7 +96,6 @@ class TenantsConfig(RLConfig):
         return self.each()
 
     def each(self) -> dict[str, UserConfig]:
-        """The whole options of every user."""
         shared = self.model_dump(mode="json", exclude={"users"})
         return {name: self._one(name, shared, own) for name, own in self.users.items()}
 
@@ -159,7 +157,7 @@ def has_steps_left(name: str, user: UserConfig) -> bool:
 def train_user(name: str, config: UserConfig, session: Session, stop: StopRequest) -> RunResult:
     """GRPO for one user: what it does is not seen by any other."""
     run = RLRun(config, session, label=f"{name:12}", stop=stop)
-    options = {"entropy_coef": config.entropy_coef, **config.importance_options()}
+    options = {"entropy_coef": config.entropy_coef, "on_policy": config.on_policy, **config.importance_options()}
     loss, meta = config.loss.function(config.sampling.max_new_tokens, **options), config.meta()
     with run:
         policy = run.build_model("policy", router_replay=config.router_replay)
@@ -167,8 +165,10 @@ def train_user(name: str, config: UserConfig, session: Session, stop: StopReques
         for _ in run.steps():
             batch = run.collect()
             sequences = to_sequences(batch.samples, routes=config.router_replay == "R3")
-            old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
-            sequences = with_advantages(with_outputs(sequences, old), batch.rewards, "grpo", config.sampling.n)
+            if not config.on_policy:  # else a step's only update has them itself
+                old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
+                sequences = with_outputs(sequences, old)
+            sequences = with_advantages(sequences, batch.rewards, "grpo", config.sampling.n)
             run.lap("old_log_probs")
             parts = update_parts(sequences, config.sampling.n, config.updates_per_step, config.data_parallel_size)
             updates = [policy.update(part, loss, meta) for part in parts]
@@ -180,7 +180,6 @@ def train_user(name: str, config: UserConfig, session: Session, stop: StopReques
 
 
 def table(config: TenantsConfig, results: Mapping[str, RunResult]) -> str:
-    """A line for each user."""
     lines = [f"{'user':12}{'rank':>6}{'lr':>9}{'steps':>7}{'reward before':>15}{'after':>8}{'log-prob gap':>14}"]
     for name, result in results.items():
         user = config.each()[name]

@@ -99,7 +99,12 @@ def own_process_groups() -> Iterator[None]:
 
 
 def init_local_ray(**options: Any) -> None:
-    """``ray.init(address="local", **options)``, where Ray and its processes listen only on the loopback address."""
+    """``ray.init(address="local", **options)``, where Ray and its processes listen only on the loopback address.
+
+    Workers have this process's priority, unless ``RAY_worker_niceness`` says otherwise.
+    """
+    # Ray's own is 15: beside other programs a run gets what they leave.
+    os.environ.setdefault(ray_constants.RAY_WORKER_NICENESS, "0")
     # By itself Ray binds to all interfaces of the machine, and its metrics can be read there without a token.
     with _one_machine(), own_process_groups():
         ray.init(address="local", **options)

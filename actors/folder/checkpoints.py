@@ -102,9 +102,6 @@ class RunCheckpoints:
     :meth:`clean_up`, :meth:`commit` and :meth:`latest` are for one process of the run, which tells the others what it found:
     on a shared file system ranks that look for themselves may see different directories. One run writes to a ``root``.
 
-    Args:
-        keep_last: committed checkpoints to keep; None keeps all.
-
     Raises:
         ConfigError: ``keep_last`` below 1.
     """
@@ -129,11 +126,7 @@ class RunCheckpoints:
         return read_run_checkpoint(committed[-1][1]) if committed else None
 
     def draft(self, step: int) -> Path:
-        """The directory that holds the checkpoint of ``step``, and files beside its models, until it is committed.
-
-        Raises:
-            CheckpointError: that step, or a later one, has been committed.
-        """
+        """The directory that holds the checkpoint of ``step``, and files beside its models, until it is committed."""
         path, newest = self._path(step), max(self.steps(), default=-1)
         if newest >= step:
             raise CheckpointError(
@@ -144,7 +137,6 @@ class RunCheckpoints:
         return self.root / f".{path.name}.incomplete"
 
     def make_draft(self, step: int) -> Path:
-        """:meth:`draft`, as a directory that exists; raises RunFolderError when it cannot be made."""
         draft = self.draft(step)
         with written_to(draft):
             draft.mkdir(parents=True, exist_ok=True)
@@ -336,7 +328,6 @@ class Progress:
 
     @classmethod
     def of(cls, checkpoint: RunCheckpoint | None) -> Self:
-        """What a checkpoint says; None is where a run begins."""
         return cls() if checkpoint is None else cls(checkpoint.step, checkpoint.state, checkpoint.path)
 
     @classmethod
@@ -349,7 +340,6 @@ class Progress:
         parts: Mapping[str, Any],
         position: StreamPosition | None,
     ) -> Self:
-        """Progress to be committed with ``draft``, which gets the samples that were drawn ahead."""
         # No random state: what is drawn follows from seed, step and batch, and the generators of ranks are in the models.
         state = {"run": identity, "logs": logs, **parts}
         if position is not None:
@@ -369,7 +359,6 @@ class Progress:
 
     @property
     def identity(self) -> Identity:
-        """Of the run that saved the checkpoint; raises :class:`CheckpointError` where another program did."""
         try:
             saved: Mapping[str, Any] = self.state["run"]
             return Identity(saved["example"], dict(saved["options"]), dict(saved["contents"]), saved.get("dtype"))
@@ -381,7 +370,6 @@ class Progress:
 
     @property
     def logs(self) -> dict[str, FileFacts]:
-        """What each log of the run's folder had; refused where the checkpoint does not say."""
         try:
             return {name: FileFacts(**facts) for name, facts in self.state["logs"].items()}
         except (AttributeError, KeyError, TypeError, ConfigError) as error:

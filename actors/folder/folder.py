@@ -53,8 +53,6 @@ class RunFolder:
 
     Args:
         path: holds no other run, and none that is still running.
-        config: written first.
-        start: where the run begins.
         trace: the groups whose actors are traced in ``trace.json``, with this process; empty for no trace.
         report_seconds: shortest time between two reports during the run; 0 writes one at its end only.
         lock: of the folder, where it was taken before; released with the folder.
@@ -177,7 +175,6 @@ class RunFolder:
             replace_text(self.path / "summary.json", json_text(summary, indent=2) + "\n")
 
     def place(self, name: str) -> Path:
-        """The path where the run may write ``name``; an earlier one is set aside."""
         with written_to(self.path):
             return set_aside(self.path / name)
 

@@ -36,7 +36,6 @@ def saved_facts(config: RunConfig) -> dict[str, Any]:
 
 
 def deciding_options(config: RunConfig) -> dict[str, Any]:
-    """Name -> value, as JSON, of those that a resumed run must have too, where they are not the default."""
     values = config.model_dump(mode="json")
     deciding = (path for path, owner, name in _places(config, None) if owner.is_set(name) and has(values, path))
     return {options_of(type(config)).name_of(path): get(values, path) for path in deciding}
@@ -85,7 +84,6 @@ def require_same_run(config: RunConfig, progress: Progress) -> None:
 
 
 def require_same_dtype(config: RunConfig, progress: Progress) -> None:
-    """Refuses a ``config`` that trains in another dtype than the run that it continues; auto needs Ray."""
     saved, dtype = progress.identity.dtype, config.trained_dtype
     if saved != dtype:
         raise ConfigError.of(
@@ -105,7 +103,6 @@ def _contents(config: RunConfig) -> dict[str, Any]:
 
 
 def _data(name: str, source: str | Mapping[str, str] | None) -> Any:
-    """Of the files of a data set: of one file all bytes, of several pieces of each. Of several sets by their names."""
     if isinstance(source, Mapping):
         return {each: _data(name, path) for each, path in source.items()}
     if source is None or Path(source).is_file():
@@ -133,7 +130,6 @@ def _content(named: str | Mapping[str, WeightedReward] | None) -> Any:
 
 
 def _source(location: str) -> Path | None:
-    """The file of ``path/file.py`` or ``package.module``."""
     if location.endswith(".py"):
         return Path(location) if Path(location).is_file() else None
     try:

@@ -112,7 +112,6 @@ def without_new_folders(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def written_to(run_dir: Path) -> Iterator[None]:
-    """Around what is written during a run: an :class:`OSError` becomes a :class:`RunFolderError`."""
     try:
         yield
     except OSError as error:

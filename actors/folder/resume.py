@@ -45,7 +45,6 @@ class LogFile:
             text = text[self._file.write(text) :]
 
     def sync(self) -> FileFacts:
-        """Flushes the lines to the disk; what the file then holds."""
         os.fsync(self._file.fileno())
         return FileFacts(num_bytes=self._size, xxh3=self._digest.hexdigest())
 
@@ -58,7 +57,6 @@ class LogFile:
 
 
 def require_unchanged(log: Path, facts: FileFacts) -> None:
-    """Refuses a log that does not begin with the lines that it had when a checkpoint was saved."""
     try:
         found = file_facts(log, facts.num_bytes)
     except OSError as error:
@@ -89,7 +87,6 @@ class RunStart:
     """Where a run begins.
 
     Attributes:
-        checkpoint: what it continues from; None at the first step.
         kept: what each log in the run folder had when the checkpoint was saved; of other logs nothing is kept.
         newest: step of the newest checkpoint in the run folder when this was decided.
         replaces: the folder holds steps of an interrupted run without a checkpoint, which this run repeats.
@@ -102,12 +99,10 @@ class RunStart:
 
     @property
     def step(self) -> int:
-        """Training steps already taken."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     @property
     def same_folder(self) -> bool:
-        """Whether the checkpoint was saved by the run whose folder this is."""
         return bool(self.kept)
 
     @property
@@ -192,7 +187,6 @@ def _kept_logs(checkpoint: RunCheckpoint, config: RunConfig) -> dict[str, FileFa
 
 
 def require_new_run(path: Path | str) -> None:
-    """Refuses a ``path`` that holds a run that has taken a step, or cannot be a folder."""
     with usable_run_dir(path):
         used = _has_steps(path) or RunCheckpoints(Path(path) / CHECKPOINTS).steps()
     if used:
@@ -206,7 +200,6 @@ def checkpoints_of(config: RunConfig) -> RunCheckpoints:
 
 
 def _may_be_replaced(config: RunConfig) -> bool:
-    """Whether the folder has steps of an interrupted run without a checkpoint, which may then be repeated."""
     if not (Path(config.run_dir) / "config.json").exists():
         return False
     earlier = read_file_of_run(config.run_dir, "config.json")
@@ -226,16 +219,13 @@ def _may_be_replaced(config: RunConfig) -> bool:
         same = deciding_options(type(config)(**earlier)) == deciding_options(config)
     except ConfigError:
         same = False
-    if not same:
-        raise ConfigError.of(
-            "run_dir", config.run_dir, "holds a run with other options, without a checkpoint; choose another, or remove it"
-        )
-    if _has_finished(config.run_dir):
-        if config.resume == "auto" and earlier.get("steps") == config.steps:
-            raise RunFinishedError.in_folder(config)
-        raise ConfigError.of(
-            "run_dir", config.run_dir, "holds a run that has finished, without a checkpoint; choose another"
-        )
+    finished = _has_finished(config.run_dir)
+    if same and finished and config.resume == "auto" and earlier.get("steps") == config.steps:
+        raise RunFinishedError.in_folder(config)
+    if finished or not same:
+        which = "that has finished" if same else "with other options"
+        problem = f"holds a run {which}, without a checkpoint; choose another, or remove it"
+        raise ConfigError.of("run_dir", config.run_dir, problem)
     return True
 
 
@@ -258,7 +248,6 @@ def _has_finished(run_dir: str) -> bool:
 
 
 def read_file_of_run(run_dir: Path | str, name: str) -> dict[str, Any]:
-    """The object in ``config.json`` or ``run.json`` of a run's folder; raises ConfigError if it is missing or damaged."""
     file = Path(run_dir) / name
     try:
         return read_object(file)

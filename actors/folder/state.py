@@ -33,11 +33,7 @@ class RunState:
         self.running = False
 
     def write(self, facts: Mapping[str, Any], *, last: bool) -> None:
-        """Replaces what the file holds; ``facts`` is JSON, and no other state follows the ``last``.
-
-        Raises:
-            OSError: the file system refuses.
-        """
+        """Replaces what the file holds; ``facts`` is JSON, and no other state follows the ``last``."""
         error = facts.get("error")
         if error is not None and len(error) > _LONGEST_ERROR:
             facts = {**facts, "error": f"{error[:_LONGEST_ERROR]}..."}
@@ -100,7 +96,6 @@ class RunWatch:
             os.close(end)
 
     def close(self) -> None:
-        """Ends the watcher, once ``run.json`` has the last state."""
         self._end()
 
 
@@ -115,11 +110,7 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds.
-
-    Raises:
-        OSError, ValueError, RecursionError: the file cannot be read, is not JSON or not an object, or is nested too deeply.
-    """
+    """The object that a JSON file holds."""
     found = json.loads(file.read_text())
     if not isinstance(found, dict):
         raise ValueError(f"is a {type(found).__name__}, not a JSON object")

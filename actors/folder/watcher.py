@@ -40,7 +40,6 @@ def _say_killed(folder: str, process: str, ended: str) -> bool:
     with open(os.path.join(folder, ".lock"), "rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        #             return False
         except BlockingIOError:
             return False
         except OSError:  # a file system without locks

@@ -35,6 +35,7 @@ from rl_backend.options.option_set import Follows, OptionSet, filled, get, gives
 
 # Where the options of the runtime are.
 BACKEND = "train.backend_cfg"
+_DTYPE = f"{BACKEND}.param_dtype"
 
 ChosenDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -45,7 +46,6 @@ RunDtype = Annotated[ChosenDtype, MAY_CHANGE, Field(description="of training and
 
 
 def resolve_dtype(dtype: ChosenDtype) -> Literal["float32", "bfloat16"]:
-    """``auto`` is bfloat16 on a cluster with GPUs, else float32."""
     if dtype == "auto":
         return "bfloat16" if ray.cluster_resources().get("GPU", 0) > 0 else "float32"
     return dtype
@@ -67,7 +67,7 @@ RANKS = OptionSet(
         "seed": "train.seed",
     },
     follows={
-        f"{BACKEND}.param_dtype": Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
+        _DTYPE: Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
     },
     section_types=_section_types,
     groups={
@@ -79,7 +79,6 @@ RANKS = OptionSet(
 
 
 def check_ranks(owner: str, train: RuntimeConfig, ranks: int, dtype: ChosenDtype) -> None:
-    """Refuses a layout that does not divide the ranks, and a dtype where the runtime has none to choose."""
     try:
         train.backend_cfg.parallel.data_parallel_size(ranks)
     except ConfigError as error:
@@ -93,7 +92,6 @@ BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 def writer_names(names: str | None) -> list[str]:
-    """The metric writers of ``metrics_to``; refuses those that are not installed or cannot be imported."""
     wanted = list(dict.fromkeys(name for part in (names or "").split(",") if (name := part.strip())))
     if wanted == ["none"]:
         return []
@@ -107,7 +105,6 @@ def writer_names(names: str | None) -> list[str]:
 
 
 def import_writer(name: str) -> Any:
-    """The class that ``package.module:Class`` names; refuses what cannot be imported."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -117,7 +114,6 @@ def import_writer(name: str) -> Any:
 
 
 def instead_of(names: Collection[str]) -> str:
-    """What to do without one of ``names``."""
     return "leave it out" if len(names) > 1 else "give none"
 
 
@@ -126,8 +122,6 @@ _SAVES = HasEffect(lambda config: config.save_every, "save_every=0 saves no chec
 
 
 class RunModel(NamedTuple):
-    """A model of a run: the option that names its directory, the directory, and its training group."""
-
     option: str
     path: str
     head: Head = "log_probs"
@@ -247,17 +241,17 @@ class TrainingOptions(BaseModel):
     def _check_training(self) -> Self:
         name, optimizer = type(self).__name__, self.train.backend_cfg.optimizer
         check_ranks(name, self.train, self.ranks, self.dtype)
+        wrong: list[tuple[str, Any, str]] = []
         if self.seed < 0:
-            raise ConfigError.of(f"{name}.seed", self.seed, "must be at least 0")
+            wrong.append((f"{name}.seed", self.seed, "must be at least 0"))
         if not optimizer.lr:
-            raise ConfigError.of(f"{name}.lr", optimizer.lr, "must be above 0, or nothing is learned")
+            wrong.append((f"{name}.lr", optimizer.lr, "must be above 0, or nothing is learned"))
         # Unless the data decide the steps, which nobody has read yet.
         if self.chooses_steps and 0 < self.optimizer_steps <= optimizer.warmup_steps:
-            raise ConfigError.of(
-                f"{name}.lr_warmup_steps",
-                optimizer.warmup_steps,
-                f"the run has {self.optimizer_steps} optimizer steps and would never reach lr={optimizer.lr:g}",
-            )
+            problem = f"the run has {self.optimizer_steps} optimizer steps and would never reach lr={optimizer.lr:g}"
+            wrong.append((f"{name}.lr_warmup_steps", optimizer.warmup_steps, problem))
+        if wrong:
+            raise ConfigError.of_all(wrong)
         writer_names(self.metrics_to)
         return self
 
@@ -268,7 +262,6 @@ class TrainingOptions(BaseModel):
 
     @property
     def seed(self) -> int:
-        """Fixes data order, samples and training."""
         return self.train.seed
 
     @property
@@ -282,25 +275,29 @@ class TrainingOptions(BaseModel):
     @property
     def trained_dtype(self) -> str:
         """Dtype of the trained parameters; unless it is chosen, needs Ray, which knows the GPUs."""
-        place = f"{BACKEND}.param_dtype"
-        return str(get(self, place)) if has(self, place) and gives(self, place) else resolve_dtype(self.dtype)
+        return str(get(self, _DTYPE)) if self._gives_dtype else resolve_dtype(self.dtype)
+
+    @property
+    def chooses_dtype(self) -> bool:
+        """Whether the dtype of the trained parameters is given."""
+        return self.dtype != "auto" or self._gives_dtype
+
+    @property
+    def _gives_dtype(self) -> bool:
+        return has(self, _DTYPE) and gives(self, _DTYPE)
 
     def describe_ranks(self) -> str:
-        """Runtime, ranks and layout, for a run's first line."""
         layout = "".join(f", {name}={size}" for name, size in self.parallel.model_dump().items() if size > 1)
         return f"{self.ranks} training rank(s) of {self.train.backend}{layout}"
 
     def runtime_config(self) -> RuntimeConfig:
-        """Of the trained model, with values that follow from other options; needs Ray, which knows the GPUs."""
         config: RuntimeConfig = filled(self, "train")
         return config
 
     def runs(self) -> Mapping[str, Any]:
-        """The runs that these options ask for, by name; one has none."""
         return {"": self}
 
     def models(self) -> tuple[RunModel, ...]:
-        """The models that the run builds."""
         return (RunModel("model", self.model),)
 
     @property
@@ -309,7 +306,6 @@ class TrainingOptions(BaseModel):
         return None
 
     def read_data(self) -> str:
-        """Reads all data, as the run does, and says what there is. Data of runs that sample are read elsewhere."""
         return f"{len(read_examples(self.dataset, self.data, require_answer=False))} rows"
 
     @property
@@ -323,11 +319,9 @@ class TrainingOptions(BaseModel):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the trained model in the whole run."""
         return self.steps
 
     def other_optimizer(self, lr_option: str, **changes: Any) -> OptimizerConfig:
-        """The optimizer of a second model, with the peak learning rate of the option ``lr_option``."""
         lr = getattr(self, lr_option)
         try:
             return self.train.backend_cfg.optimizer.replace(lr=lr, **changes)
@@ -346,7 +340,6 @@ class TrainingOptions(BaseModel):
 
     @property
     def training_groups(self) -> int:
-        """Groups of ``ranks`` ranks each."""
         return 1
 
     @property
@@ -356,7 +349,6 @@ class TrainingOptions(BaseModel):
 
     @property
     def batches_ahead(self) -> int:
-        """Batches that are sampled while earlier ones are trained on."""
         return 0
 
     def rollout_config(self, share: ClusterShare) -> RolloutConfig | None:
@@ -365,7 +357,6 @@ class TrainingOptions(BaseModel):
 
 
 def with_local_model[C: TrainingOptions](config: C) -> C:
-    """With the folder of the model in place of a name on the Hub."""
     folder = local_model(config.model, field=f"{type(config).__name__}.model")
     if folder == config.model:
         return config

@@ -58,12 +58,7 @@ class EvalSet(BaseConfig):
             raise ConfigError.of("EvalSet.pass_at", k, f"pass@{k} needs at least {k} responses, and n={n}; raise n")
 
     def sampling(self, run: SamplingConfig, n: int = 1, *, greedy: bool = True) -> SamplingConfig:
-        """How the set's prompts are answered; ``run``, ``n`` and ``greedy`` count where the set does not say.
-
-        Args:
-            n: responses of each prompt.
-            greedy: a single response is the likeliest.
-        """
+        """How the set's prompts are answered; where it does not say: ``run``, ``n``, and one response is greedy."""
         n = self.n or n
         self._check_pass_at(n)
         given = {name: value for name in _OF_SAMPLING if (value := getattr(self, name)) is not None}

@@ -37,7 +37,6 @@ class PolicyLoss(BaseConfig):
     loss_scale_factor: Annotated[float | None, Field(gt=0), _DIVIDES] = None
 
     def function(self, longest_response: int, **options: Any) -> Loss:
-        """What ranks minimise."""
         given = {name: value for name, value in self.model_dump(exclude={"name"}).items() if value is not None}
         if self.loss_agg_mode == "seq-mean-token-sum-norm":
             given.setdefault("loss_scale_factor", float(longest_response))
@@ -84,14 +83,12 @@ class PolicyLoRA(LoRAConfig):
 
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
-        if self.rank > MAX_ADAPTER_RANK and self.push == "adapter":
-            problem = f"vLLM serves adapters of a rank of at most {MAX_ADAPTER_RANK}; use at most that"
-            raise ConfigError.of("PolicyLoRA.rank", self.rank, f"{problem}, or set lora.push to merged")
-        if self.use_dora and self.push == "adapter":
-            raise ConfigError.of("PolicyLoRA.push", "adapter", "vLLM serves no adapters with DoRA; set lora.push to merged")
+        if self.push == "adapter" and (self.rank > MAX_ADAPTER_RANK or self.use_dora):
+            given = f"rank={self.rank}, use_dora={self.use_dora}"
+            problem = f"vLLM serves no adapter with DoRA, or of a rank above {MAX_ADAPTER_RANK}; set lora.push to merged"
+            raise ConfigError.of("PolicyLoRA.push", "adapter", f"{given}: {problem}")
         return self
 
 
 def tenant_config(lora: LoRAConfig) -> LoRAConfig:
-    """The options without those of a run alone."""
     return LoRAConfig(**{name: getattr(lora, name) for name in LoRAConfig.model_fields})

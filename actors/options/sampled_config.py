@@ -98,6 +98,13 @@ SAMPLED = OptionSet(
 )
 
 
+def _blaming(config: BaseModel, wrong: Mapping[str, str]) -> ConfigError:
+    kind = type(config)
+    return ConfigError.of_all(
+        [(f"{kind.__name__}.{name}", get(config, options_of(kind).place_of(name)), wrong[name]) for name in wrong]
+    )
+
+
 class SampledOptions(BaseModel):
     """Engines, sampling, staleness: the options that every run has which samples, for a configuration to take in."""
 
@@ -143,28 +150,24 @@ class SampledOptions(BaseModel):
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
-        name = type(self).__name__
         prompts, updates = self.prompts_per_step, self.updates_per_step
+        wrong: dict[str, str] = {}
         if prompts % updates:
-            problem = f"must divide prompts_per_step={prompts}; {nearest(updates, divisors(prompts))}"
-            raise ConfigError.of(f"{name}.updates_per_step", updates, problem)
+            wrong["updates_per_step"] = f"must divide prompts_per_step={prompts}; {nearest(updates, divisors(prompts))}"
         if not 0 < self.sampling.temperature < math.inf:
-            raise ConfigError.of(f"{name}.temperature", self.sampling.temperature, "must be above 0 and finite")
+            wrong["temperature"] = "must be above 0 and finite"
         if self.sample_ahead is not None and bool(self.sample_ahead) != bool(self.max_staleness):
-            problem = f"max_staleness={self.max_staleness}: set both to 0, strictly on-policy, or neither"
-            raise ConfigError.of(f"{name}.sample_ahead", self.sample_ahead, problem)
+            wrong["sample_ahead"] = f"max_staleness={self.max_staleness}: set both to 0, strictly on-policy, or neither"
         # Weights are the trainer's probability over the engine's, which a cut makes 0 for tokens that are never sampled.
         for cut in self.sampling.cuts if self.importance_options() else ():
-            raise ConfigError.of(
-                f"{name}.{cut}",
-                getattr(self.sampling, cut),
+            wrong[cut] = (
                 f"importance={self.importance!r} with max_staleness={self.max_staleness} cannot make up for tokens that are "
-                "never sampled; leave it out, or set importance to off",
+                "never sampled; leave it out, or set importance to off"
             )
         if self.importance == "off" and self.stale_samples == "correct":
-            raise ConfigError.of(
-                f"{name}.importance", "off", "stale_samples='correct' needs importance weights; use truncate or mask"
-            )
+            wrong["importance"] = "stale_samples='correct' needs importance weights; use truncate or mask"
+        if wrong:
+            raise _blaming(self, wrong)
         return self
 
     @property
@@ -173,7 +176,6 @@ class SampledOptions(BaseModel):
 
     @property
     def eval_sampling(self) -> dict[str, SamplingConfig]:
-        """How each held-out set is answered."""
         return {name: each.sampling(self.sampling) for name, each in sets_by_name(self.eval_dataset).items()}
 
     @property
@@ -194,14 +196,18 @@ class SampledOptions(BaseModel):
         """``sample_ahead`` with its default filled in."""
         return self.max_staleness if self.sample_ahead is None else self.sample_ahead
 
+    @property
+    def on_policy(self) -> bool:
+        """Whether a step's only update gives its own old log-probs: nothing asks for them, or for its routes, before."""
+        return self.updates_per_step == 1 and self.router_replay != "R2"
+
     def meta(self) -> dict[str, Any]:
-        """Meta of every batch."""
-        meta = {"temperature": self.sampling.temperature, "calculate_entropy": self.entropy_coef > 0}
+        entropy = self.entropy_coef > 0 or self.on_policy
+        meta = {"temperature": self.sampling.temperature, "calculate_entropy": entropy}
         # Routes of runtimes and of samples are for the layers with experts alone.
         return meta if self.router_replay == "off" else meta | {"routed_experts_layers": "moe"}
 
     def importance_options(self) -> dict[str, Any]:
-        """Options of a policy loss."""
         if self.importance == "mask":
             return {"mis_bounds": (1 / self.importance_cap, self.importance_cap)}
         if self.importance == "truncate" or (self.importance == "auto" and self.batches_ahead):
@@ -212,7 +218,6 @@ class SampledOptions(BaseModel):
         return with_share(filled(self, "rollout"), share)
 
     def sampling_facts(self) -> list[str]:
-        """For the first line that a run prints."""
         facts = [f"{self.num_engines} vLLM engine(s)"]
         if self.lora.rank:
             facts.append(f"LoRA of rank {self.lora.rank}")
@@ -252,7 +257,8 @@ class RLConfig(SampledOptions, TrainingOptions, BaseConfig):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
-        _require_room(self, "max_prompt_tokens + max_response_tokens")
+        if wrong := _too_small(self, "max_prompt_tokens + max_response_tokens"):
+            raise _blaming(self, wrong)
         return self
 
     @property
@@ -265,7 +271,6 @@ class RLConfig(SampledOptions, TrainingOptions, BaseConfig):
 
     @property
     def longest_sampled(self) -> int:
-        """Tokens of the longest prompt with the longest response, in training or to a held-out set."""
         longest = (each.max_new_tokens for each in (self.sampling, *self.eval_sampling.values()))
         return self.max_prompt_tokens + max(longest)
 
@@ -274,7 +279,6 @@ class RLConfig(SampledOptions, TrainingOptions, BaseConfig):
         return self.steps * self.updates_per_step
 
     def facts(self) -> list[str]:
-        """For the first line that a run prints."""
         return [
             f"{self.prompts_per_step} x {self.sampling.n} responses a step",
             f"up to {self.max_prompt_tokens} + {self.sampling.max_new_tokens} tokens",
@@ -379,35 +383,31 @@ class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
 
     @model_validator(mode="after")
     def _check_episodes(self) -> Self:
-        name = type(self).__name__
         if self.limits.episode_tokens is None:
-            raise ConfigError.of(f"{name}.max_episode_tokens", None, "sequences need a bound to be trained on")
-        _require_room(self, "max_episode_tokens")
+            problem = "sequences need a bound to be trained on"
+            raise ConfigError.of(f"{type(self).__name__}.max_episode_tokens", None, problem)
+        wrong = _too_small(self, "max_episode_tokens")
         if (self.environment is None) == (self.player is None):
-            problem = "give either an environment, which is stepped, or a player, which samples by itself"
-            raise ConfigError.of(f"{name}.environment", self.environment, problem)
-        unused = {}
+            wrong["environment"] = "give either an environment, which is stepped, or a player, which samples by itself"
         if self.is_set("max_prompt_tokens"):
-            unused["max_prompt_tokens"] = "environments make their prompts; set max_episode_tokens"
+            wrong["max_prompt_tokens"] = "environments make their prompts; set max_episode_tokens"
         for option in ("step_seconds", "tool_calls"):
             if self.player is not None and getattr(self.limits, option) is not None:
-                unused[f"limits.{option}"] = "a player has neither steps nor tools that the run knows of; leave it out"
+                wrong[f"limits.{option}"] = "a player has neither steps nor tools that the run knows of; leave it out"
         for option in DataConfig.model_fields:
             if option != "chat_template_kwargs" and self.data.is_set(option):
-                unused[f"data.{option}"] = "an environment is given the row as it stands; leave it out"
-        for option, problem in unused.items():
-            raise ConfigError.of(f"{name}.{option}", get(self, option), problem)
+                wrong[f"data.{option}"] = "an environment is given the row as it stands; leave it out"
         if self.sampling.max_new_tokens >= self.limits.episode_tokens:
-            problem = f"max_episode_tokens={self.limits.episode_tokens} must hold a prompt and a turn; use less"
-            raise ConfigError.of(f"{name}.max_response_tokens", self.sampling.max_new_tokens, problem)
+            most = self.limits.episode_tokens
+            wrong["max_response_tokens"] = f"max_episode_tokens={most} must hold a prompt and a turn; use less"
         if self.on_episode_failure == "drop" and self.least_episodes > self.sampling.n:
-            problem = f"a group has samples_per_prompt={self.sampling.n} episodes; use at most that"
-            raise ConfigError.of(f"{name}.least_episodes", self.least_episodes, problem)
+            wrong["least_episodes"] = f"a group has samples_per_prompt={self.sampling.n} episodes; use at most that"
+        if wrong:
+            raise _blaming(self, wrong)
         return self
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt and turn of an episode."""
         return self.limits.episode_tokens or 4096  # None is refused, after this was asked for
 
     @property
@@ -423,7 +423,6 @@ class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
         return f"environment {self.environment}" if self.environment else f"player {self.player}"
 
     def facts(self) -> list[str]:
-        """For the first line that a run prints."""
         turns = "" if self.limits.turns is None else f" of up to {self.limits.turns} turns"
         return [
             f"{self.prompts_per_step} x {self.sampling.n} episodes{turns} a step",
@@ -437,23 +436,20 @@ SampledConfig = RLConfig | EpisodeConfig
 RunConfig = TrainingConfig | SampledConfig
 
 
-def _require_room(config: SampledConfig, longest_is: str) -> None:
-    """Refuses ranks without a sequence and sequences that do not fit; ``longest_is`` the sum that is too long."""
-    name = type(config).__name__
+def _too_small(config: SampledConfig, longest_is: str) -> dict[str, str]:
+    """Option -> what does not fit; ``longest_is`` the sum that sequences may come to."""
+    wrong = {}
     if config.sequences_per_update < config.data_parallel_size:
-        raise ConfigError.of(
-            f"{name}.ranks",
-            config.ranks,
+        wrong["ranks"] = (
             f"an update has {config.sequences_per_update} responses; each of {config.data_parallel_size} data-parallel "
-            "ranks needs one; use fewer ranks, or more prompts_per_step",
+            "ranks needs one; use fewer ranks, or more prompts_per_step"
         )
     trained = f"must hold one sequence: {longest_is} = {config.longest_sequence}"
-    held_out = f"a held-out set needs {config.longest_sampled}: max_prompt_tokens and its max_new_tokens"
-    micro_batch, engine = config.train.max_tokens_per_micro_batch, config.rollout.max_model_len
-    for field, tokens, needed, problem in (
-        ("max_tokens_per_micro_batch", micro_batch, config.longest_sequence, trained),
-        ("rollout.max_model_len", engine, config.longest_sequence, trained),
-        ("rollout.max_model_len", engine, config.longest_sampled, held_out),
-    ):
-        if needed > tokens:
-            raise ConfigError.of(f"{name}.{field}", tokens, problem)
+    if config.longest_sequence > config.train.max_tokens_per_micro_batch:
+        wrong["max_tokens_per_micro_batch"] = trained
+    if config.longest_sequence > config.rollout.max_model_len:
+        wrong["rollout.max_model_len"] = trained
+    elif config.longest_sampled > config.rollout.max_model_len:
+        needed = f"a held-out set needs {config.longest_sampled}: max_prompt_tokens and its max_new_tokens"
+        wrong["rollout.max_model_len"] = needed
+    return wrong

@@ -56,11 +56,6 @@ type _Problem = tuple[str, Any, str]
 """Field, value, and what is wrong with it."""
 
 
-def _refused(config: str, problems: list[_Problem]) -> ConfigError:
-    blamed = [(f"{config}.{field}", f"={value!r}: {problem}") for field, value, problem in problems]
-    return ConfigError("; ".join(field + problem for field, problem in blamed), config=config, blamed=blamed)
-
-
 _OF_ALL_MEMORY = HasEffect(
     lambda config: config.kv_cache_gib is None,
     "vLLM would ignore it beside kv_cache_gib={0.kv_cache_gib:g}; give one of them",
@@ -145,8 +140,9 @@ class RolloutConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if problems := [*self._problems(), *self._problems_of_cores(), *self._problems_of_routes()]:
-            raise _refused("RolloutConfig", problems)
+        wrong = [*self._problems(), *self._problems_of_cores(), *self._problems_of_routes()]
+        if wrong:
+            raise ConfigError.of_all([(f"RolloutConfig.{field}", *rest) for field, *rest in wrong])
         check_engine_device(self, self.device)
         return self
 
@@ -215,13 +211,9 @@ _OF_GPUS = ("gpu_memory_utilization", "gpus_per_worker", "sleep_mode")
 
 def check_engine_device(config: RolloutConfig, device: str) -> None:
     """Raises :class:`ConfigError` for a field that engines on ``device``, ``cpu`` or ``cuda``, would ignore."""
-    if device != "cpu":
-        return
-    for name in _OF_GPUS:
-        if config.is_set(name):
-            raise ConfigError.of(
-                f"RolloutConfig.{name}", getattr(config, name), "applies to GPU engines only; unset it for engines on a CPU"
-            )
+    problem = "applies to GPU engines only; unset it for engines on a CPU"
+    if device == "cpu" and (given := [name for name in _OF_GPUS if config.is_set(name)]):
+        raise ConfigError.of_all([(f"RolloutConfig.{name}", getattr(config, name), problem) for name in given])
 
 
 _SAMPLES = HasEffect(
@@ -263,20 +255,19 @@ class SamplingConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        problems: list[_Problem] = []
+        wrong = {}
         if 0 < self.temperature < 0.01:
-            problems.append(("temperature", self.temperature, "vLLM would raise it to 0.01; use 0 for greedy sampling"))
+            wrong["temperature"] = "vLLM would raise it to 0.01; use 0 for greedy sampling"
         if "" in self.stop_strings:
-            problems.append(("stop_strings", self.stop_strings, "an empty string would end every response; remove it"))
+            wrong["stop_strings"] = "an empty string would end every response; remove it"
         if self.temperature == 0 and self.n > 1:
-            problems.append(("n", self.n, "greedy responses are all the same; raise temperature, or use n=1"))
-        if problems:
-            raise _refused("SamplingConfig", problems)
+            wrong["n"] = "greedy responses are all the same; raise temperature, or use n=1"
+        if wrong:
+            raise ConfigError.of_all([(f"SamplingConfig.{field}", getattr(self, field), wrong[field]) for field in wrong])
         return self
 
     @property
     def cuts(self) -> list[str]:
-        """Options that keep some tokens from being sampled."""
         return [name for name in ("top_p", "top_k", "min_p") if self.is_set(name)]
 
 

@@ -26,9 +26,6 @@ class EngineInfo:
     """What an engine says about itself.
 
     Attributes:
-        workers: processes that hold a part of the model.
-        node_id: Ray's.
-        host: equal for processes that share memory.
         cores: numbers of the cores that it runs on; empty on CUDA.
         device_ids: UUIDs of its CUDA devices; empty on a CPU.
         version: of the weights served; ``UNVERSIONED`` before the first push.
@@ -97,7 +94,6 @@ class Request:
 
     Attributes:
         sampling: how; its ``n`` is not read.
-        adapter: works beside the weights; None for the weights alone.
         require_version: oldest version of the adapter, or without one of the weights.
         pausable: other weights may be loaded in the middle of it. Else they wait for its end. Engines decide it.
     """
@@ -123,8 +119,6 @@ def prompt_problem(prompt: Sequence[int], max_model_len: int, vocab_size: int) -
 
 
 class VersionSpan(NamedTuple):
-    """``tokens`` consecutive response tokens that were computed with weights of ``version``."""
-
     version: int
     tokens: int
 
@@ -230,12 +224,10 @@ class Sample:
     """One response.
 
     Attributes:
-        prompt_index, sample_index: which prompt of the call, and which of its ``n`` responses.
         prompt_ids, response_ids: token ids; the response ends with the stop token or string if there was one.
         log_probs: of each response token; empty when not asked for.
         finish_reason: ``stop`` for a stop token or string, ``length`` for ``max_new_tokens`` or ``max_model_len``.
         version_spans: in order, and adding up to the response's tokens.
-        engine: number of the engine in its group.
         routes: with ``RolloutConfig.return_routed_experts``, the experts of its tokens.
     """
 
@@ -251,7 +243,6 @@ class Sample:
 
     @property
     def weight_versions(self) -> list[int]:
-        """The weight version of every response token."""
         return [span.version for span in self.version_spans for _ in range(span.tokens)]
 
     def with_routes(self, sequence: TokenSequence) -> TokenSequence:

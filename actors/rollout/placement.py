@@ -132,21 +132,16 @@ class EnginePlacement:
         ]
 
     def _check_unreserved(self) -> None:
-        for name in ("placement", "placement_timeout"):
-            if self._config.is_set(name):
-                raise ConfigError.of(
-                    f"RolloutConfig.{name}",
-                    getattr(self._config, name),
-                    "only engines that reserve resources can be placed: set cores_per_engine, and give no scheduling",
-                )
+        problem = "only engines that reserve resources can be placed: set cores_per_engine, and give no scheduling"
+        wrong = {name: problem for name in ("placement", "placement_timeout") if self._config.is_set(name)}
         nodes = len(living_nodes())
         if self._scheduling is None and nodes > 1:
-            raise ConfigError.of(
-                "RolloutConfig.cores_per_engine",
-                None,
-                f"the cluster has {nodes} nodes, and engines that reserve nothing could land on any of them; set "
-                "cores_per_engine",
+            wrong["cores_per_engine"] = (
+                f"the cluster has {nodes} nodes, and engines that reserve nothing could land on any of them; set it"
             )
+        if wrong:
+            values = self._config
+            raise ConfigError.of_all([(f"RolloutConfig.{name}", getattr(values, name), wrong[name]) for name in wrong])
 
 
 def resolve_device(config: RolloutConfig) -> str:
@@ -160,7 +155,6 @@ def resolve_device(config: RolloutConfig) -> str:
 
 
 def places_on_nodes(nodes: Mapping[int, str]) -> dict[int, NodePlace]:
-    """Each engine's place on its node, from engine number -> node id."""
     on_node: dict[str, list[int]] = {}
     for engine in sorted(nodes):
         on_node.setdefault(nodes[engine], []).append(engine)
@@ -168,7 +162,6 @@ def places_on_nodes(nodes: Mapping[int, str]) -> dict[int, NodePlace]:
 
 
 def with_share(config: RolloutConfig, share: ClusterShare) -> RolloutConfig:
-    """Engines with their share of the cluster, where they do not say what they reserve."""
     of_share: dict[str, Any] = {}
     if config.cores is None and config.cores_per_engine is None:
         of_share["cores_per_engine"] = share.cores_per_engine

@@ -76,7 +76,6 @@ class RolloutTokens:
 
     @property
     def cached_share(self) -> float:
-        """Of all prompt tokens so far, those that no engine computed again."""
         return self.cached_tokens / max(self.prompt_tokens, 1)
 
     async def generate(

@@ -12,6 +12,7 @@ from actors.cluster.session import EXIT_TERMINATED, RunTerminated
 from actors.folder.resume import RunFinishedError
 from rl_backend.contracts import BaseConfig, ClusterLostError, EngineDeadError, RLBackendError
 from rl_backend.options.command_line import in_flags, parse_config
+from rl_backend.options.parser import missing_package
 
 RUN_AGAIN = "start the run again; --resume auto continues from its newest checkpoint"
 
@@ -19,8 +20,8 @@ RUN_AGAIN = "start the run again; --resume auto continues from its newest checkp
 def run_command(main: Callable[..., None], config_type: type[BaseConfig] | None = None, description: str = "") -> None:
     """Runs ``main`` and ends the process with its status.
 
-    Our errors become one message and status 2; a run that had finished says so with status 0; Ctrl-C is status 130, SIGTERM
-    status 143, also of a run that either ends between two steps.
+    Our errors, and missing packages, become one message and status 2; a run that had finished says so with status 0;
+    Ctrl-C is status 130, SIGTERM status 143, also of a run that either ends between two steps.
 
     Args:
         main: takes the options, if there is a type of them.
@@ -42,6 +43,11 @@ def run_command(main: Callable[..., None], config_type: type[BaseConfig] | None 
             message = message.replace("restart it", RUN_AGAIN)
         print(f"error: {message}", file=sys.stderr)
         _leave(2, lost=isinstance(error, ClusterLostError))
+    except ModuleNotFoundError as error:
+        if not (message := missing_package(error)):
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        _leave(2, lost=False)
     except RunTerminated:
         print("stopped by SIGTERM", file=sys.stderr)
         # 128 + the signal's number, as shells and schedulers expect it.

@@ -107,7 +107,6 @@ class EvalConfig(BaseConfig):
 
     @property
     def model(self) -> str:
-        """Hugging Face directory with config, safetensors and tokenizer."""
         return self.rollout.model_path
 
     @property
@@ -131,7 +130,6 @@ class EvalConfig(BaseConfig):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt with the longest response."""
         # Asked for before it is checked that there is a set.
         return self.max_prompt_tokens + max((each.max_new_tokens for each in self.eval_sampling.values()), default=1)
 

@@ -25,8 +25,6 @@ from rl_backend.options.option_set import filled
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """How a model of a run is built; see :meth:`~actors.run.run.Run.build_model`."""
-
     name: str
     group: int = 0
     forward_only: bool = False
@@ -63,7 +61,6 @@ class Parts:
 
     @property
     def peak_memory(self) -> int:
-        """Bytes, of the rank that has held most so far."""
         return max(group.peak_memory for group in self.groups)
 
     def build(self, recipe: ModelRecipe) -> GroupModel:

@@ -74,16 +74,13 @@ class RLRun(Run[RLConfig]):
         self._begin_sampling(title, trained, known, config, inputs, open_source)
 
     def collect(self) -> TrainingBatch:
-        """What the step trains on, see :meth:`~actors.run.sampling.Sampling.collect`."""
         batch: TrainingBatch = self._sampled.collect(self._step, self._clock)
         return batch
 
     def push(self) -> PushReport:
-        """Sends the policy's weights to the engines, between two batches: phases ``wait_for_samples`` and ``sync``."""
         return self._sampled.push(self._step, self.lap)
 
     def finish(self) -> RunResult:
-        """After the last step; also writes ``summary.json``."""
         return self._sampled.finish()
 
 

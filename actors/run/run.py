@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self
 
 import xxhash
 
+from actors.checks.machine import faster_dtype
 from actors.checks.preflight import check_start
 from actors.collect.collector import CollectedBatch, Source
 from actors.folder.checkpoints import StreamPosition
@@ -169,7 +170,7 @@ class Run[C: RunConfig]:
             trained: the models that checkpoints hold, by the names of their directories.
         """
         self._restore(trained)
-        say_facts(f"{self.label}{title}", [*facts, *self.start.describe()])
+        say_facts(f"{self.label}{title}", [*facts, *faster_dtype(self.config), *self.start.describe()])
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left. Each ends with :meth:`end_step`.
@@ -283,7 +284,8 @@ class Run[C: RunConfig]:
         push, progress = self._parts.push, self.start.progress
         self._sampling = Sampling(config, inputs, source, push, self.folder, progress, began=self._began, label=self.label)
         pushed, results = self._sampling.begin(self.start.step, self._phases, first=self.start.checkpoint is None)
-        say_facts(f"{self.label}{title}", [*facts, f"weights by {pushed.transport}", *self.start.describe()])
+        known = [*facts, f"weights by {pushed.transport}", *faster_dtype(config), *self.start.describe()]
+        say_facts(f"{self.label}{title}", known)
         self._sampling.begin_steps(results)
 
     @property

@@ -61,7 +61,6 @@ class Totals:
         self._steps_began = 0.0
 
     def evaluated_before(self) -> None:
-        """What the held-out sets came to last was before training."""
         self._reward_before, self._held_out_before = self.reward, self.held_out
 
     def begin_steps(self) -> None:
@@ -70,7 +69,6 @@ class Totals:
         self._steps_began = now - self._step_seconds
 
     def end_step(self, log_prob_gap: float) -> None:
-        """A step has ended, apart from its evaluation."""
         self._max_gap = max(self._max_gap, log_prob_gap)
         self._step_seconds = time.monotonic() - self._steps_began
 
@@ -148,12 +146,10 @@ class Sampling[B: CollectedBatch]:
         return pushed, results
 
     def begin_steps(self, results: Sequence[HeldOutResult]) -> None:
-        """The start is over, with these results before training."""
         self._say_held_out("before", results)
         self._totals.begin_steps()
 
     def collect(self, step: int, clock: Clock) -> B:
-        """What the step trains on: the phase ``sample``, and ``reward`` where scores are waited for."""
         self._batch = batch = self.collector.collect(step, clock)
         if unknown := unknown_tokens(self._source.sampled_ids(batch), self._inputs.tokenizer):
             batch.metrics["unknown_tokens"] = unknown
@@ -161,7 +157,6 @@ class Sampling[B: CollectedBatch]:
         return batch
 
     def push(self, step: int, lap: Callable[[str], None]) -> PushReport:
-        """Sends the policy's weights to the engines, between two batches: phases ``wait_for_samples`` and ``sync``."""
         # A push during a batch would give its samples weights of two versions.
         with self._source.stream.between_batches():
             if self._config.batches_ahead:

@@ -49,7 +49,6 @@ class RunSaver:
                 model.group.load_checkpoint(model.handle, start.checkpoint.model(name))
 
     def save(self, step: int, clock: Clock) -> None:
-        """Begins a checkpoint if one is due: the phase ``save`` of the clock."""
         if self._is_due(step):
             self._begin(step)
             clock.lap("save")
@@ -68,7 +67,6 @@ class RunSaver:
         return None if committed is None else committed.path
 
     def abandon(self) -> None:
-        """A checkpoint that is being written is not waited for."""
         self._state = {}
 
     def _begin(self, step: int) -> None:
@@ -94,12 +92,7 @@ class RunSaver:
             self.finish()
 
     def finish(self, timeout: float | None = None) -> None:
-        """Waits for a checkpoint that is being written, up to ``timeout`` seconds, and commits it.
-
-        Raises:
-            CheckpointError: a model was not written.
-            TimeoutError: not written in time.
-        """
+        """Waits for a checkpoint that is being written, up to ``timeout`` seconds, and commits it."""
         if self._saving is None:
             return
         deadline = None if timeout is None else time.monotonic() + timeout

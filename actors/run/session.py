@@ -39,8 +39,6 @@ _OF_THE_CLUSTER = {"cores_per_engine", "cores", "placement", "gpus_per_worker", 
 
 @dataclass
 class _Shared:
-    """What runs of one session have in common: frozen models by group and directory, and the one that engines serve."""
-
     lock: threading.Lock = field(default_factory=threading.Lock)
     bases: dict[tuple[TrainGroup, str], HandleRef] = field(default_factory=dict)
     served: HandleRef | None = None
@@ -132,7 +130,6 @@ class Session:
 
 
 def _flat(config: RuntimeConfig) -> dict[str, Any]:
-    """Fields that all models of a group have in common."""
     fields = config.model_dump(mode="json", exclude={"hf_path"})
     backend: dict[str, Any] = fields.pop("backend_cfg")
     backend.pop("optimizer", None)
@@ -197,7 +194,6 @@ def log_of_engines(folder: str | None) -> Iterator[None]:
 
 @contextmanager
 def borrowed_session(session: Session, config: RunConfig) -> Iterator[Session]:
-    """``session`` for a run of ``config``, without the weights of the run before, or refused if it does not fit."""
     with raised_on_sigterm():
         session.require(config)
         if not config.pushes_adapters:

@@ -26,7 +26,6 @@ class StopRequest:
     """Asks runs to end after the step that each is in. Runs of several threads may share one.
 
     Attributes:
-        reason: why; None while nobody asks.
         insisted: asked again, so that nothing more is waited for.
     """
 
@@ -36,7 +35,6 @@ class StopRequest:
         self._asked = 0.0
 
     def ask(self, reason: Reason) -> None:
-        """The first reason stays."""
         if self.reason is None:
             self.reason, self._asked = reason, time.monotonic()
 

@@ -66,8 +66,6 @@ class Canary:
 
 
 class _Answer(NamedTuple):
-    """Token ids of prompt and response, where the response begins, and its log-probs."""
-
     ids: tuple[int, ...]
     start: int
     log_probs: Tensor
@@ -76,14 +74,7 @@ class _Answer(NamedTuple):
 def send_canary(
     canary: Canary, train: SourceRanks, rollout: EngineSet, tenant: HandleRef, adapter: AdapterVersion
 ) -> tuple[int, ...]:
-    """Lets every living engine answer, and the trainer judge; the engines where the adapter visibly has its effect.
-
-    None where an adapter changes nothing yet (B = 0), or where the trainer has moved on.
-
-    Raises:
-        WeightCheckError: log-probs that are not the trainer's: the adapter is not applied, or in part, or to other
-            weights.
-    """
+    """Lets every living engine answer, and the trainer judge; the engines where the adapter visibly has its effect."""
     info = rollout.infos[rollout.engines[0]]
     prompt = canary.prompt or tuple(5 + index * info.vocab_size // 8 for index in range(min(8, info.max_model_len - 1)))
     request = Request([token % info.vocab_size for token in prompt], _PROBE, 0, adapter)
@@ -147,7 +138,6 @@ def _gap(answer: _Answer, log_probs: Tensor) -> float:
 def log_probs_of_trainer(
     context: RankContext, tenant: HandleRef, version: int, sequences: Sequence[tuple[int, ...]]
 ) -> dict[tuple[int, ...], tuple[Any, Any]] | None:
-    """Runs on every rank, between two operations: log-probs of each sequence without and with the adapter, on the CPU."""
     handle = context.handle(tenant)
     if handle.weight_version != version:
         return None
@@ -162,8 +152,6 @@ def log_probs_of_trainer(
 
 
 class AdapterPush:
-    """The pushes of one tenant; :class:`~actors.sync.push.WeightSync` says what they promise."""
-
     def __init__(
         self,
         train: SourceRanks,
@@ -302,7 +290,6 @@ class _Source(NamedTuple):
 
 
 def describe_source(context: RankContext, tenant: HandleRef, dtype: str) -> _Source | None:
-    """Runs on every rank. Rank 0 answers."""
     if context.rank != 0:
         return None
     shapes = context.runtime.get_lora_adapter(context.handle(tenant)).shapes

@@ -75,7 +75,6 @@ class StreamingTransport(Transport):
         self._members = {}
 
     def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
-        """Brings ranks and living engines together; called before every push."""
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         if members == self._members:
             return
@@ -255,7 +254,6 @@ def send_stream(context: SourceContext, plan: PushPlan) -> dict[str, int]:
 
 
 def close_stream(context: SourceContext, key: str) -> None:
-    """Runs on every rank: ends vLLM's trainer-side engine."""
     engine = context.state.pop(key, None)
     if engine is not None:
         end_group(engine)
@@ -263,7 +261,6 @@ def close_stream(context: SourceContext, key: str) -> None:
 
 
 def end_group(engine: Any) -> None:
-    """Ends the NCCL group of one of vLLM's transfer engines. A broadcast that waits for another member returns."""
     # It would else keep memory of the GPU until its process ends.
     group = getattr(engine, "model_update_group", None)
     if group is not None:

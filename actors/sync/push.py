@@ -46,8 +46,6 @@ class WeightSync:
 
     Args:
         train: a ``TrainGroup``, or a :class:`~actors.sync.source.WeightSource`.
-        rollout: the engines.
-        handle: which model or tenant of the training group; None for a :class:`~actors.sync.source.WeightSource`.
         transport: ``auto`` takes CUDA IPC where trainer and engine share a GPU, NCCL where both have one, shared memory on
             one Ray node, else gloo; ``PushReport.transport`` says which. Only ``auto`` for a tenant: shared memory where
             the driver is on that node, too, else Ray's object store.
@@ -211,7 +209,6 @@ class WeightSync:
 
     @contextmanager
     def _turns_paused(self, rollout: EngineSet, clock: PushClock) -> Iterator[dict[int, RLBackendError]]:
-        """The errors of engines that are lost while turns of episodes end or pause. :meth:`_resume` lets them continue."""
         if not self._rollout.turns.asked_for:
             yield {}
             return
@@ -252,7 +249,6 @@ def _refuse(why: str, **options: tuple[Any, Any]) -> None:
 
 
 def make_transport(name: str) -> Transport:
-    """The transport of that name; raises :class:`~rl_backend.contracts.ConfigError` for any other."""
     if name not in _TRANSPORTS:
         raise ConfigError.of("transport", name, f"expected auto or one of {', '.join(_TRANSPORTS)}")
     return _TRANSPORTS[name]()

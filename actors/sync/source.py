@@ -12,8 +12,6 @@ from rl_backend.contracts import ConfigError, TensorInfo
 
 
 class SourceHandle(Protocol):
-    """What a push reads of a model handle."""
-
     @property
     def weight_version(self) -> int: ...
 
@@ -22,8 +20,6 @@ class SourceHandle(Protocol):
 
 
 class SourceContext(Protocol):
-    """What a push sees inside a rank; ``state`` is kept from one push to the next."""
-
     rank: int
     world_size: int
     state: dict[str, Any]
@@ -56,11 +52,9 @@ class WeightSource:
         self._context = _OnlyRank(self)
 
     def run_on_ranks[**P, R](self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Runs ``function(context, *args, **kwargs)`` here: this process is the only rank."""
         return [function(self._context, *args, **kwargs)]
 
     def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor), floating-point ones converted to ``dtype``."""
         pairs = self._weights() if callable(self._weights) else self._weights.items()
         for name, tensor in pairs:
             full = tensor.detach()

@@ -63,9 +63,7 @@ class PushPlan:
 
     Attributes:
         key: of the :class:`~actors.sync.push.WeightSync`; ranks keep its buffers and connections under it.
-        handle: reference to the model in the training group.
         infos: the tensors, in order, without offsets or digests.
-        host: see :func:`~actors.wire.segment.host_identity`.
         device_ids: UUIDs of the ranks' CUDA devices; empty when any rank is on a CPU.
         kept: as :class:`~rl_backend.contracts.WeightManifest` has them.
     """
@@ -83,7 +81,6 @@ class PushPlan:
 
     @property
     def manifest(self) -> WeightManifest:
-        """Version, names, shapes and dtypes; no digests."""
         return WeightManifest(version=self.version, tensors=self.infos, kept=self.kept)
 
     @property
@@ -160,7 +157,6 @@ def join_export(context: SourceContext, plan: PushPlan) -> None:
 
 
 def from_source(results: list[Any]) -> Any:
-    """The source rank's result of ``run_on_ranks``; raises it when it is one of our errors."""
     result = results[SOURCE_RANK]
     if isinstance(result, RLBackendError):
         raise result
@@ -208,7 +204,6 @@ class SharedMemoryTransport(StagedTransport):
 
 
 def reserve_segment(context: SourceContext, plan: PushPlan) -> Segment | RLBackendError | None:
-    """Runs on every rank, is no collective: the source rank's segment, made or made larger when needed."""
     if context.rank != SOURCE_RANK:
         return None
     _, nbytes = plan_layout(plan.infos)
@@ -247,8 +242,6 @@ def write_segment(
 
 
 class _StagedParts:
-    """Tells engines of what is staged."""
-
     def __init__(self, plan: PushPlan, key: str, segment: Segment, engines: Sequence[Any]) -> None:
         self._version = plan.version
         self._key = key
@@ -339,12 +332,10 @@ class GlooTransport(StagedTransport):
 
 
 def source_node(context: SourceContext) -> str | None:
-    """Runs on every rank: the address of the source rank's node."""
     return node_address() if context.rank == SOURCE_RANK else None
 
 
 def listen(context: SourceContext, key: str, address: str, size: int) -> GlooAddress | None:
-    """Runs on every rank: the source rank opens the store where all meet."""
     if context.rank != SOURCE_RANK:
         return None
     disconnect(context, key)
@@ -354,7 +345,6 @@ def listen(context: SourceContext, key: str, address: str, size: int) -> GlooAdd
 
 
 def connect(context: SourceContext, key: str) -> RLBackendError | None:
-    """Runs on every rank: the source rank takes its place in the group, while the engines take theirs."""
     if context.rank != SOURCE_RANK:
         return None
     point, address = context.state[key]
@@ -393,7 +383,6 @@ def broadcast_weights(context: SourceContext, plan: PushPlan) -> WeightManifest 
 
 
 def disconnect(context: SourceContext, key: str) -> None:
-    """Runs on every rank: leaves the group, and closes the store to others."""
     if key not in context.state:
         return
     point, group = context.state.pop(key)

@@ -14,8 +14,6 @@ from rl_backend.runtime import Runtime
 
 
 class BuiltModel(NamedTuple):
-    """What a rank says about a model that it built."""
-
     key: int
     name: str
     data_parallel_rank: int
@@ -32,7 +30,6 @@ class HandleRef:
     """Names one model of a training group, in any process.
 
     Attributes:
-        key: the operation that built it.
         data_parallel_ranks: rank -> its data-parallel rank.
         source_ranks: data-parallel rank -> the rank that has its outputs.
         head: ``log_probs``, or ``values`` of a critic.
@@ -52,7 +49,6 @@ class HandleRef:
 
     @classmethod
     def of(cls, group_id: str, built: Sequence[BuiltModel]) -> HandleRef:
-        """The model that all ranks have built, in the order of ranks."""
         first, size = built[0], built[0].data_parallel_size
         sources = {each.data_parallel_rank: rank for rank, each in enumerate(built) if each.is_source}
         # Two sources of one rank's outputs, or none, would merge results of wrong sequences.
@@ -79,7 +75,6 @@ class HandleRef:
 
 
 def refs_in(arguments: Iterable[Any]) -> Iterator[HandleRef]:
-    """The models that a call is given, alone or in lists."""
     for each in arguments:
         yield from (ref for ref in (each if isinstance(each, list | tuple) else [each]) if isinstance(ref, HandleRef))
 
@@ -112,7 +107,6 @@ class RankContext:
         return self.handle(refs) if isinstance(refs, HandleRef) else [self.handle(ref) for ref in refs]
 
     def keep(self, handle: ModelHandle) -> BuiltModel:
-        """Stores a handle that the running operation made."""
         # The operation's number is a key that is the same on every rank.
         self._handles[self.operation] = handle
         return BuiltModel(
@@ -131,7 +125,6 @@ class RankContext:
         del self._handles[ref.key]
 
     def close(self) -> None:
-        """Closes what callers keep here, then the runtime."""
         with ExitStack() as stack:
             # First in, last out: what callers keep may still use the runtime's process groups.
             stack.callback(self.runtime.close)
@@ -154,7 +147,6 @@ def weight_version(context: RankContext, handle: HandleRef) -> int:
 
 
 def lora_factors(context: RankContext, handle: HandleRef) -> dict[str, Tensor]:
-    """All of them, on the CPU, from rank 0."""
     # On every rank, because the export is a collective.
     found = {name: tensor.cpu() for name, tensor in context.runtime.export_lora_adapter(context.handle(handle))}
     return found if context.rank == 0 else {}

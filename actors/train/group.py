@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 
 class GroupFuture[R]:
-    """Result of a submitted operation."""
-
     def __init__(self, name: str, wait: Callable[[float | None], R], ready: Callable[[], bool]) -> None:
         self.name = name
         self._wait = wait
@@ -78,7 +76,6 @@ class GroupFuture[R]:
             return self._result[0]
 
     def done(self) -> bool:
-        """Whether every rank has answered; does not wait."""
         return self._result is not None or self._error is not None or self._ready()
 
 
@@ -148,11 +145,7 @@ class TrainGroup:
         cores_per_rank: CPU cores reserved for a rank, and its number of threads.
         gpus_per_rank: 0, 1, or less than 1 for a single rank that shares its GPU, for example with an engine of
             ``RolloutConfig(gpus_per_worker=0.5)``.
-        placement: ``pack`` ranks on few nodes, or ``spread`` them.
-        name: for messages and Ray's tools; empty makes one.
         failure_grace: seconds that the peers of a failed rank have to answer before all are stopped.
-        placement_timeout: seconds to wait for the cluster's resources.
-        start_timeout: seconds for the ranks to start and find each other.
 
     Raises:
         ConfigError: numbers, or a device in ``config``, that do not go together, or Ray is not initialised.
@@ -223,7 +216,6 @@ class TrainGroup:
 
     @property
     def ended(self) -> bool:
-        """Whether the group has failed or was shut down, to this driver's knowledge."""
         return self._ranks.ended
 
     @property
@@ -232,7 +224,6 @@ class TrainGroup:
         return self._ranks.peak_memory
 
     def trace_actors(self) -> Mapping[str, Any]:
-        """For a :class:`~actors.watch.trace.TraceCollector`; empty once the group has ended."""
         workers = () if self.ended else self._ranks.members.workers
         return {f"rank {rank}": worker for rank, worker in enumerate(workers)}
 
@@ -342,7 +333,6 @@ class TrainGroup:
         max_tokens_per_micro_batch: int | None = None,
         router_replay: RouterReplay = "off",
     ) -> GroupFuture[ForwardResult]:
-        """Outputs alone: ``forward_backward`` with ``forward_only`` and no loss."""
         return self.forward_backward.submit(
             handle,
             sequences,
@@ -364,7 +354,6 @@ class TrainGroup:
 
     @operation
     def lr_scheduler_step(self, handle: HandleRef | Sequence[HandleRef]) -> GroupFuture[Any]:
-        """As :meth:`~rl_backend.runtime.Runtime.lr_scheduler_step`; of several a list."""
         return self.submit(Atoms.lr_scheduler_step, handle)
 
     to = remote(Atoms.to)
@@ -392,7 +381,6 @@ class TrainGroup:
 
     @operation
     def export_lora_adapter(self, handle: HandleRef) -> GroupFuture[dict[str, Tensor]]:
-        """Whole factors by peft's names, float32, on the CPU."""
         self._require_mine([handle])
         return self._on_ranks("export_lora_adapter", RankFunction(lora_factors, (handle,)), itemgetter(0))
 

@@ -108,18 +108,20 @@ class SentLoss:
 
 
 class LossSender:
-    """Puts each pickle of a loss into Ray once."""
-
     def __init__(self) -> None:
         self._sent: OrderedDict[str, SentLoss] = OrderedDict()
 
     def send(self, loss: Losses) -> SentLoss:
-        """Raises :class:`~rl_backend.contracts.ConfigError` for a loss that cannot be called."""
+        """Raises :class:`~rl_backend.contracts.ConfigError` for a loss that cannot be called or pickled."""
         several = isinstance(loss, Mapping) and bool(loss) and all(map(callable, loss.values()))
         if not callable(loss) and not several:
             raise ConfigError(f"loss is a {type(loss).__name__}; expected a callable or Loss('package.module:function')")
-        # At every call, because its state may have changed.
-        pickled = cloudpickle.dumps(loss)
+        try:
+            # At every call, because its state may have changed.
+            pickled = cloudpickle.dumps(loss)
+        except Exception as error:
+            problem = f"cannot be pickled ({type(error).__name__}: {error}); pass Loss('package.module:function', ...)"
+            raise ConfigError(f"loss {loss!r} {problem}") from error
         digest = xxhash.xxh3_128_hexdigest(pickled)
         if digest not in self._sent:
             self._sent[digest] = SentLoss(digest, [ray.put(pickled)])
@@ -130,13 +132,10 @@ class LossSender:
 
 
 class LossReceiver:
-    """The losses that a rank was sent last."""
-
     def __init__(self) -> None:
         self._losses: OrderedDict[str, LossFn] = OrderedDict()
 
     def receive(self, sent: SentLoss) -> LossFn:
-        """The loss, fetched when its digest is not one of the last few."""
         if sent.digest not in self._losses:
             loss = cloudpickle.loads(ray.get(sent.pickled[0]))
             self._losses[sent.digest] = loss.plain() if isinstance(loss, Loss) else loss

@@ -35,7 +35,6 @@ class Update(NamedTuple):
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Of a step's updates of one model: means of the metrics, largest gradient norm, share that was taken, next rate."""
     means = {name: metric.mean for name, metric in merge_metrics([update.metrics for update in updates]).items()}
     norms = [update.grad_norm for update in updates]
     # max() may pass over a NaN.
@@ -56,7 +55,6 @@ class TokenCount:
         self._tokens += sum(map(len, sequences))
 
     def take(self) -> int:
-        """Those since the last call."""
         tokens, self._tokens = self._tokens, 0
         return tokens
 

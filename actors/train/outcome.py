@@ -58,8 +58,6 @@ def peak_memory() -> int:
 
 
 class RemoteTraceback(Exception):  # noqa: N818, shown as the cause of an error, never raised
-    """The traceback of an error where it happened."""
-
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"on rank {rank}:\n{text}")
         self.rank = rank

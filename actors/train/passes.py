@@ -11,6 +11,7 @@ from torch import Tensor
 
 from actors.train.context import HandleRef, RankContext
 from rl_backend.contracts import (
+    TARGET_IDS,
     BatchError,
     ForwardResult,
     LossFn,
@@ -31,8 +32,6 @@ from rl_backend.data import (
 
 
 class TenantForward(NamedTuple):
-    """A tenant's part of one rank's ForwardResult."""
-
     lora_id: int
     losses: tuple[float, ...]
     metrics: Mapping[str, Metric]
@@ -42,8 +41,6 @@ class TenantForward(NamedTuple):
 
 @dataclass(frozen=True)
 class RankForward:
-    """One rank's ForwardResult on its way to the driver; ``outputs`` are its sequences end to end, (T, ...) on the CPU."""
-
     losses: tuple[float, ...]
     metrics: Mapping[str, Metric]
     outputs: Mapping[str, Tensor]
@@ -68,7 +65,6 @@ def spread(
     has_loss: bool,
     meta: Mapping[str, Any] | None = None,
 ) -> Shares:
-    """The micro-batches of every data-parallel rank, of at most ``max_tokens`` each."""
     has_tenants = bool(rows) and LORA_FIELD in rows[0].sequence_fields
     # Here, not on the ranks: fillers are chosen by whether there is a loss.
     if trains and not has_loss:
@@ -76,8 +72,8 @@ def spread(
     check_same_fields(rows)
     seq_lens = [len(sequence) for sequence in rows]
     dp_size, multiple_of = handle.data_parallel_size, handle.micro_batch_multiple
-    # A loss that reads no mask would count fillers.
-    fill = not has_loss or "loss_mask" in rows[0].token_fields
+    # A loss that reads neither a mask nor targets would count fillers.
+    fill = not has_loss or not rows[0].token_fields.keys().isdisjoint(("loss_mask", TARGET_IDS))
     tenants: list[int] = []
     if has_tenants and handle.lora_id < 0:
         tenants = [int(row.sequence_fields[LORA_FIELD]) for row in rows]
@@ -88,7 +84,6 @@ def spread(
 
 
 def token_budget(wanted: int | None, most: int) -> int:
-    """Of a micro-batch: what is asked for, at most the configuration's."""
     if wanted is not None and wanted > most:
         raise BatchError(
             f"max_tokens_per_micro_batch={wanted} is more than the configuration's {most}; ask for less, or build the "
@@ -116,7 +111,6 @@ def forward_backward(
 
 
 def merged(handle: HandleRef, shares: Shares, values: Sequence[RankForward]) -> ForwardResult:
-    """One ForwardResult from those of the source ranks, with outputs in the caller's order."""
     sources = [values[rank] for rank in handle.source_ranks]
     # Loss i is the mean over data-parallel ranks of each rank's i-th micro-batch, because gradients are averaged over them:
     # the sum of all is the number whose gradient the optimizer gets.
@@ -139,7 +133,6 @@ def merged(handle: HandleRef, shares: Shares, values: Sequence[RankForward]) -> 
 def _tenant_result(
     lora_id: int, parts: Sequence[TenantForward], tenants: Sequence[int], outputs: Mapping[str, Sequence[Tensor]]
 ) -> ForwardResult:
-    """As :func:`merged`, of one tenant; ``tenants`` says whose each sequence is."""
     losses = [sum(of_batch) / len(parts) for of_batch in zip(*(part.losses for part in parts), strict=True)]
     return ForwardResult(
         tuple(losses),

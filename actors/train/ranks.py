@@ -41,8 +41,6 @@ AFTERWARDS = "all ranks were stopped: build a new group and load the last checkp
 
 @dataclass(frozen=True)
 class GroupMembers:
-    """What every copy of a group shares."""
-
     id: str
     name: str
     workers: tuple[ActorHandle, ...]
@@ -61,7 +59,6 @@ class TrainRanks:
     """One driver's access to the members.
 
     Attributes:
-        operator: who operates the group, to this driver's knowledge; for messages.
         journal: the operations that built the group's models, to this driver's knowledge.
         peak_memory: bytes, of the rank that has held most; as of the last results that this driver has read.
     """
@@ -143,7 +140,6 @@ class TrainRanks:
         return len(done) == len(refs)
 
     def keep(self, operation: Operation) -> None:
-        """Adds to the journal, here, for when the ranks are lost, and on rank 0, for a driver that takes over."""
         self.journal.append(operation)
         self._control("keep", operation)
 
@@ -152,7 +148,6 @@ class TrainRanks:
         self._control("forget", key)
 
     def take_over(self, timeout: float) -> None:
-        """Makes this driver the owner once the operations of the one before are finished on every rank."""
         with self._lock:
             self._check_alive()
             number, name, previous, self.journal = self._control("transfer", self.driver)
@@ -177,7 +172,6 @@ class TrainRanks:
             self._owned, self.operator, self._taken_over = True, self.driver.description, number
 
     def check_usable(self) -> None:
-        """Raises when the group has ended, or another driver operates it."""
         self._check_alive()
         if not self._owned:
             raise OperationOrderError(

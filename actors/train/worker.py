@@ -48,7 +48,6 @@ class TrainWorker:
         return Completed(node_address())
 
     def open_rendezvous(self, address: str) -> Outcome:
-        """Opens the store of the ranks, on rank 0; answers the :class:`~actors.cluster.rendezvous.Rendezvous`."""
         try:
             self._rendezvous_point = RendezvousPoint(address, COLLECTIVE_TIMEOUT)
         except OSError as error:
@@ -56,7 +55,6 @@ class TrainWorker:
         return Completed(self._rendezvous_point.rendezvous)
 
     def start(self, environment: Mapping[str, str], rendezvous: Rendezvous, pickled_config: bytes) -> Outcome:
-        """Sets the rank's environment and builds its runtime; answers a :class:`RankInfo`."""
         try:
             self._path = RendezvousRoute(rendezvous)
             os.environ.update({**environment, **store_environment(self._path.port)})
@@ -108,7 +106,6 @@ class TrainWorker:
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def progress(self) -> tuple[int, int]:
-        """Numbers of the operations that started and finished last."""
         return self._sequence.started, self._sequence.finished
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
@@ -132,7 +129,6 @@ def run(context: RankContext, call: Operation | RankFunction, loss: LossFn | Non
 
 @contextmanager
 def _observed(context: RankContext, header: OperationHeader, call: Operation | RankFunction) -> Iterator[None]:
-    """Reports the call that its body runs; models and weight versions are those after it."""
     tags = {"group": context.group_id[:8], "rank": str(context.rank)}
     work = _work(call)
     started = time.perf_counter()

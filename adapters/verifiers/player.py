@@ -54,7 +54,6 @@ class VerifiersPlayer:
         return self.open()._opened().tasks
 
     def open(self) -> Self:
-        """Starts the process, and waits until it is ready; the first episode does, too."""
         with self._opening:
             if self._child is None:
                 self._loop = EventLoop()
@@ -119,7 +118,6 @@ class VerifiersPlayer:
 
 
 def _result(played: Mapping[str, Any], session: Session) -> Result:
-    """The result of an episode; raises what ended it on our side."""
     ended = session.failed or session.ended
     if ended is not None:
         raise ended

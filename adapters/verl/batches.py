@@ -101,7 +101,6 @@ def _problem(data: TensorDict, cp_size: int, routes: BatchRoutes | None) -> RLBa
 
 
 def _agreed_num_tokens(data: TensorDict, place: RankPlace, problem: RLBackendError | None) -> float:
-    """``loss_mask`` summed over the data-parallel ranks."""
     mask = data["loss_mask"]
     num_tokens = (mask.values() if mask.is_nested else mask).sum().to(place.device)
     # One collective also tells each rank of the others' errors: none then waits for one that refused its batch.
@@ -168,20 +167,17 @@ def _are_counted(positions: Tensor, counted: Tensor) -> bool:
 def _require_cuttable(data: TensorDict, cp_size: int) -> None:
     # verl asserts these sizes on one rank, while the others already wait in a collective.
     if tu.get(data, "use_dynamic_bsz", True):
-        limit, longest = tu.get(data, "max_token_len_per_gpu"), int(data["input_ids"].offsets().diff().max())
-        if limit is None or longest > limit * cp_size:
-            raise BatchError(
-                f"max_token_len_per_gpu={limit} times {cp_size} context-parallel ranks does not hold the longest sequence, "
-                f"of {longest} tokens; raise it",
-                name="max_token_len_per_gpu",
-            )
-        return
-    size, group = tu.get(data, "micro_batch_size_per_gpu"), tu.get(data, "force_group_size", 1)
-    if not size or len(data) % (size * group):
-        raise BatchError(
-            f"micro_batch_size_per_gpu={size} times force_group_size={group} does not divide {len(data)} sequences",
-            name="micro_batch_size_per_gpu",
-        )
+        name, longest = "max_token_len_per_gpu", int(data["input_ids"].offsets().diff().max())
+        limit = tu.get(data, name)
+        fits = limit is not None and longest <= limit * cp_size
+        problem = f"times {cp_size} context-parallel ranks does not hold the longest sequence, of {longest} tokens; raise it"
+    else:
+        name, group = "micro_batch_size_per_gpu", tu.get(data, "force_group_size", 1)
+        limit = tu.get(data, name)
+        fits = limit and len(data) % (limit * group) == 0
+        problem = f"times force_group_size={group} does not divide {len(data)} sequences"
+    if not fits:
+        raise BatchError(f"{name}={limit} {problem}", name=name)
 
 
 def _require_supported(data: TensorDict) -> None:
@@ -288,7 +284,6 @@ class MicroBatchLoss:
 
 
 def jagged_outputs(model_output: ModelOutput, data: PackedBatch) -> dict[str, Tensor]:
-    """(T,) -> jagged (B, L_i) of every output that there is, differentiable."""
     offsets = data.cu_seqlens.to(torch.int64)
     return {
         name: torch.nested.nested_tensor_from_jagged(value, offsets)

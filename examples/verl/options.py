@@ -23,8 +23,6 @@ _OF_DEMO = HasEffect(lambda options: options.model is None, "model is trained in
 
 
 class VerlOptions(BaseConfig):
-    """Which model, files, engine and machine."""
-
     model: str | None = Field(default=None, description="Hugging Face directory or name; none: the demo's model and files")
     demo_model: Annotated[ModelName, _OF_DEMO] = Field(
         default="qwen3", description="the demo's: qwen3 or qwen3_5; qwen3_moe or qwen3_5_moe, mixtures of experts"

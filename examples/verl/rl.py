@@ -57,18 +57,19 @@ class RLOptions(VerlOptions):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        wrong = {}
         if self.batch_size % self.updates_per_step:
-            problem = f"must divide batch_size={self.batch_size}"
-            raise ConfigError.of("RLOptions.updates_per_step", self.updates_per_step, problem)
+            wrong["updates_per_step"] = f"must divide batch_size={self.batch_size}"
         # The engine refuses it too, but only after the minutes of a warm start.
         if self.router_replay != "off" and self.model is None and self.demo_model not in demo_task.MIXTURES:
-            problem = f"the demo's {self.demo_model} is dense and routes nothing; use {self.demo_model}_moe"
-            raise ConfigError.of("RLOptions.router_replay", self.router_replay, problem)
+            dense = self.demo_model
+            wrong["router_replay"] = f"the demo's {dense} is dense and routes nothing; use {dense}_moe"
+        if wrong:
+            raise ConfigError.of_all([(f"RLOptions.{field}", getattr(self, field), wrong[field]) for field in wrong])
         return self
 
 
 def train(options: RLOptions) -> Path:
-    """Runs GRPO or PPO; returns verl's log of metrics."""
     task, options = demo_options(options)
     return options.run(["-m", "verl.trainer.main_ppo"], overrides(options, task))
 
@@ -102,7 +103,6 @@ def demo_options(options: RLOptions) -> tuple[Path | None, RLOptions]:
 
 
 def overrides(options: RLOptions, task: Path | None) -> list[str]:
-    """verl's configuration, as overrides of its ``ppo_trainer.yaml``."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
         "model_engine=megatron",

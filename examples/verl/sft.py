@@ -29,14 +29,12 @@ class SFTOptions(VerlOptions):
 
 
 def train(options: SFTOptions) -> Path:
-    """Runs SFT; returns verl's log of metrics."""
     task = options.files_of_task
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
     return options.run([*command, "-m", "verl.trainer.sft_trainer"], overrides(options, task))
 
 
 def overrides(options: SFTOptions, task: Path | None) -> list[str]:
-    """verl's configuration, as overrides of its ``sft_trainer_engine.yaml``."""
     return [
         "engine=megatron",
         "optim=megatron",
@@ -57,7 +55,6 @@ def overrides(options: SFTOptions, task: Path | None) -> list[str]:
 
 
 def trained_model(options: SFTOptions) -> Path:
-    """Where ``train`` leaves the model."""
     return Path(options.run_dir).resolve() / "checkpoints" / f"global_step_{options.steps}" / "huggingface"
 
 

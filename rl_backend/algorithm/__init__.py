@@ -14,6 +14,7 @@ from rl_backend.algorithm.critic import explained_variance as explained_variance
 from rl_backend.algorithm.critic import gae_advantages as gae_advantages
 from rl_backend.algorithm.critic import masked_whiten as masked_whiten
 from rl_backend.algorithm.critic import value_loss as value_loss
+from rl_backend.algorithm.distillation import distillation_loss as distillation_loss
 from rl_backend.algorithm.loss_aggregation import LOSS_AGG_MODES as LOSS_AGG_MODES
 from rl_backend.algorithm.loss_aggregation import LossAggMode as LossAggMode
 from rl_backend.algorithm.loss_aggregation import aggregate_loss as aggregate_loss

@@ -18,14 +18,10 @@ type GroupIds = Tensor | Sequence[Hashable] | None
 
 @dataclass(frozen=True, eq=False)
 class RewardGroups:
-    """Each of N responses compared with its group; (N,), float64 unless noted.
+    """Each of N responses compared with its group: (N,) float64, and bool for ``equal``, whether all its rewards are.
 
-    Attributes:
-        size: responses in its group.
-        centered: the reward less the group's mean, exactly 0 where all rewards of the group are equal; the reward itself
-            where a response is alone.
-        std: unbiased standard deviation of its group; 1 where a response is alone.
-        equal: bool, all rewards of the group are equal.
+    ``centered`` is the reward less the group's mean, exactly 0 where all are equal; ``std`` is unbiased. Of a response
+    that is alone they are the reward itself and 1.
     """
 
     size: Tensor
@@ -35,7 +31,6 @@ class RewardGroups:
 
 
 def group_rewards(rewards: Rewards, group_size: int | None = None, group_ids: GroupIds = None) -> RewardGroups:
-    """Compares each reward with its group; arguments and errors as of :func:`grpo_advantages`."""
     scores = finite_rewards(rewards)
     groups = _group_indices(scores, group_size, group_ids)
     count = torch.bincount(groups).to(torch.float64)
@@ -55,10 +50,10 @@ def group_rewards(rewards: Rewards, group_size: int | None = None, group_ids: Gr
 def groups_with_signal(rewards: Rewards, *, group_size: int | None = None, group_ids: GroupIds = None) -> Tensor:
     """(N,) bool: False for every response of a group whose rewards are all equal, which gives no gradient.
 
-    A response alone in its group is kept, because its advantage is its reward. Source: dynamic sampling, DAPO,
-    https://arxiv.org/abs/2503.14476, section 3.2. Arguments and errors as of :func:`grpo_advantages`.
+    Source: dynamic sampling, DAPO, https://arxiv.org/abs/2503.14476, section 3.2. Arguments as of :func:`grpo_advantages`.
     """
     groups = group_rewards(rewards, group_size, group_ids)
+    # The advantage of a response that is alone is its reward.
     return (groups.size == 1) | ~groups.equal
 
 
@@ -79,7 +74,6 @@ def result_dtype(rewards: Rewards) -> torch.dtype:
 
 
 def _group_indices(scores: Tensor, group_size: int | None, group_ids: GroupIds) -> Tensor:
-    """(N,) int64 numbers from 0, on the device of ``scores``."""
     responses = scores.shape[0]
     if (group_size is None) == (group_ids is None):
         raise ConfigError("give exactly one of group_size and group_ids", group_size=group_size)
@@ -110,16 +104,15 @@ def grpo_advantages(
     exactly no advantage. Source: GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2.
 
     Args:
-        rewards: (N,) numbers.
+        rewards: (N,).
         group_size: responses per prompt, when those of one prompt stand next to each other.
-        group_ids: (N,) labels, equal for responses to one prompt, in any order. Exactly one of the two is given.
+        group_ids: in its place (N,) labels, equal for responses to one prompt, in any order.
 
     Returns:
         (N,) in the dtype and on the device of ``rewards``; float32 when they are no floating tensor.
 
     Raises:
         BatchError: a reward that is not finite, or groups that do not fit N.
-        ConfigError: both or none of ``group_size`` and ``group_ids``, or ``eps`` that is not above 0.
     """
     if not eps > 0:
         raise ConfigError.of("eps", eps, "must be above 0; dr_grpo_advantages does not divide")
@@ -151,16 +144,14 @@ def rloo_advantages(rewards: Rewards, *, group_size: int | None = None, group_id
 ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
     {"grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages, "rloo": rloo_advantages}
 )
-"""By name, the estimators that give one number per response. Those that give one per token take other arguments:
-:mod:`rl_backend.algorithm.critic` and :mod:`rl_backend.algorithm.advantages`."""
+"""The estimators that give one number per response."""
 
 
 def reinforce_plus_plus_advantages(token_rewards: Tensor, loss_mask: Tensor, seq_lens: Tensor, gamma: float = 1.0) -> Tensor:
     """The discounted sum of the rewards from each token on, whitened over the batch, which must be whole: (T,).
 
-    With a KL penalty in ``token_rewards`` (:func:`~rl_backend.algorithm.rewards.kl_in_reward`, estimator ``k1``) this is the
-    paper's. Sources: REINFORCE++, https://arxiv.org/abs/2501.03262; verl's
-    ``compute_reinforce_plus_plus_outcome_advantage``. Arguments and errors as of
+    With :func:`~rl_backend.algorithm.rewards.kl_in_reward` of ``k1`` this is the paper's. Sources: REINFORCE++,
+    https://arxiv.org/abs/2501.03262; verl's ``compute_reinforce_plus_plus_outcome_advantage``. Arguments and errors as of
     :func:`~rl_backend.algorithm.critic.gae_advantages`.
     """
     # Without a critic and with lambda 1, an advantage is the return.
@@ -176,13 +167,8 @@ def reinforce_plus_plus_baseline_advantages(
     The reward of a response alone in its group is not centred, as in verl. Sources: REINFORCE++-baseline,
     https://arxiv.org/abs/2501.03262; verl's ``compute_reinforce_plus_plus_baseline_outcome_advantage``.
 
-    Args:
-        rewards: (B,) numbers, one per response, in the order of ``seq_lens``, (B,) int64 on the CPU.
-        loss_mask: (T,); selects where it is not 0.
-
-    Returns:
-        (T,) on the device of ``loss_mask``, 0 where that is 0; dtype, other arguments and errors as of
-        :func:`grpo_advantages`.
+    ``rewards`` and ``seq_lens`` are (B,), ``loss_mask`` is (T,), and so is the result on its device, 0 where it is 0; the
+    rest as of :func:`grpo_advantages`.
     """
     check_packed(seq_lens, loss_mask=loss_mask)
     centered = group_rewards(rewards, group_size, group_ids).centered.to(loss_mask.device)

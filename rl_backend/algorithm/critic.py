@@ -110,10 +110,7 @@ def gae_advantages(
 
 
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> float:
-    """``1 - Var(returns - values) / Var(returns)`` over the selected tokens: 1 for a perfect critic, 0 for a constant one.
-
-    NaN when the returns are all equal: there is no variance to explain.
-    """
+    """``1 - Var(returns - values) / Var(returns)`` over the selected tokens; NaN when the returns are all equal."""
     selected = loss_mask != 0
     chosen = returns[selected].to(torch.float64)
     if chosen.numel() == 0 or bool((chosen == chosen[0]).all()):
@@ -124,7 +121,6 @@ def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> fl
 
 
 def _one_row_per_sequence(selected: Tensor, counts: list[int]) -> Tensor:
-    """(B, largest count) float64 with zeros at the end of each row."""
     parts = torch.split(selected.to(torch.float64), counts)
     return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
 
@@ -148,7 +144,6 @@ def value_loss(
         ``return_mean``; ``value_clip_fraction`` with ``cliprange_value``.
 
     Raises:
-        ConfigError: an option that cannot work.
         BatchError: a field, output or denominator that is missing or has another shape.
     """
     if cliprange_value is not None and not (math.isfinite(cliprange_value) and cliprange_value > 0):

@@ -16,11 +16,7 @@ class Estimate(NamedTuple):
 
 
 def mean_over_prompts(values: Sequence[float]) -> Estimate:
-    """Mean and standard error of one value for each prompt.
-
-    Prompts are the clusters: the error is the standard deviation over prompts by the root of their number. Source: Miller,
-    Adding Error Bars to Evals, https://arxiv.org/abs/2411.00640, section 2.
-    """
+    """Mean and standard error of one value for each prompt. Source: Miller, https://arxiv.org/abs/2411.00640, section 2."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return Estimate(statistics.fmean(values), error)
 
@@ -28,10 +24,7 @@ def mean_over_prompts(values: Sequence[float]) -> Estimate:
 def pass_at_k(responses: int, passed: int, k: int) -> float:
     """The probability that at least one of ``k`` of a prompt's responses passes, without bias: 1 - C(n - c, k) / C(n, k).
 
-    Source: Chen et al., Evaluating Large Language Models Trained on Code, https://arxiv.org/abs/2107.03374, equation 1.
-
-    Raises:
-        ConfigError: k is not within 1 and n, the number of responses.
+    Source: Chen et al., https://arxiv.org/abs/2107.03374, equation 1.
     """
     if not 1 <= k <= responses:
         raise ConfigError.of("k", k, f"pass@k takes k of the {responses} responses to a prompt; use 1 to {responses}")

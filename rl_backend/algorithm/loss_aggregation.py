@@ -21,7 +21,6 @@ def zero_masked(values: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def masked_sum(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """0-d: sum of ``values * loss_mask``, where values at masked positions are never read."""
     return (zero_masked(values, loss_mask) * loss_mask).sum()
 
 
@@ -69,7 +68,6 @@ _GIVEN_BY = {
 
 
 def required_output(model_output: ModelOutput, name: str) -> Tensor:
-    """One output; raises :class:`BatchError` when the model did not give it."""
     found: Tensor | None = getattr(model_output, name)
     if found is None:
         raise BatchError(f"the model output has no {name}; {_GIVEN_BY[name]}", name=name)
@@ -92,14 +90,13 @@ def token_advantages(data: PackedBatch) -> Tensor:
 
 
 def token_vector(data: PackedBatch, name: str) -> Tensor:
-    """A token field; raises :class:`BatchError` when it is missing or not (T,)."""
     value = data.token_field(name)
     if value.dim() != 1:
         raise BatchError(f"token field {name!r} has shape {tuple(value.shape)}; expected (T,)", name=name)
     return value
 
 
-type LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+type LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "sum"]
 
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode.__value__)
 
@@ -111,7 +108,6 @@ def check_not_negative(**options: float) -> None:
 
 
 def check_loss_agg_mode(mode: str, loss_scale_factor: float | None) -> None:
-    """Raises :class:`ConfigError` for an unknown mode, or a scale factor that is missing, unused or not positive."""
     if mode not in LOSS_AGG_MODES:
         raise ConfigError.of("loss_agg_mode", mode, f"must be one of {', '.join(LOSS_AGG_MODES)}")
     if mode != "seq-mean-token-sum-norm":
@@ -141,14 +137,19 @@ def aggregation_terms(
     Args:
         token_losses: (T,) floating; not read where ``loss_mask``, (T,) weights, is 0.
         mode: tokens, or sequences with the sum or mean of their tokens. A sequence without any selected token counts,
-            with loss 0.
+            with loss 0. ``sum`` divides by nothing; as a metric it is the mean over tokens.
         episode_share: (B,), of :data:`~rl_backend.contracts.EPISODE_SHARE`: the sequences of an episode count as one, whose
             tokens are those of all of them. None: each sequence is an episode.
         loss_scale_factor: what ``seq-mean-token-sum-norm`` divides by: a constant, for example the longest response.
     """
     check_loss_agg_mode(mode, loss_scale_factor)
+    if token_losses.shape != loss_mask.shape:
+        # As with several target_ids for each token, for a loss that takes one: (T, 1) and (T,) would make (T, T).
+        raise BatchError(
+            f"losses of shape {tuple(token_losses.shape)} for a loss_mask of shape {tuple(loss_mask.shape)}; expected (T,)"
+        )
     weights = loss_mask.to(token_losses.dtype)
-    if mode == "token-mean":
+    if mode in ("token-mean", "sum"):
         return masked_sum(token_losses, weights), weights.sum()
     shares = token_losses.new_ones(seq_lens.shape[0]) if episode_share is None else episode_share.to(token_losses)
     sequences = shares.sum()
@@ -170,20 +171,22 @@ def aggregate_loss(
 ) -> Tensor:
     """This micro-batch's part of the loss, 0-d and differentiable: ``sum / denominator * dp_size``.
 
-    Reads ``dp_size`` and ``batch_num_tokens`` (``token-mean``) or ``global_batch_size`` (the other modes) from
-    ``data.meta``. The factor ``dp_size`` undoes the average that data parallelism takes of gradients.
+    Reads ``dp_size`` and ``batch_num_tokens`` (``token-mean``) or ``global_batch_size`` (means over sequences) from
+    ``data.meta``. The factor ``dp_size`` undoes the average that data parallelism takes of gradients. ``sum`` has no
+    denominator: gradients of several calls add up to that of all their tokens.
 
-    Raises:
-        BatchError: a denominator is missing from ``data.meta`` or is not positive.
-        ConfigError: the mode or the scale factor.
+    Raises :class:`BatchError` for a denominator that is missing or not positive.
     """
     share = data.sequence_fields.get(EPISODE_SHARE)
     total, _ = aggregation_terms(
         token_losses, loss_mask, data.seq_lens, mode, loss_scale_factor=loss_scale_factor, episode_share=share
     )
+    dp_size = _positive_number(data, "dp_size")
+    if mode == "sum":
+        return total * dp_size
     # Counts of this micro-batch never stand in for these: they would weigh its tokens more than those of larger ones.
     name = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
-    return total / _positive_number(data, name) * _positive_number(data, "dp_size")
+    return total / _positive_number(data, name) * dp_size
 
 
 def _positive_number(data: PackedBatch, name: str) -> float:

@@ -60,15 +60,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kl_type: str = "k3") ->
 
     Expectations are over tokens that the policy itself samples. Losses give this term no importance weights.
 
-    Sources: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; names and limits are verl's
-    ``kl_penalty``.
-
-    Args:
-        log_probs: (T,) floating, of the policy.
-        ref_log_probs: (T,) of the reference.
-
-    Raises:
-        ConfigError: an unknown ``kl_type``.
+    Sources: J. Schulman, http://joschu.net/blog/kl-approx.html; names and limits are those of verl's ``kl_penalty``.
     """
     check_kl_type(kl_type)
     difference = log_probs - ref_log_probs
@@ -99,7 +91,8 @@ class PolicyGradientLoss:
     Reads token fields, each (T,) and aligned as :mod:`rl_backend.contracts.batch` defines:
         ``loss_mask``; ``old_log_probs``; ``advantages`` (or a sequence field of that name, (B,)); ``ref_log_probs`` when
         ``kl_coef`` > 0; ``rollout_log_probs`` when ``tis_cap``, ``mis_bounds`` or ``importance_veto`` is given. For metrics
-        alone: ``rollout_log_probs``, and ``old_entropy``, of the policy of ``old_log_probs``.
+        alone: ``rollout_log_probs``, and ``old_entropy``, of the policy of ``old_log_probs``. With ``on_policy`` neither
+        ``old_log_probs`` nor ``old_entropy``.
 
     Attributes:
         surrogate: one of :mod:`rl_backend.algorithm.surrogates`, or of your own.
@@ -113,6 +106,7 @@ class PolicyGradientLoss:
         importance_level: ``token`` or ``sequence``, of either.
         importance_veto: see :func:`~rl_backend.algorithm.surrogates.sequences_without_veto`; with or without weights.
         entropy_coef: weight of the entropy bonus, nats; needs ``meta["calculate_entropy"]``.
+        on_policy: ``old_log_probs`` are those of this pass, detached: of a step's only update. They need no pass before it.
 
     Returns:
         The loss, and metrics as (sum, weight) pairs: ``policy_loss`` (the mean that is optimised), ``clip_fraction``,
@@ -123,7 +117,6 @@ class PolicyGradientLoss:
         the estimate k3 of KL(policy that sampled || policy of ``old_log_probs``), both in nats per token.
 
     Raises:
-        ConfigError: an option that cannot work, when the loss is made.
         BatchError: a field, output or denominator that is missing or has another shape.
     """
 
@@ -140,6 +133,7 @@ class PolicyGradientLoss:
     importance_level: str = "token"
     importance_veto: float | None = None
     entropy_coef: float = 0.0
+    on_policy: bool = False
 
     def __post_init__(self) -> None:
         if "clip_ratio_c" not in self._parameters and self.clip_ratio_c is not None:
@@ -166,7 +160,7 @@ class PolicyGradientLoss:
             return self.with_options(**options)(model_output, data)
         log_probs = required_output(model_output, "log_probs")
         loss_mask = token_vector(data, "loss_mask")
-        old_log_probs = token_vector(data, "old_log_probs")
+        old_log_probs = log_probs.detach() if self.on_policy else token_vector(data, "old_log_probs")
         token_losses, metrics = self._surrogate_losses(log_probs, old_log_probs, loss_mask, data)
         if "rollout_log_probs" in data.token_fields or self._is_weighted:
             weights, measured = self._importance(old_log_probs, loss_mask, data)
@@ -190,10 +184,10 @@ class PolicyGradientLoss:
             loss = loss - self.entropy_coef * self._aggregated(differentiable_entropy(model_output), loss_mask, data)
         entropy = model_output.entropy
         # The entropy of the first pass is nearly that of this one, and costs nothing.
-        if entropy is None and "old_entropy" in data.token_fields:
+        if entropy is None and not self.on_policy and "old_entropy" in data.token_fields:
             entropy = token_vector(data, "old_entropy")
         if entropy is not None:
-            metrics["entropy"] = token_mean_metric(entropy, loss_mask)
+            metrics["entropy"] = token_mean_metric(entropy.detach(), loss_mask)
         return loss, metrics
 
     @cached_property

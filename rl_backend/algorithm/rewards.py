@@ -14,8 +14,7 @@ from rl_backend.contracts import ConfigError
 def token_rewards(rewards: Rewards, loss_mask: Tensor, seq_lens: Tensor) -> Tensor:
     """(T,) float64: each sequence's reward at the last token that ``loss_mask`` selects, 0 elsewhere.
 
-    A sequence without any selected token has no action to reward; its reward is left out. Raises :class:`BatchError` for a
-    reward that is not finite, or shapes that do not fit.
+    Raises :class:`BatchError` for a reward that is not finite, or shapes that do not fit.
     """
     check_packed(seq_lens, loss_mask=loss_mask)
     # In float64: advantages are small differences of rewards.
@@ -23,6 +22,7 @@ def token_rewards(rewards: Rewards, loss_mask: Tensor, seq_lens: Tensor) -> Tens
     placed = torch.zeros(loss_mask.shape[0], dtype=scores.dtype, device=loss_mask.device)
     lengths = seq_lens.tolist()
     for reward, row, selected in zip(scores, placed.split(lengths), (loss_mask != 0).split(lengths), strict=True):
+        # A sequence without a selected token has no action to reward.
         if selected.any():
             row[selected.nonzero()[-1]] = reward
     return placed
@@ -35,10 +35,7 @@ def kl_in_reward(
 
     The alternative to a KL term in the loss; for estimators that look at later rewards: GAE and REINFORCE++. Source: RLHF,
     https://arxiv.org/abs/2203.02155, equation 2; verl's ``apply_kl_penalty``.
-
-    Args:
-        log_probs: of the policy that sampled: ``old_log_probs``.
-        kl_type: see :func:`~rl_backend.algorithm.policy.kl_penalty`.
+    ``log_probs`` are those of the policy that sampled.
     """
     check_not_negative(kl_coef=kl_coef)
     check_kl_type(kl_type)
@@ -52,11 +49,7 @@ def overlong_penalty(
     """What a long response adds to its reward: float64, from 0 down to ``-penalty``.
 
     0 up to ``max_response_tokens - buffer_tokens``, then falling linearly to ``-penalty`` at ``max_response_tokens``, and
-    that beyond. Source: soft overlong punishment, DAPO, https://arxiv.org/abs/2503.14476, equation 13; verl's
-    ``DAPORewardManager``.
-
-    Raises:
-        ConfigError: ``buffer_tokens`` is not within [1, ``max_response_tokens``], or ``penalty`` is negative.
+    that beyond. Source: DAPO, https://arxiv.org/abs/2503.14476, equation 13; verl's ``DAPORewardManager``.
     """
     if not 1 <= buffer_tokens <= max_response_tokens:
         raise ConfigError.of(

@@ -21,8 +21,8 @@ from rl_backend.contracts import EPISODE_SHARE, BatchError, ConfigError, TokenSe
 from rl_backend.data import pack
 
 type Truncated = Literal["keep", "zero", "mask"]
-"""What becomes of an episode that was cut off: trained on as it is, with a reward of 0, or not at all. Its reward, 0 with
-``zero``, counts in the mean of its group in any case; one that is not trained on counts in no loss."""
+"""What becomes of an episode that was cut off: trained on as it is, with a reward of 0, or not at all. Its reward counts in
+the mean of its group in any case."""
 
 EPISODE = "episode"
 """Sequence field, 0-d int64: place of the sequence's episode in the list that :func:`episode_sequences` was given."""
@@ -85,7 +85,6 @@ def is_cut(episode: PlayedEpisode) -> bool:
 
 
 def episode_rewards(episodes: Sequence[PlayedEpisode], truncated: Truncated = "keep") -> list[float]:
-    """Rewards of episodes; 0 for one that was cut off, with ``zero``."""
     return [0.0 if truncated == "zero" and is_cut(episode) else episode.reward for episode in episodes]
 
 
@@ -100,7 +99,6 @@ def episode_sequences(
     ``routes`` those of the engine too.
 
     Raises:
-        ConfigError: ``truncated``.
         BatchError: a segment whose parts differ in length, whose first token is sampled, or that lacks routes.
     """
     if truncated not in ("keep", "zero", "mask"):
@@ -134,12 +132,8 @@ def episode_sequences(
 def episode_lengths(sequences: Sequence[TokenSequence], episodes: int | None = None) -> Tensor:
     """(N,) int64: tokens of all sequences of each episode, as if they were one sequence: the ``seq_lens`` of estimators.
 
-    Args:
-        episodes: their number, with those that have no sequences, which have length 0; None counts those that have.
-
-    Raises:
-        BatchError: sequences in another order; or an episode that came back to a history that it had left, whose tokens are
-            not in the order of time.
+    ``episodes`` is their number, with those that have no sequences; None counts those that have. Raises :class:`BatchError`
+    for sequences in another order, or an episode that came back to a history that it had left.
     """
     order = [int(sequence.sequence_fields[EPISODE]) for sequence in sequences]
     runs = [number for number, _ in groupby(order)]
@@ -179,9 +173,6 @@ def episode_parts(
     Args:
         groups: of each episode, masked ones too, the number of its group; episodes of a group stand next to each other.
         least: sequences of each of several parts: the data-parallel ranks.
-
-    Raises:
-        BatchError: no sequence with a trained token.
     """
     # Sequences that are masked as a whole are left out, so that no part is without a trained token.
     left = [sequence for sequence in sequences if bool(sequence.token_fields["loss_mask"].any())]
@@ -204,7 +195,6 @@ def truncated_share(episodes: Collection[PlayedEpisode]) -> float:
 
 
 def _in_order(segments: Sequence[SampledSegment], turns: Sequence[SampledTurn]) -> bool:
-    """Whether the segments' sampled tokens are those of the turns that are trained, one after the other."""
     flat = [
         token for segment in segments for token, sampled in zip(segment.token_ids, segment.sampled, strict=True) if sampled
     ]
@@ -230,9 +220,9 @@ def _at_sampled_tokens(segments: Sequence[SampledSegment]) -> list[list[float]]:
 
 
 def _token_fields(segment: SampledSegment, rewards: Sequence[float], where: str) -> dict[str, Tensor]:
-    """Values of tokens, each at the position that predicts its token."""
     if segment.sampled[0]:
         raise BatchError(f"{where}: the first token of a segment is sampled; a turn needs at least one token before it")
+    # Each value goes to the position that predicts its token.
     placed = {"loss_mask": segment.sampled, "rollout_log_probs": segment.log_probs}
     fields = {name: torch.tensor([*values[1:], 0], dtype=torch.float32) for name, values in placed.items()}
     return fields | {TOKEN_REWARDS: torch.tensor([*rewards[1:], 0], dtype=torch.float64)}
@@ -259,9 +249,7 @@ class SampledResponse(Protocol):
     @property
     def log_probs(self) -> Sequence[float]: ...
 
-    def with_routes(self, sequence: TokenSequence) -> TokenSequence:
-        """Adds the experts that the engine chose."""
-        ...
+    def with_routes(self, sequence: TokenSequence) -> TokenSequence: ...
 
 
 def to_sequences(samples: Sequence[SampledResponse], *, routes: bool = False) -> list[TokenSequence]:
@@ -278,7 +266,6 @@ def to_sequences(samples: Sequence[SampledResponse], *, routes: bool = False) ->
 
 
 def with_outputs(sequences: Sequence[TokenSequence], outputs: Mapping[str, Sequence[Tensor]]) -> list[TokenSequence]:
-    """Adds token fields, each given as one (L, ...) tensor for each sequence."""
     return [
         sequence.with_fields({name: values[index] for name, values in outputs.items()})
         for index, sequence in enumerate(sequences)
@@ -337,12 +324,8 @@ def with_episode_gae(
     """Adds ``advantages``, whitened, and ``returns`` of episodes, float32: PPO over turns.
 
     The estimate continues from one sequence of an episode to the next, and from an episode that was cut off to the value of
-    the state that it was cut off in.
-
-    Args:
-        sequences: all of a step, of :func:`episode_sequences`, with ``old_values``.
-        rewards: of each episode, with those that have no sequences.
-        kl_coef: weight of the KL that is taken off the rewards of tokens.
+    the state that it was cut off in. ``sequences`` are all of a step, with ``old_values``; other arguments as of
+    :func:`with_advantages`.
     """
     packed = pack(sequences)
     fields, mask, lengths = packed.token_fields, packed.token_fields["loss_mask"], episode_lengths(sequences, len(rewards))
@@ -388,8 +371,8 @@ def kl_metrics(sequences: Sequence[TokenSequence]) -> dict[str, float]:
 def update_parts[T](sequences: Sequence[T], group_size: int, updates: int, num_ranks: int) -> Iterator[Sequence[T]]:
     """What each update of a step trains on: whole groups, as many as in the others or one more.
 
-    Of a step that reward functions have left too little of, there are fewer updates than ``updates``, at least one. Several
-    give each of ``num_ranks`` data-parallel ranks a sequence. Raises :class:`BatchError` without a whole group.
+    There are fewer updates than ``updates``, at least one, where they would leave one of ``num_ranks`` data-parallel ranks
+    without a sequence.
     """
     groups = len(sequences) // group_size
     if not groups:

@@ -134,7 +134,6 @@ def cispo_policy_loss(
 
 
 def _pessimistic(ratio: Tensor, advantages: Tensor, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, Tensor]:
-    """The larger of the unclipped and the clipped loss, and (T,) bool: where it is the clipped one."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(min=1.0 - clip_ratio_low, max=1.0 + clip_ratio_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
@@ -143,7 +142,6 @@ def _pessimistic(ratio: Tensor, advantages: Tensor, clip_ratio_low: float, clip_
 def check_importance_options(
     tis_cap: float | None, mis_bounds: Sequence[float] | None, importance_level: str, importance_veto: float | None
 ) -> None:
-    """Raises :class:`ConfigError` for a bound out of its range, truncation together with masking, or an unused level."""
     wrong: list[tuple[str, object, str]] = []
     if tis_cap is not None and not (math.isfinite(tis_cap) and tis_cap > 0):
         wrong.append(("tis_cap", tis_cap, "must be a finite number above 0, usually 2; None switches it off"))
@@ -179,9 +177,7 @@ def truncated_importance_weights(
     Sources: truncated importance sampling, Ionides 2008, https://doi.org/10.1198/106186008X320456; for the mismatch between
     trainer and rollout engine, https://fengyao.notion.site/off-policy-rl; verl's ``compute_rollout_correction_weights``.
 
-    Args:
-        old_log_probs, rollout_log_probs: (T,), of the sampled tokens by the trainer, and by the engine that sampled them.
-        seq_lens: (B,) int64 on the CPU.
+    Tensors are (T,), ``seq_lens`` is (B,) int64 on the CPU.
     """
     check_importance_options(cap, None, level, None)
     weights = _weights(old_log_probs, rollout_log_probs, loss_mask, seq_lens, level)
@@ -219,9 +215,6 @@ def sequences_without_veto(
     The trainer holds such a token for all but impossible, and what follows it was written in a state that the trained policy
     does not reach. Source: https://richardli.xyz/rl-collapse; verl rejects on both sides, with ``seq_max_k2``. Arguments as
     of :func:`truncated_importance_weights`.
-
-    Raises:
-        ConfigError: ``veto`` is not within (0, 1).
     """
     check_importance_options(None, None, "token", veto)
     log_ratio = zero_masked(old_log_probs - rollout_log_probs, loss_mask).detach()

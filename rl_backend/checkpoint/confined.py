@@ -30,11 +30,7 @@ def require_names(names: object, depth: int = 1) -> None:
 
 
 def require_inside(folder: Path, name: str) -> Path:
-    """``folder / name``; ``folder`` itself may be a link.
-
-    Raises:
-        CheckpointError: a link on the way leads out of ``folder``, or links lead to each other.
-    """
+    """``folder / name``; :class:`CheckpointError` for a link on the way out of ``folder``, which itself may be one."""
     file, problem = folder / name, None
     try:
         found = file.resolve()

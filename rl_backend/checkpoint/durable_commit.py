@@ -81,7 +81,6 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Flushes everything in a directory, then its names."""
     for entry in directory.rglob("*"):
         sync(entry)
     sync(directory)
@@ -102,5 +101,4 @@ def rename_synced(old: Path, new: Path) -> None:
 
 
 def with_notes(error: OSError) -> str:
-    """The text of an error and of its notes, for messages."""
     return "; ".join([str(error), *getattr(error, "__notes__", ())])

@@ -1,6 +1,5 @@
 """Models from GGUF files: dequantised and written as Hugging Face directories."""
 
-import importlib.util
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,18 +14,15 @@ from rl_backend.data.chat_template import turn_end
 
 _QUESTION = ({"role": "user", "content": "x"},)
 _TEXT = "The quick brown fox jumps over the lazy dog, and runs away from it."
-"""Ordinary words, of which every tokenizer with a real vocabulary has tokens of several letters."""
 
 
 class ImportedModel(NamedTuple):
     """What was written.
 
     Attributes:
-        model_type: of ``config.json``.
         parameters: how many, tied ones once.
         stored: type of the file's tensors, such as ``Q4_1``, -> how many have it.
-        end: the token that ends a text or an answer.
-        end_in_file: the one that the file's tokenizer names.
+        end, end_in_file: the token that ends a text or an answer, and the one that the file's tokenizer names.
     """
 
     model_type: str
@@ -48,13 +44,11 @@ def import_gguf(file: Path | str, out: Path | str, *, dtype: torch.dtype = torch
     written. ``out`` must not exist, its parent must; a failure leaves nothing behind.
 
     Raises:
-        UnsupportedError: the package ``gguf`` is missing, or transformers does not read this kind of model.
+        UnsupportedError: transformers does not read this kind of model.
         CheckpointError: there is no such file, it is damaged, ``out`` exists or its parent does not, the chat template ends
             answers without a special token, words come out of the tokenizer as single letters, or the disk is full.
     """
     source, target = Path(file).expanduser(), Path(out).expanduser()
-    if importlib.util.find_spec("gguf") is None:
-        raise UnsupportedError("GGUF files are read with the package gguf, which is not installed: pip install gguf")
     require_new(target)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -89,12 +89,7 @@ class TrainingWeights:
 
 
 def source_of(weights: TrainingWeights, given: Path | str | None = None) -> Path:
-    """The Hugging Face directory of a checkpoint's model, with configuration and tokenizer: ``given``, or that of its run.
-
-    Raises:
-        CheckpointError: the directory is missing, has a link that leads out of it, lacks weights that are taken from it, or
-            its ``config.json`` does not name this model.
-    """
+    """The Hugging Face directory of a checkpoint's model, with config and tokenizer: ``given``, or that of its run."""
     began_from = weights.manifest.runtime_config.get("hf_path")
     source = Path(given if given is not None else str(began_from))
     if not source.is_dir():
@@ -131,13 +126,10 @@ def export_checkpoint(
 
     Args:
         source: from :func:`source_of`.
-        dtype: of trained weights, as in :meth:`TrainingWeights.infos`. Checkpoints have float32 masters.
+        dtype: of trained weights, as in :meth:`TrainingWeights.infos`.
         mxfp4: write experts in MXFP4, as gpt-oss is published.
-        max_shard_bytes: largest size of one file; a larger tensor gets its own file.
+        max_shard_bytes: see :func:`~rl_backend.checkpoint.hf_writer.write_hf_directory`.
         progress: told the bytes of each tensor that is read.
-
-    Raises:
-        CheckpointError: as :func:`~rl_backend.checkpoint.hf_writer.write_hf_directory`, or a file cannot be read.
     """
 
     def tensors() -> Iterator[tuple[str, Tensor]]:

@@ -34,7 +34,7 @@ TORCH_DTYPES = {
     "U16": torch.uint16,
     "U8": torch.uint8,
 }
-"""Name that safetensors give to a dtype -> torch's dtype, of those that are written."""
+"""Those that are written."""
 
 
 class StoredTensor(NamedTuple):
@@ -45,7 +45,6 @@ class StoredTensor(NamedTuple):
 
 
 def read_hf_config(path: Path | str) -> dict[str, Any]:
-    """``config.json`` of a local Hugging Face directory; :class:`CheckpointError` unless it is there, a JSON object."""
     return _read_json_object(
         Path(path) / "config.json", "give the local directory of a Hugging Face model, which has one; download it first"
     )
@@ -222,7 +221,9 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 def _read_json_object(file: Path, remedy: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        problem = f"cannot be read ({error})"
+    except (ValueError, RecursionError) as error:
         problem = f"cannot be read as JSON ({error})"
     else:
         if isinstance(content, dict):
@@ -294,12 +295,7 @@ _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 
 
 class ExpertPart(NamedTuple):
-    """One tensor of one expert, inside of a packed tensor, (experts, rows, columns).
-
-    Attributes:
-        name: as it is called where experts are not packed.
-        packed: the name of the packed tensor.
-    """
+    """One tensor of one expert, ``name`` where experts are not packed, inside of ``packed``, (experts, rows, columns)."""
 
     name: str
     packed: str
@@ -319,7 +315,6 @@ class ExpertPart(NamedTuple):
 
 
 def expert_parts(model_type: object, name: str, shape: tuple[int, ...]) -> Iterator[ExpertPart]:
-    """The tensors of single experts in the stored tensor called ``name``; none of one that packs no experts."""
     block, _, last = name.rpartition(".")
     if model_type not in _PACKED_TYPES or last not in _PROJECTIONS or len(shape) != 3:
         return

@@ -62,12 +62,6 @@ def write_hf_directory(
     """
     target, source = Path(path), Path(source_dir)
     require_new(target)
-    if not source.is_dir():
-        raise CheckpointError.at(
-            source,
-            "is gone: the model was built from it, and a saved one takes configuration, tokenizer and the weights that are "
-            "not trained from there; put it back and save again",
-        )
     source_config = read_hf_config(source)
     kept_infos, kept_tensors = open_kept(source, kept or {})
     try:

@@ -32,11 +32,7 @@ def find_kept(reader: HFReader, prefixes: tuple[str, ...], trained: Collection[s
 
 
 def open_kept(source: Path, kept: Mapping[str, tuple[int, ...]]) -> KeptWeights:
-    """What :func:`find_kept` found, in the directory that it was found in, or in a copy. Only headers are read yet.
-
-    Raises:
-        CheckpointError: the directory is damaged, or lacks a tensor in this shape and in a dtype that is written.
-    """
+    """What :func:`find_kept` found, in the directory that it was found in, or in a copy. Only headers are read yet."""
     if not kept:
         return KeptWeights([], iter(()))
     reader = HFReader(source)

@@ -154,7 +154,6 @@ class TrainingManifest(SealedConfig):
 
 
 def damaged(path: Path, name: str, what: str) -> CheckpointError:
-    """The error for a damaged file of the checkpoint ``path``."""
     return CheckpointError.at(path, f"is damaged: {what}; take an earlier checkpoint", name=name)
 
 
@@ -165,7 +164,7 @@ def read_manifest(path: Path) -> TrainingManifest:
         hint = (
             "it is a Hugging Face directory: give it as RuntimeConfig.hf_path"
             if (path / "config.json").is_file()
-            else "a save that did not finish leaves none"
+            else ("a save that did not finish leaves none" if path.is_dir() else "there is no such directory")
         )
         raise CheckpointError.at(path, f"has no {MANIFEST_NAME}, so it is no training checkpoint; {hint}")
     # By its number before its fields are read: those of another format would be told as damage.

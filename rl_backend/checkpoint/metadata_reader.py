@@ -64,8 +64,6 @@ def stored_metadata(path: Path, files: Mapping[str, FileFacts]) -> Metadata:
 # torch.distributed.checkpoint writes a pickle, and a pickle names functions to call. Each name that such a file may have
 # stands for a record that only keeps its arguments; their contents are checked and put into torch's own classes.
 class _Record:
-    """Stands for any object of a pickle: its arguments and its state."""
-
     __slots__ = ("arguments", "state")
 
     arguments: tuple[Any, ...]
@@ -204,7 +202,6 @@ def load_problem(error: Exception) -> str:
 
 
 def may_run(name: str) -> str:
-    """The warning for a file that names a function which no checkpoint needs."""
     return f"asks for {name}, which may run commands; nothing of it was run, do not load it with other programs"
 
 

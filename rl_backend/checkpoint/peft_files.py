@@ -210,14 +210,10 @@ def fitted_to(adapter: PeftAdapter, config: LoRAConfig, path: Path | str) -> dic
     found = {PEFT_PREFIX + name: tensor for name, tensor in adapter.head.items()}
     for module, parts in adapter.parts.items():
         rank, kind = parts["A"].shape[0], adapter.kinds[module]
-        if rank > config.rank:
+        if rank > config.rank or ("magnitude" in parts) is not config.use_dora:
             raise UnsupportedError(
-                f"{path}: {module} has rank {rank}, the tenant has LoRAConfig.rank={config.rank}; make one of rank {rank}"
-            )
-        if ("magnitude" in parts) is not config.use_dora:
-            raise UnsupportedError(
-                f"{path}: use_dora={'magnitude' in parts}, the tenant has LoRAConfig.use_dora={config.use_dora}; make one "
-                "that has the same"
+                f"{path}: {module} has rank {rank} and use_dora={'magnitude' in parts}, the tenant has LoRAConfig.rank="
+                f"{config.rank} and use_dora={config.use_dora}; make one that has at least this rank, and the same use_dora"
             )
         missing = config.rank - rank
         scale = adapter.scales[module] / config.scale

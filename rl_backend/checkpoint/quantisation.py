@@ -26,13 +26,7 @@ type ReadSlice = Callable[[str, tuple[slice, ...]], Tensor]
 
 
 class BlockFactors(NamedTuple):
-    """The factors of one weight.
-
-    Attributes:
-        name: of the tensor that they are.
-        rows, columns: of a block of the weight. The last block of a dimension may be smaller.
-        weight, shape: its name and shape.
-    """
+    """The tensor ``name``: factors of blocks of ``weight``. The last block of a dimension may be smaller."""
 
     name: str
     rows: int
@@ -42,7 +36,6 @@ class BlockFactors(NamedTuple):
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """Names of tensors that are none of the model's."""
         return (self.name,)
 
     def read(self, read: ReadSlice, region: tuple[slice, ...]) -> Tensor:
@@ -53,7 +46,6 @@ class BlockFactors(NamedTuple):
         return self.dequantised(read(self.weight, part), read(self.name, self.region(part)), part)
 
     def region(self, part: tuple[slice, slice]) -> tuple[slice, slice]:
-        """The factors of the blocks that a part of the weight touches."""
         rows, columns = part
         return (
             slice(rows.start // self.rows, -(-rows.stop // self.rows)),
@@ -75,11 +67,7 @@ class BlockFactors(NamedTuple):
 def find_factors(
     directory: Path, config: Mapping[str, Any], stored: Mapping[str, tuple[tuple[int, ...], torch.dtype | str]]
 ) -> dict[str, BlockFactors]:
-    """Name of each weight that is stored in FP8 -> its factors, where ``config.json`` says that there are any.
-
-    Raises:
-        CheckpointError: factors that belong to no such weight, or that are not one for each of its blocks.
-    """
+    """Name of each weight that is stored in FP8 -> its factors, where ``config.json`` says that there are any."""
     blocks = weight_blocks(config)
     if blocks is None:
         return {}
@@ -151,11 +139,7 @@ class MXFP4Weight(NamedTuple):
 def find_mxfp4(
     directory: Path, config: Mapping[str, Any], stored: Mapping[str, tuple[tuple[int, ...], torch.dtype | str]]
 ) -> dict[str, MXFP4Weight]:
-    """Name -> weight in MXFP4, where ``config.json`` says that there are any.
-
-    Raises:
-        CheckpointError: blocks without exponents, exponents without blocks, or of shapes that do not fit each other.
-    """
+    """Name -> weight in MXFP4, where ``config.json`` says that there are any."""
     found: dict[str, MXFP4Weight] = {}
     if not stores_mxfp4(config):
         return found
@@ -232,7 +216,6 @@ def in_mxfp4(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
 
 
 def mxfp4_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` of the same model with experts in MXFP4."""
     if stores_mxfp4(config):
         return dict(config)
     others = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]

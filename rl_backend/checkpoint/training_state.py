@@ -34,7 +34,6 @@ from rl_backend.checkpoint.metadata_reader import METADATA_FILE, load_problem, s
 from rl_backend.contracts import CheckpointError, RLBackendError, name_of_dtype
 
 WEIGHTS = "model."
-"""Names of weights in a checkpoint begin with it, and end with the Hugging Face name."""
 MOMENTS = {kind: f"optimizer.{kind}." for kind in ("exp_avg", "exp_avg_sq")}
 """AdamW's moment -> what the names of its tensors begin with; they end with the Hugging Face name of the weight."""
 RANDOM = "random."
@@ -106,11 +105,7 @@ class _DigestingFileSystem(FileSystem):
 
 
 class DigestingWriter(FileSystemWriter):
-    """A ``FileSystemWriter`` that keeps size and digest of the bytes that it hands to the file system.
-
-    Attributes:
-        written: file name -> facts, of the files of this rank.
-    """
+    """A ``FileSystemWriter`` that keeps size and digest of the bytes of this rank's files as it hands them on."""
 
     def __init__(self, path: Path) -> None:
         # Copying ahead waits for the current CUDA stream, which in another thread is another device's, or training's.
@@ -344,7 +339,6 @@ def on_every_rank(group: dist.ProcessGroup, failed: str, kind: type[RLBackendErr
 
 
 def require_free(path: Path) -> None:
-    """Raises :class:`CheckpointError` where ``path`` exists."""
     if path.exists():
         raise CheckpointError.at(path, "exists; a checkpoint is written to a new directory, choose another path")
 
@@ -365,12 +359,8 @@ def write_training_state(
 ) -> None:
     """Writes every rank's part and the manifest into ``draft``, then renames it to ``path``. A collective.
 
-    Args:
-        draft: from :func:`reserve_draft`.
-        tensors: those of one name must be equal on all ranks, or pieces of one tensor.
-
-    Raises:
-        CheckpointError: a rank could not write; on every rank, and ``path`` does not exist.
+    ``tensors`` of one name must be equal on all ranks, or pieces of one tensor. Where a rank cannot write,
+    :class:`CheckpointError` is raised on every rank, and ``path`` does not exist.
     """
     first = dist.get_rank(group) == 0
     writer = DigestingWriter(draft)

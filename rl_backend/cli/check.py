@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what each check found."""
     from actors.checks.preflight import findings
     from actors.folder.resume import RunFinishedError
     from rl_backend.options.command_line import in_flags, parse_config
@@ -52,7 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def config_type(name: str) -> type[Any]:
-    """The type of an example's options: what its ``train``, or ``evaluate``, takes."""
     spec = importlib.util.spec_from_file_location(f"rl_backend_example_{name}", example_file(name))
     assert spec is not None
     assert spec.loader is not None

@@ -52,7 +52,6 @@ def add_fields(parser: FlagGroup, config: type[BaseConfig], fields: Iterable[str
 
 
 def add_plugins(parser: FlagGroup) -> None:
-    """``--plugin``, whose values are a list."""
     meaning = "module that registers runtimes or model families; may be given several times"
     parser.add_argument("--plugin", action="append", default=[], metavar="MODULE", help=meaning)
 
@@ -78,7 +77,6 @@ def flag(field: str) -> str:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Type of a flag; argparse reports what json or dict refuses."""
     return dict(json.loads(text))
 
 

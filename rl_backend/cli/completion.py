@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the script."""
     # Here, because main lists this module.
     from rl_backend.cli.main import COMMANDS
 

@@ -16,8 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; 0 when nothing required is broken, else 1."""
-
     def say(what: str) -> None:
         print(f"{what} ...", file=sys.stderr, flush=True)
 

@@ -15,7 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the episode."""
     from actors.run.evaluation import show_episode
     from rl_backend.cli.check import config_type
     from rl_backend.cli.example import import_from_here

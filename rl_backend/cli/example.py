@@ -39,7 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_example(name: str, options: Sequence[str]) -> int:
-    """Runs an example as ``python FILE`` would."""
     file = str(example_file(name))
     import_from_here()
     sys.argv = [file, *options]
@@ -48,7 +47,6 @@ def run_example(name: str, options: Sequence[str]) -> int:
 
 
 def import_from_here() -> None:
-    """Lets rewards and environments be imported from the working directory."""
     # Last, so that no file there takes the place of an installed module.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

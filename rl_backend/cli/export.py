@@ -54,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the directory and says what is in it."""
     out: Path = arguments.out
     began = time.monotonic()
     weights = TrainingWeights(_model_directory(arguments.checkpoint, arguments.name))
@@ -126,7 +125,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _model_directory(path: Path, name: str | None) -> Path:
-    """The checkpoint of one model: ``path``, or the one in it that is meant."""
     if not path.is_dir():
         problem = f"is not a directory; give a checkpoint, such as {EXAMPLE}"
     elif (path / "metrics.jsonl").is_file():

@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the tests and writes the result; see the command's help for the exit statuses."""
     tests = ROOT / "tests" / "gpu"
     if not tests.is_dir():
         raise CommandError(f"{tests} is not there: gpu-check runs from a checkout of the project, not an installed package")

@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the directory and says what is in it."""
     began = time.monotonic()
     with exit_on_sigterm():
         model = import_gguf(arguments.gguf, arguments.out, dtype=dtype_from_name(arguments.dtype))

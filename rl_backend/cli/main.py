@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 from rl_backend import __version__
 from rl_backend.cli.example import EXAMPLES, run_example
-from rl_backend.options.parser import CommandError, CommandParser
+from rl_backend.options.parser import CommandError, CommandParser, missing_package
 
 # Sub-command -> (module with add_arguments(parser) and run(arguments) -> exit status, what it does).
 COMMANDS = {
@@ -71,7 +71,7 @@ def _run(argv: Sequence[str]) -> int:
         parser = _parser(argv)
         parser.refuse_unknown(argv[:1])
         parsed = parser.parse_args(argv)
-    except CommandError as error:
+    except (CommandError, ModuleNotFoundError) as error:
         return _say(error)
     if parsed.command is None:
         parser.print_help()
@@ -80,7 +80,6 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _parser(argv: Sequence[str]) -> CommandParser:
-    """Has the options of the command in ``argv``; the others are only listed."""
     parser = CommandParser(
         prog="rl-backend",
         description="A training backend for RL on language models.",
@@ -109,7 +108,7 @@ def _reported(command: Callable[[], int], *, debug: bool) -> int:
         # Looked up, not imported: the module needs torch, which is what `doctor` may find missing.
         errors = sys.modules.get("rl_backend.contracts.errors")
         expected = isinstance(error, CommandError) or (errors is not None and isinstance(error, errors.RLBackendError))
-        if debug or not expected:
+        if debug or not (expected or missing_package(error)):
             raise
         return _say(error)
     except KeyboardInterrupt:
@@ -118,7 +117,7 @@ def _reported(command: Callable[[], int], *, debug: bool) -> int:
 
 
 def _say(error: Exception) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {missing_package(error) or error}", file=sys.stderr)
     return EXIT_ERROR
 
 

@@ -82,7 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the comparison and prints it; see the command's help for the exit statuses."""
     # With NaN every difference would be within its tolerance.
     if not (arguments.tolerance_factor > 0 and math.isfinite(arguments.tolerance_factor)):
         raise CommandError(f"--tolerance-factor {arguments.tolerance_factor}: must be above 0 and finite")
@@ -154,7 +153,6 @@ def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:
 
 @contextmanager
 def _named(arguments: argparse.Namespace, name: SideName) -> Iterator[None]:
-    """Errors begin with what was asked for of a side, as on the command line."""
     try:
         yield
     except ConfigError as error:

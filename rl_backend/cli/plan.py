@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan; see the command's help for the exit statuses."""
     if arguments.ranks < 1:
         raise CommandError(f"--ranks {arguments.ranks}: must be at least 1")
     if arguments.device_gib is not None and not arguments.device_gib > 0:

@@ -13,7 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the report and prints where it is."""
     folder: Path = arguments.run_dir
     if not any(log.is_file() for pattern in ("metrics.jsonl", "*/metrics.jsonl") for log in folder.glob(pattern)):
         problem = "is not a run folder: it has no metrics.jsonl, and neither has a folder in it"

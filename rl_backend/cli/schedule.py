@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the numbers and draws the picture."""
     draw = arguments.draw
     if draw is not None and (arguments.schedule == ALL or draw.suffix not in FORMATS):
         raise CommandError(f"--draw {draw}: draws one schedule, into a file that ends in {', '.join(FORMATS)}")
@@ -76,16 +75,13 @@ def _show_trace(arguments: argparse.Namespace) -> int:
 
 
 def _chosen_pass(run: Path, number: int | None) -> MeasuredPass:
-    """The pass of median makespan, or that of this number."""
     path = run / TRACE if run.is_dir() else run
-    if not path.is_file():
-        what = "has no trace.json" if run.is_dir() else "no such folder or file"
-        raise CommandError(f"--from-trace {run}: {what}; run with --trace, which writes trace.json into the run's folder")
-    passes = read_passes(path)
+    passes = read_passes(path) if path.is_file() else []
     if not passes:
+        what = "a complete training pass of a pipeline in it" if path.is_file() else f"a file {path}"
         raise CommandError(
-            f"--from-trace {run}: has no complete training pass of a pipeline; traced are runs with --trace whose native "
-            "runtime has pp or vpp above 1, or a pipeline_schedule"
+            f"--from-trace {run}: there is not {what}; traced are runs with --trace, which writes trace.json into the run's "
+            "folder, whose native runtime has pp or vpp above 1, or a pipeline_schedule"
         )
     if number is None:
         return median_pass(passes)
@@ -95,7 +91,6 @@ def _chosen_pass(run: Path, number: int | None) -> MeasuredPass:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    """All schedules, one line each; of one that cannot do what is asked for, why."""
     rows: dict[str, dict[str, Any]] = {}
     for name in SCHEDULES:
         try:
@@ -126,13 +121,11 @@ def _simulated(name: str, arguments: argparse.Namespace) -> tuple[Schedule, Time
 
 
 def three_costs(text: str) -> tuple[float, float, float]:
-    """Type of a flag; argparse reports what is not three numbers."""
     forward, inputs, weights = map(float, text.split(","))
     return forward, inputs, weights
 
 
 def _show(arguments: argparse.Namespace, facts: dict[str, Any], text: str, schedule: Schedule, picture: Picture) -> int:
-    """Draws the picture where one is asked for, and prints the numbers."""
     path: Path | None = arguments.draw
     try:
         if path is not None and path.suffix == ".png":

@@ -37,7 +37,7 @@ class ModelHandle(Protocol):
 
 
 type Part = Literal["model", "optimizer", "grad"]
-"""A part of a model that can be moved to host memory by itself."""
+"""Parts of a model that can be moved to host memory by themselves."""
 
 PARTS: tuple[Part, ...] = get_args(Part.__value__)
 
@@ -100,16 +100,13 @@ class Atom:
 
 
 ATOMS: dict[str, Atom] = {}
-"""Every atom by its name, once its runtime class is imported."""
 
 
 @dataclass(frozen=True)
 class Operation:
     """One call of an atom as a value: it is sent to the ranks of a group and kept in its journal.
 
-    Attributes:
-        arguments: by name, those that were given, the model's ``handle`` among them.
-        number: among the operations of its group; of one that builds a model, also the key of the model.
+    ``arguments`` has the model's ``handle`` too; ``number`` of one that builds a model is the key of the model.
     """
 
     name: str

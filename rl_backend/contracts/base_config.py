@@ -16,9 +16,7 @@ from rl_backend.contracts.errors import ConfigError
 class HasEffect:
     """Metadata of a field: elsewhere than ``when``, a value other than the default has no effect and is refused.
 
-    Attributes:
-        when: of the configuration.
-        because: why there is no effect, and what to do; ``{0.name}`` is a value of the configuration.
+    ``because`` says why, and what to do; ``{0.name}`` in it is a value of the configuration.
     """
 
     when: Callable[[Any], Any]
@@ -29,15 +27,13 @@ class HasEffect:
 class OnResume:
     """Metadata of a field that may change in a run that continues from a checkpoint. Others must be the same.
 
-    Attributes:
-        same_contents: the files that the value names must have the same contents.
+    With ``same_contents`` the files that the value names must have the same contents.
     """
 
     same_contents: bool = False
 
 
 MAY_CHANGE = OnResume()
-"""It decides where, how long or how a run computes, and not what is learned."""
 
 SAME_CONTENTS = OnResume(same_contents=True)
 

@@ -3,6 +3,9 @@
 The shift is defined here, once. ``log_probs[t]``, and every token field that a loss reads beside it (``loss_mask``,
 ``advantages``, ``old_log_probs``, ...), belong to the *prediction of token t+1*, made at position t. The last position of
 a sequence predicts nothing: its log-prob is 0 and its ``loss_mask`` must be 0. ``values[t]`` belongs to token t.
+
+The token field :data:`TARGET_IDS` takes the place of the next tokens: ``log_probs[t]`` is then of ``target_ids[t]``, one
+token or K of them, at every position, the last included.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +16,9 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts.errors import BatchError
+
+TARGET_IDS = "target_ids"
+"""Token field, (L,) or (L, K) int64: the tokens that log-probs are of, in place of the next ones; -100 asks for none."""
 
 EPISODE_SHARE = "episode_share"
 """Sequence field, 0-d floating: the part of its episode that a sequence is. Those of an episode add up to 1."""
@@ -26,6 +32,16 @@ def _require_rows(kind: str, fields: Mapping[str, Tensor], rows: int) -> None:
                 f"{kind}",
                 name=name,
             )
+
+
+def _require_targets(fields: Mapping[str, Tensor]) -> None:
+    targets = fields.get(TARGET_IDS)
+    if targets is not None and (targets.dtype != torch.int64 or targets.dim() > 2 or targets.numel() == 0):
+        raise BatchError(
+            f"token field {TARGET_IDS!r} has shape {tuple(targets.shape)} and dtype {targets.dtype}; expected one int64 "
+            "token for each position, or K >= 1 of them",
+            name=TARGET_IDS,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +59,14 @@ class TokenSequence:
     sequence_fields: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.input_ids.dim() != 1 or self.input_ids.numel() == 0:
+        ids = self.input_ids
+        if ids.dim() != 1 or ids.numel() == 0 or ids.dtype != torch.int64:
             raise BatchError(
-                f"input_ids has shape {tuple(self.input_ids.shape)}; expected (L,) with L >= 1: no batch dimension, "
-                "no padding"
+                f"input_ids has shape {tuple(ids.shape)} and dtype {ids.dtype}; expected (L,) with L >= 1 and torch.int64: "
+                "no batch dimension, no padding"
             )
-        if self.input_ids.dtype != torch.int64:
-            raise BatchError(f"input_ids has dtype {self.input_ids.dtype}; expected torch.int64")
         _require_rows("token", self.token_fields, len(self))
+        _require_targets(self.token_fields)
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -75,12 +91,8 @@ class TokenSequence:
     ) -> Self:
         """Prompt and response as one sequence, with ``loss_mask`` on the predictions of the response tokens.
 
-        Args:
-            prompt_ids: at least one token.
-            response_ids: R >= 1 tokens.
-            response_fields: name -> R values of the response tokens (for example ``rollout_log_probs``); each is placed
-                at the position that predicts its token, zeros elsewhere.
-            sequence_fields: as in :class:`TokenSequence`.
+        ``response_fields`` have one value for each response token (``rollout_log_probs`` for one), which is placed at the
+        position that predicts its token, with zeros elsewhere.
         """
         if len(prompt_ids) == 0 or len(response_ids) == 0:
             raise BatchError(
@@ -110,9 +122,9 @@ class PackedBatch:
     Attributes:
         input_ids: (T,) int64.
         seq_lens: (B,) int64 on the CPU, each >= 1, with sum T.
-        token_fields: name -> (T, ...) tensor. In a replay of routes the runtime reads ``routed_experts`` and
-            ``routed_experts_mask``; :mod:`rl_backend.contracts.replay` says what they hold. Where it is
-            there, ``indexed_keys`` is read in every pass.
+        token_fields: name -> (T, ...) tensor. ``target_ids`` are the tokens that log-probs are of. In a replay of routes the
+            runtime reads ``routed_experts`` and ``routed_experts_mask``; :mod:`rl_backend.contracts.replay` says what they
+            hold. Where it is there, ``indexed_keys`` is read in every pass.
         sequence_fields: name -> (B, ...) tensor.
         meta: facts that all tokens share. The runtime reads ``temperature`` (a number; a (B,) sequence field of that name
             takes precedence), ``calculate_entropy`` (bool) and, in a replay, ``routed_experts_layers``. Losses read
@@ -135,13 +147,15 @@ class PackedBatch:
                 f"input_ids has shape {tuple(self.input_ids.shape)} and dtype {self.input_ids.dtype}; expected (T,) with "
                 "T >= 1 and torch.int64"
             )
-        if self.seq_lens.dim() != 1 or self.seq_lens.dtype != torch.int64 or self.seq_lens.device.type != "cpu":
-            raise BatchError("seq_lens must be a (B,) int64 tensor on the CPU")
-        if int(self.seq_lens.sum()) != tokens or bool((self.seq_lens < 1).any()):
+        lengths = self.seq_lens
+        is_vector = lengths.dim() == 1 and lengths.dtype == torch.int64 and lengths.device.type == "cpu"
+        if not is_vector or int(lengths.sum()) != tokens or bool((lengths < 1).any()):
             raise BatchError(
-                f"seq_lens {self.seq_lens.tolist()} must be positive and sum to the {tokens} tokens of input_ids"
+                f"seq_lens {lengths.tolist()} must be a (B,) int64 tensor on the CPU, positive, with the sum {tokens}: the "
+                "tokens of input_ids"
             )
         _require_rows("token", self.token_fields, tokens)
+        _require_targets(self.token_fields)
         _require_rows("sequence", self.sequence_fields, self.num_sequences)
         temperature = self.sequence_fields.get("temperature")
         if temperature is not None and temperature.dim() != 1:
@@ -181,12 +195,18 @@ class PackedBatch:
         return torch.repeat_interleave(torch.arange(self.num_sequences), self.seq_lens).to(self.device)
 
     @property
-    def labels(self) -> Tensor:
+    def next_ids(self) -> Tensor:
         """(T,) int64: the next token of the same sequence, -100 at each sequence's last position."""
-        labels = torch.full_like(self.input_ids, -100)
-        labels[:-1] = self.input_ids[1:]
-        labels[(self.seq_lens.cumsum(0) - 1).to(self.device)] = -100
-        return labels
+        next_ids = torch.full_like(self.input_ids, -100)
+        next_ids[:-1] = self.input_ids[1:]
+        next_ids[(self.seq_lens.cumsum(0) - 1).to(self.device)] = -100
+        return next_ids
+
+    @property
+    def labels(self) -> Tensor:
+        """(T,) or (T, K) int64: the tokens that log-probs are of, ``target_ids`` or else the next ones; -100 for none."""
+        targets = self.token_fields.get(TARGET_IDS)
+        return self.next_ids if targets is None else targets
 
     @property
     def temperature(self) -> Tensor | float:
@@ -206,8 +226,6 @@ class PackedBatch:
 
     def split(self, packed: Tensor) -> tuple[Tensor, ...]:
         """(T, ...) -> B tensors of (L_i, ...)."""
-        if packed.shape[0] != self.num_tokens:
-            raise BatchError(f"a tensor of {packed.shape[0]} rows cannot be split into {self.num_tokens} tokens")
         return torch.split(packed, self.seq_lens.tolist())
 
     def to(self, device: torch.device | str) -> Self:

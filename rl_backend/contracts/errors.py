@@ -7,12 +7,7 @@ from typing import Any, Self
 
 
 class RLBackendError(Exception):
-    """Base of every error that this project raises on purpose.
-
-    Args:
-        message: the field or tensor, its value, what was expected and what to do.
-        details: the same facts for a program; each value must be picklable. Kept in ``details``.
-    """
+    """Base of every error that this project raises on purpose: ``details`` are its facts for a program, and picklable."""
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)
@@ -37,12 +32,10 @@ class ConfigError(RLBackendError):
 
     @classmethod
     def of(cls, field: str, value: Any, expected: str) -> Self:
-        """The usual message: ``field=value: expected``."""
         return cls(f"{field}={value!r}: {expected}", field=field, value=repr(value))
 
     @classmethod
     def of_all(cls, wrong: Sequence[tuple[str, Any, str]]) -> Self:
-        """One error for several fields, each with its value and what was expected."""
         blamed = [(field, f"={value!r}: {expected}") for field, value, expected in wrong]
         return cls("; ".join(field + problem for field, problem in blamed), blamed=blamed, field=wrong[0][0])
 

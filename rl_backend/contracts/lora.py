@@ -66,7 +66,6 @@ class LoRAConfig(BaseConfig):
 
     @property
     def scale(self) -> float:
-        """Factor of ``B @ A``."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
@@ -83,12 +82,10 @@ class LoRAInfo:
 
     Attributes:
         modules: Hugging Face names of the modules that it adapts.
-        step: optimizer steps taken.
         learning_rate: of the next step.
-        num_parameters: that this rank holds.
-        bytes: that this rank holds of it: weights, gradients and moments, padding included.
+        num_parameters, bytes: that this rank holds; bytes of weights, gradients and moments, padding included.
         shapes: peft's name -> size of each whole factor.
-        hf_path: Hugging Face directory of the base.
+        hf_path: of the base.
     """
 
     name: str

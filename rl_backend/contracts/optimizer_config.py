@@ -63,7 +63,6 @@ class OptimizerConfig(BaseConfig):
         return self
 
     def _problems(self) -> Iterator[tuple[str, object, str]]:
-        """(field, value, what is wrong with it), the most basic first."""
         style, decay_steps = self.lr_decay_style, self.decay_steps
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             yield "betas", self.betas, "each must be in [0, 1)"
@@ -110,14 +109,7 @@ class OptimizerConfig(BaseConfig):
 
 
 class AdamParams(BaseConfig):
-    """Values of AdamW for one ``optimizer_step``. None takes what the configuration and its schedules say.
-
-    Attributes:
-        lr: learning rate of every parameter.
-        betas, eps: as of :class:`OptimizerConfig`.
-        weight_decay: of the parameters that are decayed.
-        clip_grad: largest global gradient norm; 0 switches clipping off.
-    """
+    """Values of AdamW for one ``optimizer_step``, as of :class:`OptimizerConfig`; None takes those of its schedules."""
 
     lr: NonNegative | None = None
     betas: tuple[Beta, Beta] | None = None

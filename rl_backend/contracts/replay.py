@@ -37,13 +37,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """The routers of a model.
-
-    Attributes:
-        num_experts: of each router.
-        top_k: experts of a token.
-        sparse: for each layer of the whole model, whether it has experts.
-    """
+    """The routers of a model; ``sparse``: for each layer of the whole model, whether it has experts."""
 
     num_experts: int
     top_k: int
@@ -51,12 +45,10 @@ class RoutedLayers:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with experts."""
         return tuple(index for index, has_experts in enumerate(self.sparse) if has_experts)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of recorded routes."""
         return route_dtype(self.num_experts)
 
     def routes_of(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
@@ -69,36 +61,21 @@ class RoutedLayers:
 
 @dataclass(frozen=True)
 class IndexedLayers:
-    """The indexers of a model.
-
-    Attributes:
-        top_k: tokens that a token attends to.
-        layers: numbers of the layers with an indexer.
-    """
+    """The indexers of a model: the layers that have one, and how many tokens a token attends to."""
 
     top_k: int
     layers: tuple[int, ...]
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
-    """The smallest type that holds the numbers of the experts."""
     # Not uint16, on which torch computes hardly anything.
     return next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(dtype).max)
 
 
 def route_fields(routes: Tensor, num_tokens: int) -> dict[str, Tensor]:
-    """The token fields of a sequence of ``num_tokens`` from the routes of its first tokens.
-
-    Args:
-        routes: (L, R, top_k) integers, L <= ``num_tokens``; a rollout lacks the last token's.
-
-    Raises:
-        BatchError: they are no integers that torch computes with.
-    """
+    """The token fields of a sequence of ``num_tokens`` from the routes of its first tokens, (L, R, top_k) integers."""
     # vLLM's arrays of more than 256 experts are uint16.
     routes = routes.to(torch.int16) if routes.dtype == torch.uint16 else routes
-    if routes.dtype not in _INTEGERS:
-        raise BatchError(f"{ROUTES} has dtype {routes.dtype}; expected integers as of route_dtype(num_experts)", name=ROUTES)
     padded = routes.new_zeros(num_tokens, *routes.shape[1:])
     padded[: routes.shape[0]] = routes
     return {ROUTES: padded, ROUTES_MASK: torch.arange(num_tokens, device=routes.device) < routes.shape[0]}
@@ -112,12 +89,7 @@ def key_fields(keys: Tensor, num_tokens: int) -> dict[str, Tensor]:
 
 
 def check_routes(batch: PackedBatch, routers: RoutedLayers) -> None:
-    """Refuses a batch whose routes are not ones of this model.
-
-    Raises:
-        BatchError: routes that are missing, of another shape or type, or of other weights than the sequence; an expert that
-            does not exist, or that a token has twice in one layer; ``routed_experts_layers`` that does not say which layers.
-    """
+    """Raises :class:`BatchError` for routes that are not ones of this model, or of other weights than their sequence."""
     routes, mask = batch.token_field(ROUTES), batch.token_fields.get(ROUTES_MASK)
     indexing = batch.meta.get(ROUTES_LAYERS)
     num_layers = len(routers.sparse if indexing == "all" else routers.layers)
@@ -192,12 +164,7 @@ def _require_experts(routes: Tensor, num_experts: int) -> None:
 
 
 def check_keys(batch: PackedBatch, indexed: IndexedLayers | None) -> None:
-    """Refuses a batch with recorded keys that are not ones of this model; ``indexed`` is None for one without indexers.
-
-    Raises:
-        BatchError: no keys, or keys for such a model; of another shape or type; a place that does not exist or comes
-            later, or that a token has twice in a layer; more or fewer of them than the token can see and ``top_k`` allows.
-    """
+    """Raises :class:`BatchError` for recorded keys that are not ones of this model; ``indexed`` is None without indexers."""
     keys = batch.token_field(KEYS)
     if indexed is None or not indexed.layers:
         raise BatchError(

@@ -15,8 +15,9 @@ class ModelOutput(NamedTuple):
     """Outputs of one micro-batch of T tokens, each (T,) float32. A field that was not asked for is None.
 
     Attributes:
-        log_probs: of the next token at the batch's temperature; 0 at each sequence's last position.
-        entropy: nats, of the distribution that ``log_probs`` is taken from; 0 at last positions.
+        log_probs: of the next token at the batch's temperature; 0 at each sequence's last position. Of ``target_ids`` where
+            the batch has them, in their shape, (T,) or (T, K); 0 where one is -100.
+        entropy: nats, of the distribution that ``log_probs`` is taken from; 0 where none is.
         values: of each token's state.
     """
 
@@ -94,7 +95,6 @@ class ForwardResult:
 
     @property
     def loss(self) -> float:
-        """Sum over this rank's micro-batches."""
         return float(sum(self.losses))
 
     @property
@@ -109,7 +109,6 @@ class ForwardResult:
 
 
 def merge_metrics(results: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Metrics of several micro-batches or ranks as one."""
     merged: dict[str, Metric] = {}
     for metrics in results:
         for name, metric in metrics.items():
@@ -135,10 +134,8 @@ class StepResult(NamedTuple):
 class OptimizerState:
     """What AdamW knows of a model, or of a LoRA tenant.
 
-    Attributes:
-        step: optimizer steps taken.
-        learning_rate: of the next step.
-        exp_avg, exp_avg_sq: name -> whole moment, float32, on the CPU. Hugging Face names of a model, peft's of a tenant.
+    ``exp_avg`` and ``exp_avg_sq`` are whole moments, float32, on the CPU, by Hugging Face names or a tenant's in peft.
+    ``learning_rate`` is that of the next step.
     """
 
     step: int
@@ -161,8 +158,6 @@ class BackendInfo:
     """What runs a model.
 
     Attributes:
-        runtime: ``RuntimeConfig.backend``.
-        device: type of the devices that it trains on.
         layout: ``world``, ``dp`` and the sizes of ``ParallelConfig``.
         base: name of the model.
         bit_exact: whether tenants compute the same alone and beside others to the last bit, as far as this process has tried

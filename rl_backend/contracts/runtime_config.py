@@ -61,10 +61,7 @@ class ParallelConfig(BaseConfig):
 class Registry[T]:
     """Entries of one kind by name.
 
-    Attributes:
-        kind: what an entry is, for messages ("runtime", "model family").
-        how: the call that adds one, for messages.
-        built_in: module that adds the entries that are always there; imported when a name is asked for that is not.
+    ``how`` is the call that adds one, for messages; the module ``built_in`` adds those that are always there.
     """
 
     kind: str
@@ -84,7 +81,6 @@ class Registry[T]:
         del self._entries[name]
 
     def get(self, name: str) -> T:
-        """Raises :class:`RegistryError` for an unknown name."""
         if name not in self:
             known = ", ".join(sorted(self._entries)) or "none"
             raise RegistryError(f"unknown {self.kind} {name!r}; known: {known}; {self.how} adds one", name=name)
@@ -171,12 +167,7 @@ BACKEND_CONFIGS.add("native", NativeConfig)
 
 
 def import_plugins[N: Iterable[str]](names: N) -> N:
-    """Imports modules that register model families and runtimes.
-
-    Raises:
-        ConfigError: one that cannot be imported; says by which process.
-        RegistryError: one registers a name that is taken.
-    """
+    """Imports modules that register model families and runtimes; :class:`ConfigError` names the process that could not."""
     for name in names:
         try:
             importlib.import_module(name)
@@ -197,7 +188,6 @@ def import_plugins[N: Iterable[str]](names: N) -> N:
 
 
 Plugins = Annotated[tuple[str, ...], AfterValidator(import_plugins)]
-"""Modules that are imported before the fields below are read."""
 
 
 class RuntimeConfig(BaseConfig):
@@ -227,7 +217,6 @@ class RuntimeConfig(BaseConfig):
     @field_validator("plugins", mode="before")
     @classmethod
     def _split_plugins(cls, plugins: Any) -> Any:
-        """``"a, b"`` -> ``("a", "b")``."""
         return tuple(name for part in plugins.split(",") if (name := part.strip())) if isinstance(plugins, str) else plugins
 
     @field_validator("backend")

@@ -29,17 +29,13 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class CopiedWeight:
-    """A parameter that a directory holds several times, as of embeddings that a layer for multi-token prediction has again.
-
-    It is read from the first and written to all that the directory has.
-    """
+    """A parameter that a directory holds several times: read from the first, written to all that the directory has."""
 
     name: str
     copies: tuple[str, ...]
 
 
 type WeightName = str | PackedWeight | CopiedWeight
-"""A parameter's Hugging Face name, or names."""
 
 
 def stored_tensors(name: WeightName) -> Iterator[tuple[tuple[int, ...], str]]:

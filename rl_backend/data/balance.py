@@ -36,15 +36,12 @@ class MicroBatchPlan:
 
     @property
     def num_sequences(self) -> int:
-        """The caller's."""
         return sum(len(micro_batch) for rank in self.micro_batches for micro_batch in rank) - len(self.fillers)
 
     def with_fillers[T](self, values: Sequence[T]) -> list[T]:
-        """The caller's values, one of each sequence, and behind them those of the sequences that fillers are copies of."""
         return [*values, *(values[index] for index in self.fillers)]
 
     def rank_indices(self, dp_rank: int) -> tuple[int, ...]:
-        """The caller's indices of one rank's sequences, in the order in which that rank sees them."""
         return tuple(index for micro_batch in self.micro_batches[dp_rank] for index in micro_batch)
 
 
@@ -58,9 +55,7 @@ def plan_micro_batches(
     to the fullest that has room (best fit decreasing). The result depends on the arguments alone.
 
     Args:
-        seq_lens: N lengths, each >= 1.
-        dp_size: data-parallel ranks.
-        max_tokens: largest number of tokens in one micro-batch.
+        max_tokens: of one micro-batch.
         multiple_of: the number of micro-batches of a rank is a multiple of this.
         fill: copies of the shortest sequences, of each as many, join sequences that are fewer than ranks, or whose number
             cannot give every rank the same number of micro-batches within the budget. Without, both are refused.
@@ -122,13 +117,7 @@ def plan_tenants(
 
     Each tenant's sequences are planned by themselves, and what that makes of them stays together and in its order: neither
     what is in a tenant's part of a micro-batch nor the order of its sums depends on who is beside it.
-
-    Args:
-        tenants: of each sequence.
-        fill: copies join each tenant's sequences by themselves.
-
-    Raises:
-        BatchError: as :func:`plan_micro_batches`, of any tenant alone, by its number.
+    Errors are those of :func:`plan_micro_batches`, of any tenant alone, by its number.
     """
     _check(seq_lens, dp_size, max_tokens, multiple_of, fewest=1)
     fillers: list[int] = []
@@ -173,11 +162,7 @@ def plan_tenants(
 
 
 def _check(seq_lens: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int, *, fewest: int) -> None:
-    if dp_size < 1 or max_tokens < 1 or multiple_of < 1:
-        raise BatchError(f"dp_size={dp_size}, max_tokens={max_tokens} and multiple_of={multiple_of} must be at least 1")
     for index, length in enumerate(seq_lens):
-        if length < 1:
-            raise BatchError(f"sequence {index} has length {length}; every sequence needs at least one token", index=index)
         if length > max_tokens:
             raise BatchError(
                 f"sequence {index} has {length} tokens, more than the budget of {max_tokens} for one micro-batch; raise "

@@ -21,7 +21,6 @@ _SET_BY_US: Mapping[str, str] = {
     "documents": "belong in the rows, in the column that documents_column names",
     "add_generation_prompt": "follows from what is rendered; leave it out",
 }
-"""Variables of chat templates that are no options, and where they come from."""
 _CLOCK = "strftime_now"
 _ANSWER = "The answer is 4."
 _MEDIA = ("image", "video", "audio")
@@ -29,11 +28,7 @@ _MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 def encode_text(text: str, tokenizer: Any) -> list[int]:
-    """The tokens of a text that continues, with what the tokenizer puts before one, such as its begin-of-text token, once.
-
-    Raises:
-        ConfigError: the tokenizer has other tokens for the text where it puts some before it.
-    """
+    """The tokens of a text that continues, with what the tokenizer puts before one, such as a begin-of-text token, once."""
     # What the tokenizer puts behind a text, as some put an end, is left out: the model continues it.
     own, whole = tokenizer.encode(text, add_special_tokens=False), tokenizer.encode(text)
     found = next((place for place in range(len(whole) + 1) if whole[place : place + len(own)] == own), None)
@@ -50,11 +45,7 @@ def encode_text(text: str, tokenizer: Any) -> list[int]:
 
 
 def encode_answer(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens of a text prompt, and of the answer that follows it, which ends with the end-of-text token, once.
-
-    Raises:
-        BatchError: prompt and answer together do not begin with the tokens of the prompt, or the answer has no tokens.
-    """
+    """The tokens of a text prompt, and of the answer that follows it, which ends with the end-of-text token, once."""
     if answer.rstrip().endswith(tokenizer.eos_token):
         answer = answer.rstrip().removesuffix(tokenizer.eos_token)
     # Together: many tokenizers put a space before an answer that stands alone.
@@ -73,7 +64,6 @@ def encode_answer(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], 
 
 
 def decode(token_ids: Sequence[int], tokenizer: Any, *, special: bool = True) -> str:
-    """The text of tokens, as they stand, with ``special`` ones or without."""
     # Some tokenizers' clean_up_tokenization_spaces takes spaces out of a text.
     text: str = tokenizer.decode(list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
     return text
@@ -94,7 +84,6 @@ def encode_messages(
 
     Args:
         messages: at least one, each with ``role`` and ``content``, and what else the template reads.
-        tokenizer: of Hugging Face; see :func:`~rl_backend.data.prompts.load_tokenizer`.
         chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``. ``strftime_now`` is the day
             that a template writes as today's, such as ``"2026-01-31"``.
         generation_prompt: ends with what begins the assistant's next turn.
@@ -199,11 +188,7 @@ def require_calls(
     *,
     since: int = 0,
 ) -> None:
-    """Raises :class:`BatchError` for messages whose calls of tools leave no trace in ``text``, made of them by ``render``.
-
-    Args:
-        since: number of the first message whose calls are asked for.
-    """
+    """Raises :class:`BatchError` for messages, from ``since`` on, whose calls leave no trace in their ``text``."""
     calling = [index for index, message in enumerate(messages) if index >= since and message.get("tool_calls")]
     if not calling:
         return
@@ -229,7 +214,6 @@ def template_inputs(
     tools: Sequence[Mapping[str, Any]],
     documents: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What a chat template is given beside messages; arguments and errors as of :func:`encode_messages`."""
     template, variables = chat_template(tokenizer), dict(chat_template_kwargs)
     read, whose = template_variables(template), f"the chat template of {tokenizer.name_or_path}"
     wrong: list[tuple[str, Any, str]] = []

@@ -11,7 +11,7 @@ from rl_backend.data.hub import FILES, hub_name, why_not
 from rl_backend.data.rows import TEXT_SUFFIXES, ArrowRows, Rows, TextRows
 
 _NO_OPTIONS = ("name", "version", "data_dir", "data_files", "description")
-"""Fields of a configuration of ``datasets`` that do not say how files are read."""
+"""Fields of ``datasets`` that do not say how files are read."""
 
 
 def open_rows(source: Path | str, *, field: str = "dataset", default_split: str | None = "train") -> Rows:
@@ -25,8 +25,7 @@ def open_rows(source: Path | str, *, field: str = "dataset", default_split: str 
         default_split: taken of several splits where none is named; None asks for one.
 
     Raises:
-        ConfigError: there is no such data set, or no such subset or split of it, or it may not be read, or the Hub cannot be
-            reached.
+        ConfigError: there is no such data set, subset or split, it may not be read, or the Hub cannot be reached.
         BatchError: a file that is damaged, or no rows.
     """
     text = str(source)
@@ -62,7 +61,6 @@ def data_files(source: Path | str, *, field: str = "dataset", default_split: str
 
 
 def _load(source: str, field: str, default_split: str | None) -> tuple[str, Any]:
-    """Name, and ``datasets.Dataset`` or text files, of a folder or of a name on the Hub."""
     place, subset, split = _parts(source)
     on_hub, folder = hub_name(place), Path(place).expanduser()
     if on_hub is None and not folder.is_dir():

@@ -94,16 +94,9 @@ def read_examples(path: Path | str, data: DataConfig | None = None, *, require_a
         ``extra_info``: an object, optional. Every other column (verl's ``ability`` too) is added to it
             for the reward function.
 
-    Args:
-        path: as of :func:`~rl_backend.data.datasets.open_rows`.
-        data: other columns.
-        require_answer: whether rows need a ground truth.
-
     Raises:
-        ConfigError: there is no such data set.
-        BatchError: the file cannot be read or has no rows, or a row has a missing or wrong field; names file, line or row,
-            counted from 1, and field.
-        UnsupportedError: images, videos or audio.
+        BatchError: a row has a missing or wrong field; names file, line or row, counted from 1, and field.
+        UnsupportedError: images, videos or audio. Others as of :func:`~rl_backend.data.datasets.open_rows`.
     """
     rows, data = open_rows(path), data or DataConfig()
     warn_of_padding(rows, data)
@@ -131,7 +124,6 @@ def read_example(
     require_answer: bool = True,
     require_columns: Sequence[str] = (),
 ) -> PromptExample:
-    """One row, with ``tools`` where it has none of its own. Errors as of :func:`read_examples`."""
     return _Reader(rows, index, data, require_columns).example(rows.name, tools, require_answer)
 
 
@@ -167,7 +159,6 @@ class _Reader:
         return PromptExample(prompt, ground_truth, source, {**extra_info, **row}, answer, tools, documents, self.given)
 
     def prompt(self) -> tuple[str | list[ChatMessage], ChatMessage | None]:
-        """Prompt, and the answer that follows it where they are in one column."""
         name = self.data.prompt_column or ("prompt" if "prompt" in self.row or "messages" not in self.row else "messages")
         value = self.take(name)
         if value is None:
@@ -187,7 +178,6 @@ class _Reader:
         return messages[:-1], messages[-1]
 
     def conversation(self, name: str, text: str) -> str | list[Any]:
-        """The messages that a text is the JSON of; any other text as it stands."""
         expected = "a list of chat messages, or its JSON text"
         try:
             found = json.loads(text) if text.lstrip().startswith("[") else text
@@ -247,7 +237,6 @@ class _Reader:
         return self.row.pop(path) if path in self.row else self.field(path)
 
     def field(self, path: str) -> Any:
-        """The value of a column, or of a field in one; None where there is none."""
         if path in self.row:
             return self.row[path]
         name, *fields = path.split(".")
@@ -295,11 +284,7 @@ def json_objects(value: Any, place: str, what: str) -> tuple[dict[str, Any], ...
 def shown_objects(
     value: Any, place: str, option: Literal["tools_column", "documents_column"], prompt: Any, data: DataConfig
 ) -> tuple[dict[str, Any], ...]:
-    """The tools or documents of a row, in the column that ``option`` names, for the chat template.
-
-    Raises:
-        BatchError: it is no list of objects, or the prompt is a text that no chat template renders.
-    """
+    """The tools or documents of a row; :class:`BatchError` for no list of objects, or a text that no template renders."""
     found = json_objects(value, place, "JSON schemas" if option == "tools_column" else "documents")
     if found and isinstance(prompt, str) and data.text_prompts == "continue":
         raise BatchError(
@@ -336,7 +321,6 @@ class UntoldCalls:
             self.rows, self.first = self.rows + 1, self.first or where
 
     def warn(self, source: str, of: int, data: DataConfig) -> None:
-        """Warns once, when all ``of`` rows have been looked at."""
         if self.rows:
             warnings.warn(
                 f"{source}: {self.rows} of {of} rows call tools that the model is not told of, the first is {self.first}; "
@@ -346,11 +330,7 @@ class UntoldCalls:
 
 
 class Length(NamedTuple):
-    """Tokens of a part of an example, and the option or other thing that limits them.
-
-    Attributes:
-        remedy: what to do about more.
-    """
+    """Tokens of a part of an example, what limits them, and what to do about more."""
 
     tokens: int
     option: str
@@ -438,7 +418,7 @@ def as_messages(prompt: str | Sequence[ChatMessage], data: DataConfig, where: st
 
 
 def cut_prompt(token_ids: list[int], most: int, tokenizer: Any) -> list[int]:
-    """The last ``most`` tokens; a begin-of-text token at the beginning stays."""
+    """The last ``most`` tokens, behind a begin-of-text token, which stays."""
     if len(token_ids) <= most:
         return token_ids
     begins = most > 1 and token_ids[0] == tokenizer.bos_token_id

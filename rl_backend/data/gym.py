@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 
 import yaml
 
-from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.contracts import ConfigError
 from rl_backend.data.rows import Row, Rows
 
 PREFIX = "gym:"
@@ -46,14 +46,8 @@ def is_gym(source: Path | str) -> bool:
 def open_gym(source: str, *, field: str = "dataset") -> GymRows:
     """Opens ``gym:TASK?OPTION=VALUE&...``, with the options of the task's own configuration.
 
-    ``seed`` is 0 and ``size`` 500 where they are left out: the same text names the same rows.
-
-    Args:
-        field: the option that names it, for messages.
-
-    Raises:
-        ConfigError: there is no such task, or it refuses an option.
-        UnsupportedError: reasoning-gym is not installed.
+    ``seed`` is 0 and ``size`` 500 where they are left out: the same text names the same rows. Raises :class:`ConfigError`
+    where there is no such task, or it refuses an option; ``field`` names it.
     """
     task, _, query = source.removeprefix(PREFIX).partition("?")
     task_type, config_type = _registered(source, task, field)
@@ -95,13 +89,7 @@ def _scorer(task: str) -> Any:
 
 
 def _registered(source: str, task: str, field: str) -> tuple[Any, Any]:
-    try:
-        tasks = importlib.import_module("reasoning_gym.factory").DATASETS
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"{field}={source!r}: tasks are made by reasoning-gym, which is not installed ({error}); run "
-            "pip install reasoning-gym"
-        ) from None
+    tasks = importlib.import_module("reasoning_gym.factory").DATASETS
     if task not in tasks:
         near = get_close_matches(task, tasks, n=3)
         advice = f"did you mean {' or '.join(near)}?" if near else f"there are {len(tasks)}, such as chain_sum"

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from rl_backend.contracts import ConfigError
 
 FILES = ".jsonl, .json, .csv or .parquet"
-"""Files of rows, for messages."""
 
 _HUB_NAME = re.compile(r"(?P<repository>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _FILES = (".arrow", ".csv", ".json", ".jsonl", ".parquet", ".safetensors", ".txt", ".yaml", ".yml")
@@ -36,11 +35,7 @@ def hub_name(text: str) -> HubName | None:
 
 
 def local_model(model: Path | str, *, field: str = "model") -> str:
-    """The folder of a model: ``model`` itself, or what is downloaded of a name on the Hub, once for each process.
-
-    Raises:
-        ConfigError: there is no such folder, or no such model on the Hub, or it cannot be reached.
-    """
+    """The folder of a model: ``model`` itself, or what is downloaded of a name on the Hub, once for each process."""
     text = str(model)
     name = hub_name(text)
     if name is not None:

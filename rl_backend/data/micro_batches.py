@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import EPISODE_SHARE, BatchError, PackedBatch, TokenSequence
+from rl_backend.contracts import EPISODE_SHARE, TARGET_IDS, BatchError, PackedBatch, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.data.balance import MicroBatchPlan, plan_micro_batches
 
@@ -139,8 +139,7 @@ def prepare_micro_batches(
 ) -> list[list[PackedBatch]]:
     """Plans and packs: the result's entry r holds the micro-batches of data-parallel rank r.
 
-    ``plan_micro_batches`` with the same arguments is the plan that :func:`restore_order` needs. Errors as of it and
-    :func:`pack_plan`.
+    ``plan_micro_batches`` with the same arguments is the plan that :func:`restore_order` needs.
     """
     check_same_fields(sequences)
     return pack_plan(sequences, plan_micro_batches([len(s) for s in sequences], dp_size, max_tokens), meta)
@@ -158,13 +157,13 @@ def pack_plan(
     ``batch_num_tokens`` or ``global_batch_size`` of the caller's takes precedence, of several tenants one in ``tenants``:
     gradients that add up over several calls share the denominators of all of them.
 
-    A filler of the plan has ``loss_mask`` and ``episode_share`` 0. What a model adds to the loss by itself, as the balance
-    of experts, counts it.
+    A filler of the plan has ``loss_mask`` and ``episode_share`` 0, and -100 for ``target_ids``. What a model adds to the
+    loss by itself, as the balance of experts, counts it.
 
     Raises:
         BatchError: fields that differ between sequences, a ``loss_mask`` that is not 0 at a sequence's last position (it
-            predicts nothing), a plan for another number of sequences, a ``dp_size`` or ``num_micro_batches`` in ``meta``, or
-            one denominator for several tenants.
+            predicts nothing without ``target_ids``), a plan for another number of sequences, a ``dp_size`` or
+            ``num_micro_batches`` in ``meta``, or one denominator for several tenants.
     """
     check_same_fields(sequences)
     if plan.num_sequences != len(sequences):
@@ -184,7 +183,7 @@ def pack_plan(
     if "loss_mask" in sequences[0].token_fields:
         for index, sequence in enumerate(sequences):
             last = sequence.token_fields["loss_mask"][-1]
-            if bool((last != 0).any()):
+            if bool((last != 0).any()) and TARGET_IDS not in sequence.token_fields:
                 raise BatchError(
                     f"loss_mask of sequence {index} is {last.tolist()} at its last position, which predicts no token; it "
                     "must be 0 (TokenSequence.from_prompt_and_response places masks)",
@@ -200,9 +199,8 @@ def pack_plan(
 
 
 def _filler(source: TokenSequence) -> TokenSequence:
-    fields = dict(source.token_fields)
-    if "loss_mask" in fields:
-        fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
+    empty = {"loss_mask": 0, TARGET_IDS: -100}
+    fields = {name: torch.full_like(v, empty[name]) if name in empty else v for name, v in source.token_fields.items()}
     # No loss reads it, and means over sequences do not count it.
     return _with_share(TokenSequence(source.input_ids, fields, source.sequence_fields), 0.0)
 
@@ -243,11 +241,7 @@ def _facts_of_tenants(
 
 
 def restore_order[T](plan: MicroBatchPlan, per_rank: Sequence[Sequence[T]]) -> list[T]:
-    """One value per sequence, from ranks to the caller's order; those of fillers are dropped.
-
-    Args:
-        per_rank: [data-parallel rank] -> one value per sequence of that rank, in the order of its micro-batches.
-    """
+    """[rank][sequence in the order of its micro-batches] -> one value per sequence of the caller's, in their order."""
     ordered: dict[int, T] = {}
     for rank, values in zip(range(plan.dp_size), per_rank, strict=True):
         ordered.update(zip(plan.rank_indices(rank), values, strict=True))

@@ -39,11 +39,7 @@ class Prompt:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a local Hugging Face directory, or of a model on the Hub.
-
-    Raises:
-        ConfigError: there is no such model, it has no tokenizer, its files are damaged, or it names no end-of-text token.
-    """
+    """The tokenizer of a local directory or a model on the Hub; :class:`ConfigError` without one that ends texts."""
     folder = local_model(model)
     # Imported here: it takes seconds, and reading a command line needs none of it.
     from transformers import AutoTokenizer
@@ -83,9 +79,7 @@ def load_prompts(
     """The prompts of a data set. Chat messages go through the tokenizer's chat template.
 
     Args:
-        max_prompt_tokens: most tokens of a prompt; ``data.too_long`` says what is done with longer ones.
-        require_answer: whether rows need a ground truth.
-        require_columns: that rows need.
+        require_columns: that each row needs, or is refused.
         held_out: it is named by ``eval_dataset``, and of several splits one must be chosen.
         see: see :class:`~rl_backend.data.examples.Examples`.
 
@@ -148,13 +142,9 @@ def encode_prompt(
 
 
 def endless_batches[T](items: Sequence[T], size: int, seed: int, *, start: int = 0) -> Iterator[list[T]]:
-    """Endless batches of ``size``, each pass over ``items`` in a new order that follows from ``seed``.
+    """Endless batches from batch ``start`` on, each pass over ``items`` in a new order that follows from ``seed``.
 
-    Args:
-        start: batches at the beginning that are left out, without looking at their items.
-
-    Raises:
-        ConfigError: fewer items than one batch.
+    Raises :class:`ConfigError` for fewer items than one batch.
     """
     if len(items) < size:
         raise ConfigError(f"a batch of {size} needs at least as many examples; the data has {len(items)}")

@@ -22,9 +22,7 @@ type Row = Mapping[str, Any]
 class Rows(Sequence[Row]):
     """Rows of one data set, read when they are asked for.
 
-    Attributes:
-        source: what the rows are of, as the user named it.
-        name: of the data set, for rewards: a file's name without suffix, a folder's name or the name on the Hub.
+    ``source`` is what the user named; rewards are given ``name``: of the file without suffix, of the folder or on the Hub.
     """
 
     def __init__(self, source: str, name: str) -> None:
@@ -40,19 +38,13 @@ class Rows(Sequence[Row]):
         return self.read(range(len(self))[index])
 
     @abstractmethod
-    def read(self, index: int) -> Row:
-        """The row at ``index``, from 0."""
+    def read(self, index: int) -> Row: ...
 
     def where(self, index: int) -> str:
-        """Source and number of a row, counted from 1, for messages."""
         return f"{self.source}, row {index + 1}"
 
     def without_padding(self, path: str, value: Any) -> Any:
-        """A value without the nulls of fields that its row may not have: a table has the fields of all rows in each.
-
-        Args:
-            path: of the value in its row: ``column``, or ``column.field``.
-        """
+        """The value at ``column`` or ``column.field`` without nulls that may stand for fields that its row does not have."""
         del path  # without a table every null is the row's
         return value
 
@@ -112,10 +104,11 @@ class TextRows(Rows):
             raise BatchError(f"{where}: was changed while it was in use; put the file back, or start again")
         try:
             row = form.parse(found)
+            problem = f"a {type(row).__name__}"
         except (ValueError, RecursionError) as error:
-            raise BatchError(f"{where}: not {form.kind}: {error}; expected {form.expected}") from None
+            row, problem = None, f"not {form.kind}: {error}"
         if not isinstance(row, dict):
-            raise BatchError(f"{where}: a {type(row).__name__}; expected {form.expected}")
+            raise BatchError(f"{where}: {problem}; expected {form.expected}")
         return row
 
     def where(self, index: int) -> str:
@@ -124,13 +117,7 @@ class TextRows(Rows):
 
 
 class _Form(NamedTuple):
-    """An open file, and how its rows are written.
-
-    Attributes:
-        places: of each row, first byte, bytes, and number counted from 1.
-        counted: what these numbers count.
-        expected: of the file, for messages.
-    """
+    """An open file, and how its rows are written: each at first byte, bytes, and number, from 1, of what is ``counted``."""
 
     file: BinaryIO
     places: Iterator[tuple[int, int, int]]
@@ -170,7 +157,6 @@ def _elements(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """First character of each element of a JSON list, and the one behind it."""
     decode = json.JSONDecoder().raw_decode
 
     def skipped(at: int) -> int:
@@ -226,18 +212,13 @@ def _csv(file: BinaryIO) -> _Form:
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 1000
-"""Rows that are looked at together."""
 
 
 class ArrowRows(Rows):
     """Rows of a table, which is in memory as Arrow has it, or mapped from disk.
 
     A row is what it would be as a JSON object: maps and columns of JSON text are objects. A table has the fields of all rows
-    in each, and null where a row has none.
-
-    Args:
-        part: the rows from one index up to another, as a ``pyarrow.Table``.
-        count: of all rows.
+    in each, and null where a row has none. ``part`` makes a ``pyarrow.Table`` of the rows from one index up to another.
     """
 
     def __init__(self, source: str, name: str, part: Callable[[int, int], Any], count: int) -> None:
@@ -246,7 +227,6 @@ class ArrowRows(Rows):
 
     @classmethod
     def of_parquet(cls, path: Path) -> Self:
-        """The rows of a ``.parquet`` file; raises :class:`BatchError` for a damaged one."""
         # Imported here: it comes with an extra, and other files need none of it.
         import pyarrow
         import pyarrow.parquet

@@ -44,7 +44,7 @@ type TrainOn = Literal["all", "last"]
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """A sequence, and which of its tokens are imitated; never the first."""
+    """A sequence, and which of its tokens, never the first, are imitated."""
 
     token_ids: list[int]
     trained: list[bool]
@@ -54,14 +54,12 @@ class TrainedTokens:
         return self.trained.index(True)
 
     def cut(self, max_prompt_tokens: int, max_tokens: int, tokenizer: Any) -> Self:
-        """Without the beginning of a prompt and the end of an answer that do not fit."""
         first = self.prompt_tokens
         prompt = cut_prompt(self.token_ids[:first], min(max_prompt_tokens, max_tokens - 1), tokenizer)
         token_ids = [*prompt, *self.token_ids[first:]][:max_tokens]
         return type(self)(token_ids, [*[False] * len(prompt), *self.trained[first:]][:max_tokens])
 
     def sequence(self) -> TokenSequence:
-        """With ``loss_mask`` on the predictions of the trained tokens."""
         mask = torch.tensor([*self.trained[1:], False], dtype=torch.float32)
         return TokenSequence(torch.tensor(self.token_ids, dtype=torch.int64), {"loss_mask": mask})
 
@@ -81,7 +79,7 @@ def load_sft_examples(
 
     Args:
         max_prompt_tokens: most tokens before the first that is trained.
-        max_tokens: most tokens of a sequence; ``data.too_long`` says what is done with longer ones.
+        max_tokens: of a sequence.
         positions: of the model, which bound a sequence too; None where nothing limits it.
         train_on: of rows of ``messages``, all turns of the assistant or the last. Of other rows it is the answer.
 
@@ -115,11 +113,7 @@ def load_sft_examples(
 def example_tokens(
     example: PromptExample, tokenizer: Any, data: DataConfig, train_on: TrainOn = "all", where: str = "example"
 ) -> list[TrainedTokens]:
-    """What an example trains: the turns of the assistant in its messages, or the answer in a column of its own.
-
-    Raises:
-        BatchError: it has no answer, or one that is not text; or as :func:`conversation_tokens`.
-    """
+    """What an example trains: the turns of the assistant in its messages, or the answer in a column."""
     messages = as_messages(example.prompt, data, where)
     answer = example.answer if data.answer_column is None else None
     if answer is None and example.ground_truth is not None:
@@ -196,7 +190,6 @@ class _Renderer:
         )
 
     def marked_spans(self, messages: Sequence[ChatMessage]) -> list[tuple[int, int]]:
-        """First character and end of what the template marks as generated."""
         # Imported here: it takes seconds, and few templates have marks.
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -211,7 +204,6 @@ class _Renderer:
 
 
 def _turn(messages: Sequence[ChatMessage], render: _Renderer) -> tuple[list[int], list[int], list[bool]]:
-    """Tokens before the last message and of it, and which of these are trained."""
     tokenizer = render.tokenizer
     before = render(messages[:-1], generation_prompt=True)
     whole = render(messages, generation_prompt=False)

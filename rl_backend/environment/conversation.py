@@ -18,12 +18,7 @@ end in its place, which begins a new segment; ``keep`` leaves the sampled one in
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a run's conversations become ids; made by :func:`chat_format`.
-
-    Attributes:
-        check: what the renderer's template does with the past, and ``history`` what is done about it.
-        stop_token_ids: end a turn.
-    """
+    """How a run's conversations become ids. ``check`` is what the template does with the past, ``history`` what is done."""
 
     renderer: ChatRenderer
     check: HistoryCheck
@@ -39,11 +34,7 @@ def chat_format(
     other_end: OtherEnd = "replace",
     stop_token_ids: Sequence[int] = (),
 ) -> ChatFormat:
-    """Checks a model's template, and how it ends turns; ``stop_token_ids`` are beside those of tokenizer and template.
-
-    Raises:
-        ConfigError: the template cannot be used for several turns, or ``history`` must be chosen.
-    """
+    """Checks a model's template, and how it ends turns; ``stop_token_ids`` are beside those of tokenizer and template."""
     check = check_history(renderer)
     chosen = check.choose(history, str(renderer.tokenizer.name_or_path))
     stops = dict.fromkeys([renderer.tokenizer.eos_token_id, *_ends(renderer, check), *stop_token_ids])
@@ -59,10 +50,7 @@ def id_format(renderer: ChatRenderer, stop_token_ids: Sequence[int] = ()) -> Cha
 class Conversation:
     """The messages of one episode, and the ids that the model has been given and has sampled.
 
-    Attributes:
-        format: of the run; that of ids until there are messages.
-        messages: so far, the model's turns as they were written.
-        branches: times that the past was rendered anew.
+    ``format`` is that of ids until there are messages; ``branches`` counts how often the past was rendered anew.
     """
 
     format: ChatFormat
@@ -74,7 +62,6 @@ class Conversation:
     _ends_as_text: bool = False
 
     def start(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a prompt; what was before is forgotten."""
         self.messages = list(messages)
         return self._render()
 
@@ -98,12 +85,8 @@ class Conversation:
     def go_on(self, messages: Sequence[Message], answered: Message | None = None) -> list[int]:
         """The ids of the next prompt.
 
-        Args:
-            answered: the model's turn as it was parsed, if ``messages`` begin with results of its calls.
-
-        Raises:
-            BatchError: the template refuses the messages.
-            EpisodeEndError: the template has no place for results of tools behind a turn that ended so.
+        ``answered`` is the model's turn as it was parsed, if ``messages`` begin with results of its calls. Raises
+        :class:`EpisodeEndError` where the template has no place for results behind a turn that ended so.
         """
         renderer = self.format.renderer
         called = [str(call["function"]["name"]) for call in (answered or {}).get("tool_calls", ())]
@@ -158,12 +141,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class _Behind:
-    """What comes behind what the model sampled.
-
-    Attributes:
-        text: behind what the model wrote, with the end of its turn.
-        replaces_end: the tokens come in place of the last sampled one.
-    """
+    """What comes behind what the model sampled; with ``replaces_end`` in place of the last sampled token."""
 
     token_ids: list[int]
     text: str

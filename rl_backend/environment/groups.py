@@ -20,12 +20,7 @@ FAILED = frozenset({"error", "timeout", "cancelled"})
 
 @dataclass(frozen=True)
 class GroupTask:
-    """Episodes to be played.
-
-    Attributes:
-        seed: for whatever the environments draw: all of the group draw the same.
-        sampling_seeds: one for each episode.
-    """
+    """Episodes to be played, one for each of ``sampling_seeds``; of ``seed`` all environments of the group draw the same."""
 
     row: Mapping[str, Any]
     seed: int
@@ -34,11 +29,9 @@ class GroupTask:
 
 @dataclass(frozen=True)
 class Group:
-    """Episodes of the same task.
+    """Episodes of the same task, in the order of their seeds.
 
-    Attributes:
-        episodes: to train on, in the order of their seeds; none where the whole group was dropped.
-        dropped: that failed, or whose group is too small without those that did.
+    ``dropped`` have failed, or are all, where the group is too small without those that have.
     """
 
     episodes: Sequence[Episode]
@@ -74,9 +67,7 @@ async def play_groups(
     on_group: Callable[[int, Group], None] = lambda index, group: None,
 ) -> list[Group]:
     """Plays all episodes at once, as many as ``limits.concurrent`` allows, and returns groups in the order of ``tasks``.
-
-    Args:
-        on_group: called with place and group as each ends.
+    ``on_group`` is called with place and group as each ends.
 
     Raises:
         EpisodeFailedError: with ``on_failure="stop"``, an episode failed; or environments that nothing can end.

@@ -36,11 +36,7 @@ async def play_episode(
     seed: int,
     limits: Limits | None = None,
 ) -> Episode:
-    """Plays an episode. What the player raises ends it with ``stop="error"``.
-
-    Args:
-        sampling_seed: decides what is sampled, together with prompts and weights.
-        seed: for whatever the environment draws.
+    """Plays an episode. What the player raises ends it with ``stop="error"``. Of ``seed`` the environment draws.
 
     Raises:
         ConfigError, RolloutError, EpisodeFailedError, RewardError: what is no single episode's failure.
@@ -74,7 +70,6 @@ def without_reward(episode: Episode) -> Episode:
 
 
 def with_reward(episode: Episode, value: float) -> Episode:
-    """The episode with ``value`` added to its reward, at its last token."""
     segments = list(episode.segments)
     if segments:
         *before, last = segments[-1].rewards
@@ -83,7 +78,6 @@ def with_reward(episode: Episode, value: float) -> Episode:
 
 
 def ended_by(end: EpisodeEndError | TimeLimitError, metrics: Mapping[str, float] | None = None) -> Result:
-    """Of an episode that a limit has ended, with the metrics that it has so far."""
     if isinstance(end, EpisodeEndError):
         return Result(metrics=metrics or {}, stop=cast(Stop, end.details["stop"]), error=end.message)
     return Result(metrics=metrics or {}, stop="timeout", error="a step took longer than limits.step_seconds")

@@ -31,7 +31,6 @@ class ChatRenderer:
         return replace(self, tools=tuple(tools))
 
     def text(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> str:
-        """Raises :class:`BatchError` where the template refuses the messages."""
         return render_messages(
             messages,
             self.tokenizer,
@@ -45,18 +44,13 @@ class ChatRenderer:
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text, with special tokens."""
         return decode(token_ids, self.tokenizer)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in special_token_ids(self.tokenizer)
 
     def behind(self, messages: Sequence[Message]) -> str:
-        """The text behind a turn that is followed by ``messages``, with the next generation prompt.
-
-        Raises:
-            BatchError: the template refuses the messages, or changes or repeats what the model writes.
-        """
+        """The text behind a turn that is followed by ``messages``, with the next generation prompt."""
         return self._behind({"role": "assistant", "content": WORD}, messages, generation_prompt=True)
 
     def behind_calls(self, names: Sequence[str], messages: Sequence[Message]) -> str:
@@ -112,20 +106,13 @@ _ANSWER, _THOUGHT = "It is 4.", "\nhm\n</think>\n\nIt is 4."
 
 @dataclass(frozen=True)
 class HistoryCheck:
-    """What a template does.
-
-    Attributes:
-        changes: situations in which it renders the past otherwise than it was sampled; empty for most templates.
-        results_behind_text: whether answers of tools can follow a turn that is given as text.
-        results_behind_calls: whether they can follow one that is given with its calls.
-    """
+    """When a template changes the past, and whether results of tools can follow a turn given as text, or with its calls."""
 
     changes: Sequence[str] = ()
     results_behind_text: bool = False
     results_behind_calls: bool = False
 
     def choose(self, history: History | None, name: str) -> History:
-        """What is to be done; raises :class:`ConfigError` where the template changes the past and nothing was chosen."""
         if self.changes and history is None:
             raise ConfigError.of(
                 "history",
@@ -138,11 +125,7 @@ class HistoryCheck:
 
 
 def check_history(renderer: ChatRenderer) -> HistoryCheck:
-    """Compares what is put behind turns with conversations that the template renders as a whole.
-
-    Raises:
-        ConfigError: the template cannot render an answer and a second question, or, with tools, what a tool answers.
-    """
+    """Compares what is put behind turns with conversations that the template renders as a whole."""
     name = renderer.tokenizer.name_or_path
     try:
         changes = _changes_of_questions(renderer)

@@ -32,12 +32,7 @@ def answering(
 
 
 class AnswerEnvironment:
-    """See :func:`answering`.
-
-    Args:
-        row: with ``prompt``, and as reward functions take them ``ground_truth``, ``data_source`` and ``extra_info``.
-        scoring: held while functions are called that the caller's thread must call one after the other.
-    """
+    """See :func:`answering`; ``scoring`` is held while functions are called that must be called one after the other."""
 
     def __init__(
         self,

@@ -41,8 +41,7 @@ class StepOptions:
     """How environments are played.
 
     Attributes:
-        history: what is done where the template would change the past; needed for such templates.
-        other_end: what is done with a stop token that is not the template's.
+        history: needed where the template would change the past.
         stop_token_ids: beside those of tokenizer and template.
         tool_format: of the calls that the model writes: a name, or a parser of your own.
         on_cut: of a turn that is cut by its limit of tokens: ``continue`` steps as after any turn, ``end`` ends the episode
@@ -71,12 +70,7 @@ class SteppedPlayer:
         self._parser = call_parser(form) if isinstance(form, str) else form
 
     async def check(self, row: Mapping[str, Any], seed: int = 0) -> ChatFormat:
-        """Makes an environment, asks for its tools and checks the model's chat template with them, when a run starts.
-
-        Raises:
-            ConfigError: the template cannot be used, or ``history`` must be chosen.
-            BatchError: the row has tools that the environment does not give. What the environment raises.
-        """
+        """Makes an environment, asks for its tools and checks the model's chat template with them, when a run starts."""
         environment = await self._made(row, seed)
         try:
             return self.format(_tools(environment, row))
@@ -84,7 +78,6 @@ class SteppedPlayer:
             await self._close(environment)
 
     def format(self, tools: Sequence[Tool]) -> ChatFormat:
-        """Of conversations with these tools; checked the first time that it is asked for."""
         schemas = [tool_schema(tool) for tool in tools]
         key = json.dumps(schemas, sort_keys=True, default=str)
         if key not in self._formats:
@@ -106,7 +99,6 @@ class SteppedPlayer:
         return replace(result, error=problem) if problem else result
 
     async def _made(self, row: Mapping[str, Any], seed: int) -> Any:
-        """An environment; one that is made when its episode has been ended meanwhile is closed."""
         # Where its episode has been ended meanwhile, nobody else would close it.
         return await self._caller(self._make, row, seed, seconds=self.options.limits.step_seconds, on_late=close_late)
 

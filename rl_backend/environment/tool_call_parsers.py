@@ -19,14 +19,7 @@ _TOO_LONG = 80
 
 @dataclass(frozen=True)
 class Attempt:
-    """A call as it was written.
-
-    Attributes:
-        name: as far as it can be read.
-        arguments: empty where they cannot be read.
-        status: ``ok`` where name and arguments can be read, else why not.
-        problem: what is wrong, for the model.
-    """
+    """A call as it was written: what of it can be read, and what is wrong, for the model."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -37,7 +30,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """What a model wrote: the text without the calls, and these in order."""
+    """The text that a model wrote without the calls, and these in order."""
 
     content: str
     attempts: Sequence[Attempt] = ()

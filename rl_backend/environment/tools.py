@@ -85,11 +85,7 @@ class ToolFunction:
 
 
 def tool_function(function: str | Callable[..., Any]) -> ToolFunction:
-    """Finds a function by its name, or how a process can find one of a module.
-
-    Raises:
-        ConfigError: there is none, it is asynchronous, or a process cannot find it.
-    """
+    """Finds a function by its name, or how a process can find one of a module."""
     if isinstance(function, str):
         made = ToolFunction(load_callable(function, field="tools"), function)
     else:
@@ -113,7 +109,6 @@ class ToolPool:
 
     Args:
         functions: see :func:`tool_function`; in threads any plain function.
-        where: see :data:`Where`.
         workers: calls at once, of all episodes together.
         call_seconds: limit of a call; a process that is too slow is ended, a thread is left behind. None is endless.
     """

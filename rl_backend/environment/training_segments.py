@@ -116,15 +116,12 @@ class EpisodeRecord:
 
 def _check(prompt_ids: Sequence[int], generation: Generation) -> None:
     tokens = len(generation.token_ids)
-    if not prompt_ids or not tokens:
-        raise BatchError(f"a turn of {tokens} tokens after a prompt of {len(prompt_ids)}; both need at least one")
-    for name in ("log_probs", "versions"):
-        found = len(getattr(generation, name))
-        if found != tokens:
-            raise BatchError(f"a generation of {tokens} tokens has {found} {name}; expected one for each token")
+    # No forward pass has seen the last token.
     rows = len(prompt_ids) + tokens - 1
-    if generation.routes is not None and len(generation.routes) != rows:
+    expected = {"log_probs": tokens, "versions": tokens} | ({} if generation.routes is None else {"routes": rows})
+    found = {name: len(getattr(generation, name)) for name in expected}
+    if not prompt_ids or not tokens or found != expected:
         raise BatchError(
-            f"a generation has routes of {len(generation.routes)} tokens; expected {rows}: prompt and generation but "
-            "for the last token"
+            f"a turn of {tokens} tokens after a prompt of {len(prompt_ids)} has {found}; expected {expected}, and at least "
+            "one token of each"
         )

@@ -39,9 +39,7 @@ def task_name(function: Any) -> str:
 def watched_loop(tell: Callable[[str], None] = logger.warning, first_seconds: float = FIRST_SECONDS) -> Iterator[None]:
     """While it is open, a thread asks the running event loop for signs of life.
 
-    Args:
-        tell: given a sentence that names the task and the line that block the loop; called in that thread, while they do.
-        first_seconds: see :data:`FIRST_SECONDS`.
+    ``tell`` is given, in that thread, a sentence that names the task and the line that block the loop.
     """
     watchdog = _Watchdog(asyncio.get_running_loop(), tell, first_seconds)
     try:
@@ -168,7 +166,7 @@ class Caller:
 
 
 def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What a function returns, and what it raises, as an error that a future carries; for its thread."""
+    """What a function returns, and what it raises, as an error that a future carries."""
     try:
         return function(), None
     except StopIteration as error:  # a future refuses it, and would never end

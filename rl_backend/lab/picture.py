@@ -33,22 +33,16 @@ def visible(value: object) -> str:
 
 
 def template_text(name: str) -> str:
-    """A file of ``templates``."""
     return resources.files("rl_backend.lab").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def render(template: str, **values: object) -> Markup:
-    """A template with ``values``, which are escaped unless they are markup."""
     return Markup(_ENVIRONMENT.get_template(template).render(values))
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values and the pixels that it is drawn on.
-
-    Attributes:
-        ticks: values with a label.
-    """
+    """A range of values and the pixels that it is drawn on."""
 
     low: float
     high: float
@@ -58,7 +52,6 @@ class Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Pixel of ``value``; outside the range, that of its nearer end."""
         low, high, value = (
             (math.log10(v) for v in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
         )
@@ -120,8 +113,6 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Text:
-    """``x`` is where ``anchor`` says, ``y`` the middle of the line."""
-
     x: float
     y: float
     content: str
@@ -144,11 +135,6 @@ class Picture:
         return render("picture.svg", **vars(self))
 
     def save_png(self, path: Path) -> None:
-        """Writes a PNG at twice the size.
-
-        Raises:
-            ImportError: Pillow is not installed.
-        """
         from PIL import Image, ImageDraw, ImageFont
 
         image = Image.new("RGB", (round(self.width * PNG_SCALE), round(self.height * PNG_SCALE)), "#ffffff")

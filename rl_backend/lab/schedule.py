@@ -45,7 +45,6 @@ def schedule_facts(
 
 
 def schedule_text(schedule: Schedule, timeline: Timeline, facts: dict[str, Any]) -> str:
-    """The numbers of the whole, then a line for each rank."""
     lines = [
         f"{schedule.name}: {count(schedule.pp_size, 'rank')} with {count(schedule.stages_per_rank, 'stage')} each, "
         f"{count(schedule.num_micro_batches, 'micro-batch')}{', forward passes alone' if schedule.forward_only else ''}",
@@ -80,7 +79,6 @@ def comparison_text(schedules: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def schedule_summary(facts: dict[str, Any]) -> str:
-    """Makespan and bubbles in one line."""
     costs = facts["costs"]
     times = f"F {short(costs['forward'])}, B {short(costs['backward_input'])}, W {short(costs['backward_weight'])}"
     return f"makespan {short(facts['makespan'])} for {times}, transfer {short(costs['comm'])}; {_bubbles(facts)}"
@@ -157,7 +155,6 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, facts: str, *, until: 
 
 
 def draw_pass(found: MeasuredPass) -> Picture:
-    """Both timelines, one below the other, on one scale."""
     longest = max(found.measured.makespan, found.predicted.makespan)
 
     def draw(label: str, timeline: Timeline) -> Picture:

@@ -228,7 +228,7 @@ class Decoder(nn.Module):
         embeddings = self.embed_tokens or self.tied_head or self.mtp_embed_tokens
         assert embeddings is not None, "a stage with such a layer has them or a copy"
         # The last token of a sequence has no next one, and nothing attends to what is made of it.
-        embedding, weight = self._look_up(embeddings, inputs.labels.clamp(min=0)), cast(Tensor, head.weight)
+        embedding, weight = self._look_up(embeddings, second.next_ids.clamp(min=0)), cast(Tensor, head.weight)
         bias: Tensor | None = head.bias if isinstance(head, nn.Linear) else None
         if spec.training == "detached":
             hidden, embedding, weight = hidden.detach(), embedding.detach(), weight.detach()

@@ -16,10 +16,12 @@ class SecondTokens(NamedTuple):
     """What multi-token prediction is trained on.
 
     Attributes:
+        next_ids: (T,) int64, the next token, -100 at each sequence's last position.
         labels: (T,) int64, the token after the next, -100 at each sequence's last two positions.
         total: how many of them there are in the whole micro-batch.
     """
 
+    next_ids: torch.Tensor
     labels: torch.Tensor
     total: int
 
@@ -33,7 +35,8 @@ class ModelInput(NamedTuple):
         input_ids, position_ids: (T,) int64.
         segments: which tokens attend to which.
         longest: tokens of the longest sequence.
-        labels: (T,) int64, the next token, -100 at each sequence's last position.
+        labels: (T,) or (T, K) int64, the tokens that log-probs are of, -100 for none: the next token, if not the batch's
+            ``target_ids``.
         temperature: number or (T,) float32.
         router_loss_weight: factor of a router's losses: 1 / number of micro-batches, which gives a step their mean.
         padding: bool, which of the rows between this rank's blocks stand for no token; None where all do. Their label is
@@ -68,10 +71,10 @@ class ModelInput(NamedTuple):
     hidden: torch.Tensor | None = None
 
 
-def second_labels(labels: torch.Tensor) -> torch.Tensor:
-    """``SecondTokens.labels`` of all tokens of a micro-batch from their ``labels``: none is of another sequence."""
-    following = torch.cat((labels[1:], labels.new_full((1,), IGNORE_LABEL)))
-    return following.masked_fill(labels == IGNORE_LABEL, IGNORE_LABEL)
+def second_labels(next_ids: torch.Tensor) -> torch.Tensor:
+    """``SecondTokens.labels`` of all tokens of a micro-batch from their ``next_ids``: none is of another sequence."""
+    following = torch.cat((next_ids[1:], next_ids.new_full((1,), IGNORE_LABEL)))
+    return following.masked_fill(next_ids == IGNORE_LABEL, IGNORE_LABEL)
 
 
 class ModelStage(NamedTuple):

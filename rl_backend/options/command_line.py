@@ -80,7 +80,6 @@ def in_flags(error: RLBackendError, config: BaseConfig | None) -> str:
 
 
 def _values(found: Any, sections: Sections) -> dict[str, Any]:
-    """Place -> value, of the flags that were given."""
     values = {}
     kinds = {prefix + name: info.annotation for prefix, kind in sections.items() for name, info in kind.model_fields.items()}
     repeated = options_of(sections[""]).repeated
@@ -91,7 +90,6 @@ def _values(found: Any, sections: Sections) -> dict[str, Any]:
 
 
 def _value(place: str, annotation: Any, texts: Sequence[str]) -> Any:
-    """What the texts of one flag say; of lists and objects, all of them together."""
     types = [get_origin(kind) or kind for kind in alternatives(annotation)]
     kinds = [kind for kind in types if isinstance(kind, type)]
     is_object = any(issubclass(kind, Mapping | BaseConfig) for kind in kinds)
@@ -143,7 +141,6 @@ def _place(field: str, sections: Sections) -> str | None:
 
 
 def _spelled(word: str) -> str:
-    """``--run_dir=x`` -> ``--run-dir=x``."""
     if not word.startswith("--"):
         return word
     flag, equals, value = word[2:].partition("=")
@@ -173,11 +170,7 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path | str) -> ConfigFile:
-        """JSON by its suffix, else YAML.
-
-        Raises:
-            ConfigError: it cannot be read, is not an object, or has a name twice.
-        """
+        """JSON by its suffix, else YAML."""
         path = Path(path)
         try:
             text = path.read_text()

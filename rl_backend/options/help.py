@@ -74,7 +74,6 @@ class OptionRow:
 
 
 def option_parser(prog: str, config_type: type[BaseConfig], text: str, sections: Sections) -> CommandParser:
-    """Flags of a configuration, by place and short name, whose values are lists of texts; those of switches are bool."""
     rows, example = option_rows(config_type, sections), options_of(config_type).example
     required = [f"--{row.flags[0]} {row.metavar}" for row in rows if row.group and row.default is None]
     usage = _lines([f"usage: {prog}", "[--config FILE]", *required, "[--FLAG VALUE ...]"], indent="    ")
@@ -109,7 +108,6 @@ def option_parser(prog: str, config_type: type[BaseConfig], text: str, sections:
 
 
 def option_rows(config_type: type[BaseConfig], sections: Sections) -> list[OptionRow]:
-    """All options, first those of groups in the order that these name them."""
     options = options_of(config_type)
     named = [(options.short.get(name, name), title) for title, names in options.groups.items() for name in names]
     groups, position = dict(named), {place: index for index, (place, _) in enumerate(named)}
@@ -138,7 +136,6 @@ def option_rows(config_type: type[BaseConfig], sections: Sections) -> list[Optio
 
 
 def alternatives(annotation: Any) -> Iterator[Any]:
-    """Types that a value may have, without aliases and annotations."""
     if isinstance(annotation, TypeAliasType):
         yield from alternatives(annotation.__value__)
     elif get_origin(annotation) is Annotated:
@@ -169,7 +166,6 @@ def shown(name: str) -> str:
 
 
 def nearest(name: str, config_type: type[BaseConfig], sections: Sections) -> str | None:
-    """The option that was probably meant: its place or short name."""
     places = [prefix + name for prefix, kind in sections.items() for name in kind.model_fields]
     short = options_of(config_type).short
     asked = name.lstrip("-").replace("-", "_")
@@ -202,7 +198,6 @@ def _plain(value: Any) -> str:
 
 
 def _lines(words: Sequence[str], indent: str) -> list[str]:
-    """The words in lines that have room for a backslash; none is divided, even if there are spaces in it."""
     text = " ".join(word.replace(" ", "\xa0") for word in words)
     lines = textwrap.wrap(text, WIDTH - 2, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\xa0", " ") for line in lines]

@@ -138,7 +138,6 @@ def overlaid[C: BaseModel](kind: type[C], below: Mapping[str, Any], above: Mappi
 
 
 def value_and_default(config: BaseModel, name: str) -> tuple[Any, Any]:
-    """Of a short name or place; (None, None) where there is none."""
     path = options_of(type(config)).place_of(name)
     section, _, last = path.rpartition(".")
     if not has(config, path):
@@ -208,14 +207,12 @@ def at(path: str, value: Any) -> dict[str, Any]:
 
 
 def get(values: Any, path: str) -> Any:
-    """The value at a place of nested dictionaries or configurations."""
     for name in path.split("."):
         values = values[name] if isinstance(values, Mapping) else getattr(values, name)
     return values
 
 
 def has(values: Any, path: str) -> bool:
-    """Whether there is such a place."""
     try:
         get(values, path)
     except (KeyError, AttributeError):

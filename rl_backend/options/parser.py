@@ -9,9 +9,21 @@ from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any, NoReturn
 
+_IN_THIS_PROJECT = ("rl_backend", "actors", "adapters", "benchmarks", "examples")
+_DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
+
 
 class CommandError(Exception):
     """What was wrong and what to do, in one message."""
+
+
+def missing_package(error: BaseException) -> str:
+    """What to install, in one sentence; empty where an error is not of a package that is missing here."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    # A name with a dot is missing from a package that is there: a mistake, of which the traceback tells more.
+    if not name or "." in name or name in _IN_THIS_PROJECT:
+        return ""
+    return f"the package {name} is not installed: pip install {_DISTRIBUTIONS.get(name, name.replace('_', '-'))}"
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -23,11 +35,7 @@ class CommandParser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
     def refuse_unknown(self, words: Iterable[str], meant: Callable[[str], str | None] | None = None) -> None:
-        """Refuses flags that are not there.
-
-        Args:
-            meant: the flag that was probably meant; None takes the one that is spelled most alike.
-        """
+        """Refuses flags that are not there."""
         # Before anything is parsed, because argparse first asks for flags that are missing.
         if any(action.nargs == argparse.REMAINDER for action in self._actions):
             return

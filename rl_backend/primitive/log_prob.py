@@ -26,7 +26,7 @@ class Tokens(NamedTuple):
     """The tokens that take part."""
 
     hidden: Tensor  # (N, hidden_size)
-    labels: Tensor  # (N,)
+    labels: Tensor  # (N, K)
     temperature: Tensor | None  # (N, 1); None stands for 1
     start: int  # token of the first row of the weight
     added: LowRank | None = None
@@ -75,8 +75,8 @@ class Tile(NamedTuple):
 
     hidden: Tensor  # (tokens, hidden_size)
     weight: Tensor  # (words, hidden_size)
-    column: Tensor  # (tokens, 1) int64: the label's column, 0 where it lies in another tile
-    inside: Tensor  # (tokens,) bool: whether the label lies in this tile
+    column: Tensor  # (tokens, K) int64: the column of each label, 0 where it lies in another tile
+    inside: Tensor  # (tokens, K) bool: whether the label lies in this tile
     temperature: Tensor | None  # (tokens, 1)
     added: LowRank | None
     bias: Tensor | None  # (words,)
@@ -89,7 +89,7 @@ class Tile(NamedTuple):
         added = tokens.added
         added = added and LowRank(added.narrow[chunk], added.wide[words], added.grad_wide[words])
         bias = None if tokens.bias is None else tokens.bias[words]
-        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0)[:, None], inside, temperature, added, bias)
+        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0), inside, temperature, added, bias)
 
     def logits(self, buffer: Tensor) -> Tensor:
         out = buffer[: self.hidden.shape[0] * self.weight.shape[0]].view(self.hidden.shape[0], self.weight.shape[0])
@@ -158,7 +158,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class NextTokenGradient(NamedTuple):
-    """What the backward pass knows of each active token; all (N, 1)."""
+    """What the backward pass knows of each active token; all (N, 1), gradients of log-probs (N, K)."""
 
     log_prob: Tensor
     entropy: Tensor | None
@@ -171,8 +171,8 @@ class NextTokenGradient(NamedTuple):
         d log p_y / d x_v = [v = y] - p_v and d H / d x_v = -p_v (log p_v + H).
         """
         log_p = tile.logits(buffers[0]).sub_(self.log_normalizer[chunk])
-        grad = self.log_prob[chunk]
-        at_label = grad.masked_fill(~tile.inside[:, None], 0.0)
+        at_label = self.log_prob[chunk].masked_fill(~tile.inside, 0.0)
+        grad = self.log_prob[chunk].sum(1, keepdim=True)
         if self.entropy is None:
             result = log_p.exp_().mul_(-grad)
         else:
@@ -235,8 +235,8 @@ IGNORE_LABEL = -100
 
 
 class NextToken(NamedTuple):
-    log_probs: Tensor  # (T,) float32 (float64 for float64 inputs); 0 where the label is -100
-    entropy: Tensor | None  # the same shape and dtype, in nats, or None when it was not asked for
+    log_probs: Tensor  # as the labels, float32 (float64 for float64 inputs); 0 where the label is -100
+    entropy: Tensor | None  # (T,) of the same dtype, in nats, or None when it was not asked for; 0 without a label
 
 
 class VocabularyShard(NamedTuple):
@@ -262,21 +262,26 @@ def next_token_log_probs(
 ) -> NextToken:
     """``log_softmax((hidden @ weight.T + bias) / temperature)`` at the labels, and the entropy of that softmax.
 
-    Logits exist for at most ``chunk_tokens`` tokens, and a slice of the vocabulary that fits the cache, at one time; the
-    backward pass computes them again, for the tokens whose gradient is not zero. Computed in float32 or better. Positions
-    with label -100 give 0, take no gradient and are not computed.
+    A token may have K labels, whose log-probs are taken from the same logits.
 
-    With ``shard`` the vocabulary is split over ranks: every rank gets the same results, from one reduction of four
-    numbers per token. The gradient of ``hidden`` is then this rank's part; the sum over the ranks is the caller's.
+    Logits exist for at most ``chunk_tokens`` tokens, and a slice of the vocabulary that fits the cache, at one time; the
+    backward pass computes them again, for the tokens whose gradient is not zero. Computed in float32 or better. A label of
+    -100 gives 0 and takes no gradient; a token without another is not computed.
+
+    With ``shard`` the vocabulary is split over ranks: every rank gets the same results, from one reduction of a
+    few numbers per token. The gradient of ``hidden`` is then this rank's part; the sum over the ranks is the caller's.
 
     Args:
         hidden: (T, hidden_size); the same on every rank of a shard's group.
         weight: (vocab_size, hidden_size), or this rank's rows of it; of the dtype of ``hidden``.
-        labels: (T,) int64, in the whole vocabulary.
+        labels: (T,) or (T, K) int64, in the whole vocabulary.
         bias: (vocab_size,), or this rank's part of it.
         temperature: positive number or (T,) tensor; not differentiated.
         adapters: at work on rows of their own, on a CPU with the bits that each has alone. One that has
             :data:`~rl_backend.primitive.adapters.HEAD` adds its product to the logits of its rows.
+
+    Returns:
+        log-probs in the shape of ``labels``, entropy (T,).
 
     Raises:
         BatchError: a temperature that is not positive, or a label outside the vocabulary (on a CPU, where nothing waits).
@@ -285,14 +290,14 @@ def next_token_log_probs(
         raise BatchError(f"temperature={temperature!r}: must be positive", temperature=temperature)
     if labels.device.type == "cpu":
         _check_on_host(labels, weight.shape[0] if shard is None else shard.vocab_size, temperature)
-    found = []
+    found, columns = [], labels if labels.dim() == 2 else labels[:, None]
     for rows, run in parts_of_head(adapters, hidden.shape[0]):
         factors = None if run is None else run.modules[HEAD]
         found.append(
             _NextTokenLogProbs.apply(
                 hidden[rows],
                 weight,
-                labels[rows],
+                columns[rows],
                 temperature[rows] if isinstance(temperature, Tensor) else temperature,
                 chunk_tokens,
                 calculate_entropy,
@@ -304,7 +309,7 @@ def next_token_log_probs(
             )
         )
     log_probs, entropy = found[0] if len(found) == 1 else (torch.cat(values) for values in zip(*found, strict=True))
-    return NextToken(log_probs, entropy if calculate_entropy else None)
+    return NextToken(log_probs.view_as(labels), entropy if calculate_entropy else None)
 
 
 def _check_on_host(labels: Tensor, vocab_size: int, temperature: Tensor | float) -> None:
@@ -333,7 +338,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         start = 0 if shard is None else shard.start
-        added, active = _added(narrow, factors), labels != IGNORE_LABEL
+        added, active = _added(narrow, factors), (labels != IGNORE_LABEL).any(1)
         tokens, positions = Tokens.select(hidden, labels, temperature, active, start, added, several=several)
         tokens = tokens._replace(bias=bias)
         dtype = wide(hidden.dtype)
@@ -342,35 +347,41 @@ class _NextTokenLogProbs(torch.autograd.Function):
             _sum_over_vocabulary(tokens, chunk, weight, chunk_tokens, buffers, calculate_entropy)
             for chunk in tokens.chunks(chunk_tokens)
         ]
-        partial = torch.cat(sums) if sums else hidden.new_empty((0, 4), dtype=dtype)
+        partial = torch.cat(sums) if sums else hidden.new_empty((0, 3 + labels.shape[1]), dtype=dtype)
         log_normalizers, label_logits, entropies = _finish_sums(partial, shard, calculate_entropy)
 
         def spread(values: Tensor) -> Tensor:
-            return hidden.new_zeros(hidden.shape[0], dtype=dtype).index_copy_(0, positions, values)
+            return hidden.new_zeros((hidden.shape[0], *values.shape[1:]), dtype=dtype).index_copy_(0, positions, values)
 
         entropy = spread(entropies)
         ctx.save_for_backward(hidden, weight, labels, spread(log_normalizers), entropy, narrow, bias)
-        ctx.temperature, ctx.chunk_tokens, ctx.calculate_entropy = temperature, chunk_tokens, calculate_entropy
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.shard, ctx.factors, ctx.several = shard, factors, several
         if not calculate_entropy:
             ctx.mark_non_differentiable(entropy)
-        return spread(label_logits - log_normalizers), entropy
+        # An entropy that is a metric alone has no gradient, and costs nothing in the backward pass.
+        ctx.set_materialize_grads(False)
+        log_probs = label_logits - log_normalizers[:, None]
+        return spread(log_probs.masked_fill_(labels[positions] == IGNORE_LABEL, 0.0)), entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_normalizers, entropy, narrow, bias = ctx.saved_tensors
-        active = grad_log_probs != 0
-        if ctx.calculate_entropy:
-            active |= grad_entropy != 0
-        active &= labels != IGNORE_LABEL
+        ignored = labels == IGNORE_LABEL
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(labels, dtype=log_normalizers.dtype)
+        grad_log_probs = grad_log_probs.masked_fill(ignored, 0.0)
+        active = (grad_log_probs != 0).any(1)
+        if grad_entropy is not None:
+            active |= (grad_entropy != 0) & ~ignored.all(1)
         start = 0 if ctx.shard is None else ctx.shard.start
         added = _added(narrow, ctx.factors)
         tokens, positions = Tokens.select(hidden, labels, ctx.temperature, active, start, added, several=ctx.several)
         tokens = tokens._replace(bias=bias)
         gradient = NextTokenGradient(
-            grad_log_probs[positions][:, None],
-            grad_entropy[positions][:, None] if ctx.calculate_entropy else None,
+            grad_log_probs[positions],
+            None if grad_entropy is None else grad_entropy[positions][:, None],
             entropy[positions][:, None],
             log_normalizers[positions][:, None],
         )
@@ -399,15 +410,16 @@ def _added(narrow: Tensor | None, factors: Factors | None) -> LowRank | None:
 def _sum_over_vocabulary(
     tokens: Tokens, chunk: slice, weight: Tensor, chunk_tokens: int, buffers: list[Tensor], calculate_entropy: bool
 ) -> Tensor:
-    """(tokens, 4): m, s, u and the logit of the label, where m is the largest logit, s = sum exp(x - m) and u = sum exp(x -
-    m) (x - m).
+    """(tokens, 3 + K): m, s, u and the logits of the labels, where m is the largest logit, s = sum exp(x - m) and u = sum
+    exp(x - m) (x - m).
     """
     largest = tokens.hidden.new_full((chunk.stop - chunk.start, 1), -torch.inf, dtype=wide(tokens.hidden.dtype))
-    total, weighted, label_logits = (torch.zeros_like(largest) for _ in range(3))
+    total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
+    label_logits = largest.new_zeros(chunk.stop - chunk.start, tokens.labels.shape[1])
     for words in vocabulary_slices(tokens, weight, chunk_tokens):
         tile = Tile.of(tokens, chunk, weight, words)
         logits = tile.logits(buffers[0])
-        label_logits += logits.gather(1, tile.column).masked_fill_(~tile.inside[:, None], 0.0)
+        label_logits += logits.gather(1, tile.column).masked_fill_(~tile.inside, 0.0)
         # What has been added up for a smaller maximum is scaled down to the new one, so that no exponential overflows.
         previous, largest = largest, torch.maximum(largest, logits.amax(1, keepdim=True))
         shift = previous - largest
@@ -425,20 +437,20 @@ def _sum_over_vocabulary(
 
 
 def _finish_sums(partial: Tensor, shard: VocabularyShard | None, calculate_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-normaliser, logit of the label and entropy: log Z = m + log s, the entropy is log s - u / s."""
-    largest, total, weighted, label_logits = partial.unbind(1)
+    """Log-normaliser, logits of the labels (N, K) and entropy: log Z = m + log s, the entropy is log s - u / s."""
+    largest, total, weighted, *label_logits = partial.unbind(1)
     if shard is not None:
         # Each rank's sums refer to its own maximum; scaled to the one of all ranks they can be added up.
         here, largest = largest, largest.clone()
         shard.largest_over_ranks(largest)
         shift = here - largest
         scale = shift.exp()
-        sums = torch.stack([total * scale, _shifted(weighted, total, shift) * scale, label_logits])
+        sums = torch.stack([total * scale, _shifted(weighted, total, shift) * scale, *label_logits])
         shard.sum_over_ranks(sums)
-        total, weighted, label_logits = sums
+        total, weighted, *label_logits = sums
     log_total = total.log()
     entropy = log_total - weighted / total if calculate_entropy else torch.zeros_like(total)
-    return largest + log_total, label_logits, entropy
+    return largest + log_total, torch.stack(label_logits, dim=1), entropy
 
 
 def _shifted(weighted: Tensor, total: Tensor, shift: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def values_of_tenants(hidden: Tensor, others: Tensor, runs: Sequence[AdapterRun]
 
 
 def labels_without_values(labels: Tensor, runs: Sequence[AdapterRun]) -> Tensor:
-    """``labels``, (T,), with -100 for the rows whose tenant has a value head in place of the vocabulary's."""
+    """``labels``, (T,) or (T, K), with -100 for the rows whose tenant has a value head in place of the vocabulary's."""
     valued = [run for run in runs if run.head is not None]
     labels = labels.clone() if valued else labels
     for run in valued:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from rl_backend.contracts import (
+    TARGET_IDS,
     BatchError,
     ForwardResult,
     Head,
@@ -26,6 +27,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.replay import KEYS, ROUTES, ROUTES_MASK
 from rl_backend.primitive.adapters import AdapterRun
+from rl_backend.primitive.log_prob import IGNORE_LABEL
 from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.interface import REPLAY_MODES, RouterReplay
 
@@ -97,12 +99,13 @@ class PassResults:
 
         Raises:
             BatchError: as :func:`check_returned`.
-            UnsupportedError: the model gave something else than a number for each token.
+            UnsupportedError: the model gave something else than a number for each token, or for each of its targets.
         """
         for name, value in output._asdict().items():
-            if value is not None and value.shape != batch.input_ids.shape:
+            like = batch.token_fields.get(TARGET_IDS, batch.input_ids) if name == "log_probs" else batch.input_ids
+            if value is not None and value.shape != like.shape:
                 # Losses would spread it over the tokens in silence.
-                found, expected = tuple(value.shape), tuple(batch.input_ids.shape)
+                found, expected = tuple(value.shape), tuple(like.shape)
                 raise UnsupportedError(
                     f"the model returned {name} of shape {found} for micro-batch {index}; expected {expected}"
                 )
@@ -226,6 +229,15 @@ def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError |
                 f"0 to {vocab_size - 1}",
                 micro_batch=index,
             )
+        targets = batch.token_fields.get(TARGET_IDS, batch.input_ids)
+        least, most = (int(value) for value in torch.aminmax(targets.where(targets != IGNORE_LABEL, 0)))
+        if least < 0 or most >= vocab_size:
+            return BatchError(
+                f"micro-batch {index} has {TARGET_IDS} {least if least < 0 else most}; the vocabulary has {vocab_size} "
+                f"tokens, 0 to {vocab_size - 1}, and {IGNORE_LABEL} asks for none",
+                micro_batch=index,
+                name=TARGET_IDS,
+            )
         try:
             temperature = batch.temperature
         except BatchError as error:
@@ -248,7 +260,9 @@ def checksum(data: Sequence[PackedBatch]) -> int:
     """Of what the ranks of a replica must have in common."""
     found = 0
     for batch in data:
-        recorded = [batch.token_fields[name] for name in (ROUTES, ROUTES_MASK, KEYS) if name in batch.token_fields]
+        recorded = [
+            batch.token_fields[name] for name in (ROUTES, ROUTES_MASK, KEYS, TARGET_IDS) if name in batch.token_fields
+        ]
         for tensor in (batch.seq_lens, batch.input_ids, *recorded):
             # Bytes, because numpy lacks types that these may have before they are refused.
             found = zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy(), found)

@@ -88,9 +88,12 @@ class FaultyRuntime(GuardedRuntime[NativeHandle]):
         def loss(
             model_output: ModelOutput, data: PackedBatch, dp_group: Any = None
         ) -> tuple[Tensor | None, Mapping[str, MetricValue]]:
+            if self.fault == "log-probs":
+                assert model_output.log_probs is not None
+                model_output = model_output._replace(log_probs=model_output.log_probs.roll(1))
             value, metrics = loss_fn(model_output, data, dp_group)
             assert value is not None
-            wrong = self.fault == "loss" or (self.fault == "late" and self.steps == 3)
+            wrong = self.fault == "loss" or (self.fault == "late" and self.steps == 2)
             return value * 1.001 if wrong else value, metrics
 
         return loss

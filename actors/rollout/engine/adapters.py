@@ -46,12 +46,10 @@ class AdapterStore:
         self.load(adapter)
 
     def keep(self, adapter: AdapterVersion, tensors: Mapping[str, Tensor], digest: str) -> None:
-        """Keeps an adapter for as long as it is served, whether or not it has a slot."""
         self._check(adapter, "keep_adapter", adapter.path, adapter.rank, tensors, digest)
         self._kept[adapter.number] = adapter
 
     def load(self, adapter: AdapterVersion) -> None:
-        """Puts a kept adapter into one of vLLM's slots, where the one not used for longest gives way."""
         self._vllm.loop.call(self._load, adapter)
 
     def drop(self, adapter: AdapterVersion) -> None:
@@ -78,7 +76,6 @@ class AdapterStore:
             self._drop(adapter)
 
     def unload_all(self) -> None:
-        """Before vLLM's memory goes; they are loaded again when they are used."""
         for number in list(self._loaded):
             self._unload(number)
 

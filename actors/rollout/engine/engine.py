@@ -33,8 +33,6 @@ _MOST_ANSWERS = 256
 
 
 class TurnQueue:
-    """Turns of episodes: they come one by one, and each is answered when it has ended."""
-
     def __init__(self, vllm: VllmInProcess) -> None:
         self._vllm = vllm
         self._answers: queue.SimpleQueue[tuple[int, Response | RLBackendError]] = queue.SimpleQueue()
@@ -42,7 +40,7 @@ class TurnQueue:
         self._keys: dict[int, int] = {}
 
     def start(self, turns: Sequence[tuple[int, Request]]) -> None:
-        """Asks for turns, each with a key of the asking process. An error of one is its answer and affects no other."""
+        """Asks for turns, each with a key of the caller's. An error of one is its answer and affects no other."""
         pausable = self._vllm.config.turns_at_push == "pause"
         # With an adapter never: the base changes under it.
         requests = [replace(request, pausable=pausable and request.adapter is None) for _, request in turns]
@@ -170,14 +168,7 @@ class RolloutEngine:
         )
 
     def generate(self, requests: Sequence[Request]) -> Generated:
-        """Samples; answers in the order of the requests.
-
-        Raises:
-            EngineDirtyError: a weight update failed after its first load.
-            RolloutError: an update is in progress, the engine sleeps, no weights have been pushed yet, vLLM returned no
-                routes where they are asked for, or a log-prob is not a number.
-            WeightVersionError: an adapter, or without one the weights, are older than ``require_version``.
-        """
+        """Samples; answers in the order of the requests."""
         serving = self._vllm.serving
         serving.check("sample")
         serving.check_weights()
@@ -202,7 +193,6 @@ class RolloutEngine:
         return Generated(responses, routes)
 
     def probe_adapter(self, request: Request) -> Generated | None:
-        """Samples without and with the request's adapter; None while the engine has no weights to sample with."""
         if self._vllm.serving.state != "serving" or self._vllm.serving.lacks_weights:
             return None
         return self.generate([replace(request, adapter=None), request])

@@ -60,7 +60,6 @@ class ServingState:
         self.version, self._update_is_open = version, False
 
     def resume(self) -> None:
-        """Serves after an update that is finished; in any state but ``paused`` there is nothing to do."""
         if self.state != "paused":
             return
         if self._update_is_open:
@@ -76,7 +75,6 @@ class ServingState:
         self.state = "serving"
 
     def fail(self, failure: str) -> bool:
-        """Makes it dirty; False where it was already."""
         # The first failure is kept: later ones are its consequences.
         if self.state == "dirty":
             return False
@@ -92,7 +90,6 @@ class ServingState:
         self.version, self._require_push = UNVERSIONED, True
 
     def check(self, action: Action) -> None:
-        """Raises :class:`~rl_backend.contracts.RolloutError` where the state does not allow it."""
         self.check_clean()
         if self.state not in _FROM[action]:
             raise RolloutError(
@@ -100,7 +97,6 @@ class ServingState:
             )
 
     def check_clean(self) -> None:
-        """Raises :class:`~rl_backend.contracts.EngineDirtyError` after an update that failed once it had begun."""
         if self.state == "dirty":
             raise self.dirty_error()
 
@@ -111,7 +107,6 @@ class ServingState:
             )
 
     def check_version(self, adapter: AdapterVersion | None, required: int | None) -> None:
-        """Raises where the adapter, or without one the weights, are older than ``required``."""
         version = self.version if adapter is None else adapter.version
         if required is not None and version < required:
             what = "weights of" if adapter is None else f"{adapter.tenant!r} at"
@@ -130,13 +125,7 @@ class ServingState:
 
 
 class VllmInProcess:
-    """vLLM in this process, and the state that it is in.
-
-    Attributes:
-        loop: vLLM is called on its thread alone.
-        llm: the ``vllm.LLM``, once it is started.
-        expected: weights that a push must hold, once it is started.
-    """
+    """vLLM in this process, and the state that it is in."""
 
     llm: Any
 
@@ -152,7 +141,6 @@ class VllmInProcess:
         self.moe_layers: tuple[int, ...] = ()
 
     def start(self, place: NodePlace, host: Host, make_stepper: Callable[[Any], Stepper]) -> None:
-        """Starts vLLM, at its place among the group's engines on this node; ``make_stepper`` runs on the loop's thread."""
         config = self.config
 
         def start() -> Stepper:
@@ -171,7 +159,6 @@ class VllmInProcess:
             self.moe_layers = tuple(self.ask_workers("moe_layers")[0])
 
     def make_dirty(self, failure: str, error: Exception | None = None) -> None:
-        """The engine serves no more. Requests get ``error``, or that it is dirty."""
         if self.serving.fail(failure):
             self.loop.close(error or self.serving.dirty_error())
 

@@ -124,7 +124,6 @@ class StepLoop:
             self._thread.join()
 
     def call[T](self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Runs a function on the loop's thread between two steps, and waits for its result."""
         if self._thread is None or threading.current_thread() is self._thread:
             return function(*args, **kwargs)
         result: Future[T] = Future()
@@ -149,7 +148,6 @@ class StepLoop:
             raise
 
     def give_up(self, keys: Iterable[int]) -> None:
-        """Ends requests with what there is of them. Those that have ended already are passed over."""
         self._commands.put(partial(self._give_up, set(keys)))
 
     def hold(self) -> None:
@@ -164,7 +162,6 @@ class StepLoop:
         self.call(self._release)
 
     def drop(self, error: Exception) -> None:
-        """After :meth:`hold`: ends the requests that pause with an error; those that have not begun go on waiting."""
         self.call(lambda: self._fail(error, list(self._running.values())))
 
     def close(self, error: Exception) -> None:

@@ -16,8 +16,6 @@ from actors.rollout.messages import Request
 
 
 class VllmStepper:
-    """A ``vllm.LLM`` as a :class:`~actors.rollout.engine.step_loop.Stepper`."""
-
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self._engine = llm.llm_engine

@@ -42,7 +42,6 @@ class WeightReceiver:
         self._intact: dict[str, TensorInfo] = {}
 
     def make_segment(self, nbytes: int) -> Segment:
-        """This engine's own staging segment of at least ``nbytes``, for transports that bring weights to its host."""
         if self._own_segment is None or self._own_segment.nbytes < nbytes:
             self.close()
             self._own_segment = SharedSegment(nbytes)
@@ -66,7 +65,6 @@ class WeightReceiver:
             ) from error
 
     def leave_gloo(self, key: str) -> None:
-        """Leaves one weight sync's gloo group; the last to leave frees the engine's own segment."""
         if key in self._gloo:
             self._gloo.pop(key).close()
         if not self._gloo:
@@ -166,7 +164,6 @@ class WeightReceiver:
         self._vllm.call(self._vllm.llm.init_weight_transfer_engine, {"init_info": init_info})
 
     def check_manifest(self, manifest: WeightManifest) -> None:
-        """Version, names, shapes and dtypes, which is all there is to check where weights are not staged."""
         self._vllm.serving.check("take weights")
         if manifest.version < self._vllm.serving.version:
             raise WeightVersionError(
@@ -179,12 +176,10 @@ class WeightReceiver:
         check_manifest(manifest, self._vllm.expected, engine=self._vllm.name)
 
     def resume(self) -> None:
-        """Serves again after an update; every engine has acknowledged by now."""
         self._vllm.serving.resume()
         self.resume_turns()
 
     def resume_turns(self) -> None:
-        """After :meth:`pause_turns`, unless an update has begun since."""
         if self._vllm.serving.state == "serving":
             self._vllm.loop.release()
 

@@ -39,17 +39,16 @@ class AdapterMemory:
     def take(self, nbytes: int) -> Segment:
         """At least ``nbytes``, to be written to; raises :class:`WeightSyncError` where /dev/shm has no room to spare."""
         with self._lock:
-            if self._closed:
-                raise WeightSyncError("the rollout group is closed")
             self._collect()
             fitting = [segment for segment in self._spare if segment.nbytes >= nbytes]
             segment = min(fitting, key=lambda segment: segment.nbytes, default=None)
             if segment is None:
                 space = os.statvfs(DIRECTORY)
                 free = space.f_bavail * space.f_frsize - nbytes
-                if free < _FREE_SHARE * space.f_blocks * space.f_frsize:
+                # Of a closed group nobody would remove the segment.
+                if self._closed or free < _FREE_SHARE * space.f_blocks * space.f_frsize:
                     left = f"{free / 2**20:.0f} MiB free, less than {_FREE_SHARE:.0%} of it"
-                    raise WeightSyncError(f"/dev/shm would have {left}")
+                    raise WeightSyncError(f"/dev/shm would have {left}, or the rollout group is closed")
                 segment = SharedSegment(nbytes)
             else:
                 self._spare.remove(segment)
@@ -72,7 +71,6 @@ class AdapterMemory:
                 segment.close()
 
     def close(self) -> None:
-        """Removes all; what is mapped stays readable where it is."""
         with self._lock:
             self._closed = True
             for segment in (*self._in_use.values(), *(segment for segment, _ in self._read), *self._spare):
@@ -94,8 +92,6 @@ class AdapterMemory:
 
 
 class AdapterPusher(Protocol):
-    """What pushes a tenant's adapters."""
-
     @property
     def is_over(self) -> bool:
         """Whether it can push no more: its training group has ended."""
@@ -118,7 +114,6 @@ class GroupAdapters:
         return {tenant: pushed.adapter for tenant, pushed in self._pushed.items()}
 
     def remove(self, tenant: str) -> None:
-        """Refuses requests for a tenant from now on, and frees its adapter in every engine."""
         with self._engines.changing:
             with self._engines.lock:
                 adapter = self._version(tenant)
@@ -132,7 +127,6 @@ class GroupAdapters:
                 self.free(pushed, calls.values())
 
     def require_pushable(self, adapter: AdapterVersion) -> None:
-        """Raises where a newer version of the tenant is served, and as :meth:`require_plain_base`."""
         self.require_plain_base(adapter.tenant)
         served = self.served.get(adapter.tenant)
         if served is not None and served.version > adapter.version:
@@ -161,7 +155,6 @@ class GroupAdapters:
             del self._pushers[name]
 
     def require_plain_base(self, tenant: str) -> None:
-        """Raises :class:`~rl_backend.contracts.RolloutError` where the engines' weights have an adapter merged into them."""
         if self._merged:
             raise RolloutError(
                 f"adapter={tenant!r}: the engines serve weights with {self._merged!r} merged into them, beside which no "
@@ -178,19 +171,16 @@ class GroupAdapters:
         return before
 
     def is_on_node(self, node_id: str, host: str) -> bool:
-        """Whether this process and all living engines are on that Ray node and share its /dev/shm."""
         if ray.get_runtime_context().get_node_id() != node_id or host_identity() != host:
             return False
         return are_on_node(self._engines, node_id, host)
 
     def sent_to(self, pushed: PushedAdapter, info: EngineInfo) -> PushedAdapter:
-        """As that engine can read it: what is in shared memory goes through Ray to another host."""
         if not isinstance(pushed.factors, SharedFactors) or info.host == host_identity():
             return pushed
         return pushed._replace(factors=pushed.factors.packed(FactorMemories(), pushed.digest))
 
     def free(self, pushed: PushedAdapter, calls: Collection[Any]) -> None:
-        """Of a version that is served no more, once these calls have dropped it from all engines."""
         if isinstance(pushed.factors, SharedFactors):
             self.memory.give_back(pushed.factors.segment.path, calls)
         elif isinstance(pushed.factors, str):
@@ -217,7 +207,6 @@ class GroupAdapters:
         return self.chosen(tenant, 1)[0]
 
     def bring(self, actors: Mapping[int, Any], infos: Mapping[int, EngineInfo]) -> None:
-        """Gives engines that are about to join every tenant."""
         names = {engine: engine_name(engine) for engine in actors}
         # Each is loaded once, and compared with what was sent: an engine that joins is as sure as those that serve.
         for pushed in self._pushed.values():

@@ -18,9 +18,6 @@ from rl_backend.contracts import BatchError, EngineDeadError, RLBackendError, Ro
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], samples: int, seeds: Sequence[int] | None, info: EngineInfo) -> None:
-    """Raises :class:`BatchError` for prompts that no engine could answer, and where ``seeds`` are not one for each
-    sample.
-    """
     for index, prompt in enumerate(prompts):
         if problem := prompt_problem(prompt, info.max_model_len, info.vocab_size):
             raise BatchError(f"prompt {index} {problem}", prompt=index)
@@ -62,7 +59,6 @@ class SamplingCalls:
         self._queues: dict[int, _Queue] = {}
 
     def add(self, engine: int, reference: Any) -> None:
-        """A call that was just started."""
         with self._lock:
             queue = self._refreshed(engine)
             if not queue.calls:
@@ -175,11 +171,9 @@ class PendingSamples:
         self._error: RLBackendError | None = None
 
     def add(self, reference: Any, engine: int, prompts: range) -> None:
-        """One engine's share."""
         self._calls[reference] = engine, prompts
 
     def done(self) -> bool:
-        """Whether :meth:`result` would return, or raise, at once."""
         if self._error is not None or not self._calls:
             return True
         ready, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)

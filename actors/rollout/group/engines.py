@@ -44,27 +44,23 @@ class EngineSet:
         return fixed
 
     def add(self, actors: Mapping[int, Any], infos: Mapping[int, EngineInfo]) -> None:
-        """Engines that have started, in place of those of their numbers. To be called with the lock."""
         self._infos.update(infos)
         self._actors.update(actors)
         for engine in actors:
             self._lost.pop(engine, None)
 
     def remove(self, engine: int, error: RLBackendError | None = None) -> Any:
-        """Takes an engine's actor out and returns it; ``error`` says why it is lost from now on."""
         actor = self._actors.pop(engine, None)
         if error is not None:
             self._lost[engine] = error
         return actor
 
     def remove_all(self) -> list[Any]:
-        """Takes all actors out and returns them: the group is closed."""
         actors, self._actors = self._actors, {}
         return list(actors.values())
 
     @property
     def engines(self) -> tuple[int, ...]:
-        """Numbers of the engines that are alive."""
         lost = self.lost_engines
         return tuple(engine for engine in sorted(dict(self._actors)) if engine not in lost)
 
@@ -79,11 +75,9 @@ class EngineSet:
         return dict(self._lost)
 
     def actors(self) -> list[Any]:
-        """Ray handles of the living engines, in the order of their numbers."""
         return list(self.living().values())
 
     def living(self) -> dict[int, Any]:
-        """Actors by engine; raises where none is left, or the group is closed."""
         # Taken at one time: another thread may be restarting an engine.
         actors, lost = dict(self._actors), self.lost_engines
         living = {engine: actors[engine] for engine in sorted(actors) if engine not in lost}
@@ -115,7 +109,6 @@ class EngineSet:
         }
 
     def gather(self, calls: dict[int, Any], timeout: float = 600.0) -> dict[int, Any]:
-        """Waits for :meth:`start_call`."""
         actors = dict(self._actors)
         hanging = self.sampling.wait(calls)
         answering = {engine: call for engine, call in calls.items() if engine not in hanging}
@@ -162,7 +155,6 @@ class EngineSet:
             yield
 
     def trace_actors(self) -> dict[str, Any]:
-        """For a :class:`~actors.watch.trace.TraceCollector`."""
         actors = dict(self._actors)
         return {engine_name(engine): actors[engine] for engine in self.engines if engine in actors}
 
@@ -175,12 +167,10 @@ class EngineSet:
 
 
 def engine_name(engine: int) -> str:
-    """What messages call an engine."""
     return f"engine {engine}"
 
 
 def are_on_node(engines: EngineSet, node_id: str, host: str) -> bool:
-    """Whether all living engines are on that Ray node and share its /dev/shm."""
     infos = engines.infos
     return all((infos[engine].node_id, infos[engine].host) == (node_id, host) for engine in engines.engines)
 

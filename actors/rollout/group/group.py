@@ -72,7 +72,6 @@ class RolloutGroup:
 
     @property
     def engines(self) -> tuple[int, ...]:
-        """Numbers of the engines that are alive."""
         return self.engine_set.engines
 
     @property
@@ -87,7 +86,6 @@ class RolloutGroup:
 
     @property
     def adapters(self) -> dict[str, AdapterVersion]:
-        """The version of each LoRA tenant that new requests sample with."""
         return self.lora.served
 
     def generate(
@@ -109,7 +107,6 @@ class RolloutGroup:
             require_version: refuse weights that are older; with an adapter, versions of it that are older.
             adapter: name of a LoRA tenant, whose last pushed version works beside the weights; or one for each prompt, None
                 for the weights alone. They are sampled in one batch, which ``max_adapters`` tenants have room in.
-            timeout: seconds to wait.
 
         Raises:
             BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
@@ -157,7 +154,6 @@ class RolloutGroup:
         self.lora.remove(tenant)
 
     def trace_actors(self) -> dict[str, Any]:
-        """For a :class:`~actors.watch.trace.TraceCollector`."""
         return self.engine_set.trace_actors()
 
     def attach_weight_sync(self) -> None:
@@ -189,7 +185,6 @@ class RolloutGroup:
             raise_failures(self.engine_set.call("wake_up"))
 
     def describe(self) -> dict[int, EngineInfo]:
-        """Fresh facts about every living engine."""
         outcomes = self.engine_set.call("describe")
         raise_failures(outcomes)
         return outcomes
@@ -218,7 +213,6 @@ class RolloutGroup:
             return self.infos[engine]
 
     def close(self) -> None:
-        """Ends every engine."""
         self._closed = True
         self.turns.end(RolloutError("the rollout group is closed"))
         actors = self.engine_set.remove_all()

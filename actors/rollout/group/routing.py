@@ -12,7 +12,6 @@ import xxhash
 
 
 def shares_of(count: int, engines: int) -> list[range]:
-    """Consecutive prompts for each engine, as evenly as possible."""
     bounds = [count * engine // engines for engine in range(engines + 1)]
     return [range(start, end) for start, end in pairwise(bounds)]
 

@@ -52,7 +52,6 @@ class EngineTurns:
 
     @property
     def in_flight(self) -> int:
-        """Turns that are not answered."""
         return len(self._asked)
 
     def ask(self, request: Request) -> Future[Response]:
@@ -72,11 +71,9 @@ class EngineTurns:
         return future
 
     def give_up(self) -> None:
-        """Ends every turn in flight; each is answered with what there is of it."""
         self._give_up_turns.remote(list(self._asked))
 
     def end(self, error: RLBackendError) -> None:
-        """Fails every turn in flight, and all that are asked for from now on."""
         with self._changed:
             self._ended = self._ended or error
             asked, self._asked = self._asked, {}
@@ -166,7 +163,6 @@ class GroupTurns:
 
     @property
     def in_flight(self) -> dict[int, int]:
-        """Of every living engine, turns that are not answered."""
         turns = dict(self._turns)
         return {engine: turns[engine].in_flight if engine in turns else 0 for engine in self._engines.engines}
 
@@ -180,7 +176,6 @@ class GroupTurns:
             turns.give_up()
 
     def end(self, error: RLBackendError) -> None:
-        """Fails every turn in flight, and all that are asked of the same processes from now on."""
         for turns in list(self._turns.values()):
             turns.end(error)
 

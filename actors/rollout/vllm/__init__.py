@@ -5,6 +5,7 @@ patches.py   packing_experts_again            CPU   kernels keep experts packed 
              rotate_views_outside_the_kernel  CPU   latent attention's rotary views of 3 dimensions are read as 2
              route_by_sigmoid_without_groups  CPU   routers score by sigmoid only for experts in groups
              turn_generators_back             CPU   a seeded prompt that is computed in pieces ends the engine
+             multiply_adapters_once_...       CPU   every token gets a copy of its adapter: sampling takes 3 times as long
              keep_adapters_from_experts       CPU   with adapters on, experts get Triton kernels, which a CPU lacks
              name_weight_loaders              all   an update asks loaders for a name that partial functions lack
              load_through_loaders             all   gpt-oss writes experts and sinks past the loaders: they stay old

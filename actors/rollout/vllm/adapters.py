@@ -37,8 +37,6 @@ _kept: dict[str, _Kept] = {}
 
 
 class _LoadedFromMemory(LoRAModel):
-    """What vLLM's managers hold of an adapter that is kept here."""
-
     def __init__(self, number: int, path: str) -> None:
         super().__init__(number, _kept[path].rank, {})
         self.path = path
@@ -135,7 +133,6 @@ class AdapterSlots:
 
 
 def _misfit(table: SlotTable, rank: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Why factors of these shapes, by peft's names, do not fit the slots; empty where they do."""
     left = dict(shapes)
     for slots in table.modules:
         found = [left.pop(name, None) for name in slots.names]

@@ -78,7 +78,6 @@ class ModuleSlots(NamedTuple):
         return self.a[0].shape[2], sum(part.shape[1] for part in self.b)
 
     def places(self, index: int, rank: int) -> Iterator[_Place]:
-        """Of the factors of an adapter of ``rank`` in slot ``index``; of A as many as there are copies."""
         padded = rank < self.a[0].shape[1]
         for number, part in enumerate(self.a):
             yield _Place(self.names[0], None, number > 0, part[index, :rank], part[index, rank:] if padded else None)

@@ -33,6 +33,7 @@ from actors.rollout.vllm.expected import EngineParameters
 from actors.rollout.vllm.patches import (
     bind_stores_to_their_address,
     load_through_loaders,
+    multiply_adapters_once_for_all_rows,
     name_weight_loaders,
     packing_embeddings_again,
     packing_experts_again,
@@ -153,8 +154,6 @@ class ReaderFilesLoader(DefaultModelLoader):
 
 
 class WorkerExtension:
-    """Methods added to vLLM's worker."""
-
     model_runner: Any
     weight_transfer_engine: Any
 
@@ -188,7 +187,6 @@ class WorkerExtension:
         self.weight_transfer_engine.shutdown()
 
     def state_dtypes(self) -> list[str]:
-        """Of the recurrent states of every layer that has one."""
         modules = self.model_runner.get_model().modules()
         return [name_of_dtype(each.kv_cache[1].dtype) for each in modules if isinstance(each, GatedDeltaNetAttention)]
 
@@ -207,4 +205,5 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     rotate_views_outside_the_kernel()
     route_by_sigmoid_without_groups()
     load_through_loaders()
+    multiply_adapters_once_for_all_rows()
     turn_generators_back()

@@ -171,7 +171,6 @@ class LoRASettings:
         return self.config.replace(targets=self.targets.of_model(modules))
 
     def for_rollout(self) -> dict[str, Any]:
-        """verl's ``peft_config``, which goes with the tensors of an adapter."""
         from verl.utils.megatron_peft_utils import build_peft_config_for_vllm
 
         config = self.config
@@ -221,16 +220,18 @@ def _megatron_settings(options: Mapping[str, Any], adapter_path: str | None, dty
         "lora_B_init_method": ("zero",) if is_dora else _INITIAL,
         "dtype": (None, dtype, f"torch.{dtype}"),
     }
+    wrong: list[tuple[str, Any, str]] = []
     for name, value in options.items():
         allowed = expected.get(name, (value,)) if name in OPTIONS else ()
         if value not in allowed:
             problem = f"expected one of {allowed}" if allowed else f"verl's options are {', '.join(OPTIONS)}"
-            raise ConfigError.of(f"{LORA}.{name}", value, problem)
+            wrong.append((f"{LORA}.{name}", value, problem))
     include, exclude = (_names_of(f"{LORA}.{name}", options.get(name)) for name in ("target_modules", "exclude_modules"))
     if include and exclude:
-        raise ConfigError.of(
-            f"{LORA}.exclude_modules", list(exclude), "read with an empty target_modules only, as in Megatron"
-        )
+        problem = "read with an empty target_modules only, as in Megatron"
+        wrong.append((f"{LORA}.exclude_modules", list(exclude), problem))
+    if wrong:
+        raise ConfigError.of_all(wrong)
     return LoRASettings(
         LoRAConfig(
             rank=options["rank"],

@@ -106,7 +106,6 @@ def bridge_options(
 
 
 def optimizer_on_host(overrides: Mapping[str, Any] | None) -> bool:
-    """Whether Megatron's fields ask for an optimizer on the host."""
     given = overrides or {}
     offload, fraction = given.get(_OFFLOAD), given.get(_FRACTION)
     if (offload and fraction not in (0, 1)) or (fraction and not offload):
@@ -144,7 +143,6 @@ def _decision(name: str) -> Decision:
 
 
 def _asked(where: str, given: Mapping[str, Any], parallel: ParallelConfig, facts: ModelFacts) -> dict[str, Any]:
-    """The fields that ask for something, checked against what decides them."""
     asked = {}
     for name, value in given.items():
         decision = DECISIONS[where].get(name)
@@ -172,7 +170,6 @@ def _asked(where: str, given: Mapping[str, Any], parallel: ParallelConfig, facts
 
 
 def _is_off(name: str, value: Any, given: Mapping[str, Any], parallel: ParallelConfig) -> bool:
-    """Whether other values leave a switch without effect."""
     if name == "sequence_parallel":
         return value is False and parallel.tp == 1
     # A bias of 0 that never moves chooses no expert.
@@ -195,7 +192,6 @@ def _require_decided(where: str, name: str, value: Any, decided: Mapping[str, An
 
 
 def _router_losses(asked: dict[str, Any], facts: ModelFacts) -> dict[str, Any]:
-    """Takes what is about router losses out of ``asked``; gives fields of ``DecoderOptions``."""
     balancing = asked.pop(_BALANCING, None)
     given = {name: asked.pop(name) for name in (_AUX, _Z) if name in asked}
     if balancing not in (None, "aux_loss", "none") or (balancing == "none" and given.get(_AUX)):

@@ -217,12 +217,15 @@ def _require_checkpoint_config(config: CheckpointConfig, lora: LoRASettings | No
     require_supported(CHECKPOINT, config)
     for name in ("save_contents", "load_contents"):
         require_contents(name, frozenset(getattr(config, name)), sharded=sharded)
+    wrong: list[tuple[str, Any, str]] = []
     if getattr(config, "save_lora_only", False) and (lora is None or "hf_model" in config.save_contents):
         problem = "hf_model in save_contents is the merged model" if lora else "there is no LoRA; leave it at False"
-        raise ConfigError.of(f"{CHECKPOINT}.save_lora_only", True, problem)
+        wrong.append((f"{CHECKPOINT}.save_lora_only", True, problem))
     if lora is not None and set(config.load_contents) == {"hf_model"}:
         problem = "an adapter cannot be read from the merged model; name 'model' for the adapter, or the training state"
-        raise ConfigError.of("checkpoint.load_contents", list(config.load_contents), problem)
+        wrong.append(("checkpoint.load_contents", list(config.load_contents), problem))
+    if wrong:
+        raise ConfigError.of_all(wrong)
 
 
 def _backend(engine: McoreEngineConfig) -> str:
@@ -233,7 +236,6 @@ def _backend(engine: McoreEngineConfig) -> str:
 def _backend_options(
     model: HFModelConfig, engine: McoreEngineConfig, optimizer: McoreOptimizerConfig | None
 ) -> dict[str, Any]:
-    """Fields of ``NativeConfig`` or ``BridgeConfig``, without the optimizer."""
     from verl.utils.device import get_device_name
 
     parallel = _parallel_config(model, engine)
@@ -292,7 +294,6 @@ def _parallel_config(model: HFModelConfig, engine: McoreEngineConfig) -> Paralle
 
 
 def _transformer_overrides(model: HFModelConfig, engine: McoreEngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Megatron's fields of recomputation that ask for something, and the other fields."""
     given = dict(engine.override_transformer_config or {})
     others = {name: value for name, value in given.items() if name not in _RECOMPUTE}
     recompute = {

@@ -96,7 +96,7 @@ def score_value(result: Any) -> float:
 
 
 def beside_the_score(result: Any) -> tuple[dict[str, float], dict[str, Any]]:
-    """What a reward function returned beside its score: finite numbers, and all of it as values that JSON has."""
+    """The finite numbers that a reward function returned beside its score, and all that it did as values that JSON has."""
     numbers: dict[str, float] = {}
     info: dict[str, Any] = {}
     for key, value in result.items() if isinstance(result, Mapping) else ():
@@ -295,9 +295,6 @@ def load_callable(spec: str, *, field: str) -> Callable[..., Any]:
     """Imports what a user names with the option ``field``: ``package.module:function`` or ``path/to/file.py:function``.
 
     A function of a file is known under a module name that other processes do not have: send them ``spec``, not the function.
-
-    Raises:
-        ConfigError: the spec, the module or the function does not exist, or importing fails.
     """
     location, separator, name = spec.rpartition(":")
     if not (separator and location and name):

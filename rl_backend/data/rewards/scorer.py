@@ -56,7 +56,6 @@ class _Opened:
 type _Found = _Result | _Failure | None
 """None: the function does not judge this response."""
 type _Results = list[dict[int, _Found]]
-"""Of each call, by function."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,7 @@ class RewardScorer:
     other by whoever waits for the scores; with ``workers`` above 1 or a limit of time in threads, and with ``processes`` in
     processes, which a limit ends. A thread cannot be ended: a call that takes too long counts as failed, and continues.
 
-    Args:
-        rewards: with different names, if there are several.
-        check: called after each plain function that ran in the caller's thread; raises what that may have caught.
-
-    Raises:
-        ConfigError: an option that has no effect on these functions.
+    ``check`` is called after each plain function that ran in the caller's thread, and raises what that may have caught.
     """
 
     def __init__(
@@ -100,13 +94,15 @@ class RewardScorer:
         self._check = check
         plain = [index for index, reward in enumerate(rewards) if not reward.is_async]
         names = ", ".join(reward.spec for reward in rewards)
+        unused: list[tuple[str, object, str]] = []
         if not plain and (workers > 1 or processes):
             option, value = ("reward_processes", True) if processes else ("reward_workers", workers)
-            raise ConfigError.of(option, value, f"{names}: asynchronous, and called by reward_concurrency; leave it out")
-        if concurrency is not None and len(plain) == len(rewards):
-            raise ConfigError.of(
-                "reward_concurrency", concurrency, f"{names}: not asynchronous (async def); set reward_workers instead"
-            )
+            unused = [(option, value, f"{names}: asynchronous, and called by reward_concurrency; leave it out")]
+        elif concurrency is not None and len(plain) == len(rewards):
+            problem = f"{names}: not asynchronous (async def); set reward_workers instead"
+            unused = [("reward_concurrency", concurrency, problem)]
+        if unused:
+            raise ConfigError.of_all(unused)
         here = workers == 1 and not processes and timeout_seconds is None
         self._here = plain if here else []
         self._there = [index for index in range(len(rewards)) if index not in self._here]
@@ -138,11 +134,7 @@ class RewardScorer:
         return Scoring(self, calls, opened.loop.run(self._call_there(calls, opened)))
 
     def score(self, calls: Sequence[RewardCall]) -> list[Score]:
-        """The score of each call, in order.
-
-        Raises:
-            RewardError: with ``on_failure="stop"``, a call failed; or calls continue that nothing can end.
-        """
+        """Raises :class:`RewardError` where a call fails with ``on_failure="stop"``, or cannot be ended."""
         return self.begin(calls).result()
 
     def close(self) -> None:
@@ -160,7 +152,6 @@ class RewardScorer:
         self.close()
 
     async def _call_there(self, calls: Sequence[RewardCall], opened: _Opened) -> _Results:
-        """For each call the results by function."""
 
         async def one(task: _Task) -> list[_Found]:
             return self._judged(calls[task.rows], task.index, await self._outcome(calls[task.rows], task.index, opened))
@@ -302,7 +293,6 @@ class Scoring:
         self._there = there
 
     def result(self) -> list[Score]:
-        """Calls the functions that run in the caller's thread and waits for the others, as :meth:`RewardScorer.score`."""
         scorer = self._scorer
         number = len(self._calls)
         tasks = scorer._tasks(scorer._here, number)

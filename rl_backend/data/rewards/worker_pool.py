@@ -35,7 +35,6 @@ class EventLoop:
 
     @property
     def silent_seconds(self) -> float:
-        """Since the loop could last run what it is asked to."""
         return time.monotonic() - self._last_beat
 
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -97,7 +96,6 @@ class WorkerPool:
     """Calls plain functions from an event loop.
 
     Args:
-        functions: which calls name by their index.
         size: calls at once.
         processes: each worker is a process, which the limit of time ends; else a thread, which it leaves behind.
         limit: seconds of a call; None is endless.

@@ -74,13 +74,7 @@ class Report:
 
 
 def examine(*, trials: bool, verl: bool = False, waiting: Callable[[str], None] = lambda _: None) -> Report:
-    """Reads the machine and the installation.
-
-    Args:
-        trials: start a local Ray cluster and import Megatron, where they are installed.
-        verl: ask verl's registry of engines.
-        waiting: is told what each probe tries, before it starts.
-    """
+    """Reads the machine and the installation."""
 
     def tried[P: probes.Probe](probe: type[P]) -> P:
         waiting(probe.TRIES)
@@ -96,7 +90,6 @@ def examine(*, trials: bool, verl: bool = False, waiting: Callable[[str], None] 
 
 
 def judge(facts: Facts) -> Report:
-    """What follows from these facts."""
     machine, torch, ray = facts.machine, facts.torch, facts.ray
     problems, remarks = list(foreign_packages()), []
     if not machine.python.startswith("3.12."):

@@ -43,7 +43,6 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """The machine this process runs on, within the limits of its container."""
     total, available = read_memory()
     gpus, driver = _gpus()
     return Machine(
@@ -52,7 +51,7 @@ def read_machine() -> Machine:
         system=platform.system(),
         architecture=platform.machine(),
         cores=_cores(),
-        cpu_features=_cpu_features(),
+        cpu_features=cpu_features(),
         memory_gib=total / GIB,
         free_memory_gib=available / GIB,
         shared_memory_gib=shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").is_dir() else None,
@@ -89,7 +88,7 @@ def read_memory() -> tuple[int, int]:
     return total, available
 
 
-def _cpu_features() -> tuple[str, ...]:
+def cpu_features() -> tuple[str, ...]:
     for line in _read("/proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -123,8 +122,6 @@ type Need = Literal["required", "rollouts", "optional", "development"]
 
 @dataclass(frozen=True)
 class Tested:
-    """A package in the version that this project was tested with."""
-
     name: str
     version: str
     need: Need

@@ -26,7 +26,6 @@ class Probe:
 
     @classmethod
     def run(cls) -> Self:
-        """Runs the script in a new Python, with a temporary folder as its argument."""
         environment = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ}
         with tempfile.TemporaryDirectory(prefix="probe-", dir="/tmp", ignore_cleanup_errors=True) as folder:
             command = [sys.executable, "-W", "ignore", "-c", cls.SCRIPT, folder]
@@ -72,8 +71,6 @@ print(json.dumps({"error": None, **found}))
 
 @dataclass(frozen=True)
 class RayProbe(Probe):
-    """Whether a local Ray cluster of one core starts and runs a task."""
-
     TRIES = "starting Ray here (about 10 s)"
     SECONDS = 120
     SCRIPT = """
@@ -89,8 +86,6 @@ print('{"error": null}')
 
 @dataclass(frozen=True)
 class MegatronProbe(Probe):
-    """Whether the bridge runtime can import Megatron; ``transformer_engine``: its version, if it is there."""
-
     TRIES = "importing Megatron (about 15 s)"
     SCRIPT = """
 import importlib.metadata, json
@@ -168,7 +163,6 @@ print(json.dumps(found))
 
     @property
     def entry_point(self) -> str:
-        """Whether verl loads this package, and why not, in words."""
         if self.loaded and not self.installed:
             return f"not installed; loaded by VERL_USE_EXTERNAL_MODULES={self.verl_use_external_modules}"
         if self.loaded:
@@ -191,7 +185,6 @@ print(json.dumps(found))
 
 
 def ray_authentication() -> str:
-    """Ray's token authentication, in words."""
     mode = os.environ.get("RAY_AUTH_MODE")
     token = next((name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)), None)
     if token is None and (Path.home() / ".ray" / "auth_token").is_file():

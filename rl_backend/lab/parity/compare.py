@@ -79,8 +79,15 @@ class SideRecord:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-def merge_ranks(ranks: Sequence[RankRecord], plan: MicroBatchPlan) -> SideRecord:
-    """One side out of its ranks; refuses ranks whose gradient norms are not the same."""
+class StepNumbers(NamedTuple):
+    """Of each step."""
+
+    losses: Sequence[float]
+    grad_norms: Sequence[float]
+
+
+def merge_steps(ranks: Sequence[RankRecord], dp_size: int) -> StepNumbers:
+    """Of all ranks of a side; refuses ranks whose gradient norms are not the same."""
     sources = {rank.data_parallel_rank: rank for rank in ranks if rank.is_source}
     for index, rank in enumerate(ranks):
         for step, (norm, first) in enumerate(zip(rank.grad_norms, ranks[0].grad_norms, strict=True)):
@@ -91,14 +98,23 @@ def merge_ranks(ranks: Sequence[RankRecord], plan: MicroBatchPlan) -> SideRecord
                     rank=index,
                     step=step,
                 )
+    shares = [sources[index].losses for index in range(dp_size)]
+    return StepNumbers([sum(losses) / dp_size for losses in zip(*shares, strict=True)], ranks[0].grad_norms)
+
+
+def merge_ranks(ranks: Sequence[RankRecord], plan: MicroBatchPlan) -> SideRecord:
+    """One side out of its ranks; see :func:`merge_steps`."""
+    steps = merge_steps(ranks, plan.dp_size)
+    sources = {rank.data_parallel_rank: rank for rank in ranks if rank.is_source}
     shares = [sources[index] for index in range(plan.dp_size)]
     activations = restore_order(plan, [share.activations for share in shares])
     everywhere = [path for path in activations[0] if all(path in one for one in activations)]
-    of_rank_0 = ("grad_norms", "loaded_weights", "gradients", "weights", "versions")
+    of_rank_0 = ("loaded_weights", "gradients", "weights", "versions")
     return SideRecord(
         activations={path: torch.cat([one[path] for one in activations]) for path in everywhere},
         log_probs=torch.cat(restore_order(plan, [share.log_probs for share in shares])),
-        losses=[sum(losses) / plan.dp_size for losses in zip(*(share.losses for share in shares), strict=True)],
+        losses=steps.losses,
+        grad_norms=steps.grad_norms,
         **{name: getattr(ranks[0], name) for name in of_rank_0},
     )
 
@@ -120,16 +136,19 @@ type Measure = Literal["relative difference", "common factor"]
 COMMON_FACTOR_SHARE = 0.05
 
 _BASE_STEPS = 5
+# What a running comparison may be, as a multiple of how far the reference is from itself in another order.
+FLOORS = 3.0
 
 
 class Tolerances(NamedTuple):
-    """Relative differences that count as rounding, for learning rates from 1e-5 to 1e-4.
+    """Relative differences that count as rounding.
 
     Attributes:
         loaded_weights, activations, log_probs, gradients, weights: of tensors in the first step, in the 2-norm.
         loss, grad_norm: over the first 5 steps; ten times as much over the first 20, and again for every four times as
             many: each step starts from the rounding of the one before, and differences grow with the steps and the
-            learning rate.
+            learning rate. Where the reference is further than that from itself, :data:`FLOORS` times as far.
+        loss_alone, grad_norm_alone: of a step that starts from the same weights.
     """
 
     loaded_weights: float
@@ -139,6 +158,8 @@ class Tolerances(NamedTuple):
     weights: float
     loss: float
     grad_norm: float
+    loss_alone: float
+    grad_norm_alone: float
 
     @classmethod
     def of(cls, dtype: DType, factor: float = 1.0) -> Self:
@@ -152,9 +173,9 @@ class Tolerances(NamedTuple):
         return self.loss * growth, self.grad_norm * growth
 
 
-_DEFAULTS: dict[DType, tuple[float, float, float, float, float, float, float]] = {
-    "float32": (0.0, 1e-5, 1e-5, 1e-4, 5e-4, 1e-6, 1e-5),
-    "bfloat16": (4e-3, 5e-2, 2e-2, 2e-1, 2e-1, 2e-3, 1e-2),
+_DEFAULTS: dict[DType, tuple[float, float, float, float, float, float, float, float, float]] = {
+    "float32": (0.0, 1e-5, 1e-5, 1e-4, 5e-4, 1e-6, 1e-5, 1e-5, 1e-3),
+    "bfloat16": (4e-3, 5e-2, 2e-2, 2e-1, 2e-1, 2e-3, 1e-2, 2e-2, 1e-1),
 }
 
 
@@ -249,6 +270,8 @@ def _ratio(difference: float, scale: float) -> float:
 
 type Stage = Literal["loaded weights", "activations", "log-probs", "loss", "gradient", "grad norm", "weights"]
 
+_NUMBERS: tuple[Stage, Stage] = ("loss", "grad norm")
+
 # A gradient counts relative to its norm, but at least to this part of that of all gradients: the rest is rounding.
 GRADIENT_FLOOR = 1e-3
 # A weight counts relative to its change in the step, but at least to this part of its size, which is rounded too.
@@ -282,13 +305,20 @@ class StageResult:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """Loss and gradient norm of one step, (reference, candidate), and their differences."""
+    """Loss and gradient norm of one step, (reference, candidate), and their differences.
+
+    Attributes:
+        floor: differences of the reference from itself in another order, or None.
+        alone: those of the candidate when this step starts from the reference's weights, or None; in the first they do.
+    """
 
     step: int
     loss: tuple[float, float]
     grad_norm: tuple[float, float]
     loss_difference: Difference
     grad_norm_difference: Difference
+    floor: tuple[Difference, Difference] | None = None
+    alone: tuple[Difference, Difference] | None = None
 
 
 @dataclass(frozen=True)
@@ -298,10 +328,11 @@ class Divergence:
     stage: Stage
     step: int
     difference: Difference
+    alone: bool = False
 
     def __str__(self) -> str:
         place = " ".join(part for part in (self.stage, self.difference.name) if part)
-        return f"{place} (step {self.step}): {self.difference}"
+        return f"{place} (step {self.step}{' alone' if self.alone else ''}): {self.difference}"
 
 
 @dataclass(frozen=True)
@@ -327,21 +358,43 @@ class Comparison:
         return max(step.grad_norm_difference.amount for step in self.steps)
 
     @property
+    def largest_floor(self) -> tuple[float, float] | None:
+        """Largest difference of the reference from itself, of the loss and of the gradient norm."""
+        return _largest([step.floor for step in self.steps])
+
+    @property
+    def largest_alone(self) -> tuple[float, float] | None:
+        """The same of the steps that start from the reference's weights."""
+        return _largest([step.alone for step in self.steps])
+
+    @property
     def loss_fall(self) -> float:
         """By which part of itself the reference's loss fell."""
         first, last = self.steps[0].loss[0], self.steps[-1].loss[0]
         return (first - last) / first
 
 
+def _largest(pairs: Sequence[tuple[Difference, Difference] | None]) -> tuple[float, float] | None:
+    found = [pair for pair in pairs if pair is not None]
+    return (max(loss.amount for loss, _ in found), max(norm.amount for _, norm in found)) if found else None
+
+
 def compare(
-    reference: SideRecord, candidate: SideRecord, tolerances: Tolerances, required_modules: Collection[str]
+    reference: SideRecord,
+    candidate: SideRecord,
+    tolerances: Tolerances,
+    required_modules: Collection[str],
+    again: StepNumbers | None = None,
+    alone: StepNumbers | None = None,
 ) -> Comparison:
     """Compares the first step stage by stage, then every step's loss and gradient norm.
 
     Args:
         required_modules: paths of the modules whose activations both sides must have; each side may have more.
+        again: steps of the reference in an order that changes only rounding.
+        alone: steps of the candidate but the first, each from the weights that the reference had in ``again``.
     """
-    steps = _steps(reference, candidate, tolerances)
+    steps = _steps(reference, candidate, tolerances, again, alone)
     loaded = _tensors(reference.loaded_weights, candidate.loaded_weights, tolerances.loaded_weights)
     log_probs = tensor_difference("", reference.log_probs, candidate.log_probs, tolerances.log_probs)
     floor = GRADIENT_FLOOR * math.sqrt(sum(two_norm(gradient) ** 2 for gradient in reference.gradients.values()))
@@ -363,14 +416,36 @@ def compare(
     return Comparison(stages, steps, _first_divergence(stages, steps))
 
 
-def _steps(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> tuple[StepComparison, ...]:
+def _steps(
+    reference: SideRecord,
+    candidate: SideRecord,
+    tolerances: Tolerances,
+    again: StepNumbers | None,
+    alone: StepNumbers | None,
+) -> tuple[StepComparison, ...]:
     steps = []
     losses = zip(reference.losses, candidate.losses, strict=True)
     norms = zip(reference.grad_norms, candidate.grad_norms, strict=True)
+    loss_floor = norm_floor = 0.0
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
         loss_tolerance, norm_tolerance = tolerances.at_step(step)
+        floor = by_itself = None
+        if again is not None:
+            of_loss = number_difference(loss[0], again.losses[step], math.inf)
+            of_norm = number_difference(norm[0], again.grad_norms[step], math.inf)
+            floor = of_loss, of_norm
+        if floor is not None and step:
+            # What a step starts from is no nearer than the steps before it were; the first starts from the same.
+            loss_floor, norm_floor = max(loss_floor, of_loss.amount), max(norm_floor, of_norm.amount)
+            loss_tolerance = max(loss_tolerance, FLOORS * loss_floor)
+            norm_tolerance = max(norm_tolerance, FLOORS * norm_floor)
+        if again is not None and alone is not None and step:
+            by_itself = (
+                number_difference(again.losses[step], alone.losses[step - 1], tolerances.loss_alone),
+                number_difference(again.grad_norms[step], alone.grad_norms[step - 1], tolerances.grad_norm_alone),
+            )
         differences = number_difference(*loss, loss_tolerance), number_difference(*norm, norm_tolerance)
-        steps.append(StepComparison(step, loss, norm, *differences))
+        steps.append(StepComparison(step, loss, norm, *differences, floor, by_itself))
     return tuple(steps)
 
 
@@ -454,8 +529,13 @@ def _result(
 
 
 def _first_divergence(stages: Sequence[StageResult], steps: Sequence[StepComparison]) -> Divergence | None:
-    found: list[tuple[Stage, int, Difference | None]] = [(result.stage, 0, result.first_over) for result in stages]
+    for result in stages:
+        if result.first_over is not None:
+            return Divergence(result.stage, 0, result.first_over)
     for step in steps[1:]:
-        found += [("loss", step.step, step.loss_difference), ("grad norm", step.step, step.grad_norm_difference)]
-    over = (Divergence(stage, step, each) for stage, step, each in found if each is not None and each.over)
-    return next(over, None)
+        running = (step.loss_difference, step.grad_norm_difference)
+        for differences, alone in ((step.alone or (), True), (running, False)):
+            for stage, difference in zip(_NUMBERS, differences, strict=False):
+                if difference.over:
+                    return Divergence(stage, step.step, difference, alone)
+    return None

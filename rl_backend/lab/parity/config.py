@@ -1,26 +1,35 @@
 """Configuration of a comparison, and its common start: the batch, and the numbers of an adapter."""
 
 import hashlib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from rl_backend.contracts import BaseConfig, ConfigError, OptimizerConfig, TokenSequence, text_config
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import BACKEND_CONFIGS, ParallelConfig, Plugins, RuntimeConfig
 from rl_backend.data import MicroBatchPlan
+from rl_backend.lab.parity.passage import PASSAGE
 
 # The side that is no runtime: transformers' own model and torch's AdamW on one rank.
 TRANSFORMERS = "transformers"
 
 type DType = Literal["float32", "bfloat16"]
 type SideName = Literal["reference", "candidate"]
+type Role = Literal["reference", "candidate", "again", "alone"]
+"""What is trained: a side; the reference again, in an order that changes only rounding; or the candidate, in which each step
+after the first starts from the weights of the reference that runs again."""
 
 SIDES: tuple[SideName, ...] = ("reference", "candidate")
+# A tokenizer that makes fewer different tokens of the passage is a toy, of which little is trained.
+_LEAST_TOKENS = 100
 
 _NO_OPTIONS = {
     "parallel": "the layout is ParitySide.parallel (--tp, --pp and so on)",
@@ -180,7 +189,7 @@ class ParityConfig(BaseConfig):
 
 
 def make_sequences(config: ParityConfig, hf_config: Mapping[str, Any]) -> list[TokenSequence]:
-    """Random tokens in sequences of mixed lengths, of which all but the first token is trained.
+    """Sequences of mixed lengths, of which all but the first token is trained: text, or random tokens without a tokenizer.
 
     Raises:
         ConfigError: ``max_length`` is more than the model has positions.
@@ -190,22 +199,46 @@ def make_sequences(config: ParityConfig, hf_config: Mapping[str, Any]) -> list[T
     if isinstance(positions, int) and config.max_length > positions:
         raise ConfigError.of("ParityConfig.max_length", config.max_length, f"the model has {positions} positions")
     generator = torch.Generator().manual_seed(config.seed)
+    passage = passage_tokens(config.model, hf_config)
     tokens = torch.arange(text["vocab_size"])
     # transformers gives the embedding of padding no gradient.
     if (padding := text.get("pad_token_id")) is not None:
         tokens = tokens[tokens != padding]
     lengths = torch.linspace(config.min_length, config.max_length, config.num_sequences).round().long()
-    lengths = lengths[torch.randperm(config.num_sequences, generator=generator)]
-    return [
-        TokenSequence(row, {"loss_mask": (torch.arange(len(row)) < len(row) - 1).float()})
-        for row in (tokens[torch.randint(len(tokens), (length,), generator=generator)] for length in lengths.tolist())
-    ]
+    lengths = lengths[torch.randperm(config.num_sequences, generator=generator)].tolist()
+    if passage is None:
+        rows = [tokens[torch.randint(len(tokens), (length,), generator=generator)] for length in lengths]
+    else:
+        start = int(torch.randint(len(passage), (), generator=generator))
+        places = (start + torch.arange(sum(lengths))) % len(passage)
+        rows = list(passage[places].split(lengths))
+    return [TokenSequence(row, {"loss_mask": (torch.arange(len(row)) < len(row) - 1).float()}) for row in rows]
 
 
-def plan_batch(config: ParityConfig, data_parallel_size: int) -> MicroBatchPlan:
-    """Micro-batches, as many on every rank."""
+def passage_tokens(model: str, hf_config: Mapping[str, Any]) -> Tensor | None:
+    """The passage by the model's ``tokenizer.json``; None without one, or where it is of another vocabulary or a toy."""
+    file, text = Path(model) / "tokenizer.json", text_config(hf_config)
+    if not file.is_file():
+        return None
+    tokens = torch.tensor(Tokenizer.from_file(str(file)).encode(PASSAGE, add_special_tokens=False).ids)
+    tokens = tokens[tokens != padding] if (padding := text.get("pad_token_id")) is not None else tokens
+    different = tokens.unique()
+    return tokens if len(different) >= _LEAST_TOKENS and int(different[-1]) < text["vocab_size"] else None
+
+
+def plan_batch(config: ParityConfig, data_parallel_size: int, *, otherwise: bool = False) -> MicroBatchPlan:
+    """Micro-batches, as many on every rank.
+
+    Args:
+        otherwise: other sequences share a micro-batch, so that sums are rounded differently.
+    """
     bins = data_parallel_size * config.num_micro_batches
-    dealt = [tuple(range(start, config.num_sequences, bins)) for start in range(bins)]
+    sequences = range(config.num_sequences)
+    if otherwise:
+        ends = [config.num_sequences * index // bins for index in range(bins + 1)]
+        dealt = [tuple(reversed(sequences[start:end])) for start, end in itertools.pairwise(ends)]
+    else:
+        dealt = [tuple(sequences[start::bins]) for start in range(bins)]
     return MicroBatchPlan(tuple(tuple(dealt[rank::data_parallel_size]) for rank in range(data_parallel_size)))
 
 

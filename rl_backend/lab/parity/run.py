@@ -1,8 +1,10 @@
 """A comparison from its configuration to its result and what is said of it: each rank of a side is a process."""
 
 import json
+import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,11 +26,22 @@ from rl_backend.lab.parity.compare import (
     SideRecord,
     StageResult,
     StepComparison,
+    StepNumbers,
     Tolerances,
     compare,
     merge_ranks,
+    merge_steps,
 )
-from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, ParityConfig, SideName, make_sequences, plan_batch
+from rl_backend.lab.parity.config import (
+    SIDES,
+    TRANSFORMERS,
+    ParityConfig,
+    Role,
+    SideName,
+    make_sequences,
+    passage_tokens,
+    plan_batch,
+)
 from rl_backend.lab.text import count, finite, table
 from rl_backend.model import model_kept_prefixes
 from rl_backend.parallel.groups import host_store, prefer_loopback, store_environment
@@ -79,16 +92,21 @@ class ParityResult:
         config: its device is ``cpu`` or ``cuda``.
         num_tokens: of the batch.
         versions: side -> package -> version.
+        is_text: whether the tokens are those of a text.
     """
 
     config: ParityConfig
     num_tokens: int
     comparison: Comparison
     versions: dict[SideName, dict[str, str]]
+    is_text: bool = False
 
 
 def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str], None] = lambda _: None) -> ParityResult:
-    """Runs the reference, then the candidate, and compares them.
+    """Runs the reference, then the candidate, then both once more, and compares them.
+
+    The reference runs again in an order that changes only rounding; from its weights before each step the candidate takes
+    that step alone.
 
     Args:
         tell: is called with what is being done.
@@ -99,6 +117,7 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
     config = config.replace(device=_device(config))
     checkpoint = HFReader(config.model)
     sequences = make_sequences(config, checkpoint.config)
+    is_text = passage_tokens(config.model, checkpoint.config) is not None
     # Before a process starts.
     for name in SIDES:
         if (side := config.side(name)).runtime != TRANSFORMERS:
@@ -110,9 +129,32 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
             side = config.side(name)
             tell(f"{name}: {side.runtime} in {side.world_size} {'process' if side.world_size == 1 else 'processes'}")
             records[name] = record_side(config, name, Path(folder) / name)
-        comparison = compare_sides(config, records["reference"], records["candidate"], tolerances)
+        again = alone = None
+        if config.steps > 1:
+            states = make_states(config, Path(folder))
+            tell("reference again, in another order: how far rounding alone leads")
+            again = record_steps(config, "again", Path(folder) / "again", states)
+            tell("candidate again, each step from the weights of the reference: each step alone")
+            alone = record_steps(config, "alone", Path(folder) / "alone", states)
+        comparison = compare_sides(config, records["reference"], records["candidate"], tolerances, again, alone)
         versions = {name: dict(record.versions) for name, record in records.items()}
-    return ParityResult(config, sum(map(len, sequences)), comparison, versions)
+    return ParityResult(config, sum(map(len, sequences)), comparison, versions, is_text)
+
+
+def make_states(config: ParityConfig, folder: Path) -> Path:
+    """The folder for the reference's weights before each step; refuses a disk that is too small for them."""
+    states = folder / "states"
+    states.mkdir()
+    elements = sum(math.prod(info.shape) for info in HFReader(config.model).infos.values())
+    needed, free = (config.steps - 1) * 4 * elements, shutil.disk_usage(states).free
+    if config.lora is None and needed > free:
+        raise ConfigError.of(
+            "ParityConfig.steps",
+            config.steps,
+            f"the reference's weights before each step take {needed / 2**30:.1f} GiB of {folder.parent}, which has "
+            f"{free / 2**30:.1f} free; take fewer steps, or set TMPDIR to a larger disk",
+        )
+    return states
 
 
 @dataclass(frozen=True)
@@ -141,6 +183,21 @@ def record_side(config: ParityConfig, name: SideName, folder: Path, start: Start
         ParityError: a rank failed or died, or the side took longer than ``config.timeout``. No process is left. Its detail
             ``refused`` is True where the runtime does not serve the model or the layout.
     """
+    side = config.side(name)
+    ranks = _run_ranks(config, name, name, folder, Path(), start)
+    return merge_ranks(ranks, plan_batch(config, side.data_parallel_size))
+
+
+def record_steps(config: ParityConfig, role: Role, folder: Path, states: Path, start: StartRank = start_rank) -> StepNumbers:
+    """Runs a side again, as :func:`record_side`: the reference, which fills ``states``, or the candidate, which reads it."""
+    name: SideName = "reference" if role == "again" else "candidate"
+    ranks = _run_ranks(config, name, role, folder, states, start)
+    return merge_steps(ranks, config.side(name).data_parallel_size)
+
+
+def _run_ranks(
+    config: ParityConfig, name: SideName, role: Role, folder: Path, states: Path, start: StartRank
+) -> list[RankRecord]:
     folder.mkdir()
     config_file = folder / "config.json"
     config_file.write_text(config.model_dump_json())
@@ -152,14 +209,16 @@ def record_side(config: ParityConfig, name: SideName, folder: Path, start: Start
         for index in range(side.world_size):
             environment = _environment(config, index, side.world_size, store.port)
             output, log = folder / f"rank-{index}.pt", folder / f"rank-{index}.log"
-            ranks.append(_Rank(index, start([str(config_file), name, str(output)], environment, log), output, log))
+            ranks.append(
+                _Rank(index, start([str(config_file), role, str(output), str(states)], environment, log), output, log)
+            )
         _wait(ranks, f"the {name} {side.runtime!r}", config.timeout)
     finally:
         for rank in ranks:
             rank.process.kill()
         for rank in ranks:
             rank.process.wait()
-    return merge_ranks([RankRecord.load(rank.output) for rank in ranks], plan_batch(config, side.data_parallel_size))
+    return [RankRecord.load(rank.output) for rank in ranks]
 
 
 def _environment(config: ParityConfig, rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -213,12 +272,19 @@ def _failure(failed: Sequence[_Rank], side: str) -> ParityError:
     return ParityError(f"rank {index} of {side} failed:\n{error['traceback']}", rank=index)
 
 
-def compare_sides(config: ParityConfig, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> Comparison:
-    """Compares two sides that trained on the model and batch of ``config``."""
+def compare_sides(
+    config: ParityConfig,
+    reference: SideRecord,
+    candidate: SideRecord,
+    tolerances: Tolerances,
+    again: StepNumbers | None = None,
+    alone: StepNumbers | None = None,
+) -> Comparison:
+    """:func:`compare` of two sides that trained on the model and batch of ``config``."""
     checkpoint = HFReader(config.model)
     kept = model_kept_prefixes(checkpoint.config)
     trained = [name for name in checkpoint.infos if not name.startswith(kept)]
-    return compare(reference, candidate, tolerances, required_modules(checkpoint.config, trained))
+    return compare(reference, candidate, tolerances, required_modules(checkpoint.config, trained), again, alone)
 
 
 def required_modules(hf_config: Mapping[str, Any], stored_names: Collection[str]) -> tuple[str, ...]:
@@ -265,7 +331,8 @@ def as_text(result: ParityResult) -> str:
     config, comparison = result.config, result.comparison
     lines = [
         f"{config.model}: {config.dtype} on {config.device}, lr {config.lr:g}, {config.num_sequences} sequences of "
-        f"{result.num_tokens} tokens in {config.num_micro_batches} micro-batches for each data-parallel rank"
+        f"{result.num_tokens} tokens {'of text ' if result.is_text else ''}in {config.num_micro_batches} micro-batches "
+        "for each data-parallel rank"
     ]
     if config.lora is not None:
         lora, targets = config.lora, ", ".join(config.lora.targets)
@@ -285,14 +352,19 @@ def as_text(result: ParityResult) -> str:
         named = ", ".join(f"{each.name} ({each.measure} {each.amount:.1e})" for each in elsewhere[:4])
         more = f" and {len(elsewhere) - 4} more" if len(elsewhere) > 4 else ""
         lines.append(f"  ends elsewhere, what follows agrees: {named}{more}")
-    number = "  {:>11}  {:>11}  {:>10}"
-    step_titles = ("step", "loss", "candidate", "difference", "grad norm", "candidate", "difference", "")
-    lines += ["", *table("  {:>4}" + 2 * number + "{}", [step_titles, *(_step_row(step) for step in comparison.steps)])]
+    number = "  {:>11}  {:>11}  {:>10}  {:>7}  {:>7}"
+    columns = ("candidate", "difference", "floor", "alone")
+    titles = ("step", "loss", *columns, "grad norm", *columns, "")
+    lines += ["", *table("  {:>4}" + 2 * number + "{}", [titles, *(_step_row(step) for step in comparison.steps)])]
     lines += [
         "",
         f"largest difference of the loss {comparison.max_loss_difference:.1e}, of the gradient norm "
         f"{comparison.max_grad_norm_difference:.1e}; the loss fell by {comparison.loss_fall:.1%}",
     ]
+    if floor := comparison.largest_floor:
+        lines.append(f"the reference from itself in another order: {floor[0]:.1e} and {floor[1]:.1e} (floor)")
+    if alone := comparison.largest_alone:
+        lines.append(f"steps that start from the same weights: {alone[0]:.1e} and {alone[1]:.1e} (alone)")
     if not comparison.loss_fall >= LEAST_LOSS_FALL:
         lines.append(
             f"that is less than {LEAST_LOSS_FALL:.0%}, so the later steps say little: take more steps or a larger lr"
@@ -323,13 +395,15 @@ def as_json(result: ParityResult) -> dict[str, Any]:
     report |= {
         "max_loss_rel_diff": comparison.max_loss_difference,
         "max_grad_norm_rel_diff": comparison.max_grad_norm_difference,
+        "floor": _named(comparison.largest_floor),
+        "alone": _named(comparison.largest_alone),
         "loss_fall": comparison.loss_fall,
         "first_divergence": None,
         "stages": [asdict(stage) for stage in comparison.stages],
         "steps": [_step(step) for step in comparison.steps],
     }
     if divergence is not None:
-        place = {"stage": divergence.stage, "step": divergence.step, "message": str(divergence)}
+        place = {"stage": divergence.stage, "step": divergence.step, "alone": divergence.alone, "message": str(divergence)}
         report["first_divergence"] = place | asdict(divergence.difference)
     plain: dict[str, Any] = finite(report)
     return plain
@@ -344,7 +418,13 @@ def _step(step: StepComparison) -> dict[str, Any]:
         "grad_norm_rel_diff": step.grad_norm_difference.amount,
         "loss_tolerance": step.loss_difference.tolerance,
         "grad_norm_tolerance": step.grad_norm_difference.tolerance,
+        "floor": _named(step.floor and (step.floor[0].amount, step.floor[1].amount)),
+        "alone": _named(step.alone and (step.alone[0].amount, step.alone[1].amount)),
     }
+
+
+def _named(differences: tuple[float, float] | None) -> dict[str, float] | None:
+    return differences and {"loss_rel_diff": differences[0], "grad_norm_rel_diff": differences[1]}
 
 
 def _stage_row(stage: StageResult) -> tuple[str, ...]:
@@ -360,7 +440,12 @@ def _stage_row(stage: StageResult) -> tuple[str, ...]:
 
 
 def _step_row(step: StepComparison) -> tuple[str, ...]:
+    cells, over = [str(step.step)], []
     parts = [("loss", step.loss, step.loss_difference), ("grad norm", step.grad_norm, step.grad_norm_difference)]
-    cells = [(f"{one[0]:.6f}", f"{one[1]:.6f}", f"{difference.amount:.1e}") for _, one, difference in parts]
-    over = " and ".join(name for name, _, difference in parts if difference.over)
-    return (str(step.step), *cells[0], *cells[1], f"  <- {over} over" if over else "")
+    for index, (name, one, difference) in enumerate(parts):
+        floor, alone = (pair and pair[index] for pair in (step.floor, step.alone))
+        others = ("" if each is None else f"{each.amount:.1e}" for each in (floor, alone))
+        cells += [f"{one[0]:.6f}", f"{one[1]:.6f}", f"{difference.amount:.1e}", *others]
+        over += [name] if difference.over else []
+        over += [f"{name} alone"] if alone is not None and alone.over else []
+    return (*cells, f"  <- {' and '.join(over)} over" if over else "")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +12,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_backend.algorithm import sft_loss
-from rl_backend.checkpoint.hf_reader import own_name, read_hf_config
-from rl_backend.contracts import ConfigError, ModelOutput, OptimizerConfig, PackedBatch
+from rl_backend.checkpoint.hf_reader import HFReader, own_name, read_hf_config
+from rl_backend.checkpoint.hf_writer import write_hf_directory
+from rl_backend.checkpoint.kept_weights import find_kept
+from rl_backend.contracts import ConfigError, ModelOutput, OptimizerConfig, PackedBatch, TensorInfo
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAKind
 from rl_backend.data import pack_plan
 from rl_backend.lab.parity.compare import RankRecord, package_versions
 from rl_backend.lab.parity.config import ParityConfig, ParitySide, make_sequences, plan_batch, start_of
+from rl_backend.model import model_kept_prefixes
 from rl_backend.runtime.recording import record_outputs
 
 
@@ -74,12 +78,7 @@ def _kinds(model: PreTrainedModel) -> dict[str, LoRAKind]:
 
 
 def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
-    torch.manual_seed(config.seed)
-    use_cuda = config.device != "cpu" and torch.cuda.is_available()
-    trainer = _Trainer(config, side, torch.device("cuda" if use_cuda else "cpu"))
-    sequences = make_sequences(config, read_hf_config(config.model))
-    (batches,) = pack_plan(sequences, plan_batch(config, 1))
-    batches = [batch.to(trainer.device) for batch in batches]
+    trainer, batches = _open(config, side, config.model)
     loaded = trainer.weights()
     activations = trainer.activations(batches)
     loss, log_probs = trainer.forward_backward(batches)
@@ -90,6 +89,50 @@ def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
         losses.append(trainer.forward_backward(batches)[0])
         norms.append(trainer.optimizer_step())
     return RankRecord(0, True, activations, log_probs, losses, norms, loaded, gradients, weights, package_versions())
+
+
+def record_again(config: ParityConfig, side: ParitySide, states: Path) -> RankRecord:
+    """Trains with the other attention and sequences in another order; else as :func:`.rank.record_again`."""
+    eager = side.options.get("attn_implementation") == "eager"
+    options = {"attn_implementation": "sdpa" if eager else "eager"}
+    trainer, batches = _open(config, side.replace(options=options), config.model, otherwise=True)
+    losses, norms = [], []
+    for step in range(config.steps):
+        if step and config.lora is None:
+            weights = trainer.weights()
+            infos = [TensorInfo.of(name, tensor.shape, tensor.dtype) for name, tensor in weights.items()]
+            reader = HFReader(config.model)
+            kept = find_kept(reader, model_kept_prefixes(reader.config), weights)
+            write_hf_directory(states / str(step), infos, iter(weights.items()), config.model, kept=kept)
+        elif step:
+            torch.save(trainer.stored_names(trainer.masters), states / str(step))
+        losses.append(trainer.forward_backward(batches)[0])
+        norms.append(trainer.optimizer_step())
+    return RankRecord(0, True, (), (), losses, norms)
+
+
+def record_alone(config: ParityConfig, side: ParitySide, states: Path) -> RankRecord:
+    """As :func:`rl_backend.lab.parity.rank.record_alone`."""
+    losses, norms = [], []
+    for step in range(1, config.steps):
+        state = states / str(step)
+        trainer, batches = _open(config, side, config.model if config.lora else str(state))
+        if config.lora is not None:
+            trainer.start_from(torch.load(state, weights_only=True))
+        losses.append(trainer.forward_backward(batches)[0])
+        norms.append(trainer.optimizer_step())
+    return RankRecord(0, True, (), (), losses, norms)
+
+
+def _open(
+    config: ParityConfig, side: ParitySide, model: str, *, otherwise: bool = False
+) -> tuple["_Trainer", list[PackedBatch]]:
+    torch.manual_seed(config.seed)
+    use_cuda = config.device != "cpu" and torch.cuda.is_available()
+    trainer = _Trainer(config.replace(model=model), side, torch.device("cuda" if use_cuda else "cpu"))
+    sequences = make_sequences(config, read_hf_config(config.model))
+    (batches,) = pack_plan(sequences, plan_batch(config, 1, otherwise=otherwise))
+    return trainer, [batch.to(trainer.device) for batch in batches]
 
 
 class _Trainer:
@@ -166,6 +209,13 @@ class _Trainer:
             for name, parameter in self.trained.items():
                 parameter.copy_(self.masters[name])
         return norm
+
+    def start_from(self, factors: Mapping[str, Tensor]) -> None:
+        """Takes an adapter's factors."""
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                self.masters[name].copy_(factors[name])
+                parameter.copy_(factors[name])
 
     def weights(self) -> dict[str, Tensor]:
         if self.frozen:

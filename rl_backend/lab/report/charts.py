@@ -30,7 +30,6 @@ class Chart:
     """A chart of one or more metrics.
 
     Attributes:
-        names: of the metrics, drawn in this order.
         note: one sentence on what a reader looks for.
         log: logarithmic where the values span decades.
         full_range: from 0 to 1.
@@ -93,7 +92,6 @@ def charts_for(names: Iterable[str]) -> dict[str, list[Chart]]:
 
 
 def _of_held_out_sets(left: dict[str, list[str]]) -> list[Chart]:
-    """One for each set, of ``eval/<set>/<estimate>``, which are taken out of ``left``."""
     names: dict[str, list[str]] = {}
     for metric in [metric for metric in left if metric.startswith(EVAL)]:
         found = left.pop(metric)
@@ -195,7 +193,6 @@ def _value_axis(chart: Chart, series: Sequence[Series]) -> Axis:
 
 
 def _curve(of: Sequence[Point], across: Axis, up: Axis) -> dict[str, object]:
-    """The values as a line with dots; of many, their running mean before the values, which have the class ``pale``."""
     places = [_place(point.step, point.mean, across, up) for point in of]
     grouped = any(point.first != point.last for point in of)
     if not grouped and len(of) <= EACH_STEP:
@@ -227,7 +224,6 @@ def _place(step: float, value: float, across: Axis, up: Axis) -> tuple[float, fl
 
 
 def _hover(chart: Chart, series: Sequence[Series], drawn: Sequence[Sequence[Point]], across: Axis, up: Axis) -> str:
-    """JSON for report.js."""
     curves = [
         {"name": one.name if len(series) > 1 else chart.title, "points": [_hovered(one, point) for point in of]}
         for one, of in zip(series, drawn, strict=True)
@@ -237,7 +233,6 @@ def _hover(chart: Chart, series: Sequence[Series], drawn: Sequence[Sequence[Poin
 
 
 def _hovered(series: Series, point: Point) -> list[float | str]:
-    """First step, number of steps after it, mean, and the range if there is one."""
     steps = [point.first, point.last - point.first]
     if math.isnan(point.mean):
         return [*steps, short(series.values[series.steps.index(point.first)])]

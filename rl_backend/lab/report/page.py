@@ -219,7 +219,6 @@ def _response(sample: Sample, middle: float | None) -> dict[str, Any]:
 
 
 def _segments(sample: Sample) -> list[list[tuple[str, bool]]]:
-    """Of an episode's sequences: text and whether it was trained, piece by piece."""
     segments = sample.get("segments")
     return [
         [(str(piece[0]), bool(piece[1])) for piece in segment if isinstance(piece, list) and len(piece) == 2]
@@ -229,7 +228,6 @@ def _segments(sample: Sample) -> list[list[tuple[str, bool]]]:
 
 
 def _turns(sample: Sample) -> list[str]:
-    """Calls of an episode's tools with their answers, and rewards of turns."""
     turns = sample.get("turns")
     found = []
     for number, turn in enumerate((each for each in turns if isinstance(each, dict)) if isinstance(turns, list) else (), 1):
@@ -245,7 +243,6 @@ def _turns(sample: Sample) -> list[str]:
 
 
 def _reward_info(sample: Sample) -> Iterator[tuple[str, Any]]:
-    """Values that reward functions returned beside their scores."""
     info = sample.get("reward_info")
     for name, value in info.items() if isinstance(info, dict) else ():
         if isinstance(value, dict):
@@ -259,7 +256,6 @@ def _plain(value: Any) -> str:
 
 
 def _versions(spans: Any) -> str:
-    """``[[3, 10], [4, 2]]``, the first 10 tokens by version 3 and 2 by version 4, as ``weight version 3, then 4``."""
     try:
         return f"weight version {', then '.join(str(version) for version, _ in spans)}"
     except (TypeError, ValueError):

@@ -110,7 +110,6 @@ def _nobody_holds(lock: Path) -> bool:
 
 
 def _last_write(folder: Path) -> str:
-    """When a killed run wrote a log last."""
     logs = [folder / name for name in ("run.json", "metrics.jsonl", "samples.jsonl")]
     last = max(log.stat().st_mtime for log in logs if log.exists())
     return datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds")
@@ -179,7 +178,6 @@ def _read_samples(data: RunData, name: str) -> FirstAndLast:
 
 
 def _objects(data: RunData, name: str, lines: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(step, object) of each line."""
     damaged = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

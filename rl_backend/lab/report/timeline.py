@@ -73,8 +73,6 @@ type Arrow = tuple[str, tuple[Thread, float], tuple[Thread, float]]
 
 @dataclass
 class Lane:
-    """What one thread did."""
-
     name: str
     bars: list[Bar] = field(default_factory=list)
 
@@ -85,13 +83,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """What every process did in one step.
-
-    Attributes:
-        step: its number.
-        milliseconds: its length.
-        hidden: names of processes that are left out.
-    """
+    """What every process did in one step."""
 
     step: int
     milliseconds: float
@@ -173,7 +165,6 @@ def draw_timeline(timeline: StepTimeline) -> Markup:
 
 
 def _is_whole(event: dict[str, Any]) -> bool:
-    """Whether an event has all fields that are read."""
     # A viewer may have saved the trace, or a person may have cut it.
     numbers = {"X": ("ts", "dur", "pid", "tid"), "M": ("pid",)} | dict.fromkeys("sf", ("ts", "pid", "tid", "id"))
     needed = numbers.get(event.get("ph", ""))

@@ -94,7 +94,8 @@ def lay_out(
     routes = None if replayed is None else routes_to_replay(batch, replayed)
     keys, temperature, second = batch.token_fields.get(KEYS), batch.temperature, None
     if trains_second:
-        second = SecondTokens(take(second_labels(batch.labels), -100), sum(max(length - 2, 0) for length in seq_lens))
+        following, total = batch.next_ids, sum(max(length - 2, 0) for length in seq_lens)
+        second = SecondTokens(take(following, -100), take(second_labels(following), -100), total)
     inputs = ModelInput(
         input_ids=take(batch.input_ids, 0),
         position_ids=position_ids,

@@ -32,8 +32,8 @@ FAULTS = [
     Fault(
         "entropy-gradient-dropped-under-tp",
         "rl_backend.primitive.log_prob:_NextTokenLogProbs.backward",
-        "grad_entropy[positions][:, None] if ctx.calculate_entropy else None,",
-        "grad_entropy[positions][:, None] if ctx.calculate_entropy and ctx.shard is None else None,",
+        "None if grad_entropy is None else grad_entropy[positions][:, None],",
+        "None if grad_entropy is None or ctx.shard is not None else grad_entropy[positions][:, None],",
         ("test_the_gradient_of_the_entropy_is_one_ranks_under_tensor_parallelism",),
         "an entropy bonus would do nothing with tp",
     ),

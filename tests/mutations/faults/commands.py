@@ -101,7 +101,7 @@ FAULTS = [
     Fault(
         "unexpected-errors-without-a-traceback",
         "rl_backend.cli.main:_reported",
-        "if debug or not expected:",
+        "if debug or not (expected or missing_package(error)):",
         "if debug:",
         ("test_an_unexpected_error_keeps_its_traceback",),
         "a fault of ours would be one sentence that helps nobody",

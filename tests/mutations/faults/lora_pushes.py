@@ -6,6 +6,14 @@ from tests.mutations.fault import Fault
 
 FAULTS = [
     Fault(
+        "rows-of-other-adapters-get-the-first",
+        "actors.rollout.vllm.patches:_product",
+        "if first == last:",
+        "if True:",
+        ("test_products_with_adapters_are_vllms_whatever_slots_rows_have",),
+        "one user would sample with the adapter of another",
+    ),
+    Fault(
         "pushed-factors-without-the-scale",
         "actors.sync.adapter_push:_scaled",
         'yield name, values, scale if name.removesuffix(".weight").endswith("_B") else 1.0',

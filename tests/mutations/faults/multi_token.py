@@ -10,7 +10,7 @@ FAULTS = [
     Fault(
         "second-labels-cross-a-boundary",
         "rl_backend.model.input:second_labels",
-        "return following.masked_fill(labels == IGNORE_LABEL, IGNORE_LABEL)",
+        "return following.masked_fill(next_ids == IGNORE_LABEL, IGNORE_LABEL)",
         "return following",
         _PLAIN,
         "the last token of a sequence would predict one of the next sequence",

@@ -43,7 +43,7 @@ FAULTS = [
     Fault(
         "ignored-positions-take-a-gradient",
         "rl_backend.primitive.log_prob:_NextTokenLogProbs.backward",
-        "active &= labels != IGNORE_LABEL",
+        "grad_log_probs = grad_log_probs.masked_fill(ignored, 0.0)",
         "pass",
         ("test_ignored_positions_give_zero_and_take_no_gradient",),
         "last positions would be trained",
@@ -67,8 +67,8 @@ FAULTS = [
     Fault(
         "vocabulary-shards-not-shifted",
         "rl_backend.primitive.log_prob:_finish_sums",
-        "sums = torch.stack([total * scale, _shifted(weighted, total, shift) * scale, label_logits])",
-        "sums = torch.stack([total, _shifted(weighted, total, shift) * scale, label_logits])",
+        "sums = torch.stack([total * scale, _shifted(weighted, total, shift) * scale, *label_logits])",
+        "sums = torch.stack([total, _shifted(weighted, total, shift) * scale, *label_logits])",
         ("test_dense_layouts_train_as_one_rank[2-ranks-tp2]",),
         "sums of ranks with different maxima would be added as they are",
     ),

@@ -8,6 +8,22 @@ _REFUSED = "test_grpo_options_that_cannot_work_are_refused"
 
 FAULTS = [
     Fault(
+        "workers-at-rays-own-priority",
+        "actors.cluster.session:init_local_ray",
+        'os.environ.setdefault(ray_constants.RAY_WORKER_NICENESS, "0")',
+        "pass",
+        ("test_ray_of_one_machine_is_started_with_its_own_switch",),
+        "a run would get what other programs of the machine leave",
+    ),
+    Fault(
+        "slower-dtype-recommended",
+        "actors.checks.machine:faster_dtype",
+        'return [f"--dtype bfloat16 multiplies {speedup:.1f}x as fast here"] if speedup > _CLEARLY else []',
+        'return [f"--dtype bfloat16 multiplies {speedup:.1f}x as fast here"]',
+        ("test_a_processor_that_multiplies_bfloat16_faster_is_told_of_where_the_dtype_is_left_open",),
+        "users of processors without the instruction would train slower",
+    ),
+    Fault(
         "folder-locked-after-ray-has-started",
         "actors.run.run:Run.__enter__",
         "lock = stack.enter_context(RunLock(config.run_dir))",
@@ -140,6 +156,30 @@ FAULTS = [
         "for step in steps[:0]:",
         ("test_betas_show_in_a_later_step_because_adams_first_has_one_size_whatever_they_are",),
         "a fault that shows later would not be found",
+    ),
+    Fault(
+        "parity-allows-any-multiple-of-the-floor",
+        "rl_backend.lab.parity.compare:_steps",
+        "loss_tolerance = max(loss_tolerance, FLOORS * loss_floor)",
+        "loss_tolerance = max(loss_tolerance, 10 * FLOORS * loss_floor)",
+        ("test_what_the_reference_differs_from_itself_is_allowed_threefold_from_then_on",),
+        "a fault would pass for rounding",
+    ),
+    Fault(
+        "parity-shows-steps-alone-but-does-not-judge-them",
+        "rl_backend.lab.parity.compare:_first_divergence",
+        "((step.alone or (), True), (running, False))",
+        "((running, False),)",
+        ("test_a_step_that_starts_from_the_same_weights_is_judged_alone",),
+        "a wrong step would hide in what rounding has become",
+    ),
+    Fault(
+        "parity-again-in-the-same-order",
+        "rl_backend.lab.parity.config:plan_batch",
+        "if otherwise:",
+        "if not bins:",
+        ("test_another_order_has_the_same_sequences_in_other_micro_batches",),
+        "the floor would be 0, and a correct model be called a divergence",
     ),
     Fault(
         "parity-weights-relative-to-themselves",

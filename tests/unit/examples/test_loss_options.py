@@ -46,8 +46,35 @@ def test_every_option_of_a_policy_loss_reaches_it(kind: Any, importance: dict[st
         else config.loss_function()
     )
     assert made.target == "rl_backend.algorithm:gspo_loss"
-    assert made.keywords == {**OF_LOSS, "kl_coef": 0.3, "entropy_coef": 0.02, **weights}
+    assert made.keywords == {**OF_LOSS, "kl_coef": 0.3, "entropy_coef": 0.02, "on_policy": True, **weights}
     assert config.meta() == {"temperature": 0.8, "calculate_entropy": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "on_policy"),
+    [
+        (GRPOConfig, {}, True),
+        (GRPOConfig, {"kl_coef": 0.1, "max_staleness": 1}, True),
+        (GRPOConfig, {"updates_per_step": 2}, False),
+        (GRPOConfig, {"kl_coef": 0.1, "kl_place": "reward", "advantage": "reinforce_plus_plus"}, False),
+        (GRPOConfig, {"router_replay": "R2"}, False),
+        (GRPOConfig, {"router_replay": "R3"}, True),
+        (PPOConfig, {}, True),
+        (PPOConfig, {"epochs": 2}, False),
+        (PPOConfig, {"kl_coef": 0.1}, False),
+        (PPOConfig, {"kl_coef": 0.1, "kl_place": "loss"}, True),
+        (PPOConfig, {"updates_per_step": 4}, False),
+    ],
+    ids=str,
+)
+def test_the_only_update_of_a_step_has_old_log_probs_itself_where_nothing_needs_them_before(
+    kind: Any, given: dict[str, Any], on_policy: bool
+) -> None:
+    config = kind(**PATHS, reward="r", **given)
+    made = config.actor_loss() if kind is PPOConfig else config.loss_function()
+    assert made.keywords["on_policy"] is config.on_policy is on_policy
+    # The entropy is that of the update's pass then, for metrics alone.
+    assert config.meta()["calculate_entropy"] is on_policy
 
 
 @pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig])

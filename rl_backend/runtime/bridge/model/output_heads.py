@@ -26,8 +26,8 @@ class OutputProcessor:
     def __call__(
         self, *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: LaidOut, **_: Any
     ) -> Tensor:
-        """Megatron calls this on the last stage for (columns, rows, H), or this rank's part of the columns. Returns (2, T)
-        log-probs and entropy, or (1, T) values, or all three; float32.
+        """Megatron calls this on the last stage for (columns, rows, H), or this rank's part of them. Returns (K + 1, T)
+        log-probs of K targets and entropy, or (1, T) values, or all of them; float32.
         """
         # One tensor, as the pipeline schedules want.
         found = list[Tensor]()
@@ -44,7 +44,7 @@ class OutputProcessor:
 
     def _log_probs(
         self, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: LaidOut
-    ) -> tuple[Tensor, Tensor]:
+    ) -> list[Tensor]:
         # Megatron waits for the gather of a parameter in a hook of its module, which is not called here.
         for wait in output_layer._forward_pre_hooks.values():
             wait(output_layer, ())
@@ -66,8 +66,8 @@ class OutputProcessor:
             adapters=context.adapters,
             shard=None if group.size() == 1 else vocabulary_shard(group, first_row, self.vocab_size),
         )
-        entropy = result.entropy if result.entropy is not None else torch.zeros_like(result.log_probs)
-        return result.log_probs, entropy
+        log_probs = [result.log_probs] if batch.labels.dim() == 1 else list(result.log_probs.unbind(1))
+        return [*log_probs, torch.zeros_like(log_probs[0]) if result.entropy is None else result.entropy]
 
 
 class CriticOutputLayer(nn.Module):
@@ -83,5 +83,6 @@ def as_model_output(outputs: Tensor, laid_out: LaidOut) -> ModelOutput:
     values = outputs[-1] if "values" in laid_out.heads else None
     if "log_probs" not in laid_out.heads:
         return ModelOutput(values=values)
-    calculate_entropy = bool(laid_out.batch.meta.get("calculate_entropy", False))
-    return ModelOutput(outputs[0], outputs[1] if calculate_entropy else None, values)
+    labels, calculate_entropy = laid_out.batch.labels, bool(laid_out.batch.meta.get("calculate_entropy", False))
+    log_probs, count = (outputs[0], 1) if labels.dim() == 1 else (outputs[: labels.shape[1]].t(), labels.shape[1])
+    return ModelOutput(log_probs, outputs[count] if calculate_entropy else None, values)

@@ -94,7 +94,10 @@ def refusal(config: GRPOConfig) -> str:
         ({"model": "/nowhere"}, r"GRPOConfig\.model='/nowhere': no such folder .*; give a folder with config.json"),
         ({"dataset": "missing.jsonl"}, r"dataset='missing.jsonl': no such file"),
         ({"prompts_per_step": 6000}, r"GRPOConfig\.prompts_per_step=6000: \S+ has 64 prompts; use at most that$"),
-        ({"reward": "nowhere.py:score"}, r"RewardConfig\.functions='nowhere.py:score': no such file"),
+        (
+            {"reward": "nowhere.py:score"},
+            r"RewardConfig\.functions='nowhere.py:score': .*FileNotFoundError",
+        ),
         ({"train.backend_cfg.device": "cuda"}, r"NativeConfig\.device='cuda': PyTorch sees 0 GPUs .*; use auto or cpu$"),
         ({"rollout.device": "cuda"}, r"RolloutConfig\.device='cuda': this machine has no GPU .*; use auto or cpu$"),
         (

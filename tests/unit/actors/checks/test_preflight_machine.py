@@ -13,7 +13,7 @@ import ray
 import torch
 
 from actors.checks import machine, memory
-from actors.checks.machine import find_devices, find_packages, is_on_cluster, require_engines
+from actors.checks.machine import faster_dtype, find_devices, find_packages, is_on_cluster, require_engines
 from actors.checks.memory import find_memory
 from actors.checks.preflight import Check, check_start, findings, preflight
 from actors.options.config import RunModel
@@ -246,3 +246,35 @@ def test_checks_are_made_in_order_and_those_of_a_session_or_of_the_run_left_out(
     assert all(0 <= each.seconds < 5 for each in found)
     with pytest.raises(ConfigError, match=r"^no b$"):
         preflight(config)
+
+
+def test_a_processor_that_multiplies_bfloat16_faster_is_told_of_where_the_dtype_is_left_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = {"num_attention_heads": 12, "hidden_size": 256}
+    monkeypatch.setattr(machine, "read_hf_config", lambda path: model)
+    monkeypatch.setattr(machine, "bfloat16_speedup", lambda: 2.24)
+    config = config_of()
+    assert faster_dtype(config) == ["--dtype bfloat16 multiplies 2.2x as fast here"]
+    assert find_devices(config).endswith("engine(s), --dtype bfloat16 multiplies 2.2x as fast here")
+    assert faster_dtype(config_of(dtype="float32")) == []
+    assert faster_dtype(config_of(**{"train.backend_cfg.param_dtype": "float32"})) == []
+    monkeypatch.setattr(machine, "bfloat16_speedup", lambda: 1.1)
+    assert faster_dtype(config) == []
+    monkeypatch.setattr(machine, "bfloat16_speedup", lambda: 2.0)
+    model["hidden_size"] = 64
+    assert faster_dtype(config) == [], "a step of a small model is not made of products"
+
+
+@pytest.mark.parametrize(
+    ("features", "measured"), [(("avx2", "avx512_bf16"), True), (("amx_bf16",), True), (("avx2",), False)]
+)
+def test_only_processors_with_an_instruction_for_bfloat16_are_measured(
+    monkeypatch: pytest.MonkeyPatch, features: tuple[str, ...], measured: bool
+) -> None:
+    dtypes: list[torch.dtype] = []
+    monkeypatch.setattr(machine, "cpu_features", lambda: features)
+    monkeypatch.setattr(torch, "mm", lambda a, b: dtypes.append(a.dtype) or a)
+    speedup = machine.bfloat16_speedup.__wrapped__()
+    assert set(dtypes) == ({torch.float32, torch.bfloat16} if measured else set())
+    assert speedup > 0 if measured else speedup == 1.0

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,8 @@ from ray._private import ray_constants
 from actors.cluster import session
 from actors.cluster.session import RunTerminated, raise_if_terminated, raised_on_sigterm, ray_session, termination
 from rl_backend.contracts import ConfigError
+
+NICENESS = "RAY_worker_niceness"
 
 
 @pytest.fixture
@@ -205,6 +207,7 @@ def test_ray_of_one_machine_is_started_with_its_own_switch(
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(session, "own_process_groups", own_process_groups)
+    monkeypatch.delenv(NICENESS, raising=False)
     if fails:
         with pytest.raises(RuntimeError, match="no"):
             session.init_local_ray(num_cpus=3)
@@ -212,6 +215,11 @@ def test_ray_of_one_machine_is_started_with_its_own_switch(
         session.init_local_ray(num_cpus=3)
     assert seen == [({"address": "local", "num_cpus": 3}, False, ["in"])]
     assert constants.ENABLE_RAY_CLUSTER == "as before"
+    assert os.environ[NICENESS] == "0", "a run would get what other programs leave"
+    monkeypatch.setenv(NICENESS, "7")
+    with suppress(RuntimeError):
+        session.init_local_ray()
+    assert os.environ[NICENESS] == "7"
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,9 @@ def test_sizes_of_a_step_follow_from_one_another() -> None:
     assert config_of(eval_dataset=of_a_set).longest_sampled == 512 + 700
 
 
-def test_every_batch_has_the_temperature_and_whether_its_entropy_is_trained() -> None:
-    assert config_of(temperature=0.7).meta() == {"temperature": 0.7, "calculate_entropy": False}
+def test_every_batch_has_the_temperature_and_whether_its_entropy_is_trained_or_told() -> None:
+    assert config_of(temperature=0.7, updates_per_step=2).meta() == {"temperature": 0.7, "calculate_entropy": False}
+    assert config_of(temperature=0.7).meta() == {"temperature": 0.7, "calculate_entropy": True}
     with_routes = config_of(entropy_coef=0.01, router_replay="R2").meta()
     assert with_routes == {"temperature": 1.0, "calculate_entropy": True, "routed_experts_layers": "moe"}
 

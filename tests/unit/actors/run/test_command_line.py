@@ -43,6 +43,12 @@ def ended(error: BaseException) -> int | None:
         (ConfigError.of("Mine.run_dir", "x", "is used"), 2, "", "error: --run-dir='x': is used\n"),
         (RLBackendError("engine: restart it"), 2, "", "error: engine: restart it\n"),
         (EngineDeadError("dead; restart it"), 2, "", f"error: dead; {command_line.RUN_AGAIN}\n"),
+        (
+            ModuleNotFoundError("no", name="datasets"),
+            2,
+            "",
+            "error: the package datasets is not installed: pip install datasets\n",
+        ),
         (RunTerminated("after step 3"), 143, "", "stopped by SIGTERM\n"),
         (RunStopped("Ctrl-C after step 3"), 130, "", "stopped\n"),
         (KeyboardInterrupt(), 130, "", "stopped\n"),
@@ -53,8 +59,9 @@ def test_a_command_ends_with_one_message_and_its_status(
 ) -> None:
     assert ended(error) == status
     assert tuple(capsys.readouterr()) == (out, err)
-    with pytest.raises(ZeroDivisionError):
-        ended(ZeroDivisionError())
+    for mistake in (ZeroDivisionError(), ModuleNotFoundError("no", name="actors.none")):
+        with pytest.raises(type(mistake)):
+            ended(mistake)
 
 
 def test_notes_of_an_error_are_a_part_of_its_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,6 +158,7 @@ def test_the_terms_of_each_aggregation(mode: str, shares: list[float] | None) ->
     means = [each / count * share for each, count, share in zip(SUMS, COUNTS, weighed, strict=True)]
     expected = {
         "token-mean": (26.0, 4.75),
+        "sum": (26.0, 4.75),
         "seq-mean-token-sum": (26.0, sum(weighed)),
         "seq-mean-token-mean": (sum(means), sum(weighed)),
         "seq-mean-token-sum-norm": (26.0 / 4, sum(weighed)),

@@ -6,6 +6,7 @@ import itertools
 import pickle
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -261,6 +262,37 @@ def test_the_entropy_of_the_pass_before_the_updates_is_a_metric_unless_the_model
         assert (total / weight).item() == pytest.approx(((expected * mask).sum() / mask.sum()).item())
     assert "entropy" not in grpo_loss(alone, batch)[1]
     assert torch.equal(*(torch.autograd.grad(grpo_loss(alone, data)[0], output.log_probs)[0] for data in (batch, with_old)))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        partial(grpo_loss, clip_ratio_c=2.0, kl_coef=0.1, entropy_coef=0.02),
+        partial(grpo_loss, tis_cap=1.5, loss_agg_mode="seq-mean-token-mean"),
+        partial(gspo_loss, mis_bounds=(0.5, 2.0), importance_level="sequence"),
+        partial(cispo_loss, importance_veto=0.3),
+    ],
+)
+def test_on_policy_loss_gradient_and_metrics_are_those_of_old_log_probs_of_the_pass_itself(loss: partial[Any]) -> None:
+    sequences = random_sequences(19)
+    output, batch = pack(sequences, batch_meta(sequences))
+    fields = {name: value for name, value in batch.token_fields.items() if name != "old_log_probs"}
+    before = {**fields, "old_log_probs": output.log_probs.detach().clone()}
+    found = []
+    for options, given in (
+        ({}, before),
+        ({"on_policy": True}, fields),
+        # Those of another pass are not read.
+        ({"on_policy": True}, batch.token_fields | {"old_entropy": torch.full_like(output.log_probs, 9.0)}),
+    ):
+        model = ModelOutput(*(value.detach().clone().requires_grad_() for value in output[:2]))
+        value, metrics = loss.func.with_options(**loss.keywords, **options)(model, replace(batch, token_fields=given))
+        value.backward()
+        assert not any(isinstance(each, Tensor) and each.requires_grad for pair in metrics.values() for each in pair)
+        found.append((value.detach(), model.log_probs.grad, metrics))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+    assert {"log_prob_gap", "rollout_kl", "entropy", "clip_fraction", "approx_kl"} <= found[1][2].keys()
 
 
 def test_the_straight_through_kl_has_the_value_of_k3_and_the_gradient_of_k2() -> None:

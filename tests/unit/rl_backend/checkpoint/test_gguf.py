@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_backend.checkpoint.gguf import import_gguf
-from rl_backend.contracts import CheckpointError, UnsupportedError
+from rl_backend.contracts import CheckpointError
 from tests.support.families import load_native, run_native, run_transformers
 from tests.support.gguf_files import CHAT, write_gguf
 from tests.support.libraries import smollm2, smollm2_gguf
@@ -90,8 +91,8 @@ def test_files_and_places_that_cannot_be_are_refused(tmp_path: Path, monkeypatch
         import_gguf(file, tmp_path)
     with pytest.raises(CheckpointError, match="is not a directory; create it first"):
         import_gguf(file, tmp_path / "absent" / "model")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match="pip install gguf"):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModuleNotFoundError, match="gguf"):
         import_gguf(file, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 

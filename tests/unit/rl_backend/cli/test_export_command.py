@@ -126,7 +126,10 @@ def test_an_exported_critic_is_one_of_transformers(saved: Saved, tmp_path: Path)
 
 REFUSALS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "several models": (("{step}",), "holds critic, policy; choose one with --name"),
-    "no such model": (("{step}", "--name", "actor"), "holds no 'actor', only critic, policy"),
+    "no such model": (
+        ("{step}", "--name", "actor"),
+        "no training checkpoint; there is no such directory",
+    ),
     "a name for one model": (("{step}/policy", "--name", "policy"), "--name policy is for a checkpoint of a run"),
     "all steps": (("{step}/..",), "holds the steps 2 of a run; give one, or "),
     "no checkpoint": (("{source}",), "is a Hugging Face directory"),

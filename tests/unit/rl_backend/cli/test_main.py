@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,6 +131,37 @@ def test_errors_of_an_example_are_a_message_if_they_are_ours(
         assert main(["sft", "--debug", "plan"]) == status
         assert capsys.readouterr().err == "error: odd\n"
     assert given == [("sft", ["--debug", "plan"])]
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("gguf", "the package gguf is not installed: pip install gguf"),
+        ("reasoning_gym", "the package reasoning_gym is not installed: pip install reasoning-gym"),
+        ("yaml", "the package yaml is not installed: pip install pyyaml"),
+    ],
+)
+def test_a_package_that_is_missing_is_one_sentence(
+    missing: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(doctor, "run", lambda arguments: importlib.import_module(missing))
+    monkeypatch.setattr(main_module, "run_example", lambda name, options: importlib.import_module(missing))
+    for command_line in (["doctor"], ["grpo"]):
+        assert main(command_line) == 2
+        assert capsys.readouterr() == ("", f"error: {said}\n")
+    with pytest.raises(ModuleNotFoundError):
+        main(["doctor", "--debug"])
+
+
+@pytest.mark.parametrize("name", ["yaml.nothing", "rl_backend", None])
+def test_a_module_that_is_missing_from_a_package_is_a_mistake(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> int:
+        raise ModuleNotFoundError("no module", name=name)
+
+    monkeypatch.setattr(main_module, "run_example", fail)
+    with pytest.raises(ModuleNotFoundError):
+        main(["grpo"])
 
 
 def test_the_status_of_a_command_is_that_of_its_run(

@@ -36,7 +36,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--model {missing}", "hf_path '{missing}' is not a directory; "),
+        ("--model {missing}", "{missing}/config.json cannot be read ("),
         (
             "--model {model} --candidate megatorn",
             "unknown runtime 'megatorn'; known: bridge, ",

@@ -199,7 +199,7 @@ def test_the_output_on_the_page_is_that_of_its_command(
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is not a directory" in refusal(capsys, "--model", str(tmp_path / "none"), "--ranks", "1")
+    assert "config.json cannot be read (" in refusal(capsys, "--model", str(tmp_path / "none"), "--ranks", "1")
     assert "config.json" in refusal(capsys, "--model", str(tmp_path), "--ranks", "1")
 
 

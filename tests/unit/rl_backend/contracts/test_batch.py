@@ -55,7 +55,7 @@ def test_a_batch_that_comes_to_the_host_is_there_when_it_is_returned(monkeypatch
 
 def test_splitting_gives_one_tensor_per_sequence() -> None:
     assert [row.tolist() for row in batch().split(torch.arange(6))] == [[0, 1, 2], [3], [4, 5]]
-    with pytest.raises(BatchError, match="5 rows cannot be split into 6 tokens"):
+    with pytest.raises(RuntimeError, match="expects split_sizes to sum exactly to 5"):
         batch().split(torch.arange(5))
 
 
@@ -84,9 +84,9 @@ def test_moving_a_batch_keeps_lengths_meta_and_payload_and_moves_the_rest() -> N
         ({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, r"input_ids has shape \(2, 3\)"),
         ({"input_ids": torch.zeros(6)}, "dtype torch.float32"),
         ({"input_ids": torch.zeros(0, dtype=torch.int64), "seq_lens": torch.zeros(0, dtype=torch.int64)}, "T >= 1"),
-        ({"seq_lens": torch.tensor([3, 2])}, r"seq_lens \[3, 2\] must be positive and sum to the 6 tokens"),
-        ({"seq_lens": torch.tensor([6, 0])}, r"seq_lens \[6, 0\] must be positive"),
-        ({"seq_lens": torch.tensor([3.0, 3.0])}, "seq_lens must be a"),
+        ({"seq_lens": torch.tensor([3, 2])}, r"seq_lens \[3, 2\] must be .* positive, with the sum 6"),
+        ({"seq_lens": torch.tensor([6, 0])}, r"seq_lens \[6, 0\] must be .* positive"),
+        ({"seq_lens": torch.tensor([3.0, 3.0])}, r"seq_lens \[3\.0, 3\.0\] must be a"),
         ({"token_fields": {"loss_mask": torch.ones(5)}}, r"token field 'loss_mask' has shape \(5,\).* must be 6"),
         ({"token_fields": {"loss_mask": torch.ones(7)}}, r"token field 'loss_mask' has shape \(7,\).* must be 6"),
         (
@@ -108,7 +108,7 @@ def test_shapes_that_do_not_fit_are_refused_by_name(changes: dict[str, Any], mes
     [
         (lambda: TokenSequence(torch.zeros(1, 3, dtype=torch.int64)), "no batch dimension"),
         (lambda: TokenSequence(torch.zeros(0, dtype=torch.int64)), "L >= 1"),
-        (lambda: TokenSequence(torch.zeros(3, dtype=torch.int32)), "expected torch.int64"),
+        (lambda: TokenSequence(torch.zeros(3, dtype=torch.int32)), "dtype torch.int32"),
         (lambda: TokenSequence(torch.arange(3), {"mask": torch.ones(2)}), "'mask' has shape"),
         (lambda: TokenSequence(torch.arange(3), {"mask": torch.ones(4)}), "'mask' has shape"),
         (lambda: TokenSequence.from_prompt_and_response([], [1]), "a prompt of 0 and a response of 1 tokens"),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.contracts import ConfigError
 from rl_backend.data.datasets import data_files, open_rows
 from rl_backend.data.examples import DataConfig, read_examples
 from rl_backend.data.gym import compute_score
@@ -96,10 +94,3 @@ def test_the_reward_is_loaded_by_its_name() -> None:
     gym()
     scorer = RewardConfig(functions="rl_backend.data.gym:compute_score").load()
     assert [each.spec for each in scorer.rewards] == ["rl_backend.data.gym:compute_score"]
-
-
-def test_without_the_library_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(UnsupportedError, match=r"dataset='gym:chain_sum'.*pip install reasoning-gym"):
-        open_rows("gym:chain_sum")

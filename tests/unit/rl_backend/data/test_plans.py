@@ -97,10 +97,6 @@ def test_copies_are_of_the_shortest_each_as_often_as_any() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (([1], 0, 4), {}, "dp_size=0, max_tokens=4 and multiple_of=1 must be at least 1"),
-        (([1], 1, 0), {}, "dp_size=1, max_tokens=0 and multiple_of=1 must be at least 1"),
-        (([1], 1, 4), {"multiple_of": 0}, "dp_size=1, max_tokens=4 and multiple_of=0 must be"),
-        (([4, 0], 1, 4), {}, "sequence 1 has length 0; every sequence needs at least one token"),
         (([4, 5], 1, 4), {"fill": True}, "sequence 1 has 5 tokens, more than the budget of 4 for one micro-batch"),
         (
             ([4, 4, 4], 2, 4),

@@ -157,7 +157,7 @@ def test_routes_are_copied_and_asked_for_in_all_turns_of_a_segment() -> None:
         mixed.add([1, 2], generation([3], routes=np.zeros((2, 1, 1), dtype=np.uint8)))
     mixed.add([9], generation([3], routes=np.zeros((1, 1, 1), dtype=np.uint8)))
     assert [each.routes is None for each in mixed.segments()] == [True, False]
-    with pytest.raises(BatchError, match="a turn of 1 tokens after a prompt of 0; both need at least one"):
+    with pytest.raises(BatchError, match=r"a turn of 1 tokens after a prompt of 0 has .*at least one token of each"):
         mixed.add([], generation([3]))
-    with pytest.raises(BatchError, match="routes of 3 tokens; expected 2: prompt and generation but for the last token"):
+    with pytest.raises(BatchError, match=r"'routes': 3}; expected .*'routes': 2}"):
         mixed.add([5], generation([3, 4], routes=np.zeros((3, 1, 1), dtype=np.uint8)))

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from rl_backend.data import MicroBatchPlan
 from rl_backend.lab.parity.compare import (
+    Comparison,
     RankRecord,
+    StepNumbers,
     Tolerances,
     activation_difference,
+    compare,
     merge_ranks,
     number_difference,
     tensor_difference,
 )
-from tests.support.parity_records import SAME, compared, record, times, values
+from tests.support.parity_records import MODULES, SAME, TOLERANCES, compared, record, times, values
 
 
 @pytest.mark.parametrize(
@@ -124,8 +127,8 @@ def test_tolerances_of_losses_grow_with_the_steps(step: int, growth: int) -> Non
 
 
 def test_a_factor_multiplies_all_tolerances_but_that_of_loading() -> None:
-    assert Tolerances.of("bfloat16", 2.0) == pytest.approx((4e-3, 1e-1, 4e-2, 4e-1, 4e-1, 4e-3, 2e-2))
-    assert Tolerances.of("float32") == (0.0, 1e-5, 1e-5, 1e-4, 5e-4, 1e-6, 1e-5)
+    assert Tolerances.of("bfloat16", 2.0) == pytest.approx((4e-3, 1e-1, 4e-2, 4e-1, 4e-1, 4e-3, 2e-2, 4e-2, 2e-1))
+    assert Tolerances.of("float32") == (0.0, 1e-5, 1e-5, 1e-4, 5e-4, 1e-6, 1e-5, 1e-5, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -183,3 +186,38 @@ def test_a_side_is_put_together_in_the_order_of_its_sequences() -> None:
     assert side.log_probs.tolist() == [1.0, 2.0, 2.0, 3.0, 3.0, 3.0]
     assert side.activations.keys() == {"m"} and side.activations["m"].view(-1).tolist() == side.log_probs.tolist()
     assert (side.losses, side.grad_norms) == ([2.5, 5.0], [3.0, 4.0]) and side.loaded_weights["w"].tolist() == [1.0]
+
+
+def test_what_the_reference_differs_from_itself_is_allowed_threefold_from_then_on() -> None:
+    """Its loss is off by 1e-4 in the second step and by nothing in the third."""
+    again = StepNumbers([2.0, 1.5 * (1 + 1e-4), 1.0], [4.0, 3.0, 2.0])
+
+    def losses(second: float, third: float) -> Comparison:
+        off = record(losses=[2.0, 1.5 * (1 + second), 1.0 + third])
+        return compare(record(), off, TOLERANCES, MODULES, again)
+
+    allowed = losses(2.9e-4, 2.9e-4)
+    assert allowed.first_divergence is None
+    assert [step.loss_difference.tolerance for step in allowed.steps] == pytest.approx([1e-6, 3e-4, 3e-4])
+    assert allowed.largest_floor == pytest.approx((1e-4, 0.0)) and allowed.largest_alone is None
+    found = losses(0.0, 3.1e-4).first_divergence
+    assert found is not None and (found.stage, found.step, found.alone) == ("loss", 2, False)
+
+
+@pytest.mark.parametrize(("stage", "loss", "norm"), [("loss", 1.1e-5, 0.0), ("grad norm", 0.9e-5, 1.1e-3)])
+def test_a_step_that_starts_from_the_same_weights_is_judged_alone(stage: str, loss: float, norm: float) -> None:
+    """The same trajectory in the running comparison, so that nothing else is over."""
+    again = StepNumbers(SAME.losses, SAME.grad_norms)
+    alone = StepNumbers([1.5, 1.0 + loss], [3.0, 2.0 * (1 + norm)])
+    comparison = compare(SAME, record(), TOLERANCES, MODULES, again, alone)
+    found = comparison.first_divergence
+    assert found is not None and (found.stage, found.step, found.alone) == (stage, 2, True)
+    assert comparison.steps[0].alone is None
+    assert comparison.largest_alone == pytest.approx((loss, norm))
+
+
+def test_the_floor_of_a_later_step_excuses_nothing_in_the_first() -> None:
+    again = StepNumbers([2.1, 1.6, 1.1], [4.0, 3.0, 2.0])
+    off = record(losses=[2.0 * (1 + 1e-5), 1.5, 1.0])
+    found = compare(record(), off, TOLERANCES, MODULES, again).first_divergence
+    assert found is not None and (found.stage, found.step) == ("loss", 0)

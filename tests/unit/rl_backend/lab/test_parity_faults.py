@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.lab.parity.compare import Comparison, SideRecord, Tolerances, compare, merge_ranks
+from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.lab.parity import rank, transformers_side
+from rl_backend.lab.parity.compare import Comparison, SideRecord, Tolerances, compare, merge_ranks, merge_steps
 from rl_backend.lab.parity.config import DType, ParityConfig, ParitySide, plan_batch
 from rl_backend.lab.parity.rank import record_runtime
 from rl_backend.lab.parity.run import required_modules
@@ -58,7 +60,8 @@ def compare_on(model: Path, reference: SideRecord, candidate: SideRecord, dtype:
         ("gradient", "gradient", 0, "model.layers.1.self_attn.o_proj.weight"),
         ("missing gradient", "gradient", 0, "model.layers.1.mlp.up_proj.weight"),
         ("decay groups", "weights", 0, "model.layers.0.input_layernorm.weight"),
-        ("late", "loss", 3, ""),
+        ("log-probs", "loss", 0, ""),
+        ("late", "loss", 2, ""),
     ],
 )
 def test_the_first_place_where_two_sides_part_is_named(
@@ -69,6 +72,33 @@ def test_the_first_place_where_two_sides_part_is_named(
     assert (divergence.stage, divergence.step, divergence.difference.name) == (stage, step, name)
     assert divergence.difference.missing_from == ("candidate" if fault.startswith("missing") else None)
     assert divergence.difference.excess > 2
+
+
+@pytest.mark.shows("parity: each step starts from the reference's weights, so a wrong step is told from one that follows it")
+@pytest.mark.parametrize(
+    ("runtime", "lora"),
+    [("transformers", None), ("native", None), ("transformers", LoRAConfig(rank=4, targets=("q_proj",)))],
+    ids=["transformers", "native", "LoRA"],
+)
+def test_each_step_is_taken_from_the_weights_that_the_reference_had(
+    tied_model: Path, tmp_path: Path, runtime: str, lora: LoRAConfig | None
+) -> None:
+    """With other betas the weights differ from the third step on, but no step that starts from the same."""
+    side = ParitySide(runtime=runtime)
+    module = transformers_side if runtime == "transformers" else rank
+    candidate = ParitySide(runtime="faulty", options={"fault": "betas" if lora is None else "none"})
+    config = make_config(tied_model, candidate, steps=4, lr=1e-3, lora=lora).replace(reference=side)
+    whole = merge_steps([module.record_again(config, side, tmp_path)], 1)
+    alone = merge_steps([rank.record_alone(config, config.candidate, tmp_path)], 1)
+    assert alone.losses == pytest.approx(whole.losses[1:], rel=1e-6)
+    assert alone.grad_norms == pytest.approx(whole.grad_norms[1:], rel=1e-5)
+    assert whole.losses[0] > whole.losses[1] > whole.losses[2] > whole.losses[3]
+    if lora is None:
+        running = record_runtime(config, config.candidate, 0)
+        assert running.losses[2:] != pytest.approx(whole.losses[2:], rel=1e-5)
+    else:
+        theirs = merge_steps([transformers_side.record_alone(config, side, tmp_path)], 1)
+        assert theirs.losses == pytest.approx(whole.losses[1:], rel=1e-6)
 
 
 def test_betas_show_in_a_later_step_because_adams_first_has_one_size_whatever_they_are(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from rl_backend.contracts import ConfigError, ModelOptions, UnsupportedError
+from rl_backend.contracts import ModelOptions, UnsupportedError
 from rl_backend.model import find_model
 from rl_backend.model.blocks import LayerNorms, RouterInput
 from rl_backend.model.decoder import DecoderLayer
@@ -201,15 +201,6 @@ def test_what_a_variant_does_not_honour_is_refused_by_name(model: str, field: st
 def test_a_part_of_a_head_that_is_no_even_number_of_features_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"head_dim=80: .* needs an even number, and rotates 27 with 0\.34"):
         parse("phi-2", partial_rotary_factor=0.34)
-
-
-def test_fields_that_would_say_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"NormSpec\.bias=True"):
-        NormSpec(1e-6, bias=True)
-    with pytest.raises(ConfigError, match=r"GQASpec\.joint_qk_norm=True"):
-        replace(attention(parse("phi-2")), joint_qk_norm=True)
-    with pytest.raises(ConfigError, match=r"DecoderSpec\.head_bias=True"):
-        replace(parse("gemma-2b"), head_bias=True)
 
 
 @pytest.mark.parametrize("name", HF_ACTIVATIONS)

@@ -299,3 +299,24 @@ def test_a_bias_of_the_head_is_added_before_the_temperature_and_has_its_gradient
         gradients.append(torch.autograd.grad(total, head.bias))
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(gradients[0], gradients[1], atol=tolerance, rtol=tolerance)
+
+
+def test_an_entropy_that_is_a_metric_alone_changes_no_gradient_and_costs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        log_prob,
+        "gradients_of",
+        lambda *given, real=log_prob.gradients_of: seen.append(given[2].entropy) or real(*given),
+    )
+    gradients = []
+    for calculate_entropy in (False, True):
+        hidden, weight, labels = make_inputs()
+        found = next_token_log_probs(hidden, weight, labels, chunk_tokens=5, calculate_entropy=calculate_entropy)
+        gradients.append(torch.autograd.grad(found.log_probs.square().sum(), (hidden, weight)))
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    assert seen == [None, None]
+    # And an entropy whose log-probs nobody asks for.
+    hidden, weight, labels = make_inputs()
+    expected = torch.autograd.grad(full_softmax(hidden, weight, labels).entropy.sum(), hidden)
+    found = next_token_log_probs(hidden, weight, labels, chunk_tokens=5, calculate_entropy=True)
+    torch.testing.assert_close(torch.autograd.grad(found.entropy.sum(), hidden), expected)

@@ -25,7 +25,7 @@ HIDDEN, VOCABULARY = 4, 11
 def tokens_of(count: int, *, several: bool = False, temperature: Tensor | float = 1.0, start: int = 0) -> Tokens:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(count, HIDDEN, generator=generator)
-    labels = torch.arange(count) % VOCABULARY
+    labels = torch.arange(count)[:, None] % VOCABULARY
     active = torch.ones(count, dtype=torch.bool)
     return Tokens.select(hidden, labels, temperature, active, start, several=several)[0]
 
@@ -57,12 +57,12 @@ def test_chunks_are_full_or_where_adapters_share_as_equal_as_can_be(
 
 
 def test_the_tokens_at_work_are_chosen_with_their_temperatures_and_products() -> None:
-    hidden, labels = torch.randn(5, HIDDEN), torch.arange(5) * 2
+    hidden, labels = torch.randn(5, HIDDEN), torch.arange(5)[:, None] * 2
     active = torch.tensor([False, True, True, False, True])
     narrow, matrix = torch.randn(5, 2), torch.randn(VOCABULARY, 2)
     by_token = torch.linspace(0.5, 2.5, 5)
     tokens, positions = Tokens.select(hidden, labels, by_token, active, 3, LowRank(narrow, matrix, torch.zeros_like(matrix)))
-    assert positions.tolist() == [1, 2, 4] and tokens.labels.tolist() == [2, 4, 8] and tokens.start == 3
+    assert positions.tolist() == [1, 2, 4] and tokens.labels.tolist() == [[2], [4], [8]] and tokens.start == 3
     assert torch.equal(tokens.hidden, hidden[positions])
     assert tokens.temperature is not None and tokens.temperature.tolist() == [[1.0], [1.5], [2.5]]
     assert tokens.added is not None and torch.equal(tokens.added.narrow, narrow[positions])
@@ -77,7 +77,7 @@ def test_the_tokens_at_work_are_chosen_with_their_temperatures_and_products() ->
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 16), (3, 16), (15, 16), (16, 16), (17, 17), (0, 0)])
 def test_few_tokens_of_several_adapters_are_made_enough(count: int, expected: int) -> None:
-    hidden, labels, active = torch.randn(20, HIDDEN), torch.arange(20), torch.arange(20) >= 20 - count
+    hidden, labels, active = torch.randn(20, HIDDEN), torch.arange(20)[:, None], torch.arange(20) >= 20 - count
     tokens, positions = Tokens.select(hidden, labels, 1.0, active, 0, several=True)
     first = [20 - count] * (expected - count)
     assert positions.tolist() == [*range(20 - count, 20), *first] and len(tokens.hidden) == expected
@@ -86,8 +86,8 @@ def test_few_tokens_of_several_adapters_are_made_enough(count: int, expected: in
 
 
 def test_all_tokens_of_a_plan_are_at_work() -> None:
-    hidden, labels = torch.empty(7, HIDDEN, device="meta"), torch.empty(7, dtype=torch.int64, device="meta")
-    tokens, positions = Tokens.select(hidden, labels, 1.0, labels != -100, 0)
+    hidden, labels = torch.empty(7, HIDDEN, device="meta"), torch.empty(7, 1, dtype=torch.int64, device="meta")
+    tokens, positions = Tokens.select(hidden, labels, 1.0, (labels != -100).any(1), 0)
     assert tokens.hidden.shape == (7, HIDDEN) and positions.shape == (7,) and positions.is_meta
 
 
@@ -98,12 +98,12 @@ def test_a_tile_has_the_logits_of_its_tokens_and_words(temperature: Tensor | flo
     tokens = tokens_of(9, temperature=temperature, start=20)
     narrow, matrix = torch.randn(9, 2, generator=generator), torch.randn(VOCABULARY, 2, generator=generator)
     weight, bias = torch.randn(VOCABULARY, HIDDEN, generator=generator), torch.randn(VOCABULARY, generator=generator)
-    labels = torch.tensor([0, 0, 0, 25, 29, 24, 30, -100, 0])
+    labels = torch.tensor([[0, 0], [0, 0], [0, 0], [25, 30], [29, 25], [24, 29], [30, -100], [-100, 26], [0, 0]])
     tokens = tokens._replace(labels=labels, added=LowRank(narrow, matrix, torch.zeros_like(matrix)), bias=bias)
     chunk, words = slice(3, 8), slice(5, 10)
     tile = Tile.of(tokens, chunk, weight, words)
-    assert tile.inside.tolist() == [True, True, False, False, False]
-    assert tile.column.squeeze(1).tolist() == [0, 4, 0, 0, 0]
+    assert tile.inside.tolist() == [[True, False], [True, True], [False, True], [False, False], [False, True]]
+    assert tile.column.tolist() == [[0, 0], [4, 0], [0, 4], [0, 0], [0, 1]]
     found = tile.logits(torch.full((40,), 7.0))
     whole = tokens.hidden @ weight.t() + narrow @ matrix.t() + bias
     whole = whole / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
@@ -161,7 +161,7 @@ def test_sums_are_float32_or_better() -> None:
 
 def test_a_probability_of_0_has_no_gradient_of_entropy() -> None:
     weight = torch.tensor([[0.0], [1.0], [-1.0]])
-    tokens = Tokens(torch.tensor([[2000.0]]), torch.tensor([1]), None, 0)
+    tokens = Tokens(torch.tensor([[2000.0]]), torch.tensor([[1]]), None, 0)
     tile = Tile.of(tokens, slice(0, 1), weight, slice(0, 3))
     one = torch.ones(1, 1)
     gradient = NextTokenGradient(0 * one, one, 0 * one, 2000.0 * one)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -145,6 +148,40 @@ def test_experts_choose_their_kernels_as_without_adapters(monkeypatch: pytest.Mo
     assert getattr(unquantized_fused_moe_method, choose)(config) == ("chosen", False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("slots", [[2, 2, 2, 2, 2], [0, -1, 2, 0, 2], [-1, -1, -1, -1, -1]])
+def test_products_with_adapters_are_vllms_whatever_slots_rows_have(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, slots: list[int]
+) -> None:
+    names = "bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"
+    before = {name: getattr(lora_ops, name) for name in names}
+    for module, name in itertools.product((lora_ops, punica_cpu), names):
+        monkeypatch.setattr(module, name, before[name])
+    patches.multiply_adapters_once_for_all_rows()
+    drawn = torch.Generator().manual_seed(0)
+    x, a, b = (torch.randn(*shape, generator=drawn).to(dtype) for shape in ((5, 7), (3, 1, 4, 7), (3, 1, 9, 4)))
+    narrow, wide = (torch.randn(5, size, generator=drawn).to(dtype) for size in (4, 12))
+    calls: list[tuple[str, Any, Tensor, tuple[Any, ...]]] = [
+        ("bgmv_shrink", (x, a), torch.zeros(5, 6, dtype=torch.float64 if dtype == torch.float64 else torch.float32), (0.5,)),
+        ("bgmv_expand", (narrow, b), wide, (True,)),
+        ("bgmv_expand", (narrow, b), wide, (False,)),
+        ("bgmv_expand", (narrow, b), wide[:, :8], (True,)),
+        ("bgmv_expand_slice", (narrow, b), wide, (2, 9, True)),
+        ("bgmv_expand_slice", (narrow, b[:, 0]), wide, (3, 9, False)),
+    ]
+    for name, given, out, options in calls:
+        expected, found = out.clone(), out.clone()
+        before[name](*given, expected, torch.tensor(slots), *options)
+        getattr(punica_cpu, name)(*given, found, torch.tensor(slots), *options)
+        torch.testing.assert_close(found, expected)
+    # A prompt's rows come by runs of one adapter, and end in the same products.
+    starts, lengths, which = torch.tensor([0, 2]), torch.tensor([2, 3]), torch.tensor([slots[0], slots[-1]])
+    found, expected = wide.clone(), wide.clone()
+    lora_ops.sgmv_expand_slice(narrow, b, found, starts, lengths, which, 2, 3, 5, 1, 9, True)
+    before["bgmv_expand_slice"](narrow, b, expected, which.repeat_interleave(lengths), 1, 9, True)
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_token_in_the_middle_of_a_prompt_leaves_its_generator_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     generators = {index: torch.Generator().manual_seed(index) for index in (0, 1, 3, 4)}
     mask = SimpleNamespace(np=[True, False, True, False, True, True])
@@ -184,6 +221,7 @@ def test_a_token_in_the_middle_of_a_prompt_leaves_its_generator_as_it_was(monkey
         (patches.rotate_views_outside_the_kernel, RotaryEmbedding, "forward_cpu"),
         (patches.route_by_sigmoid_without_groups, CPURouter, "__init__"),
         (patches.turn_generators_back, CPUModelRunner, "_sample"),
+        (patches.multiply_adapters_once_for_all_rows, punica_cpu, "bgmv_shrink"),
     ],
 )
 def test_a_gpu_keeps_vllms_own_functions(monkeypatch: pytest.MonkeyPatch, change: Any, owner: type, name: str) -> None:

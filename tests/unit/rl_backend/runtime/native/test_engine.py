@@ -260,7 +260,7 @@ def test_checkpoint_requests_that_cannot_be_served_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="asynchronous=False"):
         runtime.save_checkpoint(handle, tmp_path / "hf", hf=True, asynchronous=True)
-    with pytest.raises(CheckpointError, match="not a directory"):
+    with pytest.raises(CheckpointError, match="there is no such directory"):
         runtime.load_checkpoint(handle, tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="Hugging Face directory"):
         runtime.load_checkpoint(handle, tied_model)
