@@ -133,4 +133,20 @@ FAULTS = [
         ("test_rows_that_the_run_could_not_read_refuse_it",),
         "check would pass a run whose data cannot be read",
     ),
+    Fault(
+        "ends-that-disagree-are-not-named",
+        "actors.collect.stop_tokens:disagreement_of_ends",
+        "if named and end not in named:",
+        "if not named and end not in named:",
+        ("test_ends_that_disagree_are_named",),
+        "nobody would see that rows of text teach an end that the model's engines do not wait for",
+    ),
+    Fault(
+        "columns-of-reward-functions-not-required",
+        "rl_backend.data.examples:_Reader.__init__",
+        "if name not in columns",
+        "if name in ()",
+        ("test_columns_that_a_function_takes_must_be_in_each_row",),
+        "a run would end in its first step, when the function is called without its column",
+    ),
 ]
