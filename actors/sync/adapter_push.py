@@ -34,6 +34,7 @@ from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import (
     EngineDeadError,
     RLBackendError,
+    RolloutError,
     TokenSequence,
     UnsupportedError,
     WeightCheckError,
@@ -263,6 +264,37 @@ class AdapterPush:
         # Not waited for: it comes after what was asked of the engine before, and before what is asked of it later.
         calls = engines.start_call("drop_adapter", pushed.adapter) if engines.engines else {}
         self._rollout.lora.free(pushed, calls.values())
+
+
+def push_directory(rollout: RolloutGroup, name: str, directory: Path | str) -> AdapterVersion:
+    """Serves the adapter of a directory in peft's format under a name of its own, as it is and without a trainer.
+
+    ``RolloutGroup.generate(adapter=name)`` samples with it from then on, and ``remove_adapter(name)`` frees it. The
+    directory is read here, once; engines get its factors, even those that are restarted later.
+
+    Raises:
+        CheckpointError, UnsupportedError: a directory that cannot be read, or holds more than plain factors.
+        RolloutError: the name is taken, or an adapter is merged into the engines' weights.
+        WeightCheckError: values that are not finite, or an adapter that does not fit the model.
+    """
+    packed = PackedFactors.read(directory, rollout.config.dtype)
+    if factor := packed.not_finite():
+        raise WeightCheckError(f"{directory}: {factor} has values that are not finite; nothing was sent", name=factor)
+    rank = max(shape[0] for factor, shape in packed.shapes.items() if factor.removesuffix(".weight").endswith("_A"))
+    pushed = PushedAdapter(AdapterVersion(name, 0, next(_numbers), rank), ray.put(packed), packed.digest)
+    with rollout.engine_set.changing:
+        if name in rollout.adapters:
+            raise RolloutError(f"adapter={name!r} is served already; choose another name, or remove_adapter() it", name=name)
+        rollout.lora.require_pushable(pushed.adapter)
+        engines = rollout.engine_set.fixed()
+        try:
+            _raise_refusal(engines.call("push_adapter", *pushed))
+        except BaseException:
+            if engines.engines:
+                engines.start_call("drop_adapter", pushed.adapter)
+            raise
+        rollout.lora.switch(pushed)
+    return pushed.adapter
 
 
 def _raise_refusal(outcomes: Mapping[int, Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.wire.segment import Segment, map_segment
+from rl_backend.checkpoint.peft_files import read_peft_directory
 from rl_backend.contracts import dtype_from_name
+from rl_backend.contracts.lora import part_name
 from rl_backend.weights.inspection import RunningDigest, has_non_finite
 
 
@@ -101,6 +104,21 @@ class PackedFactors:
         """Packs float32 factors on the CPU, each multiplied by its scale."""
         shapes = {name: tuple(factor.shape) for name, (factor, _) in factors.items()}
         return cls.pack(shapes, ((name, *factor) for name, factor in factors.items()), dtype)
+
+    @classmethod
+    def read(cls, directory: Path | str, dtype: str) -> PackedFactors:
+        """Packs those of a directory in peft's format, the scales multiplied into B.
+
+        Raises:
+            CheckpointError, UnsupportedError: as :func:`~rl_backend.checkpoint.peft_files.read_peft_directory`.
+        """
+        found: dict[str, tuple[Tensor, float]] = {}
+        adapter = read_peft_directory(directory)
+        for module, parts in adapter.parts.items():
+            for part, tensor in parts.items():
+                scale = adapter.scales[module] if part == "B" else 1.0
+                found[part_name(module, adapter.kinds[module], part)] = tensor, scale
+        return cls.of(found, dtype)
 
     @classmethod
     def pack(

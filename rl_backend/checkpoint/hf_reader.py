@@ -221,8 +221,10 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 def _read_json_object(file: Path, remedy: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         problem = f"cannot be read ({error})"
+    except (ValueError, RecursionError) as error:
+        problem = f"cannot be read as JSON ({error})"
     else:
         if isinstance(content, dict):
             return content

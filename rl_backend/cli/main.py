@@ -25,6 +25,7 @@ COMMANDS = {
     "import": ("rl_backend.cli.import_model", "write a Hugging Face directory from a GGUF file"),
     "example": ("rl_backend.cli.example", "run an example script, or say where it is, to be copied"),
     "report": ("rl_backend.cli.report", "make report.html of a run folder again"),
+    "serve": ("rl_backend.cli.serve", "let others train and sample a model over HTTP, with the SDK of Tinker or of OpenAI"),
     "completion": ("rl_backend.cli.completion", "print a script with which bash or zsh completes commands and options"),
     "gpu-check": ("rl_backend.cli.gpu_check", "run the tests that need a GPU and write a JSON result"),
 }

@@ -10,9 +10,7 @@ from torch import Tensor
 from actors.rollout.engine.in_process import VllmInProcess, lora_request
 from actors.rollout.messages import AdapterVersion
 from actors.wire.factors import FactorMemories, PackedFactors, SharedFactors
-from rl_backend.checkpoint.peft_files import read_peft_directory
 from rl_backend.contracts import RolloutError, WeightCheckError
-from rl_backend.contracts.lora import part_name
 
 
 class AdapterStore:
@@ -41,7 +39,7 @@ class AdapterStore:
             self.keep(adapter, factors.tensors(self._memories), digest)
             self._shared.add(adapter.number)
         else:
-            held = self._read(factors) if isinstance(factors, str) else factors
+            held = PackedFactors.read(factors, self._vllm.config.dtype) if isinstance(factors, str) else factors
             self.keep(adapter, held.tensors(), digest)
         self.load(adapter)
 
@@ -118,15 +116,6 @@ class AdapterStore:
     def _require_kept(self, adapter: AdapterVersion) -> None:
         if adapter.number not in self._kept:
             raise RolloutError(f"{self._vllm.name} does not have {adapter.name}: push it", engine=self._vllm.name)
-
-    def _read(self, directory: str) -> PackedFactors:
-        found: dict[str, tuple[Tensor, float]] = {}
-        adapter = read_peft_directory(directory)
-        for module, parts in adapter.parts.items():
-            for part, tensor in parts.items():
-                scale = adapter.scales[module] if part == "B" else 1.0
-                found[part_name(module, adapter.kinds[module], part)] = tensor, scale
-        return PackedFactors.of(found, self._vllm.config.dtype)
 
     def _unload(self, number: int) -> None:
         del self._loaded[number]

@@ -1,0 +1,380 @@
+"""The server's routes: Tinker's API as the SDK calls it, OpenAI's beside it, a status page and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from html import escape
+from typing import Annotated, Any
+
+import zstandard
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+
+from actors.serve.openai import add_openai
+from actors.serve.server import BusyError, Server, UnknownError, as_object, shown_time
+from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS, SESSIONS, Result
+from actors.serve.training import Pass, Step
+from actors.serve.wire import read_header
+from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
+
+LONG_POLL_SECONDS = 25.0  # the SDK gives up on a call after 45 s and asks again
+MOST_JSON, MOST_BODY, MOST_UNPACKED = 8 << 20, 64 << 20, 256 << 20
+"""Bytes of a request: of JSON, of data as they are sent, and of data unpacked."""
+_HEADER = 4096
+_CONFIG = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": True}
+_NOT_SERVED = {
+    "POST /create_custom_loss": "custom losses on the server",
+    "POST /join_sampling_session": "join_sampling_session",
+    "POST /retrieve_futures": "retrieve_futures",
+    "POST /save_weights_external": "save_weights_external",
+    "POST /copy_weights": "copy_weights",
+    "POST /training_runs/{run}/checkpoints/{kind}/{name}/publish": "publishing of checkpoints",
+    "DELETE /training_runs/{run}/checkpoints/{kind}/{name}/publish": "publishing of checkpoints",
+    "PUT /training_runs/{run}/checkpoints/{kind}/{name}/ttl": "lifetimes of checkpoints",
+    "POST /sessions/search": "search of sessions",
+}
+
+
+def owner_of(request: Request) -> str:
+    """The name behind a request's key; without keys in the store everybody here is one.
+
+    A request without any key is refused even then: pages in a browser can send those to a server on this machine.
+    """
+    server: Server = request.app.state.server
+    key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    if not key:
+        raise HTTPException(401, "no key: send X-API-Key, or Authorization: Bearer")
+    if not server.store.has_keys:
+        return "local"
+    owner = server.store.owner_of(key)
+    if owner is None:
+        raise HTTPException(401, "the key is not known; rl-backend serve --new-key NAME makes one")
+    return owner
+
+
+Owner = Annotated[str, Depends(owner_of)]
+
+
+async def asked_in(request: Request) -> dict[str, Any]:
+    body, whole = await _body(request, MOST_JSON)
+    if not whole:
+        raise HTTPException(413, f"more than {MOST_JSON} bytes of JSON")
+    return as_object(body)
+
+
+Asked = Annotated[dict[str, Any], Depends(asked_in)]
+
+
+def make_app(server: Server) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        sweeping = asyncio.create_task(server.sweep())
+        yield
+        sweeping.cancel()
+        with suppress(asyncio.CancelledError):
+            await sweeping
+
+    app = FastAPI(title="rl-backend", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.server = server
+    app.add_exception_handler(UnknownError, lambda _, error: JSONResponse({"detail": str(error)}, 404))
+    app.add_exception_handler(BusyError, lambda _, error: JSONResponse({"detail": str(error)}, 429))
+    app.add_exception_handler(RLBackendError, lambda _, error: JSONResponse({"detail": str(error)}, 400))
+    app.add_exception_handler(KeyError, lambda _, error: JSONResponse({"detail": f"body: {error} is missing"}, 400))
+    for kind in (TypeError, ValueError, AttributeError):
+        app.add_exception_handler(kind, lambda _, error: JSONResponse({"detail": f"body: {error}"}, 400))
+    api = APIRouter(prefix="/api/v1")
+    _add_sessions(api, server)
+    _add_training(api, server)
+    _add_sampling(api, server)
+    _add_lists(api, server)
+    for route, what in _NOT_SERVED.items():
+        method, path = route.split()
+        api.add_api_route(path, _refusal(what), methods=[method])
+    app.include_router(api)
+    add_openai(app, server, Owner, Asked)
+    _add_pages(app, server)
+    return app
+
+
+def _refusal(what: str) -> Any:
+    def refuse(owner: Owner) -> None:
+        raise UnsupportedError(f"{what}: not served here; docs/serve.md lists what is")
+
+    return refuse
+
+
+def _add_sessions(api: APIRouter, server: Server) -> None:
+    @api.post("/client/config")
+    def config(owner: Owner) -> Any:
+        return _CONFIG
+
+    @api.post("/client/dynamic_config")
+    def dynamic_config(owner: Owner) -> Any:
+        return {"sample_cancel_enabled": False}
+
+    @api.get("/healthz")
+    def health() -> Any:
+        if server.training.failed:
+            raise HTTPException(503, server.training.failed)
+        return {"status": "ok"}
+
+    @api.get("/get_server_capabilities")
+    def capabilities(owner: Owner) -> Any:
+        model = {"model_name": server.name, "max_context_length": server.longest, "trainable": True, "sampleable": True}
+        return {"supported_models": [model]}
+
+    @api.post("/create_session")
+    async def create_session(owner: Owner, asked: Asked) -> Any:
+        return server.create_session(owner, asked)
+
+    @api.post("/session_heartbeat")
+    async def heartbeat(owner: Owner, asked: Asked) -> Any:
+        if not server.beat(owner, asked["session_id"]):
+            raise HTTPException(410, "the session has ended")
+        return {"type": "session_heartbeat"}
+
+    @api.post("/sessions/{session}/finish")
+    async def finish(owner: Owner, session: str) -> Any:
+        if server.store.get(SESSIONS, id=session, owner=owner) is None:
+            raise UnknownError(f"session {session!r} is not known")
+        await server.end_session(session, "the session was finished")
+
+    @api.post("/telemetry")
+    async def telemetry(request: Request) -> Any:
+        # Not kept, and not read: what failed is reported with the headers of requests, keys included.
+        await _body(request, 0)
+        return {"status": "accepted"}
+
+
+def _add_training(api: APIRouter, server: Server) -> None:
+    @api.post("/create_model")
+    async def create_model(owner: Owner, asked: Asked) -> Any:
+        return server.create_model(owner, asked)
+
+    @api.post("/get_info")
+    async def get_info(owner: Owner, asked: Asked) -> Any:
+        run = server.require_run(owner, asked["model_id"])
+        data = {"arch": "decoder", "model_name": run["base_model"], "tokenizer_id": run["base_model"]}
+        return {
+            "type": "get_info",
+            "model_id": run["id"],
+            "model_data": data,
+            "model_name": run["base_model"],
+            "is_lora": True,
+            "lora_rank": run["lora"].get("rank", 32),
+        }
+
+    @api.post("/forward_backward")
+    async def forward_backward(owner: Owner, request: Request) -> Any:
+        body, whole = await _body(request, MOST_BODY)
+        unpacked, all_unpacked = body, True
+        if request.headers.get("content-encoding") == "zstd":
+            unpacked, all_unpacked = await asyncio.to_thread(_unpack, body)
+        run, seq_id = read_header(unpacked[:_HEADER])
+        if whole and all_unpacked:
+            return server.submit(owner, run, seq_id, lambda request_id: Pass(request_id, unpacked))
+        limit = f"{MOST_BODY >> 20} MiB, {MOST_UNPACKED >> 20} MiB unpacked"
+
+        def refuse(_: Any) -> dict[str, Any]:
+            raise BatchError(f"forward_backward: the request is larger than {limit}; send fewer data at a time")
+
+        return server.call(owner, {"model_id": run, "seq_id": seq_id}, refuse)
+
+    @api.post("/optim_step")
+    async def optim_step(owner: Owner, asked: Asked) -> Any:
+        return server.submit(owner, asked["model_id"], int(asked["seq_id"]), lambda request_id: Step(request_id, asked))
+
+    @api.post("/save_weights")
+    async def save_weights(owner: Owner, asked: Asked) -> Any:
+        return server.save(owner, asked, "weights")
+
+    @api.post("/save_weights_for_sampler")
+    async def save_weights_for_sampler(owner: Owner, asked: Asked) -> Any:
+        if asked.get("path") is None:
+            return server.snapshot(owner, asked)
+        return server.save(owner, asked, "sampler_weights")
+
+    @api.post("/load_weights")
+    async def load_weights(owner: Owner, asked: Asked) -> Any:
+        return server.load_as_new(owner, asked) if asked.get("session_id") else server.load(owner, asked)
+
+    @api.post("/retrieve_future")
+    async def retrieve_future(owner: Owner, asked: Asked) -> Any:
+        result = await server.futures.result(asked["request_id"], owner, LONG_POLL_SECONDS)
+        if result is None:
+            return JSONResponse({"queue_state": "active"}, 408)
+        return _answer(result)
+
+
+def _answer(result: Result) -> Response:
+    return Response(result.body, media_type=result.media)
+
+
+def _add_sampling(api: APIRouter, server: Server) -> None:
+    @api.post("/create_sampling_session")
+    async def create_sampling_session(owner: Owner, asked: Asked) -> Any:
+        return server.create_sampler(owner, asked)
+
+    @api.get("/samplers/{sampler}")
+    async def get_sampler(owner: Owner, sampler: str) -> Any:
+        found = server.require_sampler(owner, sampler)
+        return {"sampler_id": sampler, "base_model": found["base_model"], "model_path": found["path"]}
+
+    @api.post("/asample")
+    async def asample(owner: Owner, asked: Asked) -> Any:
+        return server.sample(owner, asked)
+
+
+def _add_lists(api: APIRouter, server: Server) -> None:
+    store = server.store
+
+    @api.post("/weights_info")
+    async def weights_info(owner: Owner, asked: Asked) -> Any:
+        found = server.find(owner, asked["tinker_path"])
+        lora = found["lora"]
+        trains = {name: lora.get(name, True) for name in ("train_unembed", "train_mlp", "train_attn")}
+        return {"base_model": found["base_model"], "is_lora": True, "lora_rank": lora.get("rank", 32), **trains}
+
+    @api.get("/training_runs")
+    def training_runs(owner: Owner, limit: int = 20, offset: int = 0) -> Any:
+        shown, cursor = _page([*reversed(store.rows(RUNS, owner=owner))], limit, offset)
+        return {"training_runs": [_shown_run(server, run) for run in shown], "cursor": cursor}
+
+    @api.get("/training_runs/{run}")
+    def training_run(owner: Owner, run: str) -> Any:
+        return _shown_run(server, server.require_run(owner, run))
+
+    @api.get("/training_runs/{run}/checkpoints")
+    def checkpoints_of_run(owner: Owner, run: str) -> Any:
+        server.require_run(owner, run)
+        return {"checkpoints": server.checkpoints(owner, run)}
+
+    @api.delete("/training_runs/{run}/checkpoints/{kind}/{name}")
+    def remove_checkpoint(owner: Owner, run: str, kind: str, name: str) -> Response:
+        server.remove_checkpoint(owner, run, kind, name)
+        return Response(status_code=204)
+
+    @api.get("/checkpoints")
+    def checkpoints(owner: Owner, limit: int = 100, offset: int = 0) -> Any:
+        shown, cursor = _page(server.checkpoints(owner), limit, offset)
+        return {"checkpoints": shown, "cursor": cursor}
+
+    @api.get("/sessions")
+    def sessions(owner: Owner, limit: int = 20, offset: int = 0) -> Any:
+        shown, _ = _page([*reversed(store.rows(SESSIONS, owner=owner))], limit, offset)
+        return {"sessions": [session["id"] for session in shown]}
+
+    @api.get("/sessions/{session}")
+    def session(owner: Owner, session: str) -> Any:
+        found = store.get(SESSIONS, id=session, owner=owner)
+        if found is None:
+            raise UnknownError(f"session {session!r} is not known")
+        return {
+            "training_run_ids": [run["id"] for run in store.rows(RUNS, session=session)],
+            "sampler_ids": [sampler["id"] for sampler in store.rows(SAMPLERS, session=session)],
+            "user_metadata": found["asked"].get("user_metadata"),
+            "display_name": found["asked"].get("display_name"),
+        }
+
+
+def _page(rows: list[dict[str, Any]], limit: int, offset: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    if limit < 0 or offset < 0:
+        raise BatchError(f"limit={limit}, offset={offset}: expected numbers from 0")
+    return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
+
+
+def _shown_run(server: Server, run: dict[str, Any]) -> dict[str, Any]:
+    newest = {shown["checkpoint_type"]: shown for shown in reversed(server.checkpoints(run["owner"], run["id"]))}
+    return {
+        "training_run_id": run["id"],
+        "base_model": run["base_model"],
+        "model_owner": run["owner"],
+        "is_lora": True,
+        "lora_rank": run["lora"].get("rank", 32),
+        "corrupted": False,
+        "last_request_time": shown_time(run["last_request"]),
+        "last_checkpoint": newest.get("training"),
+        "last_sampler_checkpoint": newest.get("sampler"),
+        "user_metadata": run["user_metadata"],
+    }
+
+
+def _add_pages(app: FastAPI, server: Server) -> None:
+    @app.get("/metrics")
+    def metrics() -> PlainTextResponse:
+        lines = []
+        for name, (kind, help, value) in _figures(server).items():
+            lines += [f"# HELP {name} {help}", f"# TYPE {name} {kind}", f"{name} {value:g}"]
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    @app.get("/")
+    def status() -> HTMLResponse:
+        rows = [(help, f"{value:g}") for _, help, value in _figures(server).values()]
+        runs = []
+        # Whoever sees the page need not have a key, and a key sees its own runs alone.
+        if not server.store.has_keys:
+            for run, waiting in server.training.waiting.items():
+                found = server.store.get(RUNS, id=run) or {"lora": {}}
+                runs.append((run, found["lora"].get("rank", "-"), server.training.steps_of(run), waiting))
+        state = server.training.failed or "serving"
+        page = [
+            "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>rl-backend serve</title>",
+            "<style>body{font:15px sans-serif;margin:2em;max-width:60em}table{border-collapse:collapse;margin:1em 0}",
+            "td,th{padding:.2em .8em;border-bottom:1px solid #ccc;text-align:left}</style>",
+            f"<h1>{escape(server.name)}</h1><p>{escape(state)}, since {shown_time(server.started)}</p>",
+            _table(("", ""), rows),
+            _table(("run", "rank", "steps", "requests waiting"), runs) if runs else "",
+        ]
+        return HTMLResponse("".join(page))
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    lines = [f"<tr>{''.join(f'<th>{escape(each)}' for each in head)}"]
+    lines += [f"<tr>{''.join(f'<td>{escape(str(each))}' for each in row)}" for row in rows]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _figures(server: Server) -> dict[str, tuple[str, str, float]]:
+    """Name of a metric -> kind, help and value."""
+    training, sampling, waiting = server.training, server.sampling, server.training.waiting
+    prefix = "rl_backend_serve"
+    return {
+        f"{prefix}_uptime_seconds": ("gauge", "seconds since the start", time.time() - server.started),
+        f"{prefix}_training_up": ("gauge", "whether training works", float(not training.failed)),
+        f"{prefix}_engines": ("gauge", "engines that are alive", sampling.engines["alive"]),
+        f"{prefix}_runs": ("gauge", "live runs", len(waiting)),
+        f"{prefix}_waiting_requests": ("gauge", "training requests that wait", sum(waiting.values())),
+        f"{prefix}_passes_total": ("counter", "passes over the model", training.passes),
+        f"{prefix}_trained_tokens_total": ("counter", "tokens in passes", training.tokens),
+        f"{prefix}_steps_total": ("counter", "optimizer steps", training.steps),
+        f"{prefix}_open_samples": ("gauge", "responses being sampled", sampling.open),
+        f"{prefix}_samples_total": ("counter", "responses sampled", sampling.samples),
+        f"{prefix}_sampled_tokens_total": ("counter", "tokens sampled", sampling.tokens),
+        f"{prefix}_pushed_adapters": ("gauge", "adapters in the engines", sampling.pushed),
+        f"{prefix}_checkpoints": ("gauge", "named checkpoints", len(server.store.rows(CHECKPOINTS))),
+        f"{prefix}_failed_samples_total": ("counter", "requests for samples that failed", server.errors),
+    }
+
+
+async def _body(request: Request, most: int) -> tuple[bytes, bool]:
+    """At most so many bytes of a request, and whether that is all; the rest is read and dropped."""
+    parts, size = [], 0
+    async for part in request.stream():
+        if size <= most:
+            parts.append(part)
+        size += len(part)
+    return b"".join(parts), size <= most
+
+
+def _unpack(body: bytes) -> tuple[bytes, bool]:
+    """At most :data:`MOST_UNPACKED` bytes, and whether that is all; the sizes that a body claims are not believed."""
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(io.BytesIO(body)) as reader:
+            found = reader.read(MOST_UNPACKED)
+            return found, not reader.read(1)
+    except zstandard.ZstdError as error:
+        raise BatchError(f"body: not zstd: {error}") from None

@@ -1,0 +1,225 @@
+"""Samplers on the engines: the base, and adapters that are pushed when they are used and give way when others are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.rollout.config import SamplingConfig
+from actors.rollout.group.group import RolloutGroup
+from actors.rollout.messages import prompt_problem, sample_seed
+from actors.rollout.tokens import RolloutTokens
+from actors.serve.wire import Sampled, write_samples
+from actors.sync.adapter_push import push_directory
+from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
+from rl_backend.environment.protocol import Generation
+
+# A text that streams comes in pieces of so many tokens.
+STREAMED_TOKENS = 8
+
+
+class Sampling:
+    """Requests for samples. All methods are for the event loop.
+
+    Args:
+        end_tokens: what ends a response where a request does not say.
+        most_pushed: adapters that engines keep at one time; one in use never gives way.
+    """
+
+    def __init__(self, rollout: RolloutGroup, end_tokens: Sequence[int], *, most_pushed: int) -> None:
+        self._rollout, self.end_tokens, self._most_pushed = rollout, tuple(end_tokens), most_pushed
+        self._pushed: OrderedDict[Path, str] = OrderedDict()
+        self._in_use: dict[Path, int] = {}
+        self._pushing = asyncio.Lock()
+        self.open = 0
+        self.samples = self.tokens = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and response together."""
+        return next(iter(self._rollout.infos.values())).max_model_len
+
+    @property
+    def pushed(self) -> int:
+        return len(self._pushed)
+
+    @property
+    def engines(self) -> Mapping[str, int]:
+        return {"alive": len(self._rollout.engines), "lost": len(self._rollout.lost_engines)}
+
+    async def push(self, folder: Path) -> str:
+        """The name under which engines serve the adapter of a folder, which they have when this returns."""
+        async with self._pushing:
+            if folder in self._pushed:
+                self._pushed.move_to_end(folder)
+                return self._pushed[folder]
+            idle = [each for each in self._pushed if not self._in_use.get(each)]
+            for each in idle[: max(0, len(self._pushed) + 1 - self._most_pushed)]:
+                await self._remove(each)
+            name = f"{folder.parent.name}-{secrets.token_hex(4)}"
+            await asyncio.to_thread(push_directory, self._rollout, name, folder)
+            self._pushed[folder] = name
+            return name
+
+    async def forget(self, folder: Path) -> None:
+        """Frees an adapter in the engines; requests that sample with it end with it."""
+        async with self._pushing:
+            if folder in self._pushed:
+                await self._remove(folder)
+
+    async def answer(
+        self,
+        asked: Mapping[str, Any],
+        folder: Path | None,
+        prompt_log_probs: Callable[[Sequence[int]], Awaitable[np.ndarray]],
+    ) -> bytes:
+        """The answer to a request of the API, as it is sent.
+
+        Args:
+            folder: of the adapter; None for the base.
+            prompt_log_probs: computes those of a prompt.
+
+        Raises:
+            BatchError, ConfigError, UnsupportedError: what is asked for.
+        """
+        prompt = prompt_of(asked)
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+            if asked.get(name):
+                raise UnsupportedError(f"{name}={asked[name]!r} is not served here; leave it out")
+        if asked.get("target_prompt_logprobs") is not None:
+            raise UnsupportedError("target_prompt_logprobs is not served here; use forward with these targets")
+        params = asked.get("sampling_params") or {}
+        self.check(prompt)
+        sampling = self._sampling(params)
+        count = int(asked.get("num_samples", 1))
+        if count < 1:
+            raise BatchError(f"num_samples={count}: expected at least 1")
+        seed, most = params.get("seed"), params.get("max_tokens")
+        seeds = [secrets.randbits(62) if seed is None else sample_seed(int(seed), 0, 0, index) for index in range(count)]
+        async with self._adapter(folder) as adapter:
+            work = [self._generate(prompt, sampling, adapter, each, most) for each in seeds]
+            reading = asyncio.ensure_future(prompt_log_probs(prompt)) if asked.get("prompt_logprobs") else None
+            found = await asyncio.gather(*work)
+            of_prompt = None if reading is None else await reading
+        if of_prompt is not None and (last := asked.get("prompt_logprobs_last_n")):
+            of_prompt = of_prompt.copy()
+            of_prompt[: -int(last)] = np.nan
+        samples = [Sampled(each.token_ids, each.log_probs, cut_off=each.finish != "stop") for each in found]
+        return write_samples(samples, of_prompt)
+
+    async def generate(
+        self, prompt: Sequence[int], params: Mapping[str, Any], folder: Path | None, seed: int | None = None
+    ) -> Generation:
+        """One response."""
+        self.check(prompt)
+        async with self._adapter(folder) as adapter:
+            chosen = secrets.randbits(62) if seed is None else seed
+            return await self._generate(prompt, self._sampling(params), adapter, chosen, params.get("max_tokens"))
+
+    async def stream(
+        self, prompt: Sequence[int], params: Mapping[str, Any], folder: Path | None, seed: int | None = None
+    ) -> AsyncIterator[Generation]:
+        """One response in pieces, each a request that continues the one before; the engines' prefix cache has its keys."""
+        self.check(prompt)
+        chosen = secrets.randbits(62) if seed is None else seed
+        left = self._room(prompt, params.get("max_tokens"))
+        so_far = list(prompt)
+        async with self._adapter(folder) as adapter:
+            sampling = self._sampling(params)
+            for number in range(left):
+                part = sample_seed(chosen, 0, 0, number)
+                piece = await self._generate(so_far, sampling, adapter, part, min(left, STREAMED_TOKENS))
+                so_far += piece.token_ids
+                left -= len(piece.token_ids)
+                yield piece
+                if piece.finish == "stop" or left <= 0:
+                    return
+
+    def check(self, prompt: Sequence[int]) -> None:
+        info = next(iter(self._rollout.infos.values()))
+        if problem := prompt_problem(prompt, info.max_model_len, info.vocab_size):
+            raise BatchError(f"the prompt {problem}")
+
+    @asynccontextmanager
+    async def _adapter(self, folder: Path | None) -> AsyncIterator[str | None]:
+        if folder is None:
+            yield None
+            return
+        self._in_use[folder] = self._in_use.get(folder, 0) + 1
+        try:
+            yield await self.push(folder)
+        finally:
+            self._in_use[folder] -= 1
+            if not self._in_use[folder]:
+                del self._in_use[folder]
+
+    async def _remove(self, folder: Path) -> None:
+        name = self._pushed.pop(folder)
+        with suppress(RLBackendError):  # engines that are lost have no adapters any more
+            await asyncio.to_thread(self._rollout.remove_adapter, name)
+
+    def _sampling(self, params: Mapping[str, Any]) -> SamplingConfig:
+        stop = params.get("stop")
+        stops = [stop] if isinstance(stop, str | int) else stop
+        top_k = int(params.get("top_k", -1))
+        given: dict[str, Any] = {
+            "temperature": float(params.get("temperature", 1.0)),
+            "top_p": float(params.get("top_p", 1.0)),
+            "top_k": max(top_k, 0),
+        }
+        if given["temperature"] == 0:
+            given = {"temperature": 0.0}
+        # None is the end of the text, an empty list is nothing at all.
+        given["stop_token_ids"] = tuple(
+            self.end_tokens if stops is None else (each for each in stops if isinstance(each, int))
+        )
+        given["stop_strings"] = tuple(each for each in stops or () if isinstance(each, str))
+        return SamplingConfig(**given)
+
+    def _room(self, prompt: Sequence[int], most: int | None) -> int:
+        room = self.longest - len(prompt)
+        return room if most is None else min(int(most), room)
+
+    async def _generate(
+        self, prompt: Sequence[int], sampling: SamplingConfig, adapter: str | None, seed: int, most: int | None
+    ) -> Generation:
+        tokens = RolloutTokens(self._rollout, sampling, adapter=adapter)
+        longest = self._room(prompt, most)
+        if longest < 1:
+            raise BatchError(f"max_tokens={most}: expected at least 1")
+        self.open += 1
+        try:
+            found = await tokens.generate(prompt, seed=seed, stop_token_ids=(), max_tokens=longest)
+        finally:
+            self.open -= 1
+        self.samples += 1
+        self.tokens += len(found.token_ids)
+        return found
+
+
+def prompt_of(asked: Mapping[str, Any]) -> list[int]:
+    """Raises :class:`UnsupportedError` for a prompt that is not text."""
+    tokens: list[int] = []
+    for chunk in (asked.get("prompt") or {}).get("chunks") or ():
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            raise UnsupportedError(f"a prompt with a chunk of type {chunk['type']!r} is not served here; only text is")
+        tokens += map(int, chunk["tokens"])
+    return tokens
+
+
+def end_tokens(model: Path) -> list[int]:
+    """The ids that end a text, as the model's directory says."""
+    for name in ("generation_config.json", "config.json"):
+        file = model / name
+        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if found is not None:
+            return [found] if isinstance(found, int) else list(found)
+    return []

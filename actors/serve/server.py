@@ -1,0 +1,496 @@
+"""What the routes of the server do: sessions, runs, checkpoints, samplers, and the futures that answer requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+import shutil
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.serve.sampling import Sampling
+from actors.serve.store import CHECKPOINTS, REQUESTS, RUNS, SAMPLERS, SESSIONS, Result, Store
+from actors.serve.training import ADAPTER, Call, Run, Training
+from rl_backend.contracts import BatchError, CheckpointError, ConfigError, RLBackendError, UnsupportedError
+from rl_backend.contracts.lora import LoRAConfig
+
+logger = logging.getLogger(__name__)
+
+KINDS = {"weights": "training", "sampler_weights": "sampler"}
+_NAME = re.compile(r"[\w][\w.-]*")
+_SWEEP_SECONDS = 10.0
+
+
+class UnknownError(Exception):
+    """Something that is not there, or is another's: 404."""
+
+
+class BusyError(Exception):
+    """More than the server takes at one time: 429, and the client asks again."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Attributes:
+    session_timeout: seconds without a heartbeat after which a session ends and its runs free their places.
+    keep_results: seconds for which an answer can be fetched again.
+    snapshots: unnamed ones that a run keeps.
+    open_samples: responses being sampled, of all clients together; more are answered 429.
+    """
+
+    session_timeout: float = 300.0
+    keep_results: float = 3600.0
+    snapshots: int = 32
+    open_samples: int = 4096
+
+
+class Futures:
+    """Requests that are answered later, from any thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: dict[str, asyncio.Event] = {}
+
+    def finish(self, request_id: str, result: Result) -> None:
+        self._store.finish(request_id, result)
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._wake, request_id)
+
+    async def result(self, request_id: str, owner: str, seconds: float) -> Result | None:
+        """The answer; None where there is none within that time.
+
+        Raises:
+            UnknownError: no such request of this owner.
+        """
+        self._loop = asyncio.get_running_loop()
+        event = self._waiting.setdefault(request_id, asyncio.Event())
+        # Looked up after the event is there: an answer that comes in between sets it.
+        for last in (False, True):
+            found = self._store.get(REQUESTS, id=request_id, owner=owner)
+            if found is None:
+                self._waiting.pop(request_id, None)
+                raise UnknownError(f"request {request_id!r} is not known")
+            if found["finished"] is not None:
+                self._waiting.pop(request_id, None)
+                return Result(found["media"], found["body"])
+            if last:
+                return None
+            try:
+                await asyncio.wait_for(event.wait(), seconds)
+            except TimeoutError:
+                return None
+        return None
+
+    def _wake(self, request_id: str) -> None:
+        if (event := self._waiting.pop(request_id, None)) is not None:
+            event.set()
+
+
+class Server:
+    """One base model: its runs, on ``training``, and its samplers, on ``sampling``.
+
+    Args:
+        name: of the model, which clients ask for.
+        model: its Hugging Face directory.
+        longest: tokens of prompt and response, or of a datum.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        futures: Futures,
+        training: Training,
+        sampling: Sampling,
+        *,
+        name: str,
+        model: Path,
+        longest: int,
+        limits: Limits,
+    ) -> None:
+        self.store, self.futures, self.training, self.sampling = store, futures, training, sampling
+        self.name, self.model, self.longest, self.limits = name, model, longest, limits
+        self.started = time.time()
+        self.errors = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._snapshots: dict[str, deque[Path]] = {}
+
+    # Sessions.
+
+    def create_session(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        session, now = str(uuid.uuid4()), time.time()
+        kept = {key: asked.get(key) for key in ("tags", "user_metadata", "sdk_version", "display_name")}
+        self.store.add(SESSIONS, id=session, owner=owner, created=now, seen=now, ended=False, asked=kept)
+        return {"type": "create_session", "session_id": session}
+
+    def beat(self, owner: str, session: str) -> bool:
+        """Keeps a session alive; False where it has ended."""
+        found = self.store.get(SESSIONS, id=session, owner=owner)
+        if found is None or found["ended"]:
+            return False
+        self.store.change(SESSIONS, {"seen": time.time()}, id=session)
+        return True
+
+    def require_session(self, owner: str, session: str) -> dict[str, Any]:
+        found = self.store.get(SESSIONS, id=session, owner=owner)
+        if found is None:
+            raise UnknownError(f"session {session!r} is not known")
+        if found["ended"]:
+            # A client that was only slow goes on, and its old runs say that they are over.
+            self.store.change(SESSIONS, {"ended": False, "seen": time.time()}, id=session)
+        return found
+
+    async def end_session(self, session: str, why: str) -> None:
+        """Frees what a session has on ranks and engines; named checkpoints stay."""
+        self.store.change(SESSIONS, {"ended": True}, id=session)
+        for run in self.store.rows(RUNS, session=session, over=""):
+            self.store.change(RUNS, {"over": why}, id=run["id"])
+            self.training.end(run["id"], why)
+            self._snapshots.pop(run["id"], None)
+        for sampler in self.store.rows(SAMPLERS, session=session, path=None):
+            if sampler["folder"]:
+                await self._delete(Path(sampler["folder"]))
+
+    async def sweep(self) -> None:
+        """For as long as the server lives: ends sessions that are silent, and forgets old results."""
+        while True:
+            await asyncio.sleep(min(_SWEEP_SECONDS, self.limits.session_timeout / 4))
+            now = time.time()
+            for session in self.store.rows(SESSIONS, ended=False):
+                if session["seen"] < now - self.limits.session_timeout:
+                    silent = f"the session sent no heartbeat for {self.limits.session_timeout:g} s and has ended"
+                    await self.end_session(session["id"], f"{silent}; create a run from a checkpoint")
+            self.store.forget_results(now - self.limits.keep_results)
+
+    # Runs.
+
+    def create_model(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        lora = {"seed": None, **(asked.get("lora_config") or {})}
+        lora["seed"] = secrets.randbits(31) if lora["seed"] is None else lora["seed"]
+
+        def make(run: Run) -> Mapping[str, Any]:
+            self._require_base(asked)
+            self.training.make(run, lora)
+            return {"type": "create_model", "model_id": run.id}
+
+        return self._new_run(owner, asked, lora, make)
+
+    def load_as_new(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Creation by loading: rank and targets are the checkpoint's."""
+        found = self._find(owner, asked["path"], "weights")
+        lora = {} if found is None else found["lora"]
+
+        def make(run: Run) -> Mapping[str, Any]:
+            self._require_base({"base_model": self.name, **asked})
+            self._load(run, asked["path"], found, optimizer=bool(asked.get("optimizer")))
+            return {"type": "load_weights", "path": asked["path"], "model_id": run.id}
+
+        return self._new_run(owner, asked, lora, make)
+
+    def _new_run(
+        self, owner: str, asked: Mapping[str, Any], lora: Mapping[str, Any], make: Callable[[Run], Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        session = asked["session_id"]
+        self.require_session(owner, session)
+        # Not free: the SDK derives it when it creates by loading.
+        run, now = f"{session}:train:{asked['model_seq_id']}", time.time()
+        request_id, is_new = self.store.accept(run, 0, owner)
+        if is_new:
+            self.store.add(
+                RUNS,
+                id=run,
+                session=session,
+                owner=owner,
+                base_model=self.name,
+                lora=dict(lora),
+                created=now,
+                last_request=now,
+                over="",
+                user_metadata=asked.get("user_metadata"),
+            )
+            self.training.create(run, request_id, make)
+        return {"request_id": request_id, "model_id": run}
+
+    def require_run(self, owner: str, run: str) -> dict[str, Any]:
+        found = self.store.get(RUNS, id=run, owner=owner)
+        if found is None:
+            raise UnknownError(f"model {run!r} is not known")
+        return found
+
+    def submit(self, owner: str, run: str, seq_id: int, make: Callable[[str], Any]) -> Mapping[str, Any]:
+        """Accepts a request of a run, whatever is in it: an answer of 4xx would lose its number, and all that follow wait.
+
+        Args:
+            make: from the request's id, the job.
+        """
+        found = self.require_run(owner, run)
+        request_id, is_new = self.store.accept(run, seq_id, owner)
+        if is_new:
+            self.store.change(RUNS, {"last_request": time.time()}, id=run)
+            if found["over"]:
+                self.futures.finish(request_id, Result.failed(found["over"], "server"))
+            else:
+                self.training.submit(run, seq_id, make(request_id))
+        return {"request_id": request_id, "model_id": run}
+
+    def call(self, owner: str, asked: Mapping[str, Any], work: Callable[[Run], Mapping[str, Any]]) -> Mapping[str, Any]:
+        return self.submit(owner, asked["model_id"], int(asked["seq_id"]), lambda request_id: Call(request_id, work))
+
+    # Checkpoints.
+
+    def save(self, owner: str, asked: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+        """Saves a checkpoint of a name."""
+
+        def work(run: Run) -> Mapping[str, Any]:
+            name = str(asked["path"])
+            if not _NAME.fullmatch(name):
+                raise ConfigError(f"path={name!r}: the name of a checkpoint has letters, digits, '_', '-' and '.' alone")
+            known = self.store.get(CHECKPOINTS, run=run.id, kind=kind, name=name)
+            if known is not None and not asked.get("overwrite"):
+                raise CheckpointError(f"tinker://{run.id}/{kind}/{name} exists; choose another name, or overwrite it")
+            folder = self.store.folder.resolve() / "checkpoints" / uuid.uuid4().hex
+            self.training.save(run, folder, state=kind == "weights")
+            self.store.put(
+                CHECKPOINTS,
+                run=run.id,
+                kind=kind,
+                name=name,
+                owner=owner,
+                folder=str(folder),
+                base_model=self.name,
+                lora=self._lora_of(run),
+                created=time.time(),
+                bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+                user_metadata=asked.get("user_metadata"),
+            )
+            if known is not None:
+                self._delete_checkpoint(known)
+            request = "save_weights" if kind == "weights" else "save_weights_for_sampler"
+            return {"type": request, "path": f"tinker://{run.id}/{kind}/{name}"}
+
+        return self.call(owner, asked, work)
+
+    def snapshot(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A sampler with the present weights, which it keeps while training goes on."""
+        loop = asyncio.get_running_loop()
+
+        def work(run: Run) -> Mapping[str, Any]:
+            session = run.id.partition(":")[0]
+            sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
+            folder = self.store.folder.resolve() / "snapshots" / uuid.uuid4().hex
+            self.training.save(run, folder, state=False)
+            asyncio.run_coroutine_threadsafe(self.sampling.push(folder / ADAPTER), loop).result()
+            self._add_sampler(owner, session, sampler, None, folder, self._lora_of(run))
+            kept = self._snapshots.setdefault(run.id, deque())
+            kept.append(folder)
+            if len(kept) > self.limits.snapshots:
+                asyncio.run_coroutine_threadsafe(self._delete(kept.popleft()), loop)
+            return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
+
+        return self.call(owner, asked, work)
+
+    def newest_snapshot(self, run: str) -> Path | None:
+        """The folder of a run's last unnamed snapshot; None where it has none, or the server was restarted since."""
+        kept = self._snapshots.get(run)
+        return kept[-1] if kept else None
+
+    def load(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        def work(run: Run) -> Mapping[str, Any]:
+            found = self._find(owner, asked["path"], "weights")
+            self._load(run, asked["path"], found, optimizer=bool(asked.get("optimizer")))
+            assert found is not None, "loaded"
+            return {"type": "load_weights", "path": asked["path"], "model_id": run.id}
+
+        return self.call(owner, asked, work)
+
+    def find(self, owner: str, path: str) -> dict[str, Any]:
+        found = self._find(owner, path)
+        if found is None:
+            raise UnknownError(f"checkpoint {path!r} is not known")
+        return found
+
+    def remove_checkpoint(self, owner: str, run: str, kind: str, name: str) -> None:
+        self._delete_checkpoint(self.find(owner, f"tinker://{run}/{kind}/{name}"))
+
+    def checkpoints(self, owner: str, run: str | None = None) -> list[dict[str, Any]]:
+        """As the API lists them, the newest first."""
+        rows = self.store.rows(CHECKPOINTS, owner=owner, **({} if run is None else {"run": run}))
+        return [shown_checkpoint(row) for row in sorted(rows, key=lambda row: -row["created"])]
+
+    def _find(self, owner: str, path: str, kind: str | None = None) -> dict[str, Any] | None:
+        parts = str(path).removeprefix("tinker://").split("/")
+        if not str(path).startswith("tinker://") or len(parts) != 3 or (kind is not None and parts[1] != kind):
+            return None
+        return self.store.get(CHECKPOINTS, run=parts[0], kind=parts[1], name=parts[2], owner=owner)
+
+    def _load(self, run: Run, path: str, found: Mapping[str, Any] | None, *, optimizer: bool) -> None:
+        if found is None:
+            raise CheckpointError(f"path={path!r} is no training checkpoint that this key has; see list_checkpoints")
+        if found["base_model"] != self.name:
+            raise CheckpointError(f"{path} is of {found['base_model']!r}; this server has {self.name!r}")
+        self.training.load(run, Path(found["folder"]), found["lora"], optimizer=optimizer)
+        self.store.change(RUNS, {"lora": found["lora"]}, id=run.id)
+
+    def _delete_checkpoint(self, found: Mapping[str, Any]) -> None:
+        key = {"run": found["run"], "kind": found["kind"], "name": found["name"], "folder": found["folder"]}
+        self.store.delete(CHECKPOINTS, **key)
+        # A sampler that has these weights goes on with them.
+        if self.store.get(SAMPLERS, folder=found["folder"]) is None:
+            shutil.rmtree(found["folder"], ignore_errors=True)
+
+    async def _delete(self, folder: Path) -> None:
+        await self.sampling.forget(folder / ADAPTER)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _lora_of(self, run: Run) -> dict[str, Any]:
+        found = self.store.get(RUNS, id=run.id)
+        assert found is not None, "a run that works is there"
+        lora: dict[str, Any] = found["lora"]
+        return lora
+
+    def _require_base(self, asked: Mapping[str, Any]) -> None:
+        if asked.get("base_model") != self.name:
+            raise ConfigError(f"base_model={asked.get('base_model')!r}: this server has {self.name!r}")
+        kind = (asked.get("optimizer_config") or {}).get("type", "adamw")
+        if kind not in ("adam", "adamw"):
+            raise UnsupportedError(f"optimizer_config.type={kind!r} is not served here; use adamw")
+
+    # Samplers.
+
+    def create_sampler(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        session = asked["session_id"]
+        self.require_session(owner, session)
+        sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
+        path = asked.get("model_path")
+        if path:
+            found = self.find(owner, path)
+            self._add_sampler(owner, session, sampler, path, Path(found["folder"]), found["lora"])
+        elif asked.get("base_model") == self.name:
+            self._add_sampler(owner, session, sampler, None, None, None)
+        else:
+            raise UnknownError(f"base_model={asked.get('base_model')!r}: this server has {self.name!r}")
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    def require_sampler(self, owner: str, sampler: str) -> dict[str, Any]:
+        found = self.store.get(SAMPLERS, id=sampler, owner=owner)
+        if found is None:
+            raise UnknownError(f"sampler {sampler!r} is not known")
+        return found
+
+    def sample(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Accepts a request for samples.
+
+        Raises:
+            UnknownError: the sampler.
+            BusyError: as many are open as the server takes.
+        """
+        sampler = self.require_sampler(owner, str(asked.get("sampling_session_id")))
+        count = int(asked.get("num_samples", 1))
+        if self.sampling.open and self.sampling.open + count > self.limits.open_samples:
+            raise BusyError(f"{self.sampling.open} samples are open; ask again")
+        seq_id = int(asked["seq_id"]) if asked.get("seq_id") is not None else secrets.randbits(62)
+        request_id, is_new = self.store.accept(sampler["id"], seq_id, owner)
+        if is_new:
+            self.start(self._sample(request_id, asked, sampler))
+        return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}/{index}" for index in range(count)]}
+
+    def start(self, work: Any) -> None:
+        """Runs a coroutine beside the request that asks for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def folder_of(self, sampler: Mapping[str, Any]) -> Path | None:
+        """Of a sampler's adapter; None for the base.
+
+        Raises:
+            CheckpointError: the adapter is gone.
+        """
+        if not sampler["folder"]:
+            return None
+        folder = Path(sampler["folder"]) / ADAPTER
+        if not folder.is_dir():
+            kept = f"a run keeps its last {self.limits.snapshots} unnamed snapshots, until its session ends"
+            raise CheckpointError(f"sampler {sampler['id']!r}: its weights are gone; {kept}: save them with a name")
+        return folder
+
+    async def _sample(self, request_id: str, asked: Mapping[str, Any], sampler: Mapping[str, Any]) -> None:
+        try:
+            folder = self.folder_of(sampler)
+            lora = None if sampler["lora"] is None else self.training.config_of(sampler["lora"])
+            read = self._reader(folder, lora)
+            result = Result.of(await self.sampling.answer(asked, folder, read))
+        except RLBackendError as error:
+            self.errors += 1
+            result = Result.failed(str(error))
+        except Exception as error:
+            self.errors += 1
+            logger.exception("a request for samples failed")
+            result = Result.failed(f"{type(error).__name__}: {error}", "server")
+        self.futures.finish(request_id, result)
+
+    def _reader(self, folder: Path | None, lora: LoRAConfig | None) -> Callable[[Sequence[int]], Any]:
+        async def read(tokens: Sequence[int]) -> np.ndarray:
+            if len(tokens) > self.longest:
+                raise BatchError(f"a prompt of {len(tokens)} tokens; its log-probs are computed up to {self.longest}")
+            return await asyncio.wrap_future(self.training.read_log_probs(folder, lora, tokens))
+
+        return read
+
+    def _add_sampler(
+        self,
+        owner: str,
+        session: str,
+        sampler: str,
+        path: str | None,
+        folder: Path | None,
+        lora: Mapping[str, Any] | None,
+    ) -> None:
+        self.store.add(
+            SAMPLERS,
+            id=sampler,
+            session=session,
+            owner=owner,
+            base_model=self.name,
+            path=path,
+            folder=None if folder is None else str(folder),
+            lora=None if lora is None else dict(lora),
+        )
+
+
+def shown_checkpoint(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{row['kind']}/{row['name']}",
+        "checkpoint_type": KINDS[row["kind"]],
+        "time": shown_time(row["created"]),
+        "tinker_path": f"tinker://{row['run']}/{row['kind']}/{row['name']}",
+        "size_bytes": row["bytes"],
+        "public": False,
+        "user_metadata": row["user_metadata"],
+    }
+
+
+def shown_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def as_object(body: bytes) -> dict[str, Any]:
+    """Raises :class:`BatchError` for what is no JSON object."""
+    try:
+        value = json.loads(body or b"{}")
+    except ValueError as error:
+        raise BatchError(f"body: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BatchError(f"body: a {type(value).__name__}; expected an object")
+    return value

@@ -1,0 +1,225 @@
+"""What the server must not forget: sessions, runs, requests with their results, checkpoints, samplers, keys.
+
+SQLite through SQLAlchemy, in the state folder; another process that opens the folder later finds all that was committed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sqlalchemy as sql
+from sqlalchemy import Boolean, Column, Float, Integer, LargeBinary, MetaData, String, Table, UniqueConstraint
+
+from rl_backend.contracts import ConfigError
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+_TABLES = MetaData()
+SESSIONS = Table(
+    "sessions",
+    _TABLES,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("seen", Float, nullable=False),
+    Column("ended", Boolean, nullable=False),
+    Column("asked", sql.JSON, nullable=False),
+)
+RUNS = Table(
+    "runs",
+    _TABLES,
+    Column("id", String, primary_key=True),
+    Column("session", String, nullable=False),
+    Column("owner", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    # What the client asked for: rank, seed, train_attn, train_mlp, train_unembed.
+    Column("lora", sql.JSON, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("last_request", Float, nullable=False),
+    # Why it takes no requests any more; empty while it does.
+    Column("over", String, nullable=False),
+    Column("user_metadata", sql.JSON),
+)
+REQUESTS = Table(
+    "requests",
+    _TABLES,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    # A run or a sampler; a creation has seq_id 0 of the run that it makes.
+    Column("scope", String, nullable=False),
+    Column("seq_id", Integer, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("finished", Float),
+    Column("media", String),
+    Column("body", LargeBinary),
+    UniqueConstraint("scope", "seq_id"),
+)
+CHECKPOINTS = Table(
+    "checkpoints",
+    _TABLES,
+    Column("run", String, primary_key=True),
+    # "weights" or "sampler_weights": recipes save both under one name.
+    Column("kind", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("folder", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("lora", sql.JSON, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("bytes", Integer, nullable=False),
+    Column("user_metadata", sql.JSON),
+)
+SAMPLERS = Table(
+    "samplers",
+    _TABLES,
+    Column("id", String, primary_key=True),
+    Column("session", String, nullable=False),
+    Column("owner", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("path", String),
+    # Of the adapter in peft's format; None for the base alone.
+    Column("folder", String),
+    Column("lora", sql.JSON),
+)
+KEYS = Table(
+    "keys",
+    _TABLES,
+    Column("digest", String, primary_key=True),
+    Column("name", String, nullable=False, unique=True),
+    Column("created", Float, nullable=False),
+)
+
+
+class Result(NamedTuple):
+    """An answer of a queued request as it is sent; an error is one too, as JSON."""
+
+    media: str
+    body: bytes
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any] | bytes) -> Result:
+        return cls(PROTOBUF, value) if isinstance(value, bytes) else cls(JSON, json.dumps(value).encode())
+
+    @classmethod
+    def failed(cls, text: str, category: str = "user") -> Result:
+        return cls.of({"error": text, "category": category})
+
+
+class Store:
+    """The database of a state folder. Every method is one transaction and may be called from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._engine = sql.create_engine(f"sqlite:///{folder / 'serve.sqlite'}", connect_args={"timeout": 30})
+        sql.event.listen(self._engine, "connect", _set_up)
+        _TABLES.create_all(self._engine)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def add(self, table: Table, **values: Any) -> bool:
+        """Adds a row; False where one of its key is there, which stays as it is."""
+        with self._engine.begin() as connection:
+            return bool(connection.execute(sql.insert(table).prefix_with("OR IGNORE").values(**values)).rowcount)
+
+    def put(self, table: Table, **values: Any) -> None:
+        """Adds a row, or replaces the one of its key."""
+        with self._engine.begin() as connection:
+            connection.execute(sql.insert(table).prefix_with("OR REPLACE").values(**values))
+
+    def get(self, table: Table, **key: Any) -> dict[str, Any] | None:
+        found = self.rows(table, **key)
+        return found[0] if found else None
+
+    def rows(self, table: Table, **where: Any) -> list[dict[str, Any]]:
+        """In the order of adding."""
+        asked = sql.select(table).filter_by(**where).order_by(sql.literal_column("rowid"))
+        with self._engine.connect() as connection:
+            return [dict(row) for row in connection.execute(asked).mappings()]
+
+    def change(self, table: Table, values: Mapping[str, Any], **where: Any) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(sql.update(table).filter_by(**where).values(**values))
+
+    def delete(self, table: Table, **where: Any) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(sql.delete(table).filter_by(**where))
+
+    # Requests.
+
+    def accept(self, scope: str, seq_id: int, owner: str) -> tuple[str, bool]:
+        """The id of a request, and whether it is new: one that is sent again is the one before."""
+        request_id, now = uuid.uuid4().hex, time.time()
+        if self.add(REQUESTS, id=request_id, owner=owner, scope=scope, seq_id=seq_id, created=now):
+            return request_id, True
+        known = self.get(REQUESTS, scope=scope, seq_id=seq_id)
+        assert known is not None, "nothing else refuses the row"
+        return known["id"], False
+
+    def finish(self, request_id: str, result: Result) -> None:
+        """Keeps the answer; the first one stays."""
+        values = {"finished": time.time(), "media": result.media, "body": result.body}
+        self.change(REQUESTS, values, id=request_id, finished=None)
+
+    def forget_results(self, before: float) -> None:
+        """Of requests that were answered before that time: their bodies. Their numbers stay taken."""
+        gone = Result.failed("the result was kept for its time and is gone; ask within --keep-results", "server")
+        asked = sql.update(REQUESTS).where(REQUESTS.c.finished < before, sql.func.length(REQUESTS.c.body) > 1024)
+        with self._engine.begin() as connection:
+            connection.execute(asked.values(media=gone.media, body=gone.body))
+
+    def begin(self) -> None:
+        """For a server that starts: what the one before had in its memory is lost, and says so."""
+        restarted = "the server was restarted"
+        lost = Result.failed(f"{restarted} before this request was answered; what it did is lost", "server")
+        with self._engine.begin() as connection:
+            open_requests = sql.update(REQUESTS).where(REQUESTS.c.finished.is_(None))
+            connection.execute(open_requests.values(finished=time.time(), media=lost.media, body=lost.body))
+            over = f"{restarted}, and the run's weights since its last save are gone: create a run from a checkpoint of it"
+            connection.execute(sql.update(RUNS).where(RUNS.c.over == "").values(over=over))
+
+    # Keys.
+
+    def make_key(self, name: str) -> str:
+        """A new key, which is not kept: only its digest is.
+
+        Raises:
+            ConfigError: a name that has a key already.
+        """
+        key = f"tml-{secrets.token_urlsafe(32)}"
+        if not self.add(KEYS, digest=_digest(key), name=name, created=time.time()):
+            raise ConfigError.of("new_key", name, "has a key already; choose another name, or --remove-key it first")
+        return key
+
+    def remove_key(self, name: str) -> None:
+        """Raises :class:`ConfigError` for a name without key."""
+        if self.get(KEYS, name=name) is None:
+            raise ConfigError.of("remove_key", name, "has no key")
+        self.delete(KEYS, name=name)
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.rows(KEYS))
+
+    def owner_of(self, key: str) -> str | None:
+        """The name that a key was made for; None for an unknown one."""
+        found = self.get(KEYS, digest=_digest(key))
+        return None if found is None else found["name"]
+
+
+def _digest(key: str) -> str:
+    # Keys have 256 random bits, so a fast digest is enough.
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _set_up(connection: Any, _: Any) -> None:
+    connection.execute("PRAGMA journal_mode=WAL")
+    # A commit survives the end of the process; only a power cut may take the last ones.
+    connection.execute("PRAGMA synchronous=NORMAL")

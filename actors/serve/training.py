@@ -1,0 +1,579 @@
+"""Runs of clients on one training group: each client's order kept, what waits of several trained in one pass.
+
+A run is a LoRA tenant of the one frozen model. Its requests have numbers from 1 without gaps and run in that order, whatever
+order they arrive in. One thread drives the group; everything that it is asked for ends in a :class:`Result`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from actors.serve.datums import Signature, check, loss_of, sequence_of, signature_of
+from actors.serve.store import Result
+from actors.serve.wire import Datum, PassRequest, read_pass, write_pass
+from actors.train.context import HandleRef
+from actors.train.group import GroupFuture, TrainGroup
+from actors.train.loss import Loss
+from rl_backend.checkpoint.peft_files import write_peft_directory
+from rl_backend.contracts import (
+    AdamParams,
+    BatchError,
+    ClusterLostError,
+    ConfigError,
+    GroupFailedError,
+    RLBackendError,
+    TokenSequence,
+    UnsupportedError,
+)
+from rl_backend.contracts.lora import LoRAConfig
+
+logger = logging.getLogger(__name__)
+
+ALPHA = 32.0
+"""Of every adapter: the API has none. The change of a weight is ``32 / rank * B @ A``."""
+STATE, ADAPTER = "state", "adapter"
+"""In the folder of a checkpoint: training state, and the adapter in peft's format."""
+# Adapters of samplers that are kept on the ranks for log-probs of prompts.
+_KEPT_READERS = 4
+# In passes, of data of all clients together; a piece of one is at most a half.
+_MOST_PIECES = 2
+
+type Finish = Callable[[str, Result], None]
+
+
+@dataclass(eq=False)
+class Pass:
+    """A request for forward_backward or forward, and how much of it has run."""
+
+    request_id: str
+    body: bytes
+    request: PassRequest | None = None
+    loss: Loss | None = None
+    cursor: int = 0
+    total: float = 0.0
+    log_probs: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def signature(self) -> tuple[bool, Signature]:
+        assert self.request is not None, "read before it is merged"
+        return self.request.forward_only, signature_of(self.request.data[self.cursor], self.request.loss)
+
+    def piece(self, tokens: int) -> Sequence[Datum]:
+        """The next data of one signature, of at most so many tokens, at least one datum."""
+        assert self.request is not None, "read before it runs"
+        taken: list[Datum] = []
+        first = self.signature[1]
+        for datum in self.request.data[self.cursor :]:
+            tokens -= len(datum.tokens)
+            if taken and (tokens < 0 or signature_of(datum, self.request.loss) != first):
+                break
+            taken.append(datum)
+        return taken
+
+
+@dataclass(eq=False)
+class Step:
+    """A request for an optimizer step."""
+
+    request_id: str
+    asked: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class Call:
+    """A request for anything else about a run; ``work`` returns the answer."""
+
+    request_id: str
+    work: Callable[[Run], Mapping[str, Any]]
+
+
+@dataclass(eq=False)
+class Run:
+    """A client's adapter.
+
+    Attributes:
+        lora: as it was made, None before.
+        next_seq: of the request that runs next; 0 is the creation.
+        trained: whether it has gradients.
+        broken: why its gradients are incomplete; the next step fails and clears them.
+        served: when it was last in a pass, as a count.
+        over: why it takes no requests any more; empty while it does.
+    """
+
+    id: str
+    tenant: HandleRef | None = None
+    lora: LoRAConfig | None = None
+    next_seq: int = 0
+    waiting: dict[int, Pass | Step | Call] = field(default_factory=dict)
+    trained: bool = False
+    broken: str = ""
+    served: int = 0
+    steps: int = 0
+    over: str = ""
+
+    @property
+    def head(self) -> Pass | Step | Call | None:
+        return self.waiting.get(self.next_seq)
+
+
+@dataclass(eq=False)
+class _Reading:
+    folder: Path | None
+    lora: LoRAConfig | None
+    tokens: Sequence[int]
+    answer: Future[np.ndarray]
+
+
+class Training:
+    """The training half of a server, over a group that this object alone drives from now on.
+
+    Args:
+        finish: takes the answers of requests, from the thread of this object.
+        model: Hugging Face directory of the base.
+        longest: tokens of a datum.
+        max_rank: of an adapter, and ``max_runs`` of them at one time.
+        kinds: of modules that ``train_mlp`` adapts.
+
+    Attributes:
+        failed: why the group has ended; empty while it runs.
+        passes, tokens, steps: done so far.
+    """
+
+    def __init__(
+        self,
+        group: TrainGroup,
+        finish: Finish,
+        *,
+        model: Path,
+        vocab_size: int,
+        longest: int,
+        max_rank: int,
+        max_runs: int,
+        kinds: Sequence[str] = ("feed_forward",),
+    ) -> None:
+        self._group, self._finish, self._model = group, finish, model
+        self._vocab_size, self._longest = vocab_size, longest
+        self._max_rank, self._max_runs, self._kinds = max_rank, max_runs, kinds
+        self.base = group.build_model(name="base", trainable=False)
+        self.failed = ""
+        self.passes = self.tokens = self.steps = 0
+        self._runs: dict[str, Run] = {}
+        self._ending: list[tuple[str, str]] = []
+        self._readings: list[_Reading] = []
+        self._readers: OrderedDict[Path, HandleRef] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="training", daemon=True)
+        self._thread.start()
+
+    # What the server asks, from any thread.
+
+    def create(self, run_id: str, request_id: str, work: Callable[[Run], Mapping[str, Any]]) -> None:
+        """A new run, which ``work`` fills; the answer is what it returns."""
+        with self._changed:
+            self._runs[run_id] = Run(run_id)
+        self.submit(run_id, 0, Call(request_id, work))
+
+    def submit(self, run_id: str, seq_id: int, job: Pass | Step | Call) -> None:
+        """Queues a request at its place in the run's order."""
+        with self._changed:
+            run = self._runs.get(run_id)
+            over = self.failed or ("the run has ended" if run is None else run.over)
+            if run is not None and not over:
+                run.waiting[seq_id] = job
+                self._changed.notify()
+        if over:
+            self._finish(job.request_id, Result.failed(over, "server"))
+
+    def end(self, run_id: str, why: str) -> None:
+        """Frees the run's adapter; what waits of it, and what comes, fails."""
+        with self._changed:
+            self._ending.append((run_id, why))
+            self._changed.notify()
+
+    def read_log_probs(self, folder: Path | None, lora: LoRAConfig | None, tokens: Sequence[int]) -> Future[np.ndarray]:
+        """(P,) log-probs of the tokens of a prompt by the trainer's forward pass, NaN for the first.
+
+        Args:
+            folder: of an adapter in peft's format, with its configuration; None for the base alone.
+        """
+        reading = _Reading(folder, lora, tokens, Future())
+        with self._changed:
+            self._readings.append(reading)
+            self._changed.notify()
+        return reading.answer
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """Requests that wait, by run; those of runs that have ended are not there."""
+        with self._changed:
+            return {run.id: len(run.waiting) for run in self._runs.values() if not run.over}
+
+    def steps_of(self, run_id: str) -> int:
+        run = self._runs.get(run_id)
+        return 0 if run is None else run.steps
+
+    def close(self) -> None:
+        """Ends the thread after what runs now; what waits is not answered."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout=60.0)
+
+    # What runs of a client do, on the thread of this object.
+
+    def make(self, run: Run, asked: Mapping[str, Any]) -> LoRAConfig:
+        """Gives a run the adapter that a client asked for.
+
+        Raises:
+            ConfigError, UnsupportedError: it cannot be made, or there are too many.
+        """
+        lora = self.config_of(asked)
+        self._require_room()
+        run.tenant, run.lora = self._tenant(run, lora), lora
+        return lora
+
+    def config_of(self, asked: Mapping[str, Any]) -> LoRAConfig:
+        rank = int(asked.get("rank", 32))
+        if not 1 <= rank <= self._max_rank:
+            raise ConfigError.of("lora_config.rank", rank, f"this server takes 1 to {self._max_rank} (--max-rank)")
+        targets = [
+            *(["attention"] if asked.get("train_attn", True) else []),
+            *(self._kinds if asked.get("train_mlp", True) else []),
+            *(["head"] if asked.get("train_unembed", True) else []),
+        ]
+        if not targets:
+            raise ConfigError("lora_config: train_attn, train_mlp and train_unembed are all false; nothing would be trained")
+        return LoRAConfig(rank=rank, alpha=ALPHA, targets=tuple(targets), seed=int(asked.get("seed") or 0))
+
+    def save(self, run: Run, folder: Path, *, state: bool) -> None:
+        """Writes the adapter, with ``state`` what training continues from as well. ``folder`` is complete or not there."""
+        tenant, lora = _made(run)
+        try:
+            folder.mkdir(parents=True)
+            if state:
+                self._group.save_checkpoint(tenant, folder / STATE)
+            write_peft_directory(folder / ADAPTER, self._group.export_lora_adapter(tenant).items(), lora, str(self._model))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def load(self, run: Run, folder: Path, asked: Mapping[str, Any], *, optimizer: bool) -> None:
+        """Gives a run the adapter of a checkpoint: with its optimizer, or with one that has taken no step."""
+        lora, before = self.config_of(asked), run.tenant
+        if before is None:
+            self._require_room()
+        elif run.lora is not None and (run.lora.rank, run.lora.targets) != (lora.rank, lora.targets):
+            raise ConfigError(
+                f"load_weights: the checkpoint has rank {lora.rank} and targets {', '.join(lora.targets)}, the run rank "
+                f"{run.lora.rank} and {', '.join(run.lora.targets)}; create a run from the checkpoint instead"
+            )
+        tenant = self._tenant(run, lora)
+        try:
+            if optimizer:
+                self._group.load_checkpoint(tenant, folder / STATE)
+            else:
+                self._group.import_lora_adapter(tenant, folder / ADAPTER)
+        except BaseException:
+            self._group.remove_lora_adapter(tenant)
+            raise
+        run.tenant, run.lora, run.trained = tenant, lora, False
+        if before is not None:
+            self._group.remove_lora_adapter(before)
+
+    # The thread.
+
+    def _tenant(self, run: Run, lora: LoRAConfig) -> HandleRef:
+        return self._group.create_lora_adapter(self.base, lora, name=f"{run.id}#{next(self._numbers)}")
+
+    def _require_room(self) -> None:
+        live = sum(run.tenant is not None and not run.over for run in self._runs.values())
+        if live >= self._max_runs:
+            raise ConfigError(f"{live} runs are live, as many as this server takes (--max-runs); end one, or wait")
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._ending or self._readings or self._heads())
+                if self._closing:
+                    return
+                ending, self._ending = self._ending, []
+                readings, self._readings = self._readings, []
+                heads = self._heads()
+            try:
+                self._call([run for run in heads if isinstance(run.head, Call)])
+                self._step([run for run in heads if isinstance(run.head, Step)])
+                self._pass([run for run in heads if isinstance(run.head, Pass)])
+                self._read(readings)
+                for run_id, why in ending:
+                    self._end(run_id, why)
+            except Exception as error:  # noqa: BLE001 what belongs to a client is answered before it comes here
+                self._lose(error, readings)
+
+    def _heads(self) -> list[Run]:
+        return [run for run in self._runs.values() if not run.over and run.head is not None]
+
+    def _end(self, run_id: str, why: str) -> None:
+        with self._changed:
+            run = self._runs.pop(run_id, None)
+            if run is None:
+                return
+            run.over = why
+        self._fail_waiting(run)
+        if run.tenant is not None:
+            self._group.remove_lora_adapter(run.tenant)
+
+    def _fail_waiting(self, run: Run) -> None:
+        for job in run.waiting.values():
+            self._finish(job.request_id, Result.failed(run.over, "server"))
+        run.waiting.clear()
+
+    def _done(self, run: Run, result: Result) -> None:
+        with self._changed:
+            job = run.waiting.pop(run.next_seq)
+            run.next_seq += 1
+        self._finish(job.request_id, result)
+
+    def _outcome(self, work: Callable[[], Mapping[str, Any] | bytes]) -> Result:
+        """What a client's work comes to; only the end of the group is nobody's own error."""
+        try:
+            return Result.of(work())
+        except (GroupFailedError, ClusterLostError):
+            raise
+        except RLBackendError as error:
+            return Result.failed(str(error))
+        except Exception as error:
+            logger.exception("a request failed")
+            return Result.failed(f"{type(error).__name__}: {error}", "server")
+
+    def _call(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            job = run.head
+            assert isinstance(job, Call), "chosen by its kind"
+            self._done(run, self._outcome(partial(job.work, run)))
+
+    def _step(self, runs: Sequence[Run]) -> None:
+        started = []
+        for run in runs:
+            job = run.head
+            assert isinstance(job, Step), "chosen by its kind"
+            try:
+                tenant, adam = _made(run)[0], adam_of(job.asked)
+                if run.broken:
+                    raise BatchError(f"optim_step: nothing was changed, and gradients are dropped: {run.broken}")
+                if not run.trained:
+                    raise BatchError("optim_step: no forward_backward since the last step, so there are no gradients")
+            except RLBackendError as error:
+                run.broken = ""
+                self._done(run, Result.failed(str(error)))
+                continue
+            step = self._group.optimizer_step.submit(tenant, adam=adam)
+            started.append((run, adam, step, self._group.zero_grad.submit(tenant)))
+        for run, adam, step, cleared in started:
+            run.trained = False
+            self._done(run, self._outcome(partial(self._stepped, run, adam, step)))
+            cleared.result()
+
+    def _stepped(self, run: Run, adam: AdamParams, step: GroupFuture[Any]) -> Mapping[str, Any]:
+        result = step.result()
+        if not result.ok:
+            raise BatchError("optim_step: a gradient is not finite; weights and optimizer are as they were, gradients gone")
+        run.steps += 1
+        self.steps += 1
+        return {"metrics": {"grad_norm": result.grad_norm, "learning_rate": adam.lr}}
+
+    def _pass(self, runs: Sequence[Run]) -> None:
+        """One pass with a piece of each of those that fit together; who waited longest for a pass is in it."""
+        ready = [run for run in runs if self._prepare(run)]
+        if not ready:
+            return
+        ready.sort(key=lambda run: run.served)
+        budget = self._group.config.max_tokens_per_micro_batch * self.base.data_parallel_size
+        first = _job(ready[0]).signature
+        chosen: list[tuple[Run, Sequence[Datum]]] = []
+        room = _MOST_PIECES * budget
+        for run in ready:
+            job = _job(run)
+            piece = job.piece(budget) if job.signature == first else ()
+            tokens = sum(len(datum.tokens) for datum in piece)
+            if piece and (not chosen or tokens <= room):
+                chosen.append((run, piece))
+                room -= tokens
+        try:
+            self._run_pass(chosen, forward_only=first[0])
+        except BatchError as error:
+            # Refused before any rank has seen it: each alone, so that one's data fail its own request.
+            for each in chosen if len(chosen) > 1 else ():
+                try:
+                    self._run_pass([each], forward_only=first[0])
+                except BatchError as own:
+                    self._done(each[0], Result.failed(str(own)))
+            if len(chosen) == 1:
+                self._done(chosen[0][0], Result.failed(str(error)))
+        except (GroupFailedError, ClusterLostError):
+            raise
+        except Exception as error:
+            logger.exception("a pass failed")
+            for run, _ in chosen:
+                self._break(run, Result.failed(f"{type(error).__name__}: {error}", "server"), f"{error}")
+
+    def _prepare(self, run: Run) -> bool:
+        """Whether a request for a pass can be run; one that is wrong is answered here."""
+        job = _job(run)
+        if job.request is not None:
+            return True
+
+        def read() -> bytes:
+            _made(run)
+            request = read_pass(job.body)
+            if run.broken and not request.forward_only:
+                raise BatchError(f"forward_backward: its gradients would be added to incomplete ones: {run.broken}")
+            job.loss = loss_of(request.loss, request.loss_options)
+            for number, datum in enumerate(request.data):
+                check(
+                    f"datum {number}",
+                    datum,
+                    request.loss,
+                    vocab_size=self._vocab_size,
+                    longest=self._longest,
+                    forward_only=request.forward_only,
+                )
+            job.request, job.body = request, b""
+            return b""
+
+        result = self._outcome(read)
+        if job.request is None:
+            self._done(run, result)
+            return False
+        if not job.request.data:
+            self._done(run, Result.of(write_pass([], {"loss:sum": 0.0})))
+            return False
+        return True
+
+    def _run_pass(self, chosen: Sequence[tuple[Run, Sequence[Datum]]], *, forward_only: bool) -> None:
+        rows: list[TokenSequence] = []
+        losses: dict[str, Loss] = {}
+        for run, piece in chosen:
+            tenant, loss = _made(run)[0], _job(run).loss
+            assert loss is not None, "prepared"
+            rows += [sequence_of(datum, _request(run).loss, tenant.lora_id) for datum in piece]
+            losses[tenant.name] = loss
+        result = self._group.forward_backward(self.base, rows, losses, forward_only=forward_only)
+        self.passes += 1
+        for run, piece in chosen:
+            job, part = _job(run), result.tenants[_made(run)[0].name]
+            run.served = self.passes
+            run.trained |= not forward_only
+            self.tokens += sum(len(datum.tokens) for datum in piece)
+            if part.error:
+                self._break(run, Result.failed(f"loss_fn={_request(run).loss!r}: {part.error}"), part.error)
+                continue
+            job.total += part.loss
+            job.log_probs += [values.float().numpy() for values in part.output("log_probs")]
+            job.cursor += len(piece)
+            if job.cursor == len(_request(run).data):
+                self._done(run, Result.of(write_pass(job.log_probs, {"loss:sum": job.total})))
+
+    def _break(self, run: Run, result: Result, why: str) -> None:
+        """Of a request that has failed in its pass."""
+        if not _request(run).forward_only:
+            self._group.zero_grad(_made(run)[0])
+            run.broken, run.trained = f"a forward_backward before it failed ({why})", False
+        self._done(run, result)
+
+    def _read(self, readings: Sequence[_Reading]) -> None:
+        by_folder: dict[Path | None, list[_Reading]] = {}
+        for reading in readings:
+            by_folder.setdefault(reading.folder, []).append(reading)
+        for folder, together in by_folder.items():
+            try:
+                handle = self.base if folder is None else self._reader(folder, together[0].lora)
+                rows = [TokenSequence(torch.tensor(reading.tokens)) for reading in together]
+                found = self._group.forward(handle, rows).output("log_probs")
+            except (GroupFailedError, ClusterLostError):
+                raise
+            except Exception as error:  # noqa: BLE001 whoever asked is told
+                for reading in together:
+                    reading.answer.set_exception(error)
+                continue
+            for reading, values in zip(together, found, strict=True):
+                reading.answer.set_result(np.concatenate([[np.nan], values.float().numpy()[:-1]]))
+
+    def _reader(self, folder: Path, lora: LoRAConfig | None) -> HandleRef:
+        """An adapter that only computes."""
+        assert lora is not None, "an adapter has a configuration"
+        if folder not in self._readers:
+            reader = self._group.create_lora_adapter(self.base, lora, name=f"reader#{next(self._numbers)}")
+            self._readers[folder] = reader
+            self._group.import_lora_adapter(reader, folder)
+            if len(self._readers) > _KEPT_READERS:
+                self._group.remove_lora_adapter(self._readers.popitem(last=False)[1])
+        self._readers.move_to_end(folder)
+        return self._readers[folder]
+
+    def _lose(self, error: Exception, readings: Sequence[_Reading]) -> None:
+        logger.error("training has ended", exc_info=error)
+        with self._changed:
+            self.failed = f"training has ended ({type(error).__name__}: {error}); restart the server"
+            for run in self._runs.values():
+                run.over = run.over or self.failed
+            readings = [*readings, *self._readings]
+            self._readings.clear()
+        for run in self._runs.values():
+            self._fail_waiting(run)
+        for reading in readings:
+            if not reading.answer.done():
+                reading.answer.set_exception(error)
+
+
+def adam_of(asked: Mapping[str, Any]) -> AdamParams:
+    """The values of a step: what the API's AdamParams says, with its defaults.
+
+    Raises:
+        ConfigError: a value that AdamW cannot have.
+        UnsupportedError: another optimizer.
+    """
+    params = asked.get("adam_params")
+    if params is None:
+        given = (asked.get("optimizer_params") or {}).get("type", "none")
+        if given != "adamw" and given != "adam":
+            raise UnsupportedError(f"optim_step: optimizer {given!r} is not served here; give adam_params")
+        params = asked["optimizer_params"]
+    return AdamParams(
+        lr=params.get("learning_rate", 1e-4),
+        betas=(params.get("beta1", 0.9), params.get("beta2", 0.95)),
+        eps=params.get("eps", 1e-12),
+        weight_decay=params.get("weight_decay", 0.0),
+        clip_grad=params.get("grad_clip_norm", 0.0),
+    )
+
+
+def _made(run: Run) -> tuple[HandleRef, LoRAConfig]:
+    if run.tenant is None or run.lora is None:
+        raise BatchError("the run could not be created")
+    return run.tenant, run.lora
+
+
+def _job(run: Run) -> Pass:
+    assert isinstance(run.head, Pass), "chosen by its kind"
+    return run.head
+
+
+def _request(run: Run) -> PassRequest:
+    request = _job(run).request
+    assert request is not None, "prepared"
+    return request

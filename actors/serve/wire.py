@@ -1,0 +1,288 @@
+"""Tinker's protobuf messages as plain values: requests are read to arrays, answers are written from them.
+
+The schema is our own, by field numbers: what it writes is wire-equal to what the SDK's reads, and the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from rl_backend.contracts import BatchError, UnsupportedError
+
+_FIELD = descriptor_pb2.FieldDescriptorProto
+_TYPES = {
+    name: getattr(_FIELD, f"TYPE_{name.upper()}")
+    for name in ("double", "float", "int64", "int32", "uint32", "bool", "string", "bytes")
+}
+# A field is number and type; "*" repeats it, a name in capitals is another message, "{...}" a map from text.
+_SCHEMA: Mapping[str, Mapping[str, tuple[int, str]]] = {
+    "ForwardBackwardRequest": {
+        "model_id": (1, "string"),
+        "seq_id": (2, "int32"),
+        "data": (3, "Datum*"),
+        "loss_fn": (4, "string"),
+        "loss_fn_config": (5, "{double}"),
+        "forward_only": (6, "bool"),
+        "loss_fn_config_v2": (7, "{LossConfigValue}"),
+    },
+    "LossConfigValue": {"number": (1, "double"), "text": (2, "string")},
+    "Datum": {"model_input": (1, "Chunk*"), "loss_fn_inputs": (2, "{Tensor}")},
+    "Chunk": {"encoded_text": (1, "EncodedTextChunk"), "image": (2, "Other"), "dmel": (3, "Other")},
+    "EncodedTextChunk": {"tokens": (1, "bytes")},
+    "Other": {},
+    "Tensor": {"dense": (1, "bytes"), "sparse_csr": (2, "SparseCsr"), "dtype": (3, "int32"), "shape": (4, "int64*")},
+    "SparseCsr": {"values": (1, "bytes"), "crow_indices": (2, "bytes"), "col_indices": (3, "bytes")},
+    "BatchedTensor": {"data": (1, "bytes"), "offsets": (2, "bytes"), "dtype": (3, "int32"), "trailing_shape": (4, "int64*")},
+    "ArrayRecord": {"type_tag": (1, "string"), "fields": (2, "{BatchedTensor}"), "num_datums": (3, "int64")},
+    "ForwardBackwardOutput": {
+        "loss_fn_output_type": (1, "string"),
+        "loss_fn_outputs": (2, "ArrayRecord*"),
+        "metrics": (3, "{double}"),
+    },
+    "TopkLogprobs": {"token_ids": (1, "bytes"), "logprobs": (2, "bytes"), "k": (3, "uint32"), "length": (4, "uint32")},
+    "SampledSequence": {
+        "stop_reason": (1, "int32"),
+        "tokens": (2, "bytes"),
+        "logprobs": (3, "bytes"),
+        "topk_sampled_logprobs": (4, "TopkLogprobs"),
+    },
+    "SampleResponse": {
+        "sequences": (1, "SampledSequence*"),
+        "prompt_logprobs": (2, "bytes"),
+        "topk_prompt_logprobs": (3, "TopkLogprobs"),
+        "prompt_cache_hit_tokens": (4, "int32"),
+        "target_prompt_logprobs": (5, "Tensor"),
+    },
+}
+_DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
+NO_TOKEN = (0, -99999.0)
+"""Id and log-prob of a place in a top-k list that no token has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One sequence of a training request.
+
+    Attributes:
+        tokens: (N,) int64, the model's input.
+        inputs: what the loss reads, each of N rows; target_tokens[t] follows tokens[:t+1].
+    """
+
+    tokens: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class PassRequest:
+    """A call of forward_backward, or of forward alone."""
+
+    model_id: str
+    seq_id: int
+    data: Sequence[Datum]
+    loss: str
+    loss_options: Mapping[str, float | str]
+    forward_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """Ids (N, k) int32 and log-probs (N, k) float32 of the likeliest tokens; :data:`NO_TOKEN` where there is none."""
+
+    ids: np.ndarray
+    log_probs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One response: its tokens, the stop token included, their log-probs, and whether it was cut off."""
+
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+    cut_off: bool
+    top: TopK | None = None
+
+
+def read_header(body: bytes) -> tuple[str, int]:
+    """Model and sequence number of a training request: all that its place in the order needs.
+
+    They are its first two fields, so the beginning of a body will do, and data that are wrong do not matter.
+
+    Raises:
+        BatchError: the bytes begin otherwise.
+    """
+    try:
+        (tag, size), at = (body[0], body[1]), 2
+        if size & 0x80:
+            size, at = (size & 0x7F) | body[2] << 7, 3
+        model_id = body[at : at + size].decode()
+        at += size
+        if tag != 0x0A or body[at] != 0x10 or len(model_id) == 0:
+            raise ValueError("fields 1 and 2 do not come first")
+        seq_id = shift = 0
+        while True:
+            at += 1
+            seq_id |= (body[at] & 0x7F) << shift
+            shift += 7
+            if not body[at] & 0x80:
+                return model_id, seq_id
+    except (IndexError, ValueError) as error:
+        raise BatchError(f"body: {len(body)} bytes do not begin with a model_id and a seq_id ({error})") from None
+
+
+def read_pass(body: bytes) -> PassRequest:
+    """Reads a training request.
+
+    Raises:
+        BatchError: the bytes are no such message, or an array's size is not its shape's.
+        UnsupportedError: an input that is no text.
+    """
+    message = _read("ForwardBackwardRequest", body)
+    # Numbers stand in both maps, texts in the second alone.
+    options: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        options[name] = value.text if value.HasField("text") else value.number
+    data = [_datum(f"datum {index}", each) for index, each in enumerate(message.data)]
+    return PassRequest(message.model_id, message.seq_id, data, message.loss_fn, options, message.forward_only)
+
+
+def write_pass(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """The answer to a training request: log-probs of every datum in the shape of its targets, and metrics."""
+    message = _MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    if log_probs:
+        record = message.loss_fn_outputs.add(num_datums=len(log_probs))
+        arrays = [np.ascontiguousarray(each, "<f4") for each in log_probs]
+        field = record.fields["logprobs"]
+        field.data, field.dtype = b"".join(each.tobytes() for each in arrays), 1
+        field.offsets = np.cumsum([0, *(each.nbytes for each in arrays)]).astype("<i8").tobytes()
+        field.trailing_shape.extend(arrays[0].shape[1:])
+    message.metrics.update(metrics)
+    return bytes(message.SerializeToString())
+
+
+def write_samples(
+    samples: Sequence[Sampled],
+    prompt_log_probs: np.ndarray | None = None,
+    prompt_top: TopK | None = None,
+    prompt_targets: np.ndarray | None = None,
+) -> bytes:
+    """The answer to a sampling request.
+
+    Args:
+        prompt_log_probs: (P,) of each prompt token, NaN where there is none, or None if not asked for.
+        prompt_top: of each prompt token, or None.
+        prompt_targets: log-probs of targets, of the shape that was asked for, or None.
+    """
+    message = _MESSAGES["SampleResponse"]()
+    for sample in samples:
+        added = message.sequences.add(
+            stop_reason=int(sample.cut_off),
+            tokens=np.asarray(sample.tokens, "<i4").tobytes(),
+            logprobs=np.asarray(sample.log_probs, "<f4").tobytes(),
+        )
+        if sample.top is not None:
+            _set_top(added.topk_sampled_logprobs, sample.top)
+    if prompt_log_probs is not None:
+        message.prompt_logprobs = np.asarray(prompt_log_probs, "<f4").tobytes()
+    if prompt_top is not None:
+        _set_top(message.topk_prompt_logprobs, prompt_top)
+    if prompt_targets is not None:
+        targets = np.ascontiguousarray(prompt_targets, "<f4")
+        message.target_prompt_logprobs.dense, message.target_prompt_logprobs.dtype = targets.tobytes(), 1
+        message.target_prompt_logprobs.shape.extend(targets.shape)
+    return bytes(message.SerializeToString())
+
+
+def _read(name: str, body: bytes) -> Any:
+    try:
+        return _MESSAGES[name].FromString(body)
+    except DecodeError as error:
+        raise BatchError(f"body: {len(body)} bytes are no {name} message ({error})") from None
+
+
+def _datum(where: str, message: Any) -> Datum:
+    tokens = []
+    for chunk in message.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise UnsupportedError(f"{where}: model_input has an image or audio; only text is trained on")
+        tokens.append(_array(f"{where}: tokens", chunk.encoded_text.tokens, _DTYPES[3]))
+    joined = np.concatenate(tokens).astype(np.int64) if tokens else np.zeros(0, np.int64)
+    return Datum(joined, {name: _tensor(f"{where}: {name}", each) for name, each in message.loss_fn_inputs.items()})
+
+
+def _tensor(where: str, message: Any) -> np.ndarray:
+    """Dense, or rows in CSR form where absent cells are 0."""
+    shape = tuple(message.shape)
+    if message.dtype not in _DTYPES:
+        raise BatchError(f"{where}: dtype {message.dtype} is not among {', '.join(map(str, _DTYPES.values()))}")
+    dtype = _DTYPES[message.dtype]
+    if not message.HasField("sparse_csr"):
+        values = _array(where, message.dense, dtype)
+        if values.size != int(np.prod(shape)):
+            raise BatchError(f"{where}: {values.size} values, but the shape is {shape}")
+        return values.reshape(shape)
+    sparse = message.sparse_csr
+    rows, columns = (_array(where, each, _DTYPES[2]) for each in (sparse.crow_indices, sparse.col_indices))
+    values = _array(where, sparse.values, dtype)
+    fits = len(shape) == 2 and len(rows) == shape[0] + 1 and len(columns) == len(values)
+    fits = fits and rows[0] == 0 and rows[-1] == len(values) and bool((np.diff(rows) >= 0).all())
+    if not fits or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
+        raise BatchError(f"{where}: its sparse rows and columns do not fit the shape {shape}")
+    whole = np.zeros(shape, dtype)
+    whole[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return whole
+
+
+def _array(where: str, data: bytes, dtype: np.dtype[Any]) -> np.ndarray:
+    if len(data) % dtype.itemsize:
+        raise BatchError(f"{where}: {len(data)} bytes are no whole number of {dtype} values")
+    return np.frombuffer(data, dtype)
+
+
+def _set_top(message: Any, top: TopK) -> None:
+    message.token_ids = np.ascontiguousarray(top.ids, "<i4").tobytes()
+    message.logprobs = np.ascontiguousarray(top.log_probs, "<f4").tobytes()
+    message.length, message.k = top.ids.shape
+
+
+def _messages() -> dict[str, Any]:
+    """Classes of the schema, in a pool of their own: the SDK's may be loaded in the same process.
+
+    proto2, so that every field knows whether it was set; both syntaxes write the same bytes.
+    """
+    package = "rl_backend_tinker"
+    file = descriptor_pb2.FileDescriptorProto(name="rl_backend_tinker.proto", package=package, syntax="proto2")
+    for name, fields in _SCHEMA.items():
+        message = file.message_type.add(name=name)
+        for field, (number, kind) in fields.items():
+            if kind.startswith("{"):
+                entry = message.nested_type.add(name="".join(part.title() for part in field.split("_")) + "Entry")
+                entry.options.map_entry = True
+                _add(entry, package, "key", 1, "string")
+                _add(entry, package, "value", 2, kind[1:-1])
+                _add(message, package, field, number, f"{name}.{entry.name}*")
+            else:
+                _add(message, package, field, number, kind)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in _SCHEMA}
+
+
+def _add(message: Any, package: str, name: str, number: int, kind: str) -> None:
+    repeated, kind = kind.endswith("*"), kind.rstrip("*")
+    label = _FIELD.LABEL_REPEATED if repeated else _FIELD.LABEL_OPTIONAL
+    field = message.field.add(name=name, number=number, label=label)
+    if kind in _TYPES:
+        field.type = _TYPES[kind]
+        field.options.packed = repeated and kind not in {"string", "bytes"}
+    else:
+        field.type, field.type_name = _FIELD.TYPE_MESSAGE, f".{package}.{kind}"
+
+
+_MESSAGES = _messages()

@@ -1,0 +1,120 @@
+"""A server in this process: the real routes and training, over a runtime without Ray, and no engines."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+
+from actors.serve.app import make_app
+from actors.serve.server import Futures, Limits, Server
+from actors.serve.store import Store
+from actors.serve.training import Training
+from actors.train import passes
+from rl_backend.contracts import RLBackendError
+from tests.support.native import open_runtime
+
+VOCABULARY = 128
+
+
+class _Submitted:
+    """An operation as a group has it: called, or submitted for a future."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._work(*args, **options)
+
+    def submit(self, *args: Any, **options: Any) -> Any:
+        try:
+            found = self._work(*args, **options)
+        except RLBackendError as error:
+            raised = error
+
+            def fail() -> Any:
+                raise raised
+
+            return SimpleNamespace(result=fail)
+        return SimpleNamespace(result=lambda: found)
+
+
+class GroupInProcess:
+    """The operations of a training group of one rank, on a runtime of this process."""
+
+    def __init__(self, runtime: Any, max_tokens: int) -> None:
+        self._runtime, self.config = runtime, SimpleNamespace(max_tokens_per_micro_batch=max_tokens)
+        for name in ("optimizer_step", "zero_grad"):
+            setattr(self, name, _Submitted(getattr(runtime, name)))
+        self.passes: list[list[int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def forward_backward(self, handle: Any, rows: Any, losses: Any, *, forward_only: bool = False) -> Any:
+        if losses is not None:
+            self.passes.append([int(row.sequence_fields["lora"]) for row in rows])
+        shares = passes.spread(
+            handle,
+            rows,
+            self.config.max_tokens_per_micro_batch,
+            trains=not forward_only,
+            has_loss=losses is not None,
+        )
+        context: Any = SimpleNamespace(runtime=self._runtime, handle=lambda each: each)
+        found = passes.forward_backward(context, handle, shares.batches[0], losses, forward_only=forward_only)
+        return passes.merged(SimpleNamespace(source_ranks=(0,)), shares, [found])  # type: ignore[arg-type]
+
+    def forward(self, handle: Any, rows: Any) -> Any:
+        return self.forward_backward(handle, rows, None, forward_only=True)
+
+    def export_lora_adapter(self, handle: Any) -> Any:
+        return dict(self._runtime.export_lora_adapter(handle))
+
+
+@contextmanager
+def served(model: Path, state: Path, *, max_tokens: int = 64, **limits: Any) -> Iterator[SimpleNamespace]:
+    """A server at ``url``; ``group`` shows whose rows its passes had."""
+    with open_runtime(model) as runtime:
+        store = Store(state)
+        store.begin()
+        futures, group = Futures(store), GroupInProcess(runtime, max_tokens)
+        training = Training(
+            group,  # type: ignore[arg-type]
+            futures.finish,
+            model=model,
+            vocab_size=VOCABULARY,
+            longest=max_tokens,
+            max_rank=16,
+            max_runs=4,
+        )
+        without_engines: Any = SimpleNamespace(end_tokens=(), open=0, samples=0, tokens=0, pushed=0, engines={"alive": 0})
+        name = str(model)
+        server = Server(
+            store, futures, training, without_engines, name=name, model=model, longest=max_tokens, limits=Limits(**limits)
+        )
+        with _listening(server) as url:
+            yield SimpleNamespace(url=url, server=server, store=store, group=group, runtime=runtime, training=training)
+        training.close()
+        store.close()
+
+
+@contextmanager
+def _listening(server: Server) -> Iterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    web = uvicorn.Server(uvicorn.Config(make_app(server), log_level="error"))
+    thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not web.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    web.should_exit = True
+    thread.join(10)
+    listener.close()
