@@ -132,9 +132,10 @@ def train(config: GRPOConfig, session: Session | None = None, on_step: OnStep | 
             if not config.on_policy:
                 old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
                 sequences = with_outputs(sequences, old)
+                run.lap("old_log_probs")
             if reference:
                 sequences = with_outputs(sequences, reference.outputs({"ref_log_probs": "log_probs"}, sequences, meta))
-            run.lap("old_log_probs")
+                run.lap("ref_log_probs")
 
             rewards, n = config.shaped_rewards(batch), config.sampling.n
             sequences = with_advantages(sequences, rewards, config.advantage, n, kl_coef=config.kl_in_reward)

@@ -168,8 +168,8 @@ def train_user(name: str, config: UserConfig, session: Session, stop: StopReques
             if not config.on_policy:  # else a step's only update has them itself
                 old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
                 sequences = with_outputs(sequences, old)
+                run.lap("old_log_probs")
             sequences = with_advantages(sequences, batch.rewards, "grpo", config.sampling.n)
-            run.lap("old_log_probs")
             parts = update_parts(sequences, config.sampling.n, config.updates_per_step, config.data_parallel_size)
             updates = [policy.update(part, loss, meta) for part in parts]
             run.lap("train")

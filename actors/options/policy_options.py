@@ -84,9 +84,13 @@ class PolicyLoRA(LoRAConfig):
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
         if self.push == "adapter" and (self.rank > MAX_ADAPTER_RANK or self.use_dora):
-            given = f"rank={self.rank}, use_dora={self.use_dora}"
-            problem = f"vLLM serves no adapter with DoRA, or of a rank above {MAX_ADAPTER_RANK}; set lora.push to merged"
-            raise ConfigError.of("PolicyLoRA.push", "adapter", f"{given}: {problem}")
+            field, problem = "push", "vLLM serves no adapters with DoRA;"
+            if self.rank > MAX_ADAPTER_RANK:
+                field, problem = (
+                    "rank",
+                    f"vLLM serves adapters of a rank of at most {MAX_ADAPTER_RANK}; use at most that, or",
+                )
+            raise ConfigError.of(f"PolicyLoRA.{field}", getattr(self, field), f"{problem} set lora.push to merged")
         return self
 
 

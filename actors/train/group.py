@@ -289,8 +289,8 @@ class TrainGroup:
         """Spreads sequences over the data-parallel ranks, runs them forward and backward, and merges the results.
 
         The model is in training mode, or in evaluation mode when ``forward_only``, for the length of the call. Where the
-        number of sequences cannot give every rank as many micro-batches, copies with a ``loss_mask`` of zeros join them; a
-        batch with a loss and without the token field ``loss_mask`` is refused then.
+        number of sequences cannot give every rank as many micro-batches, copies with a ``loss_mask`` of zeros and without
+        ``target_ids`` join them; a batch with a loss and neither of these token fields is refused then.
 
         Args:
             sequences: a list, or a TensorDict with jagged fields (``sequences_from_tensordict``), on the CPU.
@@ -372,6 +372,7 @@ class TrainGroup:
 
     create_lora_adapter = remote(Atoms.create_lora_adapter)
     remove_lora_adapter = remote(Atoms.remove_lora_adapter)
+    reset_optimizer = remote(Atoms.reset_optimizer)
     get_lora_adapter = remote(Atoms.get_lora_adapter)
     list_lora_adapters = remote(Atoms.list_lora_adapters)
     get_optimizer_state = remote(Atoms.get_optimizer_state)

@@ -17,7 +17,7 @@ from rl_backend.algorithm.critic import gae_advantages, masked_whiten
 from rl_backend.algorithm.loss_aggregation import masked_sum, sum_by_sequence, zero_masked
 from rl_backend.algorithm.policy import kl_penalty
 from rl_backend.algorithm.rewards import kl_in_reward, token_rewards
-from rl_backend.contracts import EPISODE_SHARE, BatchError, ConfigError, TokenSequence, route_fields
+from rl_backend.contracts import EPISODE_SHARE, TARGET_IDS, BatchError, ConfigError, TokenSequence, route_fields
 from rl_backend.data import pack
 
 type Truncated = Literal["keep", "zero", "mask"]
@@ -125,7 +125,8 @@ def episode_sequences(
                 IN_ORDER: torch.tensor(in_order),
                 EPISODE_SHARE: torch.tensor(count / sum(counts), dtype=torch.float64),
             }
-            found.append(TokenSequence(torch.tensor(segment.token_ids, dtype=torch.int64), fields, of_episode))
+            sequence = TokenSequence(torch.tensor(segment.token_ids, dtype=torch.int64), fields, of_episode)
+            found.append(_of_trained_tokens(sequence))
     return found
 
 
@@ -253,16 +254,27 @@ class SampledResponse(Protocol):
 
 
 def to_sequences(samples: Sequence[SampledResponse], *, routes: bool = False) -> list[TokenSequence]:
-    """Prompt and response of each sample, with ``loss_mask`` and ``rollout_log_probs``; with ``routes`` the engine's too."""
+    """Prompt and response of each sample, with ``loss_mask`` and ``rollout_log_probs``; with ``routes`` the engine's too.
+
+    Log-probs and entropy of these are computed for response tokens alone.
+    """
     sequences = [
-        TokenSequence.from_prompt_and_response(
-            sample.prompt_ids, sample.response_ids, response_fields={"rollout_log_probs": sample.log_probs}
+        _of_trained_tokens(
+            TokenSequence.from_prompt_and_response(
+                sample.prompt_ids, sample.response_ids, response_fields={"rollout_log_probs": sample.log_probs}
+            )
         )
         for sample in samples
     ]
     if not routes:
         return sequences
     return [sample.with_routes(sequence) for sample, sequence in zip(samples, sequences, strict=True)]
+
+
+def _of_trained_tokens(sequence: TokenSequence) -> TokenSequence:
+    # Nobody reads log-probs of prompts, and each costs a product with the whole vocabulary.
+    following = sequence.input_ids.roll(-1).where(sequence.token_fields["loss_mask"] != 0, -100)
+    return sequence.with_fields({TARGET_IDS: following})
 
 
 def with_outputs(sequences: Sequence[TokenSequence], outputs: Mapping[str, Sequence[Tensor]]) -> list[TokenSequence]:

@@ -76,12 +76,14 @@ def _show_trace(arguments: argparse.Namespace) -> int:
 
 def _chosen_pass(run: Path, number: int | None) -> MeasuredPass:
     path = run / TRACE if run.is_dir() else run
-    passes = read_passes(path) if path.is_file() else []
+    if not path.is_file():
+        what = "has no trace.json" if run.is_dir() else "no such folder or file"
+        raise CommandError(f"--from-trace {run}: {what}; run with --trace, which writes trace.json into the run's folder")
+    passes = read_passes(path)
     if not passes:
-        what = "a complete training pass of a pipeline in it" if path.is_file() else f"a file {path}"
         raise CommandError(
-            f"--from-trace {run}: there is not {what}; traced are runs with --trace, which writes trace.json into the run's "
-            "folder, whose native runtime has pp or vpp above 1, or a pipeline_schedule"
+            f"--from-trace {run}: has no complete training pass of a pipeline; traced are runs with --trace whose native "
+            "runtime has pp or vpp above 1, or a pipeline_schedule"
         )
     if number is None:
         return median_pass(passes)

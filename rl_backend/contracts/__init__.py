@@ -60,6 +60,7 @@ from rl_backend.contracts.result import Metric as Metric
 from rl_backend.contracts.result import MetricValue as MetricValue
 from rl_backend.contracts.result import ModelOutput as ModelOutput
 from rl_backend.contracts.result import StepResult as StepResult
+from rl_backend.contracts.result import TenantStep as TenantStep
 from rl_backend.contracts.result import merge_metrics as merge_metrics
 from rl_backend.contracts.runtime_config import BACKEND_CONFIGS as BACKEND_CONFIGS
 from rl_backend.contracts.runtime_config import MODEL_CONFIGS as MODEL_CONFIGS

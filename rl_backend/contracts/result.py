@@ -116,6 +116,19 @@ def merge_metrics(results: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     return merged
 
 
+class TenantStep(NamedTuple):
+    """Result of one of several LoRA tenants that step together: as :class:`StepResult`, or why it had nothing to step on.
+
+    Attributes:
+        error: without gradients, or with those of a pass that failed; ``ok`` is False then and ``grad_norm`` 0.
+    """
+
+    ok: bool
+    grad_norm: float
+    num_zeros: int | None
+    error: str = ""
+
+
 class StepResult(NamedTuple):
     """Result of ``optimizer_step``.
 

@@ -265,7 +265,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         return self._writer.is_pending(handle)
 
     @guarded
-    def load_checkpoint(self, handle: AnyHandle, path: Path | str) -> dict[str, Any]:
+    def load_checkpoint(self, handle: AnyHandle, path: Path | str, *, optimizer: bool = True) -> dict[str, Any]:
         """See the base class. Random state is that of :func:`~rl_backend.runtime.checkpoints.source_rank`; without one it
         stays.
         """
@@ -278,7 +278,14 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
                 "weights that it has; load it before create_lora_adapter",
                 handle=handle.name,
             )
-        manifest = self._engine_of(handle).load_training_state(handle, Path(path))
+        if optimizer:
+            manifest = self._engine_of(handle).load_training_state(handle, Path(path))
+        elif handle in self._tenants:
+            manifest = self._tenants.load_training_state(handle, Path(path), optimizer=False)
+        else:
+            raise UnsupportedError(
+                f"load_checkpoint(optimizer=False) on {handle.name!r}: only LoRA tenants load without their optimizer"
+            )
         # A tenant is known by the weights of its base, those that a checkpoint has put there included.
         handle.loaded = manifest.digest
         if not handle.forward_only:
@@ -286,6 +293,10 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         return manifest.extra
 
     # Tenants.
+
+    @guarded
+    def reset_optimizer(self, handle: AnyHandle) -> None:
+        self._tenants[handle].trainer.reset()
 
     @guarded
     def create_lora_adapter(

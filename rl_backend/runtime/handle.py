@@ -265,7 +265,9 @@ class GuardedHandle[O: ScheduledOptimizer](ABC):
             )
 
     def require_gradients(self, operation: str) -> None:
-        """Raises :class:`HandleError` for a handle that no backward pass has given gradients."""
+        """Raises :class:`HandleError` for a handle that no complete backward pass has given gradients."""
+        if self.broken:
+            raise HandleError(f"{operation} on {self.name!r}: {self.broken}; call zero_grad first", handle=self.name)
         if not self.has_gradients:
             raise HandleError(
                 f"{operation} on {self.name!r} without gradients; call forward_backward first", handle=self.name

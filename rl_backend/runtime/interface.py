@@ -153,21 +153,22 @@ class Runtime[H](ABC):
     @overload
     def optimizer_step(  # type: ignore[overload-overlap]
         self, handle: Sequence[H], *, adam: Sequence[contracts.AdamParams | None] | None = None
-    ) -> list[contracts.StepResult]: ...
+    ) -> list[contracts.TenantStep]: ...
     @overload
     def optimizer_step(self, handle: H, *, adam: contracts.AdamParams | None = None) -> contracts.StepResult: ...
-    @Atom(Needs(("model", "optimizer", "grad"), trained=True, whole_gradients=True))
+    @Atom(Needs(("model", "optimizer", "grad"), trained=True))
     @abstractmethod
     def optimizer_step(self, handle: Any, *, adam: Any = None) -> Any:
         """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``.
 
-        Of several LoRA tenants a list of results, in their order; each is skipped by itself.
+        Of several LoRA tenants a list of :class:`~rl_backend.contracts.TenantStep`, in their order; each is skipped by
+        itself, and one without gradients of a complete pass has that as its ``error``.
 
         Args:
             adam: values of this step alone, of several tenants those of each; None takes the optimizer's.
 
         Raises:
-            HandleError: no gradients; then nothing has changed, of several tenants none.
+            HandleError: of a single handle, no gradients, or those of a pass that failed.
         """
 
     @overload
@@ -302,15 +303,25 @@ class Runtime[H](ABC):
 
     @Atom(Needs(("model", "optimizer"), weights=False))
     @abstractmethod
-    def load_checkpoint(self, handle: H, path: Path | str) -> dict[str, Any]:
+    def load_checkpoint(self, handle: H, path: Path | str, *, optimizer: bool = True) -> dict[str, Any]:
         """Restores what ``save_checkpoint`` wrote, in any layout: weights, optimizer, schedules, random state, weight
         version.
 
         A forward-only handle takes the weights and their version. Gradients are dropped. Returns the ``extra`` of the save.
 
+        Args:
+            optimizer: False begins the optimizer and schedules of a LoRA tenant anew; the seed and dropout of its
+                ``LoRAConfig`` may then be others than those saved.
+
         Raises:
             CheckpointError: not a complete checkpoint, a damaged file, another model's, or of another head.
+            UnsupportedError: ``optimizer=False`` for a model that is no tenant.
         """
+
+    @Atom(Needs(("optimizer",), trained=True), takes="tenants")
+    @_optional
+    def reset_optimizer(self, handle: H) -> None:
+        """Sets the moments and the step count of a LoRA tenant to 0; its schedules continue. Not a collective."""
 
     @Atom(builds=True)
     @_optional

@@ -205,13 +205,13 @@ def make_sequences(config: ParityConfig, hf_config: Mapping[str, Any]) -> list[T
     if (padding := text.get("pad_token_id")) is not None:
         tokens = tokens[tokens != padding]
     lengths = torch.linspace(config.min_length, config.max_length, config.num_sequences).round().long()
-    lengths = lengths[torch.randperm(config.num_sequences, generator=generator)].tolist()
+    sizes = lengths[torch.randperm(config.num_sequences, generator=generator)].tolist()
     if passage is None:
-        rows = [tokens[torch.randint(len(tokens), (length,), generator=generator)] for length in lengths]
+        rows = [tokens[torch.randint(len(tokens), (length,), generator=generator)] for length in sizes]
     else:
         start = int(torch.randint(len(passage), (), generator=generator))
-        places = (start + torch.arange(sum(lengths))) % len(passage)
-        rows = list(passage[places].split(lengths))
+        places = (start + torch.arange(sum(sizes))) % len(passage)
+        rows = list(passage[places].split(sizes))
     return [TokenSequence(row, {"loss_mask": (torch.arange(len(row)) < len(row) - 1).float()}) for row in rows]
 
 

@@ -355,7 +355,8 @@ def as_text(result: ParityResult) -> str:
     number = "  {:>11}  {:>11}  {:>10}  {:>7}  {:>7}"
     columns = ("candidate", "difference", "floor", "alone")
     titles = ("step", "loss", *columns, "grad norm", *columns, "")
-    lines += ["", *table("  {:>4}" + 2 * number + "{}", [titles, *(_step_row(step) for step in comparison.steps)])]
+    steps = table("  {:>4}" + 2 * number + "{}", [titles, *(_step_row(step) for step in comparison.steps)])
+    lines += ["", *(line.rstrip() for line in steps)]
     lines += [
         "",
         f"largest difference of the loss {comparison.max_loss_difference:.1e}, of the gradient norm "

@@ -70,6 +70,11 @@ class TenantOptimizer:
         self._rows.gradients.zero_()
         self.has_gradients = self._reduced = False
 
+    def reset(self) -> None:
+        """Moments and steps as they were before the first."""
+        for each in (self._rows.exp_avg, self._rows.exp_avg_sq, self._rows.num_steps):
+            each.zero_()
+
     def reduce(self) -> None:
         """Makes this rank's gradients those of all ranks, once. A collective."""
         if self._reduced:
@@ -264,6 +269,8 @@ def require_tenant(base: GuardedHandle, adaptable: Adaptable, head: Head) -> Non
 
 def step_tenants(tenants: Sequence[TenantHandle], adam: Sequence[AdamParams | None]) -> list[StepResult]:
     """One step of each, in their order, with its own values; a non-finite gradient skips its own tenant alone."""
+    if not tenants:
+        return []
     optimizers = [tenant.trainer for tenant in tenants]
     # One by one, so that a tenant's sums have one order whoever is beside it.
     for optimizer in optimizers:

@@ -10,9 +10,10 @@ import xxhash
 from torch import Tensor
 
 from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.checkpoint.manifest import TenantFacts, TrainingManifest
+from rl_backend.checkpoint.manifest import TenantFacts, TrainingManifest, read_manifest
 from rl_backend.checkpoint.training_state import MOMENTS, WEIGHTS, StateTensors, TensorPieces, on_every_rank
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, Head
+from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime import checkpoints
 from rl_backend.runtime.tenants.handle import TenantHandle
 from rl_backend.weights.inspection import tensor_digest
@@ -36,8 +37,8 @@ def tenant_state(handle: TenantHandle) -> tuple[StateTensors, TrainingManifest]:
     return dict(_pieces(handle)), manifest
 
 
-def load_tenant_state(handle: TenantHandle, path: Path) -> TrainingManifest:
-    """Restores a tenant from ``path``, whatever layout or runtime saved it.
+def load_tenant_state(handle: TenantHandle, path: Path, *, optimizer: bool) -> TrainingManifest:
+    """Restores a tenant from ``path``, whatever layout or runtime saved it; without ``optimizer`` that begins anew.
 
     Raises:
         CheckpointError: on every rank: no checkpoint of a tenant, one of another configuration, or of another base.
@@ -51,8 +52,10 @@ def load_tenant_state(handle: TenantHandle, path: Path) -> TrainingManifest:
             # Refused next by the names of its parameters.
             return
         mine = handle.lora.model_dump(mode="json")
+        # Weights alone do not depend on how they began.
+        free = () if optimizer else ("seed", "dropout")
         for name, value in mine.items():
-            if facts.config.get(name) != value:
+            if name not in free and facts.config.get(name) != value:
                 raise CheckpointError.at(
                     path,
                     f"holds a tenant with LoRAConfig.{name}={facts.config.get(name)!r}, {handle.name!r} has {value!r}; make "
@@ -68,12 +71,30 @@ def load_tenant_state(handle: TenantHandle, path: Path) -> TrainingManifest:
                 f"that it was trained on (hf_path={manifest.runtime_config.get('hf_path')!r}{theirs})",
             )
 
-    manifest, _ = checkpoints.load_state(handle, path, lambda each: dict(_pieces(each)), check=check)
+    def wanted(each: TenantHandle) -> StateTensors:
+        return {name: pieces for name, pieces in _pieces(each) if optimizer or name.startswith(WEIGHTS)}
+
+    manifest, _ = checkpoints.load_state(handle, path, wanted, check=check)
     assert manifest.lora is not None, "checked"
-    handle.rows.num_steps.fill_(manifest.optimizer_steps)
     handle.rows.num_draws = manifest.lora.num_draws
-    handle.trainer.schedule.num_steps = manifest.schedule_steps
+    if optimizer:
+        handle.rows.num_steps.fill_(manifest.optimizer_steps)
+    else:
+        handle.trainer.reset()
+    handle.trainer.schedule.num_steps = manifest.schedule_steps if optimizer else 0
     return manifest
+
+
+def saved_tenant(path: Path | str) -> tuple[LoRAConfig, Head]:
+    """Of a tenant's checkpoint, what :meth:`~rl_backend.runtime.Runtime.create_lora_adapter` makes one from to load it.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, or one of a whole model.
+    """
+    manifest = read_manifest(Path(path))
+    if manifest.lora is None:
+        raise CheckpointError.at(Path(path), "holds a whole model, and no LoRA tenant")
+    return LoRAConfig.model_validate(manifest.lora.config), manifest.head
 
 
 def problem_of_import(given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> str:

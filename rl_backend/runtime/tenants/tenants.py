@@ -21,7 +21,7 @@ from rl_backend.contracts import (
     ModelHandle,
     OptimizerConfig,
     PackedBatch,
-    StepResult,
+    TenantStep,
 )
 from rl_backend.contracts.atoms import Atom, Needs
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, part_name
@@ -148,8 +148,8 @@ class Tenants:
     def remove(self, handle: ModelHandle) -> None:
         self._by_id.pop(handle.lora_id).release()
 
-    def step(self, handles: Sequence[GuardedHandle], adam: Sequence[AdamParams | None] | None) -> list[StepResult]:
-        """One step of each, with its own values; all are checked before any."""
+    def step(self, handles: Sequence[GuardedHandle], adam: Sequence[AdamParams | None] | None) -> list[TenantStep]:
+        """One step of each that has gradients, with its own values."""
         tenants = [self[each] for each in handles]
         values = [None] * len(tenants) if adam is None else adam
         if not tenants or len(set(tenants)) < len(tenants) or len(values) != len(tenants):
@@ -157,12 +157,13 @@ class Tenants:
                 f"optimizer_step of {[each.name for each in tenants]} with {adam} for adam; give each tenant once, and for "
                 "adam the values of each, or None"
             )
-        for tenant in tenants:
-            tenant.require_gradients("optimizer_step")
-        results = step_tenants(tenants, values)
-        for tenant, result in zip(tenants, results, strict=True):
+        # The same on every rank, whose passes and failures are.
+        found = {tenant: TenantStep(False, 0.0, None, _why_not(tenant)) for tenant in tenants}
+        able = {tenant: adam for tenant, adam in zip(tenants, values, strict=True) if not found[tenant].error}
+        for tenant, result in zip(able, step_tenants(list(able), list(able.values())), strict=True):
             tenant.weight_version += result.ok
-        return results
+            found[tenant] = TenantStep(*result)
+        return list(found.values())
 
     def run_passes(self, handle: ModelHandle, request: PassRequest) -> ForwardResult:
         tenant = self[handle]
@@ -203,8 +204,8 @@ class Tenants:
     def training_state(self, handle: ModelHandle) -> tuple[StateTensors, TrainingManifest]:
         return tenant_state(self[handle])
 
-    def load_training_state(self, handle: ModelHandle, path: Path) -> TrainingManifest:
-        return load_tenant_state(self[handle], path)
+    def load_training_state(self, handle: ModelHandle, path: Path, *, optimizer: bool = True) -> TrainingManifest:
+        return load_tenant_state(self[handle], path, optimizer=optimizer)
 
     def mixed_pass(self, base: GuardedHandle, losses: Losses | None, *, forward_only: bool) -> PassTenants:
         """The tenants of a pass of sequences of several, and of the base alone."""
@@ -235,6 +236,14 @@ class Tenants:
         # By number until here: names may contain each other.
         metrics = metrics_by_name(result.metrics, tenants)
         return ForwardResult(result.losses, metrics, result.outputs, results_of_tenants(loss, tenants, data, result))
+
+
+def _why_not(tenant: TenantHandle) -> str:
+    try:
+        tenant.require_gradients("optimizer_step")
+    except HandleError as error:
+        return error.message
+    return ""
 
 
 def _tensors_of(tenant: TenantHandle, row: Tensor) -> WholeTensors:

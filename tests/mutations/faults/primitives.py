@@ -49,6 +49,14 @@ FAULTS = [
         "last positions would be trained",
     ),
     Fault(
+        "gradient-of-the-first-target-alone",
+        "rl_backend.primitive.log_prob:NextTokenGradient.of_logits",
+        "grad = self.log_prob[chunk].sum(1, keepdim=True)",
+        "grad = self.log_prob[chunk][:, :1]",
+        ("test_values_and_gradients_are_those_of_a_full_softmax",),
+        "several targets of a token would not lower the probability of all other words",
+    ),
+    Fault(
         "weight-gradient-of-the-last-chunk",
         "rl_backend.primitive.log_prob:gradients_of",
         "add_matmul(target, grad_logits.t(), tile.hidden, beta=0 if chunk.start == 0 else 1)",

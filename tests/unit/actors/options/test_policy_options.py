@@ -41,8 +41,8 @@ def test_a_policys_loss_gets_the_options_that_were_given(options: dict[str, Any]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 513}, r"PolicyLoRA\.push='adapter': rank=513, .* of a rank above 512; set lora\.push to merged"),
-        ({"rank": 4, "use_dora": True}, r"PolicyLoRA\.push='adapter': .*use_dora=True: vLLM serves no adapter with DoRA"),
+        ({"rank": 513}, r"PolicyLoRA\.rank=513: vLLM serves adapters of a rank of at most 512; .* set lora\.push to merged"),
+        ({"rank": 4, "use_dora": True}, r"PolicyLoRA\.push='adapter': vLLM serves no adapters with DoRA"),
         ({"dropout": 0.5, "alpha": 3.0}, r"PolicyLoRA\.alpha=3\.0: has no effect"),
     ],
 )  # fmt: skip

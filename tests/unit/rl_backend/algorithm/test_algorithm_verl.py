@@ -53,7 +53,7 @@ def scale_factor(mode: str) -> float | None:
     return SCALE if mode == "seq-mean-token-sum-norm" else None
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", [mode for mode in LOSS_AGG_MODES if mode != "sum"])
 @pytest.mark.parametrize("dp_size", [1, 4])
 def test_aggregated_loss_and_gradient_equal_verls(core_algos: ModuleType, mode: str, dp_size: int) -> None:
     sequences = random_sequences(1)

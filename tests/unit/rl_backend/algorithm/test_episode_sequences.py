@@ -250,6 +250,13 @@ def test_the_reward_of_a_turn_that_is_left_out_goes_to_the_turn_before() -> None
     assert sampled_values(episode_sequences([episode(first)]), "token_rewards") == [1.5]
 
 
+def test_log_probs_are_asked_for_of_sampled_tokens_alone() -> None:
+    for each in episode_sequences([BRANCHED, HELD, OTHER]):
+        ids, targets = each.input_ids.tolist(), each.token_fields["target_ids"].tolist()
+        mask = each.token_fields["loss_mask"].tolist()
+        assert targets == [ids[place + 1] if wanted else -100 for place, wanted in enumerate(mask)]
+
+
 def test_updates_have_whole_groups() -> None:
     played = [BRANCHED, OTHER, HELD, HELD, OTHER, BRANCHED]
     sequences = episode_sequences(played)

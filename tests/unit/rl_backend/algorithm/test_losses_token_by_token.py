@@ -55,9 +55,9 @@ def mean(losses: Sequence[Sequence[Tensor]], mode: str, scale: float | None, met
             [each for row, own in zip(EPISODES, losses, strict=True) if row == episode for each in own]
             for episode in range(4)
         ]
-    if mode == "token-mean":
+    if mode in ("token-mean", "sum"):
         total = sum((each for own in losses for each in own), torch.zeros((), dtype=torch.float64))
-        return total / meta["batch_num_tokens"]
+        return total if mode == "sum" else total / meta["batch_num_tokens"]
     total = torch.zeros((), dtype=torch.float64)
     for own in losses:
         of_sequence = sum(own, torch.zeros((), dtype=torch.float64))
@@ -127,7 +127,7 @@ def drawn_options(number: int) -> tuple[dict[str, Any], bool, bool]:
     """Options away from their defaults, whether episodes count whole, and whether advantages are one of each sequence."""
     draw = random.Random(number)
     surrogate = [*SURROGATES][number % 3]
-    mode = LOSS_AGG_MODES[number % 4]
+    mode = LOSS_AGG_MODES[number % len(LOSS_AGG_MODES)]
     options: dict[str, Any] = {
         "surrogate": surrogate,
         "clip_ratio_low": draw.choice([0.1, 0.35, 0.6]),

@@ -41,6 +41,8 @@ def test_samples_become_sequences_with_their_routes_if_asked(routes: bool) -> No
     sequences = to_sequences(SAMPLES, routes=routes)
     assert [each.input_ids.tolist() for each in sequences] == [[5, 6, 7], [1, 2, 3, 4]]
     assert [each.token_fields["loss_mask"].tolist() for each in sequences] == [[0, 1, 0], [1, 1, 1, 0]]
+    # Log-probs of the prompt's tokens are not asked for.
+    assert [each.token_fields["target_ids"].tolist() for each in sequences] == [[-100, 7, -100], [2, 3, 4, -100]]
     found = [each.token_fields["rollout_log_probs"].tolist() for each in sequences]
     assert found == [pytest.approx([0, -0.5, 0]), pytest.approx([-0.1, -0.2, -0.3, 0])]
     assert ["routes" in each.token_fields for each in sequences] == [routes] * 2

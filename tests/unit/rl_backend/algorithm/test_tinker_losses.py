@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_backend.algorithm import tinker_losses
 from rl_backend.contracts import TARGET_IDS, BatchError, LossFn, ModelOutput, PackedBatch, TokenSequence
-from rl_backend.data import pack
+from rl_backend.data import pack, pack_plan, plan_micro_batches
 
 LENGTHS = (7, 4, 11, 5)
 K = 3
@@ -230,14 +230,17 @@ def test_data_parallel_ranks_average_to_the_sum() -> None:
     rows = [without(row, *CLIPS) for row in sequences()]
     log_probs = log_probs_of(rows)
     whole, _ = summed(tinker_losses.ppo, rows, log_probs, [[0, 1, 2, 3]])
+    plan = plan_micro_batches(LENGTHS, 3, 12, fill=True)
+    assert plan.fillers  # copies that add nothing, though a model would give them log-probs
+    of_copies = plan.with_fillers(log_probs)
     of_ranks = [
-        tinker_losses.ppo(
-            ModelOutput(log_probs=torch.cat([log_probs[index] for index in indices])),
-            pack([rows[index] for index in indices], {"dp_size": 2}),
-        )[0]
-        for indices in ([0, 2], [1, 3])
+        sum(
+            tinker_losses.ppo(ModelOutput(log_probs=torch.cat([of_copies[index] for index in indices])), batch)[0]
+            for indices, batch in zip(plan.micro_batches[rank], batches, strict=True)
+        )
+        for rank, batches in enumerate(pack_plan(rows, plan))
     ]
-    torch.testing.assert_close(torch.stack(of_ranks).mean(), whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sum(of_ranks) / 3, whole, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -89,14 +89,14 @@ def test_stored_bfloat16_is_converted_to_the_parameters_dtype(model_dir: Path) -
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"Qwen/Qwen3-0.6B/config\.json cannot be read as JSON .*No such file.*download it first"
+        CheckpointError, match=r"Qwen/Qwen3-0.6B/config\.json cannot be read .*No such file.*download it first"
     ):
         HFReader("Qwen/Qwen3-0.6B")
 
 
 def test_a_directory_without_config_is_refused(model_dir: Path) -> None:
     (model_dir / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON .*No such file"):
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read .*No such file"):
         HFReader(model_dir)
 
 

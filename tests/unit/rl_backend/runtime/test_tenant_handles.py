@@ -291,8 +291,9 @@ def test_a_loss_that_fails_breaks_its_tenant_alone_until_its_gradients_are_dropp
         expected = "" if forward_only else "its loss raised ValueError: no advantages, so its gradients are incomplete"
         assert bad.broken == expected
     with pytest.raises(HandleError, match=r"optimizer_step on 'bad': its loss raised ValueError.*; call zero_grad first"):
-        runtime.optimizer_step([good, bad])
-    assert runtime.optimizer_step(good).ok
+        runtime.optimizer_step(bad)
+    stepped, refused = runtime.optimizer_step([good, bad])
+    assert stepped.ok and not refused.ok and "'bad': its loss raised ValueError" in refused.error
     runtime.zero_grad(bad)
     runtime.forward_backward(bad, [batch(None)], log_prob_loss)
     assert runtime.optimizer_step([bad])[0].ok

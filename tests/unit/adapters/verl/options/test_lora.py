@@ -207,11 +207,11 @@ def test_a_rollout_that_takes_whole_weights_only_needs_a_merged_adapter(rank: st
         with initialize_config_module("verl.trainer.config", version_base=None):
             require_run(compose("ppo_trainer", overrides=["model_engine=megatron", *overrides]))
 
-    with pytest.raises(ConfigError, match=r"checkpoint_engine\.backend='nccl' with .*lora\.merge=True"):
+    with pytest.raises(ConfigError, match=r"checkpoint_engine\.backend='nccl': with .*lora\.merge=True"):
         require(ours, rollout, f"{model}.{rank}")
     require(ours, rollout, f"{model}.{rank}", f"{model}.lora.merge=True")
     delta = rollout.replace("nccl", "delta_sharded")
-    with pytest.raises(ConfigError, match=r"checkpoint_engine\.backend='delta_sharded' with"):
+    with pytest.raises(ConfigError, match=r"checkpoint_engine\.backend='delta_sharded': with"):
         require(ours, delta, f"{model}.{rank}", f"{model}.lora.merge=True")
     require(ours, rollout)
     require(ours, f"{model}.{rank}")

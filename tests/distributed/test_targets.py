@@ -1,0 +1,108 @@
+"""Targets of their own in every layout: log-probs as transformers gives them, and sums that no split changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_backend.algorithm import tinker_losses
+from rl_backend.contracts import TARGET_IDS, TokenSequence
+from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
+from rl_backend.data import pack_plan, plan_tenants
+from tests.support.families import load_transformers
+from tests.support.matrix import sampled
+from tests.support.models import write_tiny
+from tests.support.native import VOCAB_SIZE
+from tests.support.rank_pool import RankPool
+from tests.support.tenant_layouts import BRIDGE, NATIVE, cases
+from tests.support.tenants import copied
+
+LENGTHS = (9, 4, 17, 6, 12)
+TEMPERATURES = (1.0, 0.7, 1.3, 0.5, 1.0)
+K = 3
+LAYOUTS = ("one rank", "dp2", "tp2", "cp2", "pp2", "pp2 zbv", "dp2 tp2")
+
+
+def sequences(lora_id: int) -> list[TokenSequence]:
+    """K targets for each position, the last included, of which some ask for nothing; weights of both signs."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for length, temperature in zip(LENGTHS, TEMPERATURES, strict=True):
+        ids, targets = (torch.randint(0, VOCAB_SIZE, shape, generator=generator) for shape in ((length,), (length, K)))
+        targets[0], targets[1, 1:] = -100, -100
+        fields = {TARGET_IDS: targets, "weights": torch.randn(length, K, generator=generator)}
+        whose = {LORA_FIELD: torch.tensor(lora_id), "temperature": torch.tensor(temperature)}
+        found.append(TokenSequence(ids, fields, whose))
+    return found
+
+
+def targets_job(model: str, backend: str, layout: str) -> tuple[dict[int, Tensor], float, float, dict[str, Tensor]]:
+    """(log-probs by sequence, loss and ``loss:sum`` of this rank, gradients of the tenant)"""
+    from rl_backend.contracts import OptimizerConfig
+    from tests.support.bridge_runs import open_bridge
+    from tests.support.native import open_runtime
+
+    settings = (BRIDGE if backend == "bridge" else NATIVE)[layout][1]
+    with (open_bridge if backend == "bridge" else open_runtime)(model, **settings) as runtime:
+        base = runtime.build_model(trainable=False)
+        lora = LoRAConfig(rank=4, alpha=8.0, targets=("attention", "head"))
+        tenant = runtime.create_lora_adapter(base, lora, OptimizerConfig(), name="own")
+        rows, rank, size = sequences(tenant.lora_id), base.data_parallel_rank, base.data_parallel_size
+        plan = plan_tenants(LENGTHS, [0] * len(rows), size, 20, multiple_of=base.micro_batch_multiple, fill=True)
+        data = pack_plan(rows, plan)[rank]
+        result = runtime.forward_backward(base, data, {"own": tinker_losses.cross_entropy}).tenants["own"]
+        assert not result.error, result.error
+        gradients = copied(runtime.export_gradients(tenant))
+    mine = plan.rank_indices(rank)
+    outputs = {} if not result.outputs else dict(zip(mine, result.outputs["log_probs"], strict=True))
+    own = {index: value for index, value in outputs.items() if index < len(rows)}
+    total = result.metrics["loss:sum"].sum if result.metrics else 0.0
+    return own, result.loss / size, total, gradients
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    return str(write_tiny("qwen3", folder, num_hidden_layers=4, tie_word_embeddings=False))
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(ranks: RankPool, model: str) -> dict[str, Tensor]:
+    return ranks.run(targets_job, model, "native", "one rank", world_size=1)[0][3]
+
+
+@pytest.mark.shows("model: log-probs of given targets, several for each token, are those of transformers in every layout")
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    sampled(
+        cases(LAYOUTS, ("one rank", "dp2", "tp2", "pp2")),
+        *(("native", "tp2"), ("native", "one rank"), ("bridge", "one rank")),
+    ),
+)
+def test_log_probs_are_those_of_transformers_and_losses_exact_sums(
+    ranks: RankPool, model: str, on_one_rank: dict[str, Tensor], backend: str, layout: str
+) -> None:
+    expected, total = [], 0.0
+    reference = load_transformers(Path(model)).double()
+    for row, temperature in zip(sequences(0), TEMPERATURES, strict=True):
+        with torch.no_grad():
+            distribution = (reference(row.input_ids[None]).logits[0] / temperature).log_softmax(-1)
+        targets = row.token_fields[TARGET_IDS]
+        log_probs = distribution.gather(1, targets.clamp(min=0)).where(targets != -100, 0.0)
+        expected.append(log_probs)
+        total -= float((log_probs * row.token_fields["weights"]).sum())
+    world_size = (BRIDGE if backend == "bridge" else NATIVE)[layout][0]
+    found = ranks.run(targets_job, model, backend, layout, world_size=world_size)
+    log_probs_of = {index: value for each in found for index, value in each[0].items()}
+    assert sorted(log_probs_of) == list(range(len(LENGTHS)))
+    for index, log_probs in log_probs_of.items():
+        torch.testing.assert_close(log_probs.double(), expected[index], rtol=1e-5, atol=1e-5)
+    sources = [each for each in found if each[0]]
+    assert sum(loss for _, loss, _, _ in sources) == pytest.approx(total, rel=1e-5)
+    assert sum(metric for _, _, metric, _ in sources) == pytest.approx(total, rel=1e-5)
+    for *_, gradients in found:
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, on_one_rank[name], rtol=1e-4, atol=1e-5)
