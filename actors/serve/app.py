@@ -14,7 +14,6 @@ import zstandard
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
-from actors.serve.openai import add_openai
 from actors.serve.server import BusyError, Server, UnknownError, as_object, shown_time
 from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS, SESSIONS, Result
 from actors.serve.training import Pass, Step
@@ -95,7 +94,6 @@ def make_app(server: Server) -> FastAPI:
         method, path = route.split()
         api.add_api_route(path, _refusal(what), methods=[method])
     app.include_router(api)
-    add_openai(app, server, Owner, Asked)
     _add_pages(app, server)
     return app
 

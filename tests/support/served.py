@@ -93,7 +93,7 @@ def served(model: Path, state: Path, *, max_tokens: int = 64, **limits: Any) -> 
             vocab_size=VOCABULARY,
             longest=max_tokens,
             max_rank=16,
-            max_runs=4,
+            max_runs=16,
         )
         without_engines: Any = SimpleNamespace(end_tokens=(), open=0, samples=0, tokens=0, pushed=0, engines={"alive": 0})
         name = str(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from actors.serve import command
 from actors.serve.store import REQUESTS, RUNS, Result, Store
+from actors.serve.training import Call
 from actors.serve.wire import read_header
 from rl_backend.contracts import BatchError, ConfigError
+from tests.support.actors_in_process import until
 from tests.support.libraries import cookbook
 from tests.support.models import write_tiny_qwen3
 from tests.support.served import served
@@ -39,6 +42,7 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 @pytest.fixture
 def client(running: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     cookbook()
+    pytest.importorskip("h2", reason="make libraries puts it beside the SDK")
     monkeypatch.setenv("TINKER_BASE_URL", running.url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-local")
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
@@ -104,14 +108,39 @@ def test_what_is_wrong_fails_through_its_future_and_the_client_goes_on(client: A
     training.forward_backward([datum(targets, weights=[1.0] * 7)], "cross_entropy").result()
     assert training.optim_step(types.AdamParams()).result().metrics["grad_norm"] > 0
     with pytest.raises(Exception, match="rank"):
-        client.create_lora_training_client(base_model=str(model), rank=0)
+        client.create_lora_training_client(base_model=str(model), rank=0).result()
     with pytest.raises(Exception, match="other/model"):
-        client.create_lora_training_client(base_model="other/model", rank=4)
+        client.create_lora_training_client(base_model="other/model", rank=4).result()
+
+
+def test_clients_that_wait_share_a_pass_and_a_failure_is_its_own(client: Any, model: Path, running: SimpleNamespace) -> None:
+    from tinker import types
+
+    gate = threading.Event()
+    runs = [client.create_lora_training_client(base_model=str(model), rank=rank, seed=rank) for rank in (2, 4, 3)]
+    infos = [run.get_info().model_id for run in runs]
+    targets = [*IDS[1:], 4]
+    sent = [
+        ([datum(targets, weights=[1.0] * 7)], "cross_entropy"),
+        ([datum(targets, logprobs=[0.0] * 7, advantages=[1.0] * 7)] * 2, "ppo"),
+    ]
+    alone = [run.forward(*each).result().metrics["loss:sum"] for run, each in zip(runs, sent, strict=False)]
+    hold = Call("", lambda run: {"waited": gate.wait(30)})
+    running.training.submit(infos[2], 1, hold)
+    before = len(running.group.passes)
+    futures = [run.forward_backward(*each) for run, each in zip(runs, sent, strict=False)]
+    until(lambda: all(running.training.waiting[info] for info in infos[:2]))
+    gate.set()
+    assert [future.result().metrics["loss:sum"] for future in futures] == pytest.approx(alone, abs=1e-5)
+    (shared,) = running.group.passes[before:]
+    assert len(shared) == 3 and len(set(shared)) == 2
+    for run in runs[:2]:
+        assert run.optim_step(types.AdamParams()).result().metrics["grad_norm"] > 0
 
 
 def test_requests_run_by_their_numbers_and_one_that_is_sent_again_runs_once(running: SimpleNamespace, model: Path) -> None:
-    def post(path: str, **body: Any) -> Any:
-        return httpx.post(f"{running.url}/api/v1/{path}", json=body, headers=HEADERS, timeout=60)
+    def post(route: str, **body: Any) -> Any:
+        return httpx.post(f"{running.url}/api/v1/{route}", json=body, headers=HEADERS, timeout=60)
 
     session = post("create_session").json()["session_id"]
     made = post("create_model", session_id=session, model_seq_id=0, base_model=str(model), lora_config={"rank": 2}).json()
