@@ -55,6 +55,14 @@ def choose_micro_batch(config: RunConfig, kept: Mapping[str, Any]) -> Choice:
         return Choice(config)
     if kept:
         return Choice(with_options(config, {place: value for place, value in kept.items() if not gives(config, place)}))
+    try:
+        return _choice(config)
+    except RLBackendError:
+        # The checks say what is wrong.
+        return Choice(config)
+
+
+def _choice(config: RunConfig) -> Choice:
     gpus = torch.cuda.device_count()
     if _why_not(config) or isinstance(plans := _plans(config, gpus), str):
         return Choice(config)

@@ -169,7 +169,7 @@ def without_ray(
 ) -> tuple[Session, Engines, Trainer]:
     """A session of stand-ins, for runs that read ``inputs``."""
     engines, trainer = Engines(config), Trainer(config)
-    monkeypatch.setattr("actors.run.run.check_start", lambda config, session_is_open: None)
+    monkeypatch.setattr("actors.run.run.check_start", lambda config, session_is_open: [])
     monkeypatch.setattr("actors.run.rl_run.load_inputs", lambda config: inputs())
     monkeypatch.setattr("actors.run.rl_run.load_episode_inputs", lambda config: inputs())
     for room in ("parts", "session"):

@@ -24,7 +24,7 @@ from tests.support.sampled_runs import Engines, Trainer
 @pytest.fixture(autouse=True)
 def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "cluster_resources", dict)
-    monkeypatch.setattr("actors.run.run.check_start", lambda config, session_is_open: None)
+    monkeypatch.setattr("actors.run.run.check_start", lambda config, session_is_open: [])
 
 
 def config_of(tmp_path: Path, kind: Any = SFTConfig, **changes: Any) -> Any:

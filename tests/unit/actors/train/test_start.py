@@ -90,6 +90,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(ranks_module, "check_config", lambda config, num_ranks: None)
     monkeypatch.setattr(ranks_module, "_warn_of_idle_gpus", lambda config, name, gpus: None)
     monkeypatch.setattr(ranks_module, "thread_environment", lambda: {"WAITS": "asleep"})
+    monkeypatch.setattr(ranks_module, "memory_environment", lambda: {"FREED": "given back"})
     monkeypatch.setattr(Driver, "here", lambda: Driver("1", "this driver"))
     monkeypatch.setattr(ranks_module, "ray", ToldRay())
     monkeypatch.setattr(GroupMembers, "kill", lambda members: made.killed.append(members.name))
@@ -111,7 +112,7 @@ def test_every_rank_is_an_actor_with_its_place_and_environment(cluster: Cluster)
         "timeout": 11.0,
     }
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    environment = {**dict.fromkeys(names, "2"), "WAITS": "asleep", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**dict.fromkeys(names, "2"), "WAITS": "asleep", "FREED": "given back", "CUDA_VISIBLE_DEVICES": ""}
     for rank, (options, arguments) in enumerate(zip(cluster.options, cluster.made, strict=True)):
         assert options == {
             "name": f"ours-01234567-rank{rank}",

@@ -164,7 +164,7 @@ def test_a_run_prints_and_logs_warnings_and_measures_speed_and_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray, "cluster_resources", dict)
-    monkeypatch.setattr("actors.run.run.check_start", lambda config, session_is_open: None)  # there is no model to check
+    monkeypatch.setattr("actors.run.run.check_start", lambda config, session_is_open: [])  # there is no model to check
     config = SFTConfig(
         model=str(tmp_path), dataset="d", dtype="float32", run_dir=str(tmp_path / "run"), steps=8, metrics_to=None
     )
