@@ -144,8 +144,8 @@ FAULTS = [
     Fault(
         "columns-of-reward-functions-not-required",
         "rl_backend.data.examples:_Reader.__init__",
-        "if name not in columns",
-        "if name in ()",
+        "name not in columns",
+        "name in ()",
         ("test_columns_that_a_function_takes_must_be_in_each_row",),
         "a run would end in its first step, when the function is called without its column",
     ),

@@ -141,11 +141,7 @@ FAULTS = [
     Fault(
         "completions-are-always-texts",
         "rl_backend.data.rewards.function:LoadedReward._lists",
-        """
-        call.solution_str
-        if isinstance(call.prompt, str)
-        else [{"role": "assistant", "content": call.solution_str}]
-        """,
+        'call.solution_str if isinstance(call.prompt, str) else [{"role": "assistant", "content": call.solution_str}]',
         "call.solution_str",
         ("test_a_function_of_trl_is_called_as_trl_calls_it",),
         "functions of TRL that read completion[0]['content'] would fail on chat data",
