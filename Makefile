@@ -55,8 +55,9 @@ bench: setup
 	done; \
 	exit 2
 
+# ARGS of a target that needs all of them are that target's.
 libraries: setup
-	@cd "$(ROOT)" && exec $(PY) -m tests.support.libraries $(ARGS)
+	@cd "$(ROOT)" && exec $(PY) -m tests.support.libraries $(if $(filter libraries,$(MAKECMDGOALS)),$(ARGS))
 
 # A Python named on the command line runs the check itself, for machines where .venv cannot be made.
 ifeq ($(origin PYTHON),command line)

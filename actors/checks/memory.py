@@ -1,51 +1,157 @@
-"""Checks that a run fits into the memory of this machine, by :mod:`rl_backend.lab.plan`."""
+"""Memory of a run on this machine, by :mod:`rl_backend.lab.plan`: the micro-batch that fits, and whether a run fits."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from actors.checks.machine import OF_A_CLUSTER, is_on_cluster
 from actors.checks.model import find_layout, runtime_of
-from actors.options.config import RunModel
+from actors.cluster.placement import ClusterShare
+from actors.options.config import CHECKPOINTING, MICRO_BATCH, MOST_TOKENS, RunModel, with_options
 from actors.options.policy_options import tenant_config
 from actors.options.sampled_config import RunConfig, SampledConfig
 from actors.rollout.config import positions_of
-from rl_backend.contracts import BatchError, ConfigError, NativeConfig, RLBackendError, UnsupportedError
+from actors.rollout.placement import with_share
+from rl_backend.contracts import BatchError, ConfigError, NativeConfig, RLBackendError, RuntimeConfig, UnsupportedError
 from rl_backend.lab.doctor.machine import read_memory
 from rl_backend.lab.plan.make import GIB, Plan, make_plan
 from rl_backend.lab.plan.memory import Workload
-from rl_backend.options.option_set import has
+from rl_backend.options.option_set import get, gives, has
 from rl_backend.runtime.native.layout import micro_batch_multiple
+
+ALMOST_FULL = 0.8
+"""Share of the free memory that a run takes without a warning."""
+
+WARNING = "warning: "
+"""Begins what a check finds, where the run may start all the same."""
+
+# Micro-batches below this cost time: layers are recomputed before they get smaller, unless sequences are shorter still.
+_FEW_TOKENS = 2048
+
+# Bytes of a process beside its tensors, measured: PyTorch and Ray in a rank, vLLM 0.30 in an engine on a CPU.
+_RANK, _ENGINE = int(0.4 * GIB), int(1.2 * GIB)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Options that a run takes from the memory that is free, and what it says of them in its first lines."""
+
+    config: Any
+    facts: tuple[str, ...] = ()
+
+
+def choose_micro_batch(config: RunConfig, kept: Mapping[str, Any]) -> Choice:
+    """The largest micro-batch, of at most ``MOST_TOKENS``, for which ``ALMOST_FULL`` of the free memory is enough.
+
+    A given value wins, then one that is ``kept``, as :func:`chosen_options` had it. Layers are recomputed where
+    micro-batches would otherwise become small. Where nothing can be estimated the options stay as they are.
+    """
+    if gives(config, MICRO_BATCH):
+        return Choice(config)
+    if kept:
+        return Choice(with_options(config, {place: value for place, value in kept.items() if not gives(config, place)}))
+    gpus = torch.cuda.device_count()
+    if _why_not(config) or isinstance(plans := _plans(config, gpus), str):
+        return Choice(config)
+    room = ALMOST_FULL * _free(config, gpus)
+    longest = config.longest_sequence or min(filter(None, (positions_of(config.model), MOST_TOKENS)))
+    kinds = [{}, {CHECKPOINTING: "full"}] if has(config, CHECKPOINTING) and not gives(config, CHECKPOINTING) else [{}]
+    for changes in kinds:
+        if changes:
+            plans = _plans(with_options(config, changes), gpus)
+            assert not isinstance(plans, str), "the same layout was planned before"
+        held, most = _bytes(config, plans, gpus, held=True), _bytes(config, plans, gpus, held=False)
+        planned = max(plan.workload.micro_batch_tokens for plan in plans.values())
+        # What passes take grows with their tokens.
+        tokens = MOST_TOKENS if most <= room else int((room - held) / (most - held) * planned)
+        least = longest if changes or len(kinds) == 1 else max(longest, min(_FEW_TOKENS, planned))
+        if tokens >= least:
+            break
+    tokens = max(longest, 1 << max(tokens, 1).bit_length() - 1)
+    config = with_options(config, {MICRO_BATCH: tokens, **changes})
+    if tokens == MOST_TOKENS and not changes:
+        return Choice(config)
+    recomputes = ", layers recomputed" if changes else ""
+    return Choice(config, (f"micro-batches of {tokens} tokens{recomputes} ({room / ALMOST_FULL / GIB:.1f} GiB are free)",))
+
+
+def chosen_options(config: RunConfig) -> dict[str, Any]:
+    """What a run that continues must keep of the choice: sums of other micro-batches are rounded differently."""
+    return {place: get(config, place) for place in (MICRO_BATCH, CHECKPOINTING) if has(config, place)}
 
 
 def find_memory(config: RunConfig) -> str:
-    """Estimates what ranks and engines take; refuses what is held at all times and more than this machine has."""
+    """Estimates what ranks and engines take; refuses what will not fit into the memory that is free."""
+    if reason := _why_not(config):
+        return reason
+    gpus = torch.cuda.device_count()
+    plans = _plans(config, gpus)
+    if isinstance(plans, str):
+        return plans
+    free = _free(config, gpus)
+    held, most = _bytes(config, plans, gpus, held=True), _bytes(config, plans, gpus, held=False)
+    whose = f"a GPU has {free / GIB:.2f} GiB" if gpus else f"this machine has {free / GIB:.2f} GiB free"
+    name = type(config).__name__
+    if held > free:
+        raise ConfigError.of(
+            f"{name}.model",
+            config.model,
+            f"parameters, gradients, moments{'' if gpus else ' and engines'} take {held / GIB:.2f} GiB, and {whose}; use a "
+            f"smaller model, more {'ranks' if gpus else 'memory'}, or lora.rank=16 (rl-backend plan shows what takes it)",
+        )
+    tokens = max(plan.workload.micro_batch_tokens for plan in plans.values())
+    takes = f"training takes up to {most / GIB:.2f} GiB in micro-batches of {tokens} tokens"
+    if most <= ALMOST_FULL * free:
+        return f"{takes}, {whose}"
+    if most > free:
+        fitting = (free - held) * tokens // (most - held)
+        remedies = [f"use at most {fitting}"] if fitting >= (config.longest_sequence or 1) else []
+        if has(config, CHECKPOINTING) and get(config, CHECKPOINTING) == "none":
+            remedies.append("activation_checkpointing=full")
+        remedy = ", or ".join([*remedies, "free memory" if not gpus else "more ranks"])
+        problem = f"{takes}, and {whose}; {remedy} (rl-backend plan shows what takes it)"
+        raise ConfigError.of(f"{name}.max_tokens_per_micro_batch", get(config, MICRO_BATCH), problem)
+    advice = "lower max_tokens_per_micro_batch if others need memory too"
+    return f"{WARNING}{takes}, which is {most / free:.0%} of it: {whose}; {advice}"
+
+
+def _why_not(config: RunConfig) -> str:
+    """Why nothing can be estimated; empty where it can."""
     if is_on_cluster():
         return f"memory and devices {OF_A_CLUSTER}"
     if dist.is_initialized():
         return "is not estimated in a process that has a process group"
-    gpus = torch.cuda.device_count()
     # The check of the layout says what is wrong with it.
     try:
         find_layout(config)
     except RLBackendError:
         return "is not estimated of a layout that does not fit the model"
+    return ""
+
+
+def _free(config: RunConfig, gpus: int) -> int:
+    """Bytes for a run: on this machine, or on one GPU."""
+    if not gpus:
+        return read_memory()[1]
+    total = int(torch.cuda.get_device_properties(0).total_memory)
+    if not isinstance(config, SampledConfig) or gpus > 1 or config.rollout.kv_cache_gib is not None:
+        return total
+    # A rank and an engine share the only one.
+    engine = with_share(config.rollout, ClusterShare(1, 1, 0.5))
+    return int(total * (1 - engine.gpu_memory_utilization))
+
+
+def _plans(config: RunConfig, gpus: int) -> dict[RunModel, Plan] | str:
+    """Of each model; or why there is none."""
     try:
-        plans = {model: _plan(config, model, gpus) for model in config.models()}
+        return {model: _plan(config, model, gpus) for model in config.models()}
     except (UnsupportedError, BatchError) as error:
         return f"is not estimated: {error}"
-    device = torch.cuda.get_device_properties(0).total_memory if gpus else read_memory()[0]
-    held, most = _bytes(config, plans, gpus, held=True), _bytes(config, plans, gpus, held=False)
-    has = f"{'a GPU' if gpus else 'this machine'} has {device / GIB:.2f} GiB"
-    if held > device:
-        raise ConfigError.of(
-            f"{type(config).__name__}.model",
-            config.model,
-            f"parameters, gradients, moments{'' if gpus else ' and engines'} take {held / GIB:.2f} GiB, and {has}; use a "
-            f"smaller model, more {'ranks' if gpus else 'memory'}, or lora.rank=16 (rl-backend plan shows what takes it)",
-        )
-    return f"training takes up to {most / GIB:.2f} GiB in full micro-batches, {has}"
 
 
 def _plan(config: RunConfig, model: RunModel, gpus: int) -> Plan:
@@ -54,10 +160,9 @@ def _plan(config: RunConfig, model: RunModel, gpus: int) -> Plan:
     changes: dict[str, object] = {} if gpus else {"device": "cpu"}
     if has(options, "param_dtype") and not options.is_set("param_dtype"):
         changes["param_dtype"] = dtype
-    runtime = runtime.replace(
-        backend_cfg=options.replace(**{name: to for name, to in changes.items() if has(options, name)})
-    )
-    tokens = runtime.max_tokens_per_micro_batch
+    options = options.replace(**{name: to for name, to in changes.items() if has(options, name)})
+    runtime = runtime.replace(backend_cfg=options)
+    tokens = min(filter(None, (runtime.max_tokens_per_micro_batch, _tokens_of_an_update(config))))
     multiple = micro_batch_multiple(options) if isinstance(options, NativeConfig) else 1
     lora = {"tenants": 1, "lora": tenant_config(config.lora)} if config.lora.rank else {}
     work = Workload(
@@ -68,13 +173,31 @@ def _plan(config: RunConfig, model: RunModel, gpus: int) -> Plan:
         sync_dtype=dtype,
         **lora,
     )
-    return make_plan(runtime, config.ranks, work)
+    return _make_plan(runtime, config.ranks, work)
+
+
+def _tokens_of_an_update(config: RunConfig) -> int | None:
+    """The most that a rank's micro-batches of one optimizer step can have together; None where data alone decide."""
+    if not isinstance(config, SampledConfig):
+        return None
+    return -(-config.sequences_per_update // config.data_parallel_size) * config.longest_sequence
+
+
+def _make_plan(runtime: RuntimeConfig, ranks: int, work: Workload) -> Plan:
+    # The choice and the check ask for the same plans, which take seconds.
+    key = runtime.model_dump_json(), ranks, work.model_dump_json()
+    if key not in _known:
+        _known[key] = make_plan(runtime, ranks, work)
+    return _known[key]
+
+
+_known: dict[tuple[str, int, str], Plan] = {}
 
 
 def _bytes(config: RunConfig, plans: dict[RunModel, Plan], gpus: int, *, held: bool) -> int:
     """Of the GPU that has most, or of all processes; ``held`` without what the work of a step takes."""
     # Models of a group hold memory together, but run one after the other.
-    groups = [0] * config.training_groups
+    groups = [0 if gpus else config.ranks * _RANK] * config.training_groups
     passes = [0] * config.training_groups
     for model, plan in plans.items():
         group, copies = min(model.group, len(groups) - 1), plan.num_ranks // len(plan.ranks)
@@ -88,5 +211,7 @@ def _bytes(config: RunConfig, plans: dict[RunModel, Plan], gpus: int, *, held: b
         return max(groups)
     if not isinstance(config, SampledConfig):
         return sum(groups)
-    engine = next(iter(plans.values())).sync_bytes + int((config.rollout.kv_cache_gib or 1.0) * GIB)
-    return sum(groups) + config.num_engines * engine
+    weights = next(iter(plans.values())).sync_bytes
+    engine = weights + int((config.rollout.kv_cache_gib or 1.0) * GIB) + _ENGINE
+    # A push leaves the weights in shared memory.
+    return sum(groups) + config.num_engines * engine + weights

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from actors.checks.machine import is_on_cluster
+from actors.collect.stop_tokens import disagreement_of_ends
 from actors.options.config import RunModel
 from actors.options.sampled_config import EpisodeConfig, RunConfig, SampledConfig
 from actors.rollout.config import more_than, positions_of
@@ -105,7 +106,10 @@ def find_tokenizer(config: RunConfig) -> str:
     tokenizer = load_tokenizer(config.model)
     require_known_end(f"{type(config).__name__}.model", config.model, tokenizer)
     template = "a" if tokenizer.chat_template else "no"
-    return f"{len(tokenizer)} tokens, a text ends with {tokenizer.eos_token}, {template} chat template"
+    differs = disagreement_of_ends(config.model, tokenizer, config.data)
+    end = f"a text ends with {tokenizer.eos_token} ({tokenizer.eos_token_id})"
+    found = f"{len(tokenizer)} tokens, {template} chat template, {end}"
+    return f"WARNING {found}, {differs}" if differs else found
 
 
 def runtime_of(config: RunConfig, model: RunModel) -> RuntimeConfig:

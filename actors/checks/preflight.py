@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from actors.checks.machine import find_devices, find_packages
-from actors.checks.memory import find_memory
+from actors.checks.memory import WARNING, choose_micro_batch, find_memory
 from actors.checks.model import find_layout, find_lengths, find_model, find_tokenizer, find_weights
 from actors.collect.held_out import HeldOutSet
 from actors.collect.inputs import load_episode_inputs, load_inputs
 from actors.folder.lock import RunLock, without_new_folders
-from actors.folder.resume import find_start
+from actors.folder.resume import RunStart, find_start
 from actors.options.config import with_local_model
 from actors.options.sampled_config import EpisodeConfig, RLConfig, RunConfig
 from rl_backend.contracts import RLBackendError
@@ -100,6 +101,9 @@ def findings(config: RunConfig) -> Iterator[Finding]:
     except RLBackendError as error:
         yield Finding("model", str(error), 0.0, error)
         return
+    # What cannot be continued is refused below.
+    with suppress(RLBackendError):
+        config = choose_micro_batch(config, kept_choice(find_start(config))).config
     for check in CHECKS:
         started = time.perf_counter()
         try:
@@ -126,8 +130,21 @@ def preflight(config: RunConfig) -> list[Finding]:
     return found
 
 
-def check_start(config: RunConfig, *, session_is_open: bool) -> None:
-    """The part of :func:`preflight` that a run does not do anyway before it starts; raises the same."""
+def check_start(config: RunConfig, *, session_is_open: bool) -> list[str]:
+    """The part of :func:`preflight` that a run does not do anyway before it starts; raises the same, returns warnings."""
+    warnings = []
     for check in CHECKS:
         if not check.read_by_run and not (check.of_machine and session_is_open):
-            check.find(config)
+            text = check.find(config)
+            if text.startswith(WARNING):
+                warnings.append(text.removeprefix(WARNING))
+    return warnings
+
+
+CHOSEN = "chosen"
+"""Of a checkpoint's state: options that its run had chosen, see :func:`~actors.checks.memory.chosen_options`."""
+
+
+def kept_choice(start: RunStart) -> Mapping[str, Any]:
+    found = start.progress.state.get(CHOSEN)
+    return found if isinstance(found, Mapping) else {}

@@ -10,12 +10,11 @@ from typing import Any
 from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import raise_if_terminated
 from actors.collect.held_out import HeldOutSet, load_held_out
-from actors.collect.stop_tokens import Ends, stop_token_ids
+from actors.collect.stop_tokens import Ends, stop_token_ids, template_end
 from actors.options.sampled_config import EpisodeConfig, RLConfig
 from actors.rollout.config import SamplingConfig
 from actors.train.model import require_experts, require_known_end
-from rl_backend.contracts import BatchError, ConfigError, RLBackendError
-from rl_backend.data.chat_template import turn_end
+from rl_backend.contracts import ConfigError, RLBackendError
 from rl_backend.data.examples import open_dataset
 from rl_backend.data.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
 from rl_backend.data.rewards import RewardConfig, RewardScorer
@@ -52,6 +51,7 @@ def load_inputs(config: RLConfig) -> Inputs:
         max_prompt_tokens=config.max_prompt_tokens,
         data=config.data,
         require_answer=reward.needs_ground_truth,
+        require_columns=reward.columns,
     )
     new_ends = partial(Ends, config.model, tokenizer, config.data)
     ends = new_ends()
@@ -104,7 +104,8 @@ class EpisodeInputs:
 def load_episode_inputs(config: EpisodeConfig) -> EpisodeInputs:
     """Reads everything that ``config`` names; raises ConfigError or BatchError for what is missing or cannot be used."""
     tokenizer = _load_tokenizer(config)
-    ends = (*stop_token_ids(config.model, tokenizer), *_template_end(tokenizer, config))
+    of_answers = template_end(tokenizer, config.data)
+    ends = (*stop_token_ids(config.model, tokenizer), *(() if of_answers is None else (of_answers,)))
     rows = open_dataset(config.dataset)
     _require_rows(config, len(rows), "rows")
     held_out = [
@@ -152,18 +153,6 @@ def _require_rows(config: RLConfig | EpisodeConfig, number: int, what: str) -> N
     if number < config.prompts_per_step:
         problem = f"{config.dataset} has {number} {what}; use at most that"
         raise ConfigError.of(f"{type(config).__name__}.prompts_per_step", config.prompts_per_step, problem)
-
-
-def _template_end(tokenizer: Any, config: EpisodeConfig) -> list[int]:
-    """What ends an answer to a question by the chat template; nothing where there is none, or none that can be used."""
-    if not tokenizer.chat_template:
-        return []
-    question = [{"role": "user", "content": "x"}]
-    try:
-        end = turn_end(question, tokenizer, chat_template_kwargs=config.data.chat_template_kwargs)
-    except BatchError:  # an environment is told when it is checked, and a player may do without
-        return []
-    return [] if end is None else [end]
 
 
 async def _checked(player: SteppedPlayer, row: Row, config: EpisodeConfig) -> ChatFormat | None:

@@ -214,8 +214,12 @@ def begin_scoring(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenize
     examples = [prompt.example for prompt in prompts]
     return scorer.begin(
         [
-            RewardCall(example.data_source, text, example.ground_truth, example.extra_info, example.prompt)
-            for text, example in zip(texts, examples, strict=True)
+            RewardCall(
+                *(example.data_source, text, example.ground_truth, example.extra_info, example.prompt),
+                response_ids=sample.response_ids,
+                columns=example.columns,
+            )
+            for text, example, sample in zip(texts, examples, samples, strict=True)
         ]
     )
 

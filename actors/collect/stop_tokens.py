@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,44 @@ class Ends:
 
 def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
     """What ends a response: the tokenizer's end-of-text token and those that ``generation_config.json`` names."""
+    # Chat models end a turn with a different token from a text: both are needed.
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *_named_ends(model)]))
+
+
+def template_end(tokenizer: Any, data: DataConfig) -> int | None:
+    """What ends an answer to a question by the chat template; None where there is none, or none that can be used."""
+    if not tokenizer.chat_template:
+        return None
+    question = [{"role": "user", "content": "x"}]
+    try:
+        return turn_end(question, tokenizer, chat_template_kwargs=data.chat_template_kwargs)
+    except BatchError:  # an environment is told when it is checked, and a player may do without
+        return None
+
+
+def disagreement_of_ends(model: str, tokenizer: Any, data: DataConfig) -> str:
+    """In words, what ends a text by ``generation_config.json`` and chat template and not by the tokenizer; else nothing.
+
+    Responses end with any of them here. Rows of text that are trained teach the tokenizer's, and other software may wait for
+    another.
+    """
+    end, named, answer = tokenizer.eos_token_id, _named_ends(model), template_end(tokenizer, data)
+    others = []
+    if named and end not in named:
+        others.append(f"generation_config.json ends one with {_shown(named, tokenizer)}")
+    # Many chat models end a text with one token and an answer with another, and generation_config.json names both.
+    if answer not in (None, end) and not {answer, end} <= set(named):
+        others.append(f"the chat template ends an answer with {_shown([answer], tokenizer)}")
+    if not others:
+        return ""
+    return f"but {', and '.join(others)}; make eos_token of tokenizer_config.json and generation_config.json agree with it"
+
+
+def _shown(tokens: Sequence[int | None], tokenizer: Any) -> str:
+    return " or ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in tokens)
+
+
+def _named_ends(model: str) -> list[int]:
     path = Path(model) / "generation_config.json"
     ids: list[Any] = []
     problem: Exception | str = ""
@@ -66,5 +104,4 @@ def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
         problem = f"eos_token_id={ids!r}, expected token ids"
     if problem:
         raise ConfigError.of("model", model, f"generation_config.json cannot be used: {problem}; repair or remove it")
-    # Chat models end a turn with a different token from a text: both are needed.
-    return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))
+    return ids

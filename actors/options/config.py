@@ -35,6 +35,8 @@ from rl_backend.options.option_set import Follows, OptionSet, filled, get, gives
 
 # Where the options of the runtime are.
 BACKEND = "train.backend_cfg"
+MICRO_BATCH, CHECKPOINTING = "train.max_tokens_per_micro_batch", f"{BACKEND}.activation_checkpointing"
+MOST_TOKENS = 16384
 _DTYPE = f"{BACKEND}.param_dtype"
 
 ChosenDtype = Literal["auto", "float32", "bfloat16"]
@@ -132,12 +134,16 @@ class RunModel(NamedTuple):
 TRAINING = RANKS | OptionSet(
     short={
         "model": "train.hf_path",
-        "max_tokens_per_micro_batch": "train.max_tokens_per_micro_batch",
+        "max_tokens_per_micro_batch": MICRO_BATCH,
         **{name: f"{_OPTIMIZER}.{name}" for name in ("lr", "lr_warmup_steps", "lr_decay_style")},
         **{name: f"data.{name}" for name in DataConfig.model_fields},
     },
-    preset={"train.max_tokens_per_micro_batch": 16384, f"{_OPTIMIZER}.lr": 1e-6},
+    preset={MICRO_BATCH: MOST_TOKENS, f"{_OPTIMIZER}.lr": 1e-6},
     follows={
+        # Until a run has chosen by the memory that is free, see actors.checks.memory.
+        MICRO_BATCH: Follows(
+            lambda config: MOST_TOKENS, until=MOST_TOKENS, text=f"{MOST_TOKENS}, or fewer, as free memory allows"
+        ),
         f"{_OPTIMIZER}.total_training_steps": Follows(
             lambda config: config.optimizer_steps,
             "follows from steps; set lr_decay_steps for a decay of another length",
@@ -153,8 +159,8 @@ TRAINING = RANKS | OptionSet(
         "layout": ("placement",),
         "memory": (
             "max_tokens_per_micro_batch",
-            *(f"{BACKEND}.{name}" for name in ("activation_checkpointing", "log_prob_chunk_tokens")),
-            f"{BACKEND}.reshard_after_forward",
+            CHECKPOINTING,
+            *(f"{BACKEND}.{name}" for name in ("log_prob_chunk_tokens", "reshard_after_forward")),
         ),
         "checkpoints": ("run_dir", "save_every", "keep_checkpoints", "async_save", "resume"),
         "logging": ("metrics_to", "trace"),
@@ -360,8 +366,13 @@ def with_local_model[C: TrainingOptions](config: C) -> C:
     folder = local_model(config.model, field=f"{type(config).__name__}.model")
     if folder == config.model:
         return config
+    return with_options(config, {"model": folder})
+
+
+def with_options[C: TrainingOptions](config: C, changes: Mapping[str, Any]) -> C:
+    """With other values, by short name or place; those of sections that were not given still count so."""
     values = {name: getattr(config, name) for name in type(config).model_fields}
-    return type(config)(**{**values, "train": config.train.replace(hf_path=folder)})
+    return type(config)(**{**values, **changes})
 
 
 class TrainingConfig(TrainingOptions, BaseConfig):

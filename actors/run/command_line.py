@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import EXIT_TERMINATED, RunTerminated
+from actors.folder.checkpoints import CHECKPOINTS, RunCheckpoints
 from actors.folder.resume import RunFinishedError
-from rl_backend.contracts import BaseConfig, ClusterLostError, EngineDeadError, RLBackendError
+from actors.train.ranks import AFTERWARDS
+from rl_backend.contracts import BaseConfig, ClusterLostError, EngineDeadError, GroupFailedError, RLBackendError
 from rl_backend.options.command_line import in_flags, parse_config
 from rl_backend.options.parser import missing_package
 
-RUN_AGAIN = "start the run again; --resume auto continues from its newest checkpoint"
+RUN_AGAIN = "start the run again"
 
 
 def run_command(main: Callable[..., None], config_type: type[BaseConfig] | None = None, description: str = "") -> None:
@@ -38,9 +41,9 @@ def run_command(main: Callable[..., None], config_type: type[BaseConfig] | None 
         print(f"nothing left to do: {error}")
     except RLBackendError as error:
         message = "; ".join([in_flags(error, config), *getattr(error, "__notes__", ())])
-        if isinstance(error, EngineDeadError):
-            # The loop has ended; an engine alone can only be restarted within one.
-            message = message.replace("restart it", RUN_AGAIN)
+        if isinstance(error, EngineDeadError | GroupFailedError):
+            # The loop has ended; an engine or a group alone can only be restarted within one.
+            message = message.replace("restart it", RUN_AGAIN).replace(AFTERWARDS, RUN_AGAIN) + _continues(config)
         print(f"error: {message}", file=sys.stderr)
         _leave(2, lost=isinstance(error, ClusterLostError))
     except ModuleNotFoundError as error:
@@ -55,6 +58,12 @@ def run_command(main: Callable[..., None], config_type: type[BaseConfig] | None 
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         _leave(130, lost=cluster_loss() is not None)
+
+
+def _continues(config: BaseConfig | None) -> str:
+    folder = getattr(config, "run_dir", None)
+    has_checkpoint = folder and RunCheckpoints(Path(folder) / CHECKPOINTS).steps()
+    return "; --resume auto continues from its newest checkpoint" if has_checkpoint else ""
 
 
 def _leave(status: int, *, lost: bool) -> NoReturn:

@@ -164,6 +164,7 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
         max_prompt_tokens=config.max_prompt_tokens,
         data=config.data,
         require_answer=reward.needs_ground_truth,
+        require_columns=reward.columns,
     )
     phases, engines = Phases(), config.rollout.num_engines
     with phases.phase("data", f"reading {count(len(config.eval_sets), 'held-out set')}"):

@@ -12,7 +12,8 @@ from typing import Any, NoReturn, Self
 import xxhash
 
 from actors.checks.machine import faster_dtype
-from actors.checks.preflight import check_start
+from actors.checks.memory import choose_micro_batch, chosen_options
+from actors.checks.preflight import CHOSEN, check_start, kept_choice
 from actors.collect.collector import CollectedBatch, Source
 from actors.folder.checkpoints import StreamPosition
 from actors.folder.folder import RunFolder
@@ -25,7 +26,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.run.parts import ModelRecipe, Parts
 from actors.run.sampling import SampledInputs, Sampling
 from actors.run.saver import RunSaver
-from actors.run.session import Session, borrowed_session, open_session, require_paths
+from actors.run.session import Session, borrowed_session, chosen_of, open_session, require_paths
 from actors.run.stop import StopRequest
 from actors.train.model import GroupModel, RouterReplayMode
 from actors.watch.console import Phases, StepLines, command_began, say, say_facts, warn
@@ -86,11 +87,16 @@ class Run[C: RunConfig]:
     ) -> None:
         self._began = command_began(take=session is None)
         self._phases = Phases(label, self._began)
-        self.config = config = with_local_model(config)
+        config = with_local_model(config)
         self.label = label
         # In the order of what it costs: nothing is started for a run that cannot begin.
         self.start = find_start(config)
-        check_start(config, session_is_open=session is not None)
+        kept = kept_choice(self.start) if session is None else chosen_of(session, config)
+        choice = choose_micro_batch(config, kept)
+        self.config = config = choice.config
+        self._chosen = choice.facts
+        for warning in check_start(config, session_is_open=session is not None):
+            warn(warning, label)
         self._borrowed = session
         self._on_step = on_step
         self._stop = stop or StopRequest()
@@ -170,7 +176,7 @@ class Run[C: RunConfig]:
             trained: the models that checkpoints hold, by the names of their directories.
         """
         self._restore(trained)
-        say_facts(f"{self.label}{title}", [*facts, *faster_dtype(self.config), *self.start.describe()])
+        say_facts(f"{self.label}{title}", [*facts, *self._chosen, *faster_dtype(self.config), *self.start.describe()])
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left. Each ends with :meth:`end_step`.
@@ -255,7 +261,8 @@ class Run[C: RunConfig]:
 
     def _state(self) -> dict[str, Any]:
         sampling = {} if self._sampling is None else self._sampling.state
-        return {**sampling, _HEALTH: self._health.state, _METRICS: finite(self.last_metrics, json.dumps)}
+        chosen = chosen_options(self.config)
+        return {**sampling, CHOSEN: chosen, _HEALTH: self._health.state, _METRICS: finite(self.last_metrics, json.dumps)}
 
     @property
     def _position(self) -> StreamPosition | None:
@@ -284,7 +291,7 @@ class Run[C: RunConfig]:
         push, progress = self._parts.push, self.start.progress
         self._sampling = Sampling(config, inputs, source, push, self.folder, progress, began=self._began, label=self.label)
         pushed, results = self._sampling.begin(self.start.step, self._phases, first=self.start.checkpoint is None)
-        known = [*facts, f"weights by {pushed.transport}", *faster_dtype(config), *self.start.describe()]
+        known = [*facts, *self._chosen, f"weights by {pushed.transport}", *faster_dtype(config), *self.start.describe()]
         say_facts(f"{self.label}{title}", known)
         self._sampling.begin_steps(results)
 

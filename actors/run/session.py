@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from actors.checks.memory import choose_micro_batch, chosen_options
 from actors.cluster.placement import ClusterShare, share_cluster
 from actors.cluster.session import raised_on_sigterm, ray_session
 from actors.folder.lock import usable_run_dir
@@ -28,6 +29,7 @@ from actors.train.group import TrainGroup
 from actors.watch.console import Phases
 from rl_backend.contracts import ConfigError, RolloutError, RuntimeConfig
 from rl_backend.lab.text import count
+from rl_backend.options.option_set import get, has
 
 ENGINES_LOG = "engines.log"
 
@@ -143,7 +145,7 @@ def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Se
     Raises:
         ConfigError, UnsupportedError: the cluster does not have what they need.
     """
-    config = with_local_model(config)
+    config = choose_micro_batch(with_local_model(config), {}).config
     ranks, engines = config.ranks * config.training_groups, config.num_engines
     phases = phases or Phases()
     with ExitStack() as stack:
@@ -199,6 +201,12 @@ def borrowed_session(session: Session, config: RunConfig) -> Iterator[Session]:
         if not config.pushes_adapters:
             session.forget_weights()
         yield session
+
+
+def chosen_of(session: Session, config: RunConfig) -> dict[str, Any]:
+    """What the session was opened with, of the options that runs choose; all of its runs have it."""
+    opened: dict[str, Any] = {"train": session.groups[0].config}
+    return {place: get(opened, place) for place in chosen_options(config) if has(opened, place)}
 
 
 def require_paths(trainer: TrainGroup, model: str, run_dir: Path) -> None:

@@ -13,10 +13,18 @@ from typing import Any, NoReturn
 import ray
 from ray import cloudpickle
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.cluster.placement import PlacementStrategy, Reservation, reserve, thread_environment
+from actors.cluster.memory_death import memory_death
+from actors.cluster.placement import PlacementStrategy, Reservation, memory_environment, reserve, thread_environment
 from actors.cluster.ray_watch import ray_is_usable
 from actors.cluster.rendezvous import rendezvous_address
 from actors.train.loss import SentLoss
@@ -36,6 +44,7 @@ from rl_backend.runtime import check_config
 
 POLL_SECONDS = 0.02
 LEDGER_TIMEOUT_SECONDS = 30.0
+_DIED = (ActorDiedError, ActorUnavailableError, OutOfMemoryError)
 AFTERWARDS = "all ranks were stopped: build a new group and load the last checkpoint"
 
 
@@ -231,14 +240,14 @@ class TrainRanks:
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error.cause))
             return Failed(cause, str(error))
-        except (ActorDiedError, ActorUnavailableError) as error:
+        except _DIED as error:
             died: dict[int, Exception] = {rank: error}
             # Ranks that died together are named together.
             more, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0) if pending else ([], [])
             for other in more:
                 try:
                     ray.get(other)
-                except (ActorDiedError, ActorUnavailableError) as other_error:
+                except _DIED as other_error:
                     died[rank_of[other]] = other_error
                 except RayError:
                     continue
@@ -252,7 +261,7 @@ class TrainRanks:
         places = [f"process {info.pid} on {info.node_ip}" for info in self.infos if info.rank in died]
         where = f" ({', '.join(places)})" if places else ""
         seen = f"; rank {first[0]} reported {first[1].error!r}" if first else ""
-        reason = " ".join(str(died[ranks[0]]).split())
+        reason = memory_death(died[ranks[0]]) or " ".join(str(died[ranks[0]]).split())
         self.fail(
             f"rank {', '.join(map(str, ranks))}{where} died {when}{seen}; Ray says: {reason}",
             cause=died[ranks[0]],
@@ -402,7 +411,7 @@ def _check_device(config: RuntimeConfig, gpus_per_rank: float) -> None:
 def _process_environment(cores: int, gpus: float) -> dict[str, str]:
     threads = {name: str(cores) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     # Without a GPU of its own a rank must not see those of others; with one, Ray sets this.
-    return threads if gpus else {**threads, **thread_environment(), "CUDA_VISIBLE_DEVICES": ""}
+    return threads if gpus else {**threads, **thread_environment(), **memory_environment(), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _rank_environment(rank: int, num_ranks: int, placed: Reservation, gpus: float) -> Mapping[str, str]:

@@ -63,6 +63,8 @@ def import_gguf(file: Path | str, out: Path | str, *, dtype: torch.dtype = torch
         tokenizer.eos_token = end
         model.config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.eos_token_id = tokenizer.eos_token_id
+    # transformers takes no spaces out of a BPE tokenizer's texts, and warns in each process of a file that asks for it.
+    tokenizer.clean_up_tokenization_spaces = tokenizer.init_kwargs["clean_up_tokenization_spaces"] = False
     try:
         with new_directory(target) as draft:
             model.save_pretrained(draft)

@@ -4,6 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+import torch
+
 from rl_backend.cli.command import add_fields, add_plugins, given, in_flags, json_object
 from rl_backend.contracts import BatchError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig
 from rl_backend.contracts.atoms import PARTS
@@ -13,7 +15,8 @@ from rl_backend.lab.plan.memory import Workload
 from rl_backend.options.parser import CommandError
 
 EXIT_DOES_NOT_FIT = 1
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16")
+AUTO = "bfloat16 where this machine has a GPU, else float32, as in a run; also of --sync-dtype"
 SIZES = tuple(ParallelConfig.model_fields)
 NATIVE = ("pipeline_schedule", "activation_checkpointing", "reduce_dtype")
 WORK = ("sequence_length", "micro_batch_tokens", "num_micro_batches", "head", "sync_dtype", "byte_budget", "tenants")
@@ -34,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print bytes per rank and phase as JSON instead of text")
     add_fields(parser.add_argument_group("layout", "The rest of the ranks is data parallel."), ParallelConfig, SIZES)
     runtime = parser.add_argument_group("the runtime")
-    runtime.add_argument("--param-dtype", choices=DTYPES, default="bfloat16", help="of the passes (default bfloat16)")
+    runtime.add_argument("--param-dtype", choices=DTYPES, default="auto", help=f"of the passes (default auto: {AUTO})")
     further = "further fields of the runtime's configuration"
     runtime.add_argument("--options", type=json_object, default={}, metavar="JSON", help=further)
     add_plugins(runtime)
@@ -55,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--device-gib {arguments.device_gib}: must be above 0")
     device_bytes = None if arguments.device_gib is None else int(arguments.device_gib * GIB)
     try:
+        if arguments.param_dtype == "auto":
+            arguments.param_dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         workload = _workload(arguments)
         config = _config(arguments, workload)
         plan = make_plan(config, arguments.ranks, workload)
@@ -86,5 +91,5 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     lora = given(arguments, ("rank",), "lora.")
     if (targets := getattr(arguments, "lora.targets")) is not None:
         lora["targets"] = tuple(targets.split(","))
-    fields = given(arguments, WORK) | ({"lora": lora} if lora else {})
+    fields = {"sync_dtype": arguments.param_dtype} | given(arguments, WORK) | ({"lora": lora} if lora else {})
     return Workload(calculate_entropy=arguments.entropy, offload=offload, **fields)

@@ -64,6 +64,7 @@ class PromptExample:
         prompt: plain text, or chat messages (``role``, ``content`` and the row's other keys) for a chat template.
         ground_truth: what the reward function compares with; any JSON value; None where the row has none.
         answer: the assistant's message that followed the prompt, of a row of ``messages`` that ends with one.
+        columns: the row as it stands, for reward functions that take its columns by name.
     """
 
     prompt: str | list[ChatMessage]
@@ -73,6 +74,7 @@ class PromptExample:
     answer: ChatMessage | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     documents: Sequence[Mapping[str, Any]] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def messages(self) -> list[ChatMessage]:
@@ -114,15 +116,24 @@ def warn_of_padding(rows: Rows, data: DataConfig) -> None:
 
 
 def read_example(
-    rows: Rows, index: int, data: DataConfig, tools: Sequence[Mapping[str, Any]] = (), *, require_answer: bool = True
+    rows: Rows,
+    index: int,
+    data: DataConfig,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    require_answer: bool = True,
+    require_columns: Sequence[str] = (),
 ) -> PromptExample:
-    return _Reader(rows, index, data).example(rows.name, tools, require_answer)
+    return _Reader(rows, index, data, require_columns).example(rows.name, tools, require_answer)
 
 
 class _Reader:
-    def __init__(self, rows: Rows, index: int, data: DataConfig) -> None:
-        columns = rows[index]
+    def __init__(self, rows: Rows, index: int, data: DataConfig, require_columns: Sequence[str]) -> None:
+        self.given = columns = rows[index]
         self.where, self.columns, self.data = rows.where(index), sorted(columns), data
+        if missing := [name for name in require_columns if name not in columns]:
+            problem = f"the row has {self.columns}; rename its column, or give the parameter a default"
+            raise BatchError(f"{self.where}: the reward function takes {', '.join(missing)}; {problem}")
         self.without_padding = rows.without_padding
         # A parquet column that a row leaves out reads as None.
         self.row: dict[str, Any] = {name: value for name, value in columns.items() if value is not None}
@@ -145,7 +156,7 @@ class _Reader:
             # One would hide the other from the reward function.
             fits = extra_info.get(name) in (None, value)
             self.require(name, value, fits, f"the same as extra_info.{name}={extra_info.get(name)!r}, or another name")
-        return PromptExample(prompt, ground_truth, source, {**extra_info, **row}, answer, tools, documents)
+        return PromptExample(prompt, ground_truth, source, {**extra_info, **row}, answer, tools, documents, self.given)
 
     def prompt(self) -> tuple[str | list[ChatMessage], ChatMessage | None]:
         name = self.data.prompt_column or ("prompt" if "prompt" in self.row or "messages" not in self.row else "messages")

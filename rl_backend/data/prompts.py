@@ -72,12 +72,14 @@ def load_prompts(
     data: DataConfig | None = None,
     *,
     require_answer: bool = True,
+    require_columns: Sequence[str] = (),
     held_out: bool = False,
     see: Callable[[Prompt, str], None] = lambda prompt, where: None,
 ) -> Examples[Prompt]:
     """The prompts of a data set. Chat messages go through the tokenizer's chat template.
 
     Args:
+        require_columns: that each row needs, or is refused.
         held_out: it is named by ``eval_dataset``, and of several splits one must be chosen.
         see: see :class:`~rl_backend.data.examples.Examples`.
 
@@ -91,7 +93,8 @@ def load_prompts(
     tools, untold = read_tools_file(data), UntoldCalls()
 
     def make(index: int) -> tuple[Prompt, Sequence[Length]]:
-        example, where = read_example(rows, index, data, tools, require_answer=require_answer), rows.where(index)
+        example = read_example(rows, index, data, tools, require_answer=require_answer, require_columns=require_columns)
+        where = rows.where(index)
         shown = {"tools": example.tools, "documents": example.documents}
         token_ids = encode_prompt(example.prompt, tokenizer, data, where, **shown)
         untold.add(example.messages, example.tools, where)

@@ -69,7 +69,11 @@ class AnswerEnvironment:
             return Step()
         row = self._row
         text = decode(turn.token_ids, self._tokenizer, special=False)
-        call = RewardCall(row.get("data_source", ""), text, row.get("ground_truth"), row.get("extra_info"), row["prompt"])
+        call = RewardCall(
+            *(row.get("data_source", ""), text, row.get("ground_truth"), row.get("extra_info"), row["prompt"]),
+            response_ids=turn.token_ids,
+            columns=row,
+        )
         # Functions that need no caller's thread run at once; only the others take turns.
         asked = self._scorer.begin([call])
         with self._scoring:

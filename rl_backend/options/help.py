@@ -129,7 +129,7 @@ def option_rows(config_type: type[BaseConfig], sections: Sections) -> list[Optio
                 group=None if hidden else groups.get(grouped, title),
                 metavar=options.metavars.get(short, metavar_of(field.annotation)),
                 text=field.description or texts.get(name, ""),
-                default=None if required else default if rule is None else "follows from other options",
+                default=None if required else default if rule is None else rule.text,
             )
             rows.append((position.get(grouped, len(named)), row))
     return [row for _, row in sorted(rows, key=lambda each: each[0])]

@@ -23,12 +23,14 @@ class Follows:
         because: why the run decides it: another value is refused. Empty where a given value wins.
         until: stands in for a value that the nested configuration cannot be read without.
         shown: what can be said of the value where Ray does not run; None: the value needs no Ray.
+        text: the default, in words for help.
     """
 
     value: Callable[[Any], Any]
     because: str = ""
     until: Any = None
     shown: Callable[[Any], Any] | None = None
+    text: str = "follows from other options"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from actors.cluster import prometheus
+from actors.cluster.memory_death import memory_death
 from actors.rollout.messages import EngineInfo, Generated, Routes, Sample, prompt_problem, split_routes
 from rl_backend.contracts import BatchError, EngineDeadError, RLBackendError, RolloutError
 
@@ -39,6 +40,8 @@ def outcome_of(reference: Any, engine: str) -> Any:
             return cause
         return RolloutError(f"{engine} failed with {type(cause).__name__}: {cause}\n{error}", engine=engine)
     except RayError as error:
+        if memory := memory_death(error):
+            return EngineDeadError(f"{engine} is dead: {memory}", engine=engine)
         return EngineDeadError(f"{engine} is dead: {type(error).__name__}: {_reason(error)}; restart it", engine=engine)
 
 

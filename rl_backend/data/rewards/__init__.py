@@ -1,4 +1,4 @@
-"""Reward functions, with verl's signature: loaded, called one after the other or many at once, and what they return."""
+"""Reward functions of verl's signature or TRL's: loaded, called one by one or many at once, and what they return."""
 
 from rl_backend.data.rewards.function import LoadedReward as LoadedReward
 from rl_backend.data.rewards.function import OnFailure as OnFailure

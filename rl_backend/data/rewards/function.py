@@ -1,4 +1,4 @@
-"""Reward functions: verl's signature, loading by name, and the scores, metrics and records of what they return."""
+"""Reward functions: verl's signature and TRL's, loading by name, and the scores, metrics and records of what they return."""
 
 from __future__ import annotations
 
@@ -24,13 +24,21 @@ type OnFailure = Literal["stop", "zero", "drop"]
 
 @dataclass(frozen=True)
 class RewardCall:
-    """A response to be scored: the arguments of a reward function, and the prompt, for functions that ask for it."""
+    """A response to be scored: the arguments of a reward function, and what some functions ask for beside these.
+
+    Attributes:
+        prompt: text or messages.
+        response_ids: the response's tokens.
+        columns: the row as the data set has it.
+    """
 
     data_source: str
     solution_str: str
     ground_truth: Any
     extra_info: Mapping[str, Any] | None
     prompt: Any = ""
+    response_ids: Sequence[int] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -154,6 +162,26 @@ class RewardFunction(Protocol):
     ) -> float | Mapping[str, Any] | Awaitable[float | Mapping[str, Any]]: ...
 
 
+class BatchRewardFunction(Protocol):
+    """A reward function of TRL, told by its parameter ``completions``: called once with all responses of a batch.
+
+    It is given those of ``prompts``, ``completions``, ``completion_ids`` and the data set's columns that it takes, each a
+    list with an entry per response; where prompts are messages, a completion is a list of one message. It returns a list of
+    numbers, None where a response is not its to judge. It may be asynchronous.
+    """
+
+    def __call__(
+        self, *, completions: list[Any], **columns: list[Any]
+    ) -> Sequence[float | None] | Awaitable[Sequence[float | None]]: ...
+
+
+VERLS_SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None)"
+TRLS_SIGNATURE = "(prompts, completions, completion_ids, **columns)"
+_NOT_GIVEN = ("prompt", "completion")
+_GIVEN_TO_ALL = ("prompts", "completions", "completion_ids")
+_OF_TRLS_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")
+
+
 @dataclass(frozen=True)
 class LoadedReward:
     """A function of a run's reward.
@@ -164,7 +192,7 @@ class LoadedReward:
         weight: of its score in the reward.
     """
 
-    function: RewardFunction
+    function: RewardFunction | BatchRewardFunction
     spec: str
     name: str = ""
     weight: float = 1.0
@@ -175,36 +203,92 @@ class LoadedReward:
             getattr(self.function, "__call__", None)  # noqa: B004, objects with an asynchronous __call__
         )
 
+    @cached_property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+    @cached_property
+    def is_batched(self) -> bool:
+        """Whether it is a :class:`BatchRewardFunction`."""
+        return "completions" in self._parameters
+
     @property
     def needs_ground_truth(self) -> bool:
         """Whether rows need an answer: the function's ``ground_truth`` has no default."""
-        parameter = inspect.signature(self.function).parameters.get("ground_truth")
-        return parameter is not None and parameter.default is parameter.empty
+        return not self.is_batched and "ground_truth" in _required(self._parameters)
+
+    @property
+    def columns(self) -> list[str]:
+        """Of the data set, that rows need: parameters of a batched function without a default."""
+        return [name for name in _required(self._parameters) if name not in _GIVEN_TO_ALL] if self.is_batched else []
 
     @cached_property
     def takes_prompt(self) -> bool:
-        return "prompt" in inspect.signature(self.function).parameters
+        return "prompt" in self._parameters
 
-    def keywords(self, call: RewardCall) -> dict[str, Any]:
+    def keywords(self, calls: Sequence[RewardCall]) -> dict[str, Any]:
+        """What it is called with for these responses: one, unless it is batched."""
         # Copies, because the function may change them, and others are called with the same.
+        if self.is_batched:
+            return deepcopy(self._lists(calls))
+        (call,) = calls
         return deepcopy(call.arguments | ({"prompt": call.prompt} if self.takes_prompt else {}))
+
+    def _lists(self, calls: Sequence[RewardCall]) -> dict[str, list[Any]]:
+        # A column that only some rows of a file have is None in the others, as in the datasets library.
+        names = dict.fromkeys(name for call in calls for name in call.columns if name not in _NOT_GIVEN)
+        lists = {name: [call.columns.get(name) for call in calls] for name in names}
+        lists |= {
+            "prompts": [call.prompt for call in calls],
+            "completions": [
+                call.solution_str if isinstance(call.prompt, str) else [{"role": "assistant", "content": call.solution_str}]
+                for call in calls
+            ],
+            "completion_ids": [list(call.response_ids) for call in calls],
+        }
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in self._parameters.values())
+        return lists if takes_any else {name: each for name, each in lists.items() if name in self._parameters}
 
     def __str__(self) -> str:
         return f"reward {self.name!r} ({self.spec})" if self.name else f"reward {self.spec}"
 
 
-def load_reward_function(spec: str, *, field: str = "reward function") -> RewardFunction:
-    """Imports a reward function; raises :class:`ConfigError` for one that cannot be loaded or called as verl calls it."""
+def load_reward(spec: str, *, field: str = "reward function", name: str = "", weight: float = 1.0) -> LoadedReward:
+    """Imports a reward function of verl's signature or of TRL's.
+
+    Raises:
+        ConfigError: it cannot be loaded, has neither signature, or needs what only TRL's trainer has.
+    """
     function = load_callable(spec, field=field)
-    given = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": None}
+    given: dict[str, Any] = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": None}
     try:
         signature = inspect.signature(function)
-        signature.bind(**given, **({"prompt": ""} if "prompt" in signature.parameters else {}))
+        parameters = signature.parameters
+        if "completions" in parameters:
+            given = {each: [] for each in (*_required(parameters), "completions")}
+        elif "prompt" in parameters:
+            given["prompt"] = ""
+        signature.bind(**given)
     except (TypeError, ValueError) as error:
-        raise ConfigError.of(
-            field, spec, f"must take (data_source, solution_str, ground_truth, extra_info=None): {error}"
-        ) from None
-    return cast(RewardFunction, function)
+        problem = f"must take verl's {VERLS_SIGNATURE} or TRL's {TRLS_SIGNATURE}: {error}"
+        raise ConfigError.of(field, spec, problem) from None
+    if "completions" in parameters and (asked := [each for each in (*_NOT_GIVEN, *_OF_TRLS_TRAINER) if each in given]):
+        problem = f"takes {', '.join(asked)}; a run gives {', '.join(_GIVEN_TO_ALL)} and the data set's other columns"
+        raise ConfigError.of(field, spec, f"{problem}: take these, or give a default")
+    return LoadedReward(cast(RewardFunction, function), spec, name, weight)
+
+
+def load_reward_function(spec: str, *, field: str = "reward function") -> RewardFunction:
+    """Imports a reward function; raises :class:`ConfigError` for one that cannot be loaded or called as verl calls it."""
+    loaded = load_reward(spec, field=field)
+    if loaded.is_batched:
+        raise ConfigError.of(field, spec, f"must take {VERLS_SIGNATURE}; it has the parameter completions of TRL's")
+    return cast(RewardFunction, loaded.function)
+
+
+def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name, each in parameters.items() if each.default is each.empty and each.kind not in open_ended]
 
 
 def load_callable(spec: str, *, field: str) -> Callable[..., Any]:

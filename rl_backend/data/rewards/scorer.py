@@ -21,7 +21,7 @@ from rl_backend.data.rewards.function import (
     RewardCall,
     Score,
     beside_the_score,
-    load_reward_function,
+    load_reward,
     score_value,
 )
 from rl_backend.data.rewards.worker import what_it_raised
@@ -53,13 +53,24 @@ class _Opened:
     at_once: asyncio.Semaphore
 
 
-type _Results = list[dict[int, _Result | _Failure]]
+type _Found = _Result | _Failure | None
+"""None: the function does not judge this response."""
+type _Results = list[dict[int, _Found]]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One call of function ``index``, for the responses ``rows``: one, or of a batched function all."""
+
+    index: int
+    rows: slice
 
 
 class RewardScorer:
     """Calls reward functions and adds their weighted scores.
 
-    Asynchronous functions run in one event loop, ``concurrency`` calls at once. Plain functions are called one after the
+    A batched function is called once for all responses, any other once for each. Asynchronous functions run in one event
+    loop, ``concurrency`` calls at once. Plain functions are called one after the
     other by whoever waits for the scores; with ``workers`` above 1 or a limit of time in threads, and with ``processes`` in
     processes, which a limit ends. A thread cannot be ended: a call that takes too long counts as failed, and continues.
 
@@ -108,6 +119,11 @@ class RewardScorer:
     def needs_ground_truth(self) -> bool:
         return any(reward.needs_ground_truth for reward in self.rewards)
 
+    @property
+    def columns(self) -> list[str]:
+        """Of the data set, that rows need."""
+        return list(dict.fromkeys(name for reward in self.rewards for name in reward.columns))
+
     def begin(self, calls: Sequence[RewardCall]) -> Scoring:
         if not self._there:
             return Scoring(self, calls, None)
@@ -137,29 +153,38 @@ class RewardScorer:
 
     async def _call_there(self, calls: Sequence[RewardCall], opened: _Opened) -> _Results:
 
-        async def one(call: RewardCall, index: int) -> _Result | _Failure:
-            return self._judged(call, index, await self._outcome(call, index, opened))
+        async def one(task: _Task) -> list[_Found]:
+            return self._judged(calls[task.rows], task.index, await self._outcome(calls[task.rows], task.index, opened))
 
-        tasks = [[asyncio.ensure_future(one(call, index)) for index in self._there] for call in calls]
-        flat = [task for row in tasks for task in row]
+        tasks = self._tasks(self._there, len(calls))
+        running = [asyncio.ensure_future(one(task)) for task in tasks]
         try:
-            await asyncio.gather(*flat)
+            found = await asyncio.gather(*running)
         except BaseException:
             # None may go on behind the error: it would hold a worker that the next batch waits for.
-            for task in flat:
-                task.cancel()
-            await asyncio.gather(*flat, return_exceptions=True)
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
             raise
-        return [{index: task.result() for index, task in zip(self._there, row, strict=True)} for row in tasks]
+        return _by_call(tasks, found, len(calls))
 
-    async def _outcome(self, call: RewardCall, index: int, opened: _Opened) -> Any:
+    def _tasks(self, functions: Sequence[int], number: int) -> list[_Task]:
+        """Of ``number`` responses, those of the first response first."""
+        tasks = [
+            _Task(index, rows)
+            for index in functions
+            for rows in ([slice(0, number)] if self.rewards[index].is_batched else map(_only, range(number)))
+        ]
+        return sorted(tasks, key=lambda task: (task.rows.start, task.index)) if number else []
+
+    async def _outcome(self, calls: Sequence[RewardCall], index: int, opened: _Opened) -> Any:
         reward = self.rewards[index]
         try:
             if not reward.is_async:
-                result = await opened.pool.call(self._pool_of[index], reward.keywords(call))
+                result = await opened.pool.call(self._pool_of[index], reward.keywords(calls))
                 return _failure(result) if isinstance(result, Raised) else result
             async with opened.at_once:
-                return await self._call_async(reward, call)
+                return await self._call_async(reward, calls)
         except TimeLimitError:
             return _Failure(f"took longer than reward_timeout_seconds={self._limit:g}")
         except (asyncio.CancelledError, RewardError):
@@ -167,10 +192,10 @@ class RewardScorer:
         except BaseException as error:  # noqa: BLE001, a function of the user's may raise anything, and on_failure decides
             return _failure(Raised(error))
 
-    async def _call_async(self, reward: LoadedReward, call: RewardCall) -> Any:
+    async def _call_async(self, reward: LoadedReward, calls: Sequence[RewardCall]) -> Any:
         async def guarded() -> Any:
             try:
-                return await reward.function(**reward.keywords(call))  # type: ignore[misc]
+                return await reward.function(**reward.keywords(calls))  # type: ignore[misc]
             except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # these would end the loop, or us
                 return _failure(Raised(error))
 
@@ -185,17 +210,34 @@ class RewardScorer:
             raise TimeLimitError
         return task.result()
 
-    def _call_here(self, call: RewardCall, index: int) -> _Result | _Failure:
+    def _call_here(self, calls: Sequence[RewardCall], index: int) -> list[_Found]:
         result: Any
         try:
-            result = self.rewards[index].function(**self.rewards[index].keywords(call))
+            result = self.rewards[index].function(**self.rewards[index].keywords(calls))
         except (Exception, SystemExit) as error:  # noqa: BLE001, as in _outcome
             result = _failure(Raised(error))
         # A function that catches everything has caught the run's own interruption too.
         self._check()
-        return self._judged(call, index, result)
+        return self._judged(calls, index, result)
 
-    def _judged(self, call: RewardCall, index: int, result: Any) -> _Result | _Failure:
+    def _judged(self, calls: Sequence[RewardCall], index: int, result: Any) -> list[_Found]:
+        """Of each call; raises :class:`RewardError` for a failure that is to stop the run."""
+        if isinstance(result, _Failure) or not self.rewards[index].is_batched:
+            return [self._judged_one(call, index, result) for call in calls]
+        try:
+            # The elements of a tensor or an array; a text or a mapping is no list of numbers, though it has elements.
+            results = None if isinstance(result, str | Mapping) else list(result)
+        except TypeError:
+            results = None
+        if results is None or len(results) != len(calls):
+            returned = f"a {type(result).__name__}" if results is None else f"{len(results)} numbers"
+            problem = f"returned {returned} for {len(calls)} responses; have it return a list with a number for each"
+            results = [_Failure(problem)] * len(calls)
+        return [
+            None if each is None else self._judged_one(call, index, each) for call, each in zip(calls, results, strict=True)
+        ]
+
+    def _judged_one(self, call: RewardCall, index: int, result: Any) -> _Result | _Failure:
         found: _Result | _Failure
         try:
             found = result if isinstance(result, _Failure) else _Result(score_value(result), *beside_the_score(result))
@@ -206,7 +248,10 @@ class RewardScorer:
             raise RewardError(message, function=self.rewards[index].spec) from found.error
         return found
 
-    def _combined(self, call: RewardCall, results: Mapping[int, _Result | _Failure]) -> Score:
+    def _combined(self, call: RewardCall, found: Mapping[int, _Found]) -> Score:
+        results = {index: result for index, result in found.items() if result is not None}
+        if not results:  # TRL leaves such a response out of its group
+            results = {0: self._judged_one(call, 0, _Failure("judged nothing, and no other did (all returned None)"))}
         value = 0.0
         numbers: dict[str, float] = {}
         info: dict[str, Any] = {}
@@ -249,8 +294,10 @@ class Scoring:
 
     def result(self) -> list[Score]:
         scorer = self._scorer
-        here = [{index: scorer._call_here(call, index) for index in scorer._here} for call in self._calls]
-        there = [{}] * len(here) if self._there is None else self._wait(self._there)
+        number = len(self._calls)
+        tasks = scorer._tasks(scorer._here, number)
+        here = _by_call(tasks, [scorer._call_here(self._calls[task.rows], task.index) for task in tasks], number)
+        there: _Results = [{}] * number if self._there is None else self._wait(self._there)
         return [
             scorer._combined(call, results | others) for call, results, others in zip(self._calls, here, there, strict=True)
         ]
@@ -266,6 +313,18 @@ class Scoring:
                 return there.result(timeout=BEAT_SECONDS)
             except TimeoutError:
                 self._scorer._require_beat()
+
+
+def _only(row: int) -> slice:
+    return slice(row, row + 1)
+
+
+def _by_call(tasks: Sequence[_Task], found: Sequence[list[_Found]], number: int) -> _Results:
+    results: _Results = [{} for _ in range(number)]
+    for task, each in zip(tasks, found, strict=True):
+        for row, result in zip(results[task.rows], each, strict=True):
+            row[task.index] = result
+    return results
 
 
 def _failure(raised: Raised) -> _Failure:
@@ -298,8 +357,8 @@ class RewardConfig(BaseConfig):
     """Reward functions, and how they are called. See docs/rewards.md.
 
     Attributes:
-        functions: verl-style compute_score as package.module:function or path/file.py:function, plain or async; or several,
-            whose scores are added: a list, or NAME=FUNCTION, or name -> function and weight.
+        functions: a reward function of verl's signature or of TRL's as package.module:function or path/file.py:function,
+            plain or async; or several, whose scores are added: a list, or NAME=FUNCTION, or name -> function and weight.
         timeout_seconds: longest time of one call; none: endless.
         workers: calls of plain functions at once, in threads; 1 without a limit of time: in the main thread.
         processes: call plain functions in processes, which a time limit ends and which share no memory.
@@ -358,12 +417,10 @@ class RewardConfig(BaseConfig):
     def load(self, check: Callable[[], None] = lambda: None) -> RewardScorer:
         """Imports the functions; raises :class:`ConfigError` for one that cannot be loaded, or an option without effect."""
         if isinstance(self.functions, str):
-            rewards = [LoadedReward(load_reward_function(self.functions, field=_FUNCTIONS), self.functions)]
+            rewards = [load_reward(self.functions, field=_FUNCTIONS)]
         else:
             rewards = [
-                LoadedReward(
-                    load_reward_function(each.function, field=f"{_FUNCTIONS}.{name}"), each.function, name, each.weight
-                )
+                load_reward(each.function, field=f"{_FUNCTIONS}.{name}", name=name, weight=each.weight)
                 for name, each in self.functions.items()
             ]
         return RewardScorer(

@@ -142,9 +142,9 @@ FAULTS = [
     ),
     Fault(
         "template-end-zero-dropped",
-        "actors.collect.episode_inputs:_template_end",
-        "return [] if end is None else [end]",
-        "return [end] if end else []",
+        "actors.collect.inputs:load_episode_inputs",
+        "() if of_answers is None else (of_answers,)",
+        "(of_answers,) if of_answers else ()",
         ("test_turns_of_players_end",),
         "turns would not end at a special token of id 0",
     ),

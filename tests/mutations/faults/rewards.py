@@ -42,8 +42,8 @@ FAULTS = [
     Fault(
         "limit-counts-the-wait-for-a-worker",
         "rl_backend.data.rewards.scorer:RewardScorer._outcome",
-        "opened.pool.call(self._pool_of[index], reward.keywords(call))",
-        "asyncio.wait_for(opened.pool.call(self._pool_of[index], reward.keywords(call)), self._limit)",
+        "opened.pool.call(self._pool_of[index], reward.keywords(calls))",
+        "asyncio.wait_for(opened.pool.call(self._pool_of[index], reward.keywords(calls)), self._limit)",
         ("test_a_call_waits_for_its_turn_without_losing_time",),
         "the last responses of a batch would fail, however quick the function is",
     ),
@@ -57,7 +57,7 @@ FAULTS = [
     ),
     Fault(
         "failures-never-stop-a-run",
-        "rl_backend.data.rewards.scorer:RewardScorer._judged",
+        "rl_backend.data.rewards.scorer:RewardScorer._judged_one",
         'if isinstance(found, _Failure) and self.on_failure == "stop":',
         'if isinstance(found, _Failure) and self.on_failure == "never":',
         ("test_a_call_that_fails_stops_the_run_and_is_shown",),
@@ -117,8 +117,8 @@ FAULTS = [
     Fault(
         "prompt-given-in-processes-alone",
         "rl_backend.data.rewards.scorer:RewardScorer._call_here",
-        "result = self.rewards[index].function(**self.rewards[index].keywords(call))",
-        "result = self.rewards[index].function(**call.arguments)",
+        "result = self.rewards[index].function(**self.rewards[index].keywords(calls))",
+        "result = self.rewards[index].function(**calls[0].arguments)",
         ("test_a_function_that_asks_for_the_prompt_is_given_it",),
         "a judge would be refused its prompt, or fail, once --reward-workers is left out",
     ),
@@ -129,6 +129,26 @@ FAULTS = [
         'return call.arguments | ({"prompt": call.prompt} if self.takes_prompt else {})',
         ("test_a_function_that_changes_its_arguments_changes_its_own",),
         "a function that changes its ground truth would change it for the row's other samples",
+    ),
+    Fault(
+        "no-judgement-counts-zero",
+        "rl_backend.data.rewards.scorer:RewardScorer._judged",
+        "None if each is None else self._judged_one(call, index, each)",
+        "self._judged_one(call, index, 0.0 if each is None else each)",
+        ("test_trls_functions_that_judge_some_responses_leave_the_others_alone",),
+        "a function of TRL that leaves a response to others would pull down its mean, and hide that nobody judged it",
+    ),
+    Fault(
+        "completions-are-always-texts",
+        "rl_backend.data.rewards.function:LoadedReward._lists",
+        """
+        call.solution_str
+        if isinstance(call.prompt, str)
+        else [{"role": "assistant", "content": call.solution_str}]
+        """,
+        "call.solution_str",
+        ("test_a_function_of_trl_is_called_as_trl_calls_it",),
+        "functions of TRL that read completion[0]['content'] would fail on chat data",
     ),
     Fault(
         "rewards-are-rounded-to-float32",

@@ -12,11 +12,9 @@ import pytest
 import ray
 import torch
 
-from actors.checks import machine, memory
+from actors.checks import machine
 from actors.checks.machine import faster_dtype, find_devices, find_packages, is_on_cluster, require_engines
-from actors.checks.memory import find_memory
 from actors.checks.preflight import Check, check_start, findings, preflight
-from actors.options.config import RunModel
 from actors.rollout.config import RolloutConfig
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
@@ -129,88 +127,6 @@ def test_ranks_of_all_groups_take_devices(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         require_engines(RolloutConfig(model_path="m", num_engines=6))
     require_engines(RolloutConfig(model_path="m", num_engines=5))
-
-
-def rank(weights: int, step: int, training: int, rollout: int) -> Any:
-    sizes = {"optimizer_step": step, "training": training, "rollout": rollout}
-    return SimpleNamespace(weights=weights, total=lambda phase, offload: sizes[phase])
-
-
-def plan(num_ranks: int, *ranks: Any, sync: int = 0) -> Any:
-    return SimpleNamespace(num_ranks=num_ranks, ranks=ranks, sync_bytes=sync)
-
-
-def test_memory_is_that_of_the_fullest_gpu_or_of_all_processes() -> None:
-    actor, critic = RunModel("model", "m"), RunModel("critic_model", "c", "values", group=3)
-    reference = RunModel("model", "m", forward_only=True, group=1)
-    plans = {
-        actor: plan(4, rank(1, 10, 40, 8), rank(2, 20, 50, 16), sync=1000),
-        critic: plan(2, rank(3, 30, 35, 30)),
-        reference: plan(2, rank(5, 99, 17, 10)),
-    }
-    apart = config_of(PPOConfig, groups="each", kl_coef=0.1, engines=3, **{"rollout.kv_cache_gib": 2.0})
-    assert apart.training_groups == 3
-    both = {actor: plans[actor], critic: plans[critic], reference: plans[reference]}
-    of_engines = 3 * (1000 + 2 * GIB)
-    # In groups: the actor's; the reference's weights; the critic's, of whom there is no fourth group.
-    assert memory._bytes(apart, both, 0, held=True) == 2 * 30 + 2 * 5 + 2 * 30 + of_engines
-    assert memory._bytes(apart, both, 0, held=False) == 2 * 30 + 2 * 66 + 2 * 5 + 2 * 7 + 2 * 30 + 2 * 5 + of_engines
-    assert memory._bytes(apart, both, 1, held=True) == 30
-    assert memory._bytes(apart, both, 1, held=False) == 20 + 34
-    together = config_of(PPOConfig)
-    assert together.training_groups == 1
-    assert memory._bytes(together, both, 1, held=True) == 20 + 30 + 5
-    assert memory._bytes(together, both, 1, held=False) == 20 + 30 + 5 + 34
-    assert memory._bytes(together, both, 0, held=True) == 60 + 60 + 10 + 1000 + GIB
-    assert memory._bytes(config_of(SFTConfig), {actor: plans[actor]}, 0, held=False) == 60 + 132
-
-
-@pytest.mark.parametrize(("number", "where"), [(0, "this machine"), (2, "a GPU")])
-def test_what_is_held_must_fit_and_what_passes_is_said(monkeypatch: pytest.MonkeyPatch, number: int, where: str) -> None:
-    gpus(monkeypatch, number, gib=3.0)
-    monkeypatch.setattr(memory, "read_memory", lambda: (3 * GIB, GIB))
-    monkeypatch.setattr(memory, "find_layout", lambda config: "")
-    sizes = [2 * GIB, 5 * GIB]
-    monkeypatch.setattr(memory, "_plan", lambda config, model, gpus: plan(1, rank(1, sizes[0], sizes[1], 0)))
-    config = config_of(SFTConfig)
-    assert find_memory(config) == f"training takes up to 7.00 GiB in full micro-batches, {where} has 3.00 GiB"
-    sizes[0] = 3 * GIB
-    assert find_memory(config).startswith("training takes up to 8.00 GiB"), "what just fits, fits"
-    sizes[0] += GIB // 2
-    with pytest.raises(ConfigError) as refused:
-        find_memory(config)
-    engines, more = ("", "ranks") if number else (" and engines", "memory")
-    assert str(refused.value) == (
-        f"SFTConfig.model='m': parameters, gradients, moments{engines} take 3.50 GiB, and {where} has 3.00 GiB; use a "
-        f"smaller model, more {more}, or lora.rank=16 (rl-backend plan shows what takes it)"
-    )
-
-    def cannot(*_: Any) -> Any:
-        raise UnsupportedError("no plan of it")
-
-    monkeypatch.setattr(memory, "_plan", cannot)
-    assert find_memory(config) == "is not estimated: no plan of it"
-    monkeypatch.setattr(memory, "find_layout", cannot)
-    assert find_memory(config) == "is not estimated of a layout that does not fit the model"
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert find_memory(config) == "is not estimated in a process that has a process group"
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_plan_is_of_the_runs_own_work(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(memory, "make_plan", lambda *arguments: made.append(arguments))
-    monkeypatch.setattr(memory, "positions_of", lambda path: 300)
-    config = config_of(ranks=4, pp=2, max_tokens_per_micro_batch=2048)
-    memory._plan(config, RunModel("model", "other"), number)
-    memory._plan(config.replace(dtype="float32", **{"lora.rank": 4}), RunModel("model", "m", "values"), number)
-    (runtime, ranks, work), (of_adapters, _, adapters) = made
-    dtype = "bfloat16" if number else "float32"
-    assert (runtime.hf_path, ranks, work.sequence_length, work.micro_batch_tokens) == ("other", 4, 300, 2048)
-    assert (runtime.backend_cfg.param_dtype, work.sync_dtype, work.head) == (dtype, dtype, "log_probs")
-    assert runtime.backend_cfg.device == ("auto" if number else "cpu")
-    assert work.num_micro_batches >= 2 and (work.tenants, adapters.tenants) == (0, 1)
-    assert adapters.lora.rank == 4 and adapters.head == "log_probs" and of_adapters.backend_cfg.param_dtype == "float32"
 
 
 def test_checks_are_made_in_order_and_those_of_a_session_or_of_the_run_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from actors.collect import stop_tokens as ends_module
-from actors.collect.stop_tokens import Ends, stop_token_ids
+from actors.collect.stop_tokens import Ends, disagreement_of_ends, stop_token_ids
 from actors.rollout.config import SamplingConfig
 from actors.watch.metrics import Clock
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.trace.recorder import recorder
+from tests.support.chat_templates import CHATML, chat_tokenizer
 
 TOKENIZER: Any = SimpleNamespace(eos_token_id=2)
 
@@ -101,3 +102,31 @@ def test_a_clock_adds_up_times_and_tokens_of_its_phases(monkeypatch: pytest.Monk
     assert clock.seconds == {"seconds/sample": 3.0, "seconds/train": 5.0, "seconds/quick": 0.0}
     assert clock.rates == {"tokens_per_second/train": 6.0, "tokens_per_second/sample": 3.0}
     assert not recorder.recording
+
+
+@pytest.mark.shows("check: a tokenizer that ends a text differently from generation config and chat template is named")
+@pytest.mark.parametrize(
+    ("end", "named", "template", "expected"),
+    [
+        ("<|im_end|>", ["<|im_end|>"], CHATML, ""),
+        ("</s>", ["<|im_end|>", "</s>"], CHATML, ""),
+        ("</s>", ["</s>"], None, ""),
+        ("</s>", [], None, ""),
+        ("<|im_start|>", ["<|im_end|>"], CHATML, "but generation_config.json ends one with {0}, and {1}; make eos_token"),
+        ("<|im_start|>", ["<|im_end|>"], None, "but generation_config.json ends one with {0}; make eos_token"),
+        ("</s>", [], CHATML, "but {1}; make eos_token of tokenizer_config.json and generation_config.json agree with it"),
+        ("</s>", ["</s>"], CHATML, "but {1}; make eos_token"),
+    ],
+)
+def test_ends_that_disagree_are_named(
+    tmp_path: Path, end: str, named: list[str], template: str | None, expected: str
+) -> None:
+    tokenizer = chat_tokenizer(template)
+    tokenizer.eos_token = end
+    if named:
+        ids = tokenizer.convert_tokens_to_ids(named)
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    shown = f"<|im_end|> ({tokenizer.convert_tokens_to_ids('<|im_end|>')})"
+    found = disagreement_of_ends(str(tmp_path), tokenizer, DataConfig())
+    wanted = expected.format(shown, f"the chat template ends an answer with {shown}")
+    assert found.startswith(wanted) and bool(found) == bool(expected)

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.cluster.session import RunStopped, RunTerminated
+from actors.folder.checkpoints import RunCheckpoints
 from actors.folder.resume import RunFinishedError
 from actors.run import command_line
 from actors.run.command_line import run_command
-from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, EngineDeadError, RLBackendError
+from actors.train.ranks import AFTERWARDS
+from rl_backend.contracts import (
+    BaseConfig,
+    ClusterLostError,
+    ConfigError,
+    EngineDeadError,
+    GroupFailedError,
+    RLBackendError,
+)
 
 
 class Mine(BaseConfig):
@@ -43,6 +53,7 @@ def ended(error: BaseException) -> int | None:
         (ConfigError.of("Mine.run_dir", "x", "is used"), 2, "", "error: --run-dir='x': is used\n"),
         (RLBackendError("engine: restart it"), 2, "", "error: engine: restart it\n"),
         (EngineDeadError("dead; restart it"), 2, "", f"error: dead; {command_line.RUN_AGAIN}\n"),
+        (GroupFailedError(f"died; {AFTERWARDS}"), 2, "", f"error: died; {command_line.RUN_AGAIN}\n"),
         (
             ModuleNotFoundError("no", name="datasets"),
             2,
@@ -62,6 +73,18 @@ def test_a_command_ends_with_one_message_and_its_status(
     for mistake in (ZeroDivisionError(), ModuleNotFoundError("no", name="actors.none")):
         with pytest.raises(type(mistake)):
             ended(mistake)
+
+
+def test_a_checkpoint_is_spoken_of_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for steps, more in ((set(), ""), ({4}, "; --resume auto continues from its newest checkpoint")):
+        monkeypatch.setattr(
+            RunCheckpoints, "steps", lambda self, steps=steps: steps if self.root.parent.name == "x" else {1}
+        )
+        assert ended(EngineDeadError("dead; restart it")) == 2
+        assert capsys.readouterr().err == f"error: dead; start the run again{more}\n"
 
 
 def test_notes_of_an_error_are_a_part_of_its_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,7 +169,7 @@ def test_the_terms_of_each_aggregation(mode: str, shares: list[float] | None) ->
     assert [total.item(), weight.item()] == pytest.approx(expected)
     fields = {} if share is None else {EPISODE_SHARE: share}
     loss = aggregate_loss(LOSSES, WEIGHTS, batch(**fields), mode, loss_scale_factor=factor)
-    assert loss.item() == pytest.approx(expected[0] * 3 / (10.0 if mode == "token-mean" else 5))
+    assert loss.item() == pytest.approx(expected[0] * 3 / {"token-mean": 10.0, "sum": 1.0}.get(mode, 5))
 
 
 @pytest.mark.parametrize(("mode", "name"), [("token-mean", "batch_num_tokens"), ("seq-mean-token-sum", "global_batch_size")])

@@ -53,6 +53,7 @@ def test_the_end_token_is_that_of_the_chat_template(tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "model" / name).read_text())["eos_token_id"] == 1
     assert tokenizer.decode(tokenizer.encode("hello, Äh", add_special_tokens=False)) == "hello, Äh"
+    assert tokenizer.clean_up_tokenization_spaces is False, "a warning of transformers in each process otherwise"
 
 
 def test_without_a_chat_template_the_files_end_token_stands(tmp_path: Path) -> None:

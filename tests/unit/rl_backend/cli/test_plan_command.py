@@ -37,7 +37,8 @@ CONFIG = {
     "hidden_act": "silu",
 }
 PARAMETERS = 2 * 32000 * 1024 + 4 * (3 * 1024 * 4096 + 2 * 1024 * 1024 + 2 * 1024 * 512 + 2 * 1024 + 2 * 64) + 1024
-SMALL_WORK = ("--sequence-length", "128", "--micro-batch-tokens", "256", "--micro-batches", "2")
+SIZES = ("--sequence-length", "128", "--micro-batch-tokens", "256", "--micro-batches", "2")
+SMALL_WORK = (*SIZES, "--param-dtype", "bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,18 @@ def test_bytes_of_each_phase_follow_from_the_number_of_parameters(model: Path, c
     assert training["unreduced_gradients"] == 4 * PARAMETERS
     assert training["total"] == sum(size for name, size in training.items() if name != "total")
     assert found["peak"]["rollout"] == rank["phases"]["rollout"]["total"] == found["peak"]["optimizer_step"]
+
+
+@pytest.mark.parametrize(("has_gpu", "dtype", "size"), [(False, "float32", 4), (True, "bfloat16", 2)])
+def test_the_dtype_is_that_of_a_run_on_this_machine(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_gpu: bool, dtype: str, size: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    work = ("--model", str(model), "--ranks", "1", *SIZES, "--tenants", "1")
+    found = as_json(capsys, *work)
+    assert found["workload"]["sync_dtype"] == dtype and found["sync_bytes"] == size * PARAMETERS
+    assert found["ranks"][0]["phases"]["training"]["weights"] == size * PARAMETERS
+    assert as_json(capsys, *work, "--sync-dtype", "bfloat16")["sync_bytes"] == 2 * PARAMETERS
 
 
 def test_tenants_take_four_numbers_for_each_of_their_parameters(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

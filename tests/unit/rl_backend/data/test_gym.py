@@ -6,10 +6,11 @@ import pytest
 
 from rl_backend.contracts import ConfigError
 from rl_backend.data.datasets import data_files, open_rows
-from rl_backend.data.examples import read_examples
+from rl_backend.data.examples import DataConfig, read_examples
 from rl_backend.data.gym import compute_score
-from rl_backend.data.rewards import RewardConfig
-from tests.support.libraries import gym
+from rl_backend.data.prompts import load_prompts, load_tokenizer
+from rl_backend.data.rewards import RewardCall, RewardConfig
+from tests.support.libraries import gym, smollm2
 
 TASKS = ("chain_sum", "leg_counting", "spell_backward")
 
@@ -33,6 +34,27 @@ def test_rows_are_those_of_the_task_and_its_scorer_judges_them(task: str) -> Non
         assert score(entry["answer"]) == score(f"<answer>no</answer> so <answer>\n{entry['answer']}\n</answer>.") == 1.0
         long = f"It is {entry['answer']}, I think."
         assert score(long) == theirs.score_answer(long, entry) < 1.0
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_questions_go_through_the_chat_template_with_the_system_prompt(task: str) -> None:
+    gym()
+    tokenizer, data = load_tokenizer(str(smollm2())), DataConfig(system_prompt="Answer with the number only.")
+    prompts = load_prompts(f"gym:{task}?size=3&seed=3", tokenizer, 256, data)
+    for prompt in prompts:
+        text = tokenizer.decode(prompt.token_ids)
+        question = prompt.example.prompt[0]["content"]  # type: ignore[index]
+        assert text.endswith(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+        assert text.startswith("<|im_start|>system\nAnswer with the number only.<|im_end|>\n")
+    rewards = RewardConfig(functions="rl_backend.data.gym:compute_score").load()
+    examples = [prompt.example for prompt in prompts]
+    calls = [
+        RewardCall(each.data_source, answer, each.ground_truth, each.extra_info, each.prompt)
+        for each in examples
+        for answer in (each.ground_truth, f"It is {each.ground_truth}, I think.", "no idea")
+    ]
+    scores = [score.value for score in rewards.score(calls)]
+    assert scores[::3] == [1.0] * 3 and max(scores[1::3] + scores[2::3]) < 0.5
 
 
 def test_rows_are_the_same_every_time_and_others_by_another_seed() -> None:

@@ -313,7 +313,7 @@ def test_options_that_would_be_ignored_are_refused(reward_file: Path) -> None:
 
 
 def test_the_page_of_rewards_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    functions, own_code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(), re.DOTALL)
+    functions, of_trl, own_code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(), re.DOTALL)
     (tmp_path / "my_reward.py").write_text(functions)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
@@ -322,3 +322,7 @@ def test_the_page_of_rewards_runs_as_it_stands(tmp_path: Path, monkeypatch: pyte
     assert names["metrics"] == {"reward/has_answer": 1.0}
     for name in ("compute_score", "judged"):
         RewardConfig(functions=f"my_reward.py:{name}").load()
+    (tmp_path / "of_trl.py").write_text(of_trl)
+    asked = [{"role": "user", "content": "2 + 2 ="}]
+    row = RewardCall("sums", " 4\n", None, None, asked, columns={"prompt": asked, "answer": "4"})
+    assert values(RewardConfig(functions="of_trl.py:accuracy").load().score([row])) == [1]

@@ -87,9 +87,9 @@ def test_a_row_of_routes_is_that_of_the_pass_that_predicted_the_next_token() -> 
     ("turn", "problem"),
     [
         (generation([]), "a turn of 0 tokens"),
-        (generation([3], routes=np.zeros((1, 1, 1), dtype=np.uint8)), "routes of 1 tokens; expected 2"),
-        (generation([3]).__class__([3], [], "stop", [0]), "has 0 log_probs"),
-        (generation([3]).__class__([3], [0.0], "stop", [0, 0]), "has 2 versions"),
+        (generation([3], routes=np.zeros((1, 1, 1), dtype=np.uint8)), "'routes': 1"),
+        (generation([3]).__class__([3], [], "stop", [0]), "'log_probs': 0"),
+        (generation([3]).__class__([3], [0.0], "stop", [0, 0]), "'versions': 2"),
     ],
 )
 def test_a_generation_that_does_not_add_up_is_refused(turn: object, problem: str) -> None:

@@ -150,6 +150,7 @@ def test_the_text_says_what_an_engine_keeps_of_a_sequence(
     models: Mapping[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     work = ("--model", str(models["dense"]), "--ranks", "1", "--sequence-length", "128", "--micro-batch-tokens", "256")
+    work += ("--param-dtype", "bfloat16")
     assert main(["plan", *work]) == 0
     text = capsys.readouterr().out
     assert "a vLLM engine keeps 0.26 MiB of a sequence of 128 tokens: 0.06 of keys and values, 0.20 of states" in text

@@ -1,0 +1,202 @@
+"""Memory of a run on a machine that the test makes up: what is counted, what is chosen, what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from actors.checks import memory
+from actors.checks.memory import choose_micro_batch, chosen_options, find_memory
+from actors.options.config import RunModel
+from examples.grpo import GRPOConfig
+from examples.ppo import PPOConfig
+from examples.sft import SFTConfig
+from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.lab.plan.make import GIB
+from tests.unit.actors.checks.test_preflight_machine import config_of, gpus
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPUs, of which 10 GiB are free."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    gpus(monkeypatch, 0)
+    monkeypatch.setattr(memory, "read_memory", lambda: (20 * GIB, 10 * GIB))
+    monkeypatch.setattr(memory, "find_layout", lambda config: "")
+    monkeypatch.setattr(memory, "positions_of", lambda path: 4096)
+
+
+def rank(weights: int, step: int, training: int, rollout: int) -> Any:
+    sizes = {"optimizer_step": step, "training": training, "rollout": rollout}
+    return SimpleNamespace(weights=weights, total=lambda phase, offload: sizes[phase])
+
+
+def plan(num_ranks: int, *ranks: Any, sync: int = 0) -> Any:
+    return SimpleNamespace(num_ranks=num_ranks, ranks=ranks, sync_bytes=sync)
+
+
+def test_memory_is_that_of_the_fullest_gpu_or_of_all_processes() -> None:
+    actor, critic = RunModel("model", "m"), RunModel("critic_model", "c", "values", group=3)
+    reference = RunModel("model", "m", forward_only=True, group=1)
+    plans = {
+        actor: plan(4, rank(1, 10, 40, 8), rank(2, 20, 50, 16), sync=1000),
+        critic: plan(2, rank(3, 30, 35, 30)),
+        reference: plan(2, rank(5, 99, 17, 10)),
+    }
+    apart = config_of(PPOConfig, groups="each", kl_coef=0.1, engines=3, **{"rollout.kv_cache_gib": 2.0})
+    assert apart.training_groups == 3
+    both = {actor: plans[actor], critic: plans[critic], reference: plans[reference]}
+    # The weights that were pushed last are in shared memory.
+    of_engines = 3 * (1000 + 2 * GIB + memory._ENGINE) + 1000
+    each = memory._RANK
+    # In groups: the actor's; the reference's weights; the critic's, of whom there is no fourth group.
+    assert memory._bytes(apart, both, 0, held=True) == 3 * apart.ranks * each + 2 * 30 + 2 * 5 + 2 * 30 + of_engines
+    assert memory._bytes(apart, both, 0, held=False) == (
+        3 * apart.ranks * each + 2 * 30 + 2 * 66 + 2 * 5 + 2 * 7 + 2 * 30 + 2 * 5 + of_engines
+    )
+    assert memory._bytes(apart, both, 1, held=True) == 30
+    assert memory._bytes(apart, both, 1, held=False) == 20 + 34
+    together = config_of(PPOConfig)
+    assert together.training_groups == 1
+    assert memory._bytes(together, both, 1, held=True) == 20 + 30 + 5
+    assert memory._bytes(together, both, 1, held=False) == 20 + 30 + 5 + 34
+    assert memory._bytes(together, both, 0, held=True) == each + 60 + 60 + 10 + 2000 + GIB + memory._ENGINE
+    assert memory._bytes(config_of(SFTConfig), {actor: plans[actor]}, 0, held=False) == each + 60 + 132
+
+
+def per_token(held: float, mib: float, recomputed_mib: float = 0.25) -> Any:
+    """Plans of a model: GiB that are held, and MiB of each token of a micro-batch."""
+
+    def make(config: Any, model: RunModel, number: int) -> Any:
+        most = config.train.max_tokens_per_micro_batch
+        tokens = min(most, memory._tokens_of_an_update(config) or most)
+        recomputes = getattr(config.train.backend_cfg, "activation_checkpointing", "none") == "full"
+        passes = int(tokens * (recomputed_mib if recomputes else mib) * 2**20)
+        made = plan(1, rank(1, int(held * GIB), int(held * GIB) + passes, int(held * GIB)))
+        return SimpleNamespace(**vars(made), workload=SimpleNamespace(micro_batch_tokens=tokens))
+
+    return make
+
+
+def test_a_micro_batch_takes_what_is_free_and_layers_are_recomputed_before_it_gets_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 8 of the 10 GiB, of which the process takes some: what is left in tokens, and half of it or more as a power of two.
+    for held, mib, tokens, checkpointing in (
+        (1.0, 0.25, 16384, "none"),
+        (1.0, 1.0, 4096, "none"),
+        # The longest sequence that the model has positions for must fit: nobody has read the data yet.
+        (4.0, 1.0, 8192, "full"),
+        (7.5, 2.0, 4096, "full"),
+    ):
+        monkeypatch.setattr(memory, "_plan", per_token(held, mib))
+        choice = choose_micro_batch(config_of(SFTConfig), {})
+        found = choice.config.train
+        assert (found.max_tokens_per_micro_batch, found.backend_cfg.activation_checkpointing) == (tokens, checkpointing)
+        recomputed = ", layers recomputed" if checkpointing == "full" else ""
+        said = (f"micro-batches of {tokens} tokens{recomputed} (10.0 GiB are free)",)
+        assert choice.facts == (() if tokens == 16384 else said)
+
+
+def test_sequences_fit_and_a_step_that_is_smaller_is_all_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_ENGINE", 0)
+    monkeypatch.setattr(memory, "_plan", per_token(1.0, 1.0))
+    sizes = {"max_prompt_tokens": 100, "max_response_tokens": 200, "prompts_per_step": 4, "samples_per_prompt": 4}
+    whole = choose_micro_batch(config_of(GRPOConfig, **sizes), {}).config
+    assert whole.train.max_tokens_per_micro_batch == 16384, "a step of 16 x 300 tokens fits"
+    sizes |= {"max_prompt_tokens": 1000, "max_response_tokens": 2300}
+    monkeypatch.setattr(memory, "_plan", per_token(1.0, 1.6))
+    longest = choose_micro_batch(config_of(GRPOConfig, **sizes), {}).config
+    assert longest.train.max_tokens_per_micro_batch == 3300, "2048 would be too short for a sequence, 3525 fit"
+
+
+def test_a_given_value_wins_then_the_one_that_a_run_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_plan", per_token(1.0, 1.0))
+    given = config_of(SFTConfig, max_tokens_per_micro_batch=16384)
+    assert choose_micro_batch(given, {}).config is given and choose_micro_batch(given, {"a": 1}).config is given
+    first = choose_micro_batch(config_of(SFTConfig), {}).config
+    kept = chosen_options(first)
+    assert kept == {"train.max_tokens_per_micro_batch": 4096, "train.backend_cfg.activation_checkpointing": "none"}
+    monkeypatch.setattr(memory, "read_memory", lambda: (20 * GIB, 20 * GIB))
+    again = choose_micro_batch(config_of(SFTConfig), kept)
+    assert chosen_options(again.config) == kept and not again.facts
+    more = choose_micro_batch(config_of(SFTConfig), {}).config
+    assert more.train.max_tokens_per_micro_batch == 8192, "what is free decides without it"
+    recomputed = config_of(SFTConfig, **{"train.backend_cfg.activation_checkpointing": "full"})
+    assert choose_micro_batch(recomputed, kept).config.train.backend_cfg.activation_checkpointing == "full"
+    # What was chosen is an option like any other from then on.
+    assert SFTConfig(**first.model_dump()).train.max_tokens_per_micro_batch == 4096
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert choose_micro_batch(config_of(SFTConfig), {}).config == config_of(SFTConfig)
+
+
+def test_a_rank_that_shares_a_gpu_with_an_engine_has_what_the_engine_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1, gib=10.0)
+    assert memory._free(config_of(GRPOConfig), 1) == pytest.approx(6 * GIB)
+    assert memory._free(config_of(GRPOConfig, **{"rollout.gpu_memory_utilization": 0.7}), 1) == pytest.approx(3 * GIB)
+    assert memory._free(config_of(GRPOConfig), 2) == memory._free(config_of(SFTConfig), 1) == 10 * GIB
+
+
+def test_what_will_not_fit_is_refused_with_what_fits_and_what_almost_does_not_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def found(tokens: int, **changes: Any) -> str:
+        return find_memory(config_of(SFTConfig, max_tokens_per_micro_batch=tokens, **changes))
+
+    monkeypatch.setattr(memory, "_RANK", 0)
+    monkeypatch.setattr(memory, "_plan", per_token(2.0, 1.0))
+    assert found(6144) == ("training takes up to 8.00 GiB in micro-batches of 6144 tokens, this machine has 10.00 GiB free")
+    assert found(7168).startswith(f"{memory.WARNING}training takes up to 9.00 GiB")
+    assert "which is 90% of it: this machine has 10.00 GiB free; lower max_tokens_per_micro_batch" in found(7168)
+    assert found(8192).startswith(memory.WARNING), "what just fits, fits"
+    with pytest.raises(ConfigError) as refused:
+        found(8193)
+    assert str(refused.value).startswith("SFTConfig.max_tokens_per_micro_batch=8193: training takes up to 10.00 GiB")
+    assert "use at most 8192, or activation_checkpointing=full, or free memory" in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        found(65536, **{"train.backend_cfg.activation_checkpointing": "full"})
+    assert "use at most 32768, or free memory" in str(refused.value)
+    monkeypatch.setattr(memory, "_plan", per_token(11.0, 1.0))
+    for number, engines, more in ((0, " and engines", "memory"), (2, "", "ranks")):
+        gpus(monkeypatch, number, gib=10.0)
+        with pytest.raises(ConfigError) as refused:
+            found(128)
+        assert str(refused.value).startswith(
+            f"SFTConfig.model='m': parameters, gradients, moments{engines} take 11.00 GiB, and "
+        )
+        assert f"use a smaller model, more {more}, or lora.rank=16" in str(refused.value)
+
+
+def test_where_nothing_can_be_planned_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*_: Any) -> Any:
+        raise UnsupportedError("no plan of it")
+
+    config = config_of(SFTConfig)
+    monkeypatch.setattr(memory, "_plan", cannot)
+    assert find_memory(config) == "is not estimated: no plan of it"
+    assert choose_micro_batch(config, {}).config is config
+    monkeypatch.setattr(memory, "find_layout", cannot)
+    assert find_memory(config) == "is not estimated of a layout that does not fit the model"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert find_memory(config) == "is not estimated in a process that has a process group"
+    assert choose_micro_batch(config, {}).config is config
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_plan_is_of_the_runs_own_work(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(memory, "make_plan", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(memory, "positions_of", lambda path: 300)
+    config = config_of(ranks=4, pp=2, max_tokens_per_micro_batch=2048)
+    memory._plan(config, RunModel("model", "other"), number)
+    memory._plan(config.replace(dtype="float32", **{"lora.rank": 4}), RunModel("model", "m", "values"), number)
+    (runtime, ranks, work), (of_adapters, _, adapters) = made
+    dtype = "bfloat16" if number else "float32"
+    assert (runtime.hf_path, ranks, work.sequence_length, work.micro_batch_tokens) == ("other", 4, 300, 2048)
+    assert (runtime.backend_cfg.param_dtype, work.sync_dtype, work.head) == (dtype, dtype, "log_probs")
+    assert runtime.backend_cfg.device == ("auto" if number else "cpu")
+    assert work.num_micro_batches >= 2 and (work.tenants, adapters.tenants) == (0, 1)
+    assert adapters.lora.rank == 4 and adapters.head == "log_probs" and of_adapters.backend_cfg.param_dtype == "float32"

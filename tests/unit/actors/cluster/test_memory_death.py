@@ -1,0 +1,42 @@
+"""What is said of a process that Ray killed for want of memory."""
+
+from __future__ import annotations
+
+import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError
+
+from actors.cluster.memory_death import memory_death
+from actors.cluster.placement import memory_environment
+from actors.rollout.group import calls
+
+RAY = (
+    "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.1) where the task (actor "
+    "ID: 3b, name=RolloutEngine.__init__, pid=7) was running was 22.50GB / 23.54GB (0.955), which exceeds "
+    "the memory usage threshold of 0.95. Ray killed this worker (ID: 4c) because it was the most recently scheduled task.\n"
+    "Top 10 memory users:\nPID\tMEM(GB)\tCOMMAND\n11\t3.41\tray::RolloutEngine.generate\n12\t15.50\tray::TrainWorker\n"
+    "13\t0.61\t/usr/bin/python -m rl_backend.cli grpo\n14\t0.07\tray::IDLE\nRefer to the documentation."
+)
+
+
+def test_who_held_how_much_is_said_and_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = memory_death(OutOfMemoryError(RAY))
+    assert told == (
+        "its machine ran out of memory, 22.50 of 23.54 GB in use (training rank 15.5 GB; engine 3.41 GB; python 0.61 GB), "
+        "and Ray killed it; lower --max-tokens-per-micro-batch, set --activation-checkpointing full, or free memory"
+    )
+    assert memory_death(OutOfMemoryError("low")).startswith("its machine ran out of memory, and Ray killed it; lower")
+    assert not memory_death(ActorDiedError())
+
+    def died(*_: object, **__: object) -> None:
+        raise OutOfMemoryError(RAY)
+
+    monkeypatch.setattr(calls.ray, "get", died)
+    assert calls.outcome_of(None, "engine 0").message == f"engine 0 is dead: {told}"
+
+
+def test_the_allocator_is_told_to_give_memory_back_unless_the_user_tunes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+    assert "glibc.malloc.mmap_threshold=1048576" in memory_environment()["GLIBC_TUNABLES"].split(":")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    assert memory_environment() == {}
