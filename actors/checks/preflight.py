@@ -101,9 +101,12 @@ def findings(config: RunConfig) -> Iterator[Finding]:
     except RLBackendError as error:
         yield Finding("model", str(error), 0.0, error)
         return
-    # What cannot be continued is refused below.
-    with suppress(RLBackendError):
-        config = choose_micro_batch(config, kept_choice(find_start(config))).config
+    chosen = choose_micro_batch(config, {}).config
+    if chosen is not config and config.resume:
+        # What cannot be continued is refused below.
+        with suppress(RLBackendError):
+            chosen = choose_micro_batch(config, kept_choice(find_start(config))).config
+    config = chosen
     for check in CHECKS:
         started = time.perf_counter()
         try:

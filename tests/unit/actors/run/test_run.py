@@ -134,7 +134,7 @@ def test_steps_are_logged_shown_and_continued_with_the_metrics_of_the_last(
     assert (summary["best"], summary["steps"]) == (0.5, 3) and summary["seconds"] > 0
     state = find_start(config.replace(steps=5)).checkpoint
     assert state is not None and state.state["metrics"] == {"weight": seen[2][1]["weight"], "odd": "NaN"}
-    assert set(state.state) == {"run", "logs", "vital_signs", "metrics"}
+    assert set(state.state) == {"run", "logs", "chosen", "vital_signs", "metrics"}
     longer = config.replace(steps=5)
     session, (again,) = session_of(longer)
     with Run(longer, session) as run:
