@@ -1,0 +1,134 @@
+"""``rl-backend serve`` with a training rank and a vLLM engine: the unmodified SDK of Tinker, and openai's package."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+
+from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.libraries import cookbook
+from tests.support.models import write_tiny
+
+PROMPT = [5, 9, 3, 7, 21]
+
+
+class Address(NamedTuple):
+    url: str
+    model: str
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
+    folder = tmp_path_factory.mktemp("serve")
+    tokenizer = chat_tokenizer(CHATML)
+    model = write_tiny(
+        "qwen3", folder / "model", tie_word_embeddings=False, vocab_size=512, eos_token_id=tokenizer.eos_token_id
+    )
+    tokenizer.save_pretrained(model)
+    command = [
+        *(sys.executable, "-m", "rl_backend.cli", "serve", "--model", str(model), "--port", "0"),
+        *("--state", str(folder / "state"), "--dtype", "float32", "--max-rank", "16"),
+        *("--max-model-len", "256", "--kv-cache-gib", "0.1"),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        assert server.stdout is not None
+        said: list[str] = []
+        for line in server.stdout:
+            said.append(line)
+            if found := re.search(r"^serving (\S+) at (http://\S+)", line):
+                break
+        else:
+            pytest.fail("".join(said))
+        yield Address(found[2], found[1])
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=60)
+    assert server.returncode in (0, 130, 143)
+
+
+@pytest.fixture
+def client(served: Address, monkeypatch: pytest.MonkeyPatch) -> Any:
+    cookbook()
+    pytest.importorskip("h2", reason="make libraries puts it beside the SDK")
+    for name, value in {"BASE_URL": served.url, "API_KEY": "tml-local", "TELEMETRY": "0"}.items():
+        monkeypatch.setenv(f"TINKER_{name}", value)
+    import tinker
+
+    return tinker.ServiceClient()
+
+
+@pytest.mark.shows(
+    "server: Tinker's SDK trains, and samples of every snapshot have the trainer's log-probs, to 1e-5 in float32"
+)
+def test_snapshots_sample_with_the_log_probs_of_the_weights_that_they_are_of(served: Address, client: Any) -> None:
+    from tinker import types
+
+    def datum(ids: list[int], **columns: list[float]) -> Any:
+        inputs = {"target_tokens": ids[1:], **columns}
+        return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+    prompt, sampling = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=8, seed=1)
+    training = client.create_lora_training_client(base_model=served.model, rank=8, seed=3)
+    base = client.create_sampling_client(base_model=served.model)
+    first = training.save_weights_and_get_sampling_client()
+    before = first.sample(prompt, num_samples=2, sampling_params=sampling).result().sequences
+    losses = []
+    for _ in range(3):
+        passed = training.forward_backward(
+            [datum([*PROMPT, 33, 8], weights=[0.0, 1.0, 1.0, 1.0, 0.5, 2.0])], "cross_entropy"
+        )
+        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        losses.append(passed.result().metrics["loss:sum"])
+    assert losses[2] < losses[1] < losses[0]
+    second = training.save_weights_and_get_sampling_client()
+    after = second.sample(prompt, num_samples=2, sampling_params=sampling).result().sequences
+    again = first.sample(prompt, num_samples=2, sampling_params=sampling).result().sequences
+    assert [each.tokens for each in again] == [each.tokens for each in before], "a snapshot keeps its weights"
+    assert [each.tokens for each in after] != [each.tokens for each in before]
+    for sampler, samples in ((first, before), (second, after)):
+        for sample in samples:
+            whole = [*PROMPT, *sample.tokens]
+            computed = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result()[len(PROMPT) :]
+            assert computed == pytest.approx(list(sample.logprobs), abs=1e-5)
+    # B starts at zero: the first snapshot is the base.
+    assert base.compute_logprobs(prompt).result()[1:] == pytest.approx(first.compute_logprobs(prompt).result()[1:], abs=1e-5)
+    ids, skipped = [*PROMPT, *after[0].tokens], [0.0] * (len(PROMPT) - 1)
+    on_policy = datum(ids, logprobs=[*skipped, *after[0].logprobs], advantages=[*skipped, *([1.0] * len(after[0].tokens))])
+    for loss in ("importance_sampling", "ppo"):
+        assert training.forward_backward([on_policy], loss).result().metrics["loss:sum"] == pytest.approx(
+            -len(after[0].tokens), abs=1e-3
+        )
+
+
+@pytest.mark.shows("server: openai's package completes and chats with the base and with adapters, in pieces as well")
+def test_the_openai_package_talks_to_what_is_trained(served: Address, client: Any) -> None:
+    training = client.create_lora_training_client(base_model=served.model, rank=4)
+    path = training.save_weights_for_sampler("talk").result().path
+    door = openai.OpenAI(base_url=f"{served.url}/v1", api_key="tml-local")
+    assert {served.model, path} <= {each.id for each in door.models.list().data}
+    whole = door.completions.create(model=served.model, prompt="12+3", max_tokens=8, seed=1)
+    assert whole.usage is not None and whole.usage.completion_tokens <= 8
+    messages: Any = [{"role": "user", "content": "1"}]
+    greedy: Any = {"model": path, "messages": messages, "max_tokens": 20, "temperature": 0}
+    said = door.chat.completions.create(**greedy).choices[0].message.content
+    pieces = door.chat.completions.create(**greedy, stream=True)
+    assert "".join(each.choices[0].delta.content or "" for each in pieces if each.choices) == said
+    for page, text in (("/", "rl-backend"), ("/metrics", "rl_backend_serve_checkpoints 1")):
+        with urllib.request.urlopen(served.url + page) as answer:
+            assert text in answer.read().decode()
+
+
+def test_a_second_server_does_not_take_the_port(served: Address, tmp_path: Path) -> None:
+    port = served.url.rpartition(":")[2]
+    command = (sys.executable, "-m", "rl_backend.cli", "serve", "--model", served.model, "--port", port, "--state", tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=dict(os.environ))
+    assert done.returncode == 2 and f"--port {port}" in done.stderr
