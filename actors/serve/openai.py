@@ -18,6 +18,7 @@ from actors.serve.server import Server, UnknownError
 from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS
 from actors.serve.training import ADAPTER
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
+from rl_backend.data.chat_template import decode
 from rl_backend.environment.protocol import Generation
 
 _NOT_SERVED: Mapping[str, Sequence[Any]] = {
@@ -174,7 +175,7 @@ class _Answer:
         tokenizer = await asyncio.to_thread(_tokenizer, self._server.model)
         choices = []
         for index, each in enumerate(found):
-            text = self._cut(tokenizer.decode(each.token_ids, skip_special_tokens=True))
+            text = self._cut(decode(each.token_ids, tokenizer, special=False))
             choice = {"index": index, "finish_reason": _reason(each), "logprobs": None}
             choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
             if log_probs:
@@ -194,14 +195,14 @@ class _Answer:
             async for piece in pieces:
                 tokens += piece.token_ids
                 last = piece
-                text = tokenizer.decode(tokens, skip_special_tokens=True)
+                text = decode(tokens, tokenizer, special=False)
                 ready = self._cut(text)
                 if len(ready) == len(text):
                     ready = text[: len(text) - held].rstrip(_REPLACEMENT)
                 if len(ready) > len(sent):
                     yield self._event(ready[len(sent) :], None)
                     sent = ready
-            rest = self._cut(tokenizer.decode(tokens, skip_special_tokens=True))[len(sent) :]
+            rest = self._cut(decode(tokens, tokenizer, special=False))[len(sent) :]
             yield self._event(rest, "length" if last is None else _reason(last))
             yield "data: [DONE]\n\n"
         except RLBackendError as error:
@@ -218,7 +219,7 @@ class _Answer:
         return text[: min(found)] if found else text
 
     def _log_probs(self, tokenizer: Any, found: Generation) -> Mapping[str, Any]:
-        texts = [tokenizer.decode([token]) for token in found.token_ids]
+        texts = [decode([token], tokenizer) for token in found.token_ids]
         pairs = list(zip(texts, found.log_probs, strict=True))
         if self._chat:
             return {

@@ -73,7 +73,7 @@ def test_an_adapter_is_the_same_to_the_bit_through_memory_shared_memory_and_a_di
     (in_memory, factors), (in_a_directory, stored) = through_memory, through_a_directory
     assert isinstance(factors, PackedFactors) and stored is None and not in_memory.directory
     assert {value.dtype for value in factors.tensors().values()} == {getattr(torch, dtype)}
-    read = engine_of(untied_model, dtype)._read(in_a_directory.directory)
+    read = PackedFactors.read(in_a_directory.directory, dtype)
     assert read.digest == factors.digest == in_memory.digest == in_a_directory.digest
     assert all(torch.equal(value, factors.tensors()[name]) for name, value in read.tensors().items())
     assert in_memory.nbytes == sum(value.nbytes for value in read.tensors().values())

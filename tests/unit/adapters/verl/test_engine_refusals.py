@@ -119,10 +119,6 @@ def test_routes_to_replay_that_are_missing_or_too_few_are_refused() -> None:
     with pytest.raises(BatchError) as raised:
         BatchRoutes("R2", num_layers=3).require(batch)
     assert "sequence 0 has 7 rows for 8 tokens" in str(raised.value)
-    batch["routed_experts"] = jagged([torch.zeros(len(row["input_ids"]), 3, 2) for row in rows()])
-    with pytest.raises(BatchError) as raised:
-        BatchRoutes("R2", num_layers=3).require(batch)
-    assert "expected integers" in str(raised.value)
 
 
 @pytest.mark.parametrize(("local_path", "hdfs_path"), [("hdfs://a/b", None), ("/tmp/a", "hdfs://a/b"), ("/tmp/a", "/b")])

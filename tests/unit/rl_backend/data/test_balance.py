@@ -141,9 +141,3 @@ def test_fewer_sequences_than_ranks_are_refused() -> None:
 def test_numbers_that_cannot_give_each_rank_as_many_micro_batches_are_refused() -> None:
     with pytest.raises(BatchError, match="3 sequences of 30 tokens do not fit into 1 micro-batches of at most 10 tokens"):
         plan_micro_batches([10, 10, 10], 2, 10)
-
-
-@pytest.mark.parametrize(("seq_lens", "dp_size", "max_tokens"), [([0], 1, 4), ([1], 0, 4), ([1], 1, 0)])
-def test_sizes_below_one_are_refused(seq_lens: list[int], dp_size: int, max_tokens: int) -> None:
-    with pytest.raises(BatchError, match="at least"):
-        plan_micro_batches(seq_lens, dp_size, max_tokens)

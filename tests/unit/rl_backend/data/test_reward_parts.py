@@ -69,7 +69,9 @@ def test_a_function_must_take_what_it_is_called_with(tmp_path: Path, source: str
     if fits:
         assert load_reward_function(f"{tmp_path}/mine.py:f").__name__ == "f"  # type: ignore[attr-defined]
     else:
-        with pytest.raises(ConfigError, match=r"must take \(data_source, solution_str, ground_truth, extra_info=None\): "):
+        with pytest.raises(
+            ConfigError, match=r"must take verl's \(data_source, solution_str, ground_truth, extra_info=None\) or TRL's "
+        ):
             load_reward_function(f"{tmp_path}/mine.py:f")
 
 
