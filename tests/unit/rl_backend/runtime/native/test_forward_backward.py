@@ -51,7 +51,7 @@ def test_a_rank_alone_takes_a_batch_as_it_is() -> None:
     assert (inputs.router_loss_weight, inputs.heads, inputs.keys is KEYS) == (0.25, ("values",), True)
     assert inputs.routes is not None and inputs.routes.flatten().tolist() == [1, 0, 1, 1, 0, 1]
     assert inputs.second is not None and inputs.second.labels.tolist() == [-100, -100, -100, 15, -100, -100]
-    assert inputs.second[1] == 1, "one token has another after the next"
+    assert inputs.second.total == 1, "one token has another after the next"
     assert inputs.sequences is not None and inputs.sequences[1] == 3 and inputs.sequences[0].tolist() == [0, 0, 1, 2, 2, 2]
     output = ModelOutput(log_probs=torch.zeros(6))
     assert found.outputs(output, groups_of()) is output
@@ -88,7 +88,7 @@ def test_a_rank_of_several_has_its_tokens_with_fillers_that_count_for_nothing() 
     assert inputs.padding is not None and inputs.padding.tolist() == [True, True]
     assert inputs.routes is not None and inputs.routes.flatten().tolist() == [-1, -1]
     assert inputs.sequences is not None and inputs.sequences[0].tolist() == [0, 0] and inputs.sequences[1] == 3
-    assert inputs.second is not None and inputs.second.labels.tolist() == [-100] * 8 and inputs.second[1] == 1
+    assert inputs.second is not None and inputs.second.labels.tolist() == [-100] * 8 and inputs.second.total == 1
     first = lay_out(data, groups_of(tp=4, cp=2, rank=0), 2, replayed, trains_second=True).inputs
     assert first.second is not None and first.second.labels.tolist() == [-100, -100, -100, -100, 15, -100, -100, -100]
 
