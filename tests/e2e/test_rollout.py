@@ -149,7 +149,6 @@ def test_a_result_that_takes_too_long_raises_and_can_be_waited_for_again(group: 
 @pytest.mark.parametrize(
     ("prompts", "seeds", "message"),
     [
-        ([], None, "prompts is empty"),
         ([[5], []], None, "prompt 1 has 0 tokens"),
         ([list(range(3, 120)) * 4], None, "prompt 0 has 468 tokens; expected 1 to 383"),
         ([[5, 128]], None, "expected 0 to 127"),
