@@ -231,7 +231,7 @@ def test_a_wrong_shape_that_reaches_the_loader_makes_the_engine_dirty(
     cause = str(first.value).partition("begun (")[2].splitlines()[0][:60]
     assert cause
     for attempt in ("update", "generate"):
-        arguments = ({"manifest": staged.manifest.model_dump_json()},) if attempt == "update" else ([], SAMPLING, None)
+        arguments = ({"manifest": staged.manifest.model_dump_json()},) if attempt == "update" else ([],)
         with pytest.raises(EngineDirtyError) as later:
             ray.get(getattr(engine, attempt).remote(*arguments))
         assert "engine 0 is dirty" in str(later.value) and cause in str(later.value)
