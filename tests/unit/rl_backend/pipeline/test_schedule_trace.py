@@ -81,8 +81,8 @@ def test_passes_that_are_cut_or_have_no_backward_pass_are_left_out(tmp_path: Pat
         (("--from-trace", "{run}", "--costs", "1,1,1"), "--costs: the trace of --from-trace says that"),
         (("--from-trace", "{run}", "--forward-only"), "--forward-only: the trace of --from-trace says that"),
         (("--from-trace", "{run}", "--pass", "7"), "--pass 7: the trace has the passes 0 to 0"),
-        (("--from-trace", "{missing}"), "--from-trace {missing}: there is not a file"),
-        (("--from-trace", "{empty}"), "--from-trace {empty}: there is not a complete"),
+        (("--from-trace", "{missing}"), "--from-trace {missing}: no such folder or file; run with --trace"),
+        (("--from-trace", "{empty}"), "--from-trace {empty}: has no complete training pass of a pipeline"),
         (("--pp", "2", "--microbatches", "2"), "--schedule is missing"),
         (
             ("--schedule", "zbv", "--pp", "2", "--microbatches", "2", "--pass", "0"),

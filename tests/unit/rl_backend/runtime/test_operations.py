@@ -87,6 +87,7 @@ def calls(runtime: NativeRuntime, handle: Any, tmp_path: Path) -> dict[str, Any]
         "export_gradients": lambda: runtime.export_gradients(handle),
         "activations": lambda: runtime.activations(handle, batches),
         "get_optimizer_state": lambda: runtime.get_optimizer_state(handle),
+        "reset_optimizer": lambda: runtime.reset_optimizer(handle),
         "export_lora_adapter": lambda: runtime.export_lora_adapter(handle),
         "import_lora_adapter": lambda: runtime.import_lora_adapter(handle, {}),
         "save_checkpoint": lambda: runtime.save_checkpoint(handle, tmp_path / "saved"),
