@@ -137,7 +137,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"overlong_buffer_tokens": 600}, "more than max_response_tokens=512"),
         ({"loss": {"loss_scale_factor": 2.0}}, "only loss_agg_mode='seq-mean-token-sum-norm' divides"),
         ({"advantage": "nothing"}, "advantage"),
-        ({"loss": {"loss_agg_mode": "sum"}}, "loss_agg_mode"),
+        ({"loss": {"loss_agg_mode": "total"}}, "loss_agg_mode"),
         ({"temperature": float("inf")}, r"temperature=inf: must be above 0 and finite"),
         ({"loss.clip_ratio_low": float("nan")}, "finite number"),
     ],
