@@ -13,11 +13,12 @@ from torch import Tensor
 
 from rl_backend.contracts import ForwardResult
 from rl_backend.primitive.attention import Segments
+from rl_backend.runtime.balance import PassLoads
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from rl_backend.runtime.bridge.model.conversion import hf_names
 from rl_backend.runtime.bridge.model.output_heads import as_model_output
 from rl_backend.runtime.bridge.passes.batch import LaidOut, lay_out_packed, lay_out_padded
-from rl_backend.runtime.bridge.passes.routers import PassLoads, PassRoutes
+from rl_backend.runtime.bridge.passes.routers import PassRoutes, counted
 from rl_backend.runtime.passes import PassRequest, PassResults
 from rl_backend.runtime.recording import gather_outputs_of_stages, gather_rows, record_outputs
 from rl_backend.trace.device import device_span
@@ -105,7 +106,7 @@ def _forward_step(
             device_span(handle.groups.device, "forward", "micro_batch", **work),
             observe(index, number, laid_out),
             routes.forward(index, number, laid_out),
-            loads.forward(number, laid_out),
+            counted(loads, number, laid_out, handle.groups.pg.tp),
             handle.adapters[number].forward(laid_out) if handle.adapters else nullcontext(),
         ):
             output = chunk(

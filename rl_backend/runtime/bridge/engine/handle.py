@@ -23,6 +23,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.atoms import Part
 from rl_backend.model import model_kept_prefixes
+from rl_backend.runtime.balance import PassLoads
 from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.bridge.engine.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet, keep_decay_in_float32
@@ -35,10 +36,9 @@ from rl_backend.runtime.bridge.model.output_heads import OutputProcessor
 from rl_backend.runtime.bridge.model.provider import make_provider, override, packs_sequences, uses_transformer_engine
 from rl_backend.runtime.bridge.passes.gradients import drop_reductions, gather_again, overlaps_gathers, wait_for_gathers
 from rl_backend.runtime.bridge.passes.routers import (
-    ExpertBalance,
     ModelRouters,
-    PassLoads,
     connect_routers,
+    expert_balance,
     require_routing_by_scores,
 )
 from rl_backend.runtime.handle import GuardedHandle
@@ -228,7 +228,7 @@ def build_handle(
     rate = options.expert_bias_rate
     if not forward_only:
         # After the weights, of which it makes its masters.
-        balance = ExpertBalance(models, rate, groups) if rate else None
+        balance = expert_balance(models, rate, groups) if rate else None
         optimizer = BridgeOptimizer(options, chunks, groups, vocab_size=provider.vocab_size, balance=balance)
         _connect(provider, chunks, ddp_config)
     # Megatron's interleaved schedule takes micro-batches in groups.

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import AdamParams, OptimizerConfig, StepResult
 from rl_backend.parallel.collectives import all_gather
+from rl_backend.runtime.balance import ExpertBalance
 from rl_backend.runtime.bridge.config import SAME_IN_MEGATRON, BridgeConfig
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.model.provider import override
-from rl_backend.runtime.bridge.passes.routers import ExpertBalance
 from rl_backend.runtime.optimizer import rank_statistics, step_result, values_of_step
 
 logger = logging.getLogger(__name__)

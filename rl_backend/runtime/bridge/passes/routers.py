@@ -1,6 +1,6 @@
 """Megatron's routers: routes recorded and replayed, loads counted and balanced."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +14,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay as Megatron
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
-from rl_backend.parallel.collectives import sum_over
-from rl_backend.primitive.router import expert_bias_step, expert_use
+from rl_backend.runtime.balance import ExpertBalance, PassLoads
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.passes.batch import LaidOut
 from rl_backend.runtime.interface import RouterReplay
@@ -80,7 +79,7 @@ def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGr
         routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
         for router in routers:
             router.router_replay = LayerRoutes(router.layer_number)
-            # See ExpertBalance, which moves biases instead.
+            # See expert_balance, whose ExpertBalance moves biases instead.
             router.enable_expert_bias, router.frozen_expert_bias = False, True
         chunks.append(tuple(router.router_replay for router in routers))
     mine = tuple(each.layer_number - 1 for chunk in chunks for each in chunk)
@@ -214,81 +213,32 @@ class PassRoutes(AbstractContextManager["PassRoutes"]):
         return rows.index_select(0, laid_out.places)
 
 
-class ExpertBalance:
-    """Loss-free balancing (Wang et al., arXiv 2408.15664) of one rank's routers, by the native runtime's rule.
-
-    Counted are the choices of the passes that gradients come from, of all ranks and micro-batches since the last step: not
-    those of forward-only passes, of recomputation, and for padding.
-
-    Args:
-        models: this rank's chunks without their wrappers, once routes are connected.
-        rate: what a bias moves by in a step.
-    """
-
+def expert_balance(models: Sequence[nn.Module], rate: float, groups: BridgeGroups) -> ExpertBalance:
+    """Of the routers with a bias in this rank's chunks, without their wrappers, once routes are connected."""
     # Megatron moves the bias in forward_backward, before it is known that a step is taken, and its count of loads fails on a
     # mask of padding.
-
-    def __init__(self, models: Sequence[nn.Module], rate: float, groups: BridgeGroups) -> None:
-        self.groups = groups
-        self.routers: list[list[Any]] = [
-            [module for module in model.modules() if isinstance(module, TopKRouter) and module.expert_bias is not None]
-            for model in models
-        ]
-        self._rate = rate
-        self._counts: dict[Any, Tensor] = {}
-
-    def add(self, counts: Mapping[Any, Tensor]) -> None:
-        """Adds (E,) choices of this rank's tokens."""
-        for router, count in counts.items():
-            self._counts[router] = self._counts[router] + count if router in self._counts else count
-
-    def drop(self) -> None:
-        self._counts.clear()
-
-    @torch.no_grad()
-    def step(self, *, taken: bool) -> None:
-        """Moves every bias, if the optimizer has taken the step, and counts anew. A collective over the ranks of a stage."""
-        routers = [router for chunk in self.routers for router in chunk]
-        if taken and routers:
-            zeros = [torch.zeros_like(router.expert_bias, dtype=torch.int64) for router in routers]
-            counts = torch.cat([self._counts.get(router, zero) for router, zero in zip(routers, zeros, strict=True)])
-            for group in (self.groups.dp_group, self.groups.pg.tp):
-                sum_over(group)(counts)
-            for router, count in zip(routers, counts.split([len(zero) for zero in zeros]), strict=True):
-                router.expert_bias.add_(expert_bias_step(count, self._rate))
-        self.drop()
+    routers = {
+        number: [part for part in model.modules() if isinstance(part, TopKRouter) and part.expert_bias is not None]
+        for number, model in enumerate(models)
+    }
+    return ExpertBalance(routers, lambda router: router.expert_bias, rate, (groups.dp_group, groups.pg.tp))
 
 
-class PassLoads:
-    """What one ``forward_backward`` adds to an :class:`ExpertBalance`; without one, nothing."""
-
-    def __init__(self, balance: ExpertBalance | None) -> None:
-        self._balance = balance
-        self._counts: dict[Any, Tensor] = {}
-
-    @contextmanager
-    def forward(self, chunk: int, laid_out: LaidOut) -> Generator[None]:
-        """Around the forward pass of a chunk; a recomputation runs outside of it."""
-        if self._balance is None:
-            yield
-            return
-        rows, columns = laid_out.shape
-        padding = torch.ones(rows * columns, dtype=torch.bool, device=laid_out.places.device)
-        padding[laid_out.places] = False
-        group, routers = self._balance.groups.pg.tp, self._balance.routers[chunk]
+@contextmanager
+def counted(loads: PassLoads, chunk: int, laid_out: LaidOut, tp_group: dist.ProcessGroup) -> Generator[None]:
+    """Around the forward pass of a chunk whose choices are counted; a recomputation runs outside of it."""
+    routers = loads.routers(chunk)
+    if not routers:
+        yield
+        return
+    rows, columns = laid_out.shape
+    padding = torch.ones(rows * columns, dtype=torch.bool, device=laid_out.places.device)
+    padding[laid_out.places] = False
+    mine = padding.chunk(tp_group.size())[tp_group.rank()]
+    for router in routers:
+        router.router_replay.observe = partial(loads.count, router, num_experts=len(router.expert_bias), padding=mine)
+    try:
+        yield
+    finally:
         for router in routers:
-            router.router_replay.observe = partial(self._count, router, padding.chunk(group.size())[group.rank()])
-        try:
-            yield
-        finally:
-            for router in routers:
-                router.router_replay.observe = None
-
-    def commit(self) -> None:
-        # Once the pass has run to its end; one that failed counts nothing.
-        if self._balance is not None:
-            self._balance.add(self._counts)
-
-    def _count(self, router: Any, padding: Tensor, experts: Tensor) -> None:
-        found = expert_use(experts, len(router.expert_bias), padding).counts
-        self._counts[router] = self._counts[router] + found if router in self._counts else found
+            router.router_replay.observe = None

@@ -102,7 +102,9 @@ def test_a_padding_mask_is_split_for_chunks_behind_the_first_stage() -> None:
 
 
 @pytest.mark.parametrize("adapted", [True, False])
-def test_a_step_runs_the_chunk_it_is_given_inside_of_everything_that_watches(adapted: bool) -> None:
+def test_a_step_runs_the_chunk_it_is_given_inside_of_everything_that_watches(
+    adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[Any] = []
 
     @contextmanager
@@ -132,7 +134,7 @@ def test_a_step_runs_the_chunk_it_is_given_inside_of_everything_that_watches(ada
         chunks=chunks,
         processor="processor",
         adapters=adapters if adapted else (),
-        groups=SimpleNamespace(device=torch.device("cpu")),
+        groups=SimpleNamespace(device=torch.device("cpu"), pg=SimpleNamespace(tp="tp")),
     )
     losses = iter([torch.tensor(3.0), None])
     results: Any = SimpleNamespace(add=lambda index, batch, output: (events.append(("add", index)), next(losses))[1])
@@ -140,7 +142,8 @@ def test_a_step_runs_the_chunk_it_is_given_inside_of_everything_that_watches(ada
         forward=lambda index, number, laid_out: watched("routes", index, number),
         before_backward=lambda number, output: events.append(("routes back", number)),
     )
-    loads: Any = SimpleNamespace(forward=lambda number, laid_out: watched("loads", number))
+    loads: Any = "loads"
+    monkeypatch.setattr(forward_backward, "counted", lambda loads, number, laid_out, tp: watched(loads, number))
     step = forward_backward._forward_step(
         handle, 4, results, lambda index, number, laid_out: watched("observe", index, number), routes, loads
     )

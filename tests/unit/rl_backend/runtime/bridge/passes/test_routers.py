@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
 from rl_backend.contracts.replay import ROUTES, ROUTES_LAYERS, ROUTES_MASK
 from rl_backend.primitive.router import expert_bias_step
+from rl_backend.runtime.balance import PassLoads
 from rl_backend.runtime.bridge.passes import routers
 from rl_backend.runtime.bridge.passes.batch import lay_out_padded
 from rl_backend.runtime.bridge.passes.routers import (
-    ExpertBalance,
     LayerRoutes,
     ModelRouters,
-    PassLoads,
     PassRoutes,
     _sparse,
     connect_routers,
+    counted,
+    expert_balance,
     require_routing_by_scores,
 )
 
@@ -200,25 +201,25 @@ def test_loads_are_counted_in_whole_passes_without_padding(monkeypatch: pytest.M
     def sum_over(group: Any) -> Any:
         return lambda counts: added.append((group, counts.tolist()))
 
-    monkeypatch.setattr(routers, "sum_over", sum_over)
-    loads = ExpertBalance(models, 0.25, groups(tp=group(1, 2)))
-    assert loads.routers == [[first], [second]]
+    monkeypatch.setattr("rl_backend.runtime.balance.sum_over", sum_over)
+    loads = expert_balance(models, 0.25, groups(tp=group(1, 2)))
+    assert loads.routers == {0: [first], 1: [second]}
     laid_out = lay_out_padded(batch(), 4, mark_padding=False)
     # This rank has the last two of four columns of three rows: one token, of the first sequence.
     experts = torch.tensor([[0, 1], [2, 2], [2, 2], [1, 1], [0, 0], [1, 1]])
     one = PassLoads(loads)
     for _ in range(2):
-        with one.forward(0, laid_out):
+        with counted(one, 0, laid_out, group(1, 2)):
             assert second.router_replay.observe is None
             first.router_replay.observe(experts)
     assert first.router_replay.observe is None
-    with pytest.raises(KeyError), one.forward(1, laid_out):
+    with pytest.raises(KeyError), counted(one, 1, laid_out, group(1, 2)):
         raise KeyError
     assert second.router_replay.observe is None and loads._counts == {}
     one.commit()
     assert {router: counts.tolist() for router, counts in loads._counts.items()} == {first: [2, 2, 0]}
     another = PassLoads(loads)
-    with another.forward(1, laid_out):
+    with counted(another, 1, laid_out, group(1, 2)):
         second.router_replay.observe(experts + (experts == 0) * 2)
     another.commit()
     PassLoads(loads).commit()
@@ -239,10 +240,10 @@ def test_loads_are_counted_in_whole_passes_without_padding(monkeypatch: pytest.M
     loads.step(taken=True)
     assert first.expert_bias.tolist() == [0.25, 0.25, -0.25]
     nothing = PassLoads(None)
-    with nothing.forward(0, laid_out):
+    with counted(nothing, 0, laid_out, group(1, 2)):
         assert first.router_replay.observe is None
     nothing.commit()
-    ExpertBalance([nn.Sequential(without)], 0.25, groups()).step(taken=True)
+    expert_balance([nn.Sequential(without)], 0.25, groups()).step(taken=True)
     assert len(added) == 4
 
 
