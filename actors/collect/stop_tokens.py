@@ -55,7 +55,7 @@ class Ends:
 def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
     """What ends a response: the tokenizer's end-of-text token and those that ``generation_config.json`` names."""
     # Chat models end a turn with a different token from a text: both are needed.
-    return tuple(dict.fromkeys([tokenizer.eos_token_id, *_named_ends(model)]))
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *named_ends(model)]))
 
 
 def template_end(tokenizer: Any, data: DataConfig) -> int | None:
@@ -75,7 +75,7 @@ def disagreement_of_ends(model: str, tokenizer: Any, data: DataConfig) -> str:
     Responses end with any of them here. Rows of text that are trained teach the tokenizer's, and other software may wait for
     another.
     """
-    end, named, answer = tokenizer.eos_token_id, _named_ends(model), template_end(tokenizer, data)
+    end, named, answer = tokenizer.eos_token_id, named_ends(model), template_end(tokenizer, data)
     others = []
     if named and end not in named:
         others.append(f"generation_config.json ends one with {_shown(named, tokenizer)}")
@@ -91,7 +91,8 @@ def _shown(tokens: Sequence[int | None], tokenizer: Any) -> str:
     return " or ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in tokens)
 
 
-def _named_ends(model: str) -> list[int]:
+def named_ends(model: str) -> list[int]:
+    """What ends a text by ``generation_config.json``; nothing where there is none, or it does not say."""
     path = Path(model) / "generation_config.json"
     ids: list[Any] = []
     problem: Exception | str = ""

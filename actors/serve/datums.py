@@ -10,7 +10,7 @@ import torch
 
 from actors.serve.wire import Datum
 from actors.train.loss import Loss
-from rl_backend.contracts import BatchError, TokenSequence, UnsupportedError
+from rl_backend.contracts import TARGET_IDS, BatchError, TokenSequence, UnsupportedError
 from rl_backend.contracts.lora import LORA_FIELD
 
 _MODULE = "rl_backend.algorithm.tinker_losses"
@@ -95,6 +95,6 @@ def sequence_of(datum: Datum, loss: str, lora_id: int) -> TokenSequence:
     length = len(datum.tokens)
     blank = {name: torch.zeros(length) for name in _OF_A_POLICY}
     blank["weights"] = torch.ones(targets.shape)
-    fields = {**blank, **columns, "target_ids": targets, "loss_mask": torch.ones(length)}
+    fields = {**blank, **columns, TARGET_IDS: targets, "loss_mask": torch.ones(length)}
     # What numpy read is a view of the request's bytes, which torch may not write to; astype has copied it.
     return TokenSequence(torch.from_numpy(datum.tokens.copy()), fields, {LORA_FIELD: torch.tensor(lora_id)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -13,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from actors.collect.stop_tokens import named_ends
 from actors.rollout.config import SamplingConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import prompt_problem, sample_seed
 from actors.rollout.tokens import RolloutTokens
 from actors.serve.wire import Sampled, write_samples
 from actors.sync.adapter_push import push_directory
+from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
 from rl_backend.environment.protocol import Generation
 
@@ -217,9 +218,7 @@ def prompt_of(asked: Mapping[str, Any]) -> list[int]:
 
 def end_tokens(model: Path) -> list[int]:
     """The ids that end a text, as the model's directory says."""
-    for name in ("generation_config.json", "config.json"):
-        file = model / name
-        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        if found is not None:
-            return [found] if isinstance(found, int) else list(found)
-    return []
+    if named := named_ends(str(model)):
+        return named
+    found = read_hf_config(model).get("eos_token_id")
+    return found if isinstance(found, list) else [] if found is None else [found]

@@ -413,17 +413,19 @@ class Training:
             if piece and (not chosen or tokens <= room):
                 chosen.append((run, piece))
                 room -= tokens
+        self._try_pass(chosen, forward_only=first[0])
+
+    def _try_pass(self, chosen: Sequence[tuple[Run, Sequence[Datum]]], *, forward_only: bool) -> None:
+        """A pass whose failure is answered to the clients that it is of."""
         try:
-            self._run_pass(chosen, forward_only=first[0])
+            self._run_pass(chosen, forward_only=forward_only)
         except BatchError as error:
             # Refused before any rank has seen it: each alone, so that one's data fail its own request.
-            for each in chosen if len(chosen) > 1 else ():
-                try:
-                    self._run_pass([each], forward_only=first[0])
-                except BatchError as own:
-                    self._done(each[0], Result.failed(str(own)))
             if len(chosen) == 1:
                 self._done(chosen[0][0], Result.failed(str(error)))
+                return
+            for each in chosen:
+                self._try_pass([each], forward_only=forward_only)
         except (GroupFailedError, ClusterLostError):
             raise
         except Exception as error:

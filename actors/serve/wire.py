@@ -18,7 +18,7 @@ from rl_backend.contracts import BatchError, UnsupportedError
 _FIELD = descriptor_pb2.FieldDescriptorProto
 _TYPES = {
     name: getattr(_FIELD, f"TYPE_{name.upper()}")
-    for name in ("double", "float", "int64", "int32", "uint32", "bool", "string", "bytes")
+    for name in ("double", "float", "int64", "int32", "bool", "string", "bytes")
 }
 # A field is number and type; "*" repeats it, a name in capitals is another message, "{...}" a map from text.
 _SCHEMA: Mapping[str, Mapping[str, tuple[int, str]]] = {
@@ -45,25 +45,10 @@ _SCHEMA: Mapping[str, Mapping[str, tuple[int, str]]] = {
         "loss_fn_outputs": (2, "ArrayRecord*"),
         "metrics": (3, "{double}"),
     },
-    "TopkLogprobs": {"token_ids": (1, "bytes"), "logprobs": (2, "bytes"), "k": (3, "uint32"), "length": (4, "uint32")},
-    "SampledSequence": {
-        "stop_reason": (1, "int32"),
-        "tokens": (2, "bytes"),
-        "logprobs": (3, "bytes"),
-        "topk_sampled_logprobs": (4, "TopkLogprobs"),
-    },
-    "SampleResponse": {
-        "sequences": (1, "SampledSequence*"),
-        "prompt_logprobs": (2, "bytes"),
-        "topk_prompt_logprobs": (3, "TopkLogprobs"),
-        "prompt_cache_hit_tokens": (4, "int32"),
-        "target_prompt_logprobs": (5, "Tensor"),
-    },
+    "SampledSequence": {"stop_reason": (1, "int32"), "tokens": (2, "bytes"), "logprobs": (3, "bytes")},
+    "SampleResponse": {"sequences": (1, "SampledSequence*"), "prompt_logprobs": (2, "bytes")},
 }
 _DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
-_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
-NO_TOKEN = (0, -99999.0)
-"""Id and log-prob of a place in a top-k list that no token has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +77,12 @@ class PassRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
-    """Ids (N, k) int32 and log-probs (N, k) float32 of the likeliest tokens; :data:`NO_TOKEN` where there is none."""
-
-    ids: np.ndarray
-    log_probs: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
 class Sampled:
     """One response: its tokens, the stop token included, their log-probs, and whether it was cut off."""
 
     tokens: Sequence[int]
     log_probs: Sequence[float]
     cut_off: bool
-    top: TopK | None = None
 
 
 def read_header(body: bytes) -> tuple[str, int]:
@@ -166,36 +142,21 @@ def write_pass(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) ->
     return bytes(message.SerializeToString())
 
 
-def write_samples(
-    samples: Sequence[Sampled],
-    prompt_log_probs: np.ndarray | None = None,
-    prompt_top: TopK | None = None,
-    prompt_targets: np.ndarray | None = None,
-) -> bytes:
+def write_samples(samples: Sequence[Sampled], prompt_log_probs: np.ndarray | None = None) -> bytes:
     """The answer to a sampling request.
 
     Args:
         prompt_log_probs: (P,) of each prompt token, NaN where there is none, or None if not asked for.
-        prompt_top: of each prompt token, or None.
-        prompt_targets: log-probs of targets, of the shape that was asked for, or None.
     """
     message = _MESSAGES["SampleResponse"]()
     for sample in samples:
-        added = message.sequences.add(
+        message.sequences.add(
             stop_reason=int(sample.cut_off),
             tokens=np.asarray(sample.tokens, "<i4").tobytes(),
             logprobs=np.asarray(sample.log_probs, "<f4").tobytes(),
         )
-        if sample.top is not None:
-            _set_top(added.topk_sampled_logprobs, sample.top)
     if prompt_log_probs is not None:
         message.prompt_logprobs = np.asarray(prompt_log_probs, "<f4").tobytes()
-    if prompt_top is not None:
-        _set_top(message.topk_prompt_logprobs, prompt_top)
-    if prompt_targets is not None:
-        targets = np.ascontiguousarray(prompt_targets, "<f4")
-        message.target_prompt_logprobs.dense, message.target_prompt_logprobs.dtype = targets.tobytes(), 1
-        message.target_prompt_logprobs.shape.extend(targets.shape)
     return bytes(message.SerializeToString())
 
 
@@ -243,12 +204,6 @@ def _array(where: str, data: bytes, dtype: np.dtype[Any]) -> np.ndarray:
     if len(data) % dtype.itemsize:
         raise BatchError(f"{where}: {len(data)} bytes are no whole number of {dtype} values")
     return np.frombuffer(data, dtype)
-
-
-def _set_top(message: Any, top: TopK) -> None:
-    message.token_ids = np.ascontiguousarray(top.ids, "<i4").tobytes()
-    message.logprobs = np.ascontiguousarray(top.log_probs, "<f4").tobytes()
-    message.length, message.k = top.ids.shape
 
 
 def _messages() -> dict[str, Any]:

@@ -58,7 +58,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
 @pytest.fixture
 def client(served: Address, monkeypatch: pytest.MonkeyPatch) -> Any:
     cookbook()
-    pytest.importorskip("h2", reason="make libraries puts it beside the SDK")
     for name, value in {"BASE_URL": served.url, "API_KEY": "tml-local", "TELEMETRY": "0"}.items():
         monkeypatch.setenv(f"TINKER_{name}", value)
     import tinker

@@ -72,13 +72,12 @@ def install(name: str) -> None:
     """With the dependencies that its pins ask for where it has an environment of its own, else without."""
     if name not in _INSTALL:
         raise SystemExit(f"error: {name}: expected one of {', '.join(_INSTALL)}")
-    install_into, requirements = _INSTALL[name]
-    mark, wanted = FOLDER / name / _INSTALLED, " ".join(requirements)
-    if mark.is_file() and mark.read_text() == wanted:
+    if _is_installed(name):
         return
+    install_into, requirements = _INSTALL[name]
     shutil.rmtree(FOLDER / name, ignore_errors=True)
     install_into(FOLDER / name, requirements)
-    mark.write_text(wanted)
+    (FOLDER / name / _INSTALLED).write_text(" ".join(requirements))
 
 
 def _in_folder(folder: Path, requirements: Sequence[str]) -> None:
@@ -109,12 +108,18 @@ _INSTALL: Mapping[str, tuple[Callable[[Path, Sequence[str]], None], Sequence[str
 }
 
 
+def _is_installed(name: str) -> bool:
+    """Whether it is there as it is pinned here: a test must not run with what an earlier pin has left."""
+    mark = FOLDER / name / _INSTALLED
+    return mark.is_file() and mark.read_text() == " ".join(_INSTALL[name][1])
+
+
 def _pip(python: str, *arguments: str) -> None:
     subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True)
 
 
 def _folder(name: str) -> Path:
-    if not (FOLDER / name / _INSTALLED).is_file():
+    if not _is_installed(name):
         pytest.skip(f"{name} is not installed: make libraries puts it into .libraries, for this test")
     return FOLDER / name
 

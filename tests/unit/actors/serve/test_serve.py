@@ -42,7 +42,6 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 @pytest.fixture
 def client(running: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     cookbook()
-    pytest.importorskip("h2", reason="make libraries puts it beside the SDK")
     monkeypatch.setenv("TINKER_BASE_URL", running.url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-local")
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
