@@ -20,6 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rl_backend.child_process import open_lifeline, tie
 
 _START_METHOD = os.environ.get("RANK_POOL_START_METHOD", "forkserver")
@@ -145,6 +147,7 @@ class RankPool:
                 try:
                     answers[index] = pickle.loads(rank.connection.recv_bytes())
                 except EOFError:
+                    rank.process.join(5)  # its end of the pipe is closed a moment before it is gone
                     answers[index] = _Failure("the process died", RuntimeError("the process died"))
                 if isinstance(answers[index], _Failure):
                     deadline = min(deadline, time.monotonic() + 10.0)
@@ -206,7 +209,7 @@ def _run_job(rank: int, job: bytes, world_size: int, store: str, init_group: boo
             dist.barrier()
         function, args = pickle.loads(job)
         return pickle.dumps(function(*args))
-    except Exception as error:  # noqa: BLE001 - sent to the test
+    except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - sent to the test
         return _pickle_failure(error)
     finally:
         if dist.is_initialized():
@@ -215,7 +218,7 @@ def _run_job(rank: int, job: bytes, world_size: int, store: str, init_group: boo
             os.environ.pop(name)
 
 
-def _pickle_failure(error: Exception) -> bytes:
+def _pickle_failure(error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(error))
     try:
         return pickle.dumps(_Failure(text, error))
