@@ -72,7 +72,7 @@ def loaded(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
             yield from ((alias.name, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from ((f"{node.module}.{alias.name}", node.module) for alias in node.names)
-        elif isinstance(node, ast.If | ast.Try | ast.With) and "TYPE_CHECKING" not in ast.unparse(getattr(node, "test", node)):
+        elif isinstance(node, ast.If | ast.Try | ast.With) and not ast.unparse(node).startswith("if TYPE_CHECKING"):
             for inner in (node.body, getattr(node, "orelse", []), *(each.body for each in getattr(node, "handlers", []))):
                 yield from loaded(inner)
 
