@@ -83,6 +83,29 @@ class Raised:
     problem: str = ""
 
 
+async def within_limit[T](call: asyncio.Future[T], seconds: float | None) -> T:
+    """What the call gives; raises :class:`TimeLimitError` where it does not end in time, None is endless. A call that nobody
+    waits for any more is cancelled.
+    """
+    try:
+        done, _ = await asyncio.wait([call], timeout=seconds)
+    finally:
+        call.cancel()  # unless it is done
+    if not done:
+        raise TimeLimitError
+    if call.cancelled():
+        raise RuntimeError("what it waited for was cancelled")
+    return call.result()
+
+
+def in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Calls it in a daemon thread of its own, whose result is what it returns, or :class:`Raised`."""
+    thread = _Thread([function], "environment")
+    answer = thread.call(0, {})
+    thread.end()
+    return answer
+
+
 class Callee(Protocol):
     """A function, and the name by which another process finds it: ``package.module:function`` or ``file.py:function``."""
 
@@ -133,21 +156,20 @@ class WorkerPool:
         """
         async with self._free:
             worker = self._idle.pop() if self._idle else await self._start()
-            answer = asyncio.wrap_future(worker.call(index, arguments))
             try:
-                done, _ = await asyncio.wait([answer], timeout=self._limit)
+                answer = await within_limit(asyncio.wrap_future(worker.call(index, arguments)), self._limit)
             except asyncio.CancelledError:
                 # It may still be calling: nobody else may get it.
                 self._end(worker)
                 raise
-            if not done:
+            except TimeLimitError:
                 self._abandon(worker)
-                raise TimeLimitError
+                raise
             if worker.usable:
                 self._idle.append(worker)
             else:
                 self._abandon(worker)
-            return answer.result()
+            return answer
 
     def close(self) -> None:
         for worker in self._idle:
@@ -188,11 +210,11 @@ class WorkerPool:
 
 
 class _Thread:
-    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+    def __init__(self, functions: Sequence[Callable[..., Any]], name: str = "reward") -> None:
         self._functions = functions
         self._calls: SimpleQueue[tuple[Future[Any], int, dict[str, Any]] | None] = SimpleQueue()
         # A daemon: the interpreter waits for threads of concurrent.futures when it ends, even for calls that hang.
-        self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self.usable = True
 
