@@ -87,7 +87,8 @@ def score_last_number(
 ) -> float:
     """1 if the task's own scorer gives 1 to the last number of the response, else 0.
 
-    ``--reward rl_backend.data.gym:score_last_number`` suits tasks that ask for a number, and models that answer in sentences.
+    ``--reward rl_backend.data.gym:score_last_number`` suits tasks that ask for a number and models that answer
+    in sentences.
     """
     numbers = _NUMBER.findall(solution_str)
     return float(bool(numbers) and _score(data_source, numbers[-1].replace(",", ""), ground_truth, extra_info) == 1)
