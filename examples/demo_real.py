@@ -31,7 +31,7 @@ OPTIONS = {
     "--max-response-tokens": "48",
     "--lr": "1e-5",
 }
-SHOWN = 4
+SHOWN = 6
 
 
 def type_command(*words: str) -> None:
