@@ -312,7 +312,9 @@ def next_token_log_probs(
     if labels.device.type == "cpu":
         _check_on_host(labels, weight.shape[0] if shard is None else shard.vocab_size, temperature)
     found, columns = [], labels if labels.dim() == 2 else labels[:, None]
-    kept_tokens = KEPT_BYTES // max(weight.shape[0] * wide(hidden.dtype).itemsize, 1) if torch.is_grad_enabled() else 0
+    # A rank may have no part of a small vocabulary.
+    room = KEPT_BYTES // max(weight.shape[0] * wide(hidden.dtype).itemsize, 1)
+    kept_tokens = room if torch.is_grad_enabled() else 0
     for rows, run in parts_of_head(adapters, hidden.shape[0]):
         factors = None if run is None else run.modules[HEAD]
         mine = hidden[rows]

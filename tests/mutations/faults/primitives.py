@@ -51,8 +51,8 @@ FAULTS = [
     Fault(
         "logits-kept-where-nothing-is-trained",
         "rl_backend.primitive.log_prob:next_token_log_probs",
-        "kept_tokens = KEPT_BYTES // max(weight.shape[0] * wide(hidden.dtype).itemsize, 1) if torch.is_grad_enabled() else 0",
-        "kept_tokens = KEPT_BYTES // max(weight.shape[0] * wide(hidden.dtype).itemsize, 1)",
+        "kept_tokens = room if torch.is_grad_enabled() else 0",
+        "kept_tokens = room",
         ("test_full_vocabulary_logits_are_saved_within_a_budget_and_not_made_at_once[126000-kept]",),
         "a forward-only pass would hold a GiB for nothing",
     ),
