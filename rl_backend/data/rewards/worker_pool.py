@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from rl_backend.child_process import open_lifeline, tie
+from rl_backend.child_process import start_script
 from rl_backend.contracts import RewardError
 
 BEAT_SECONDS = 0.5
@@ -245,16 +243,9 @@ class _Process:
     """``worker.py`` in a process, and the thread that talks to it; ``ready`` ends when the functions are loaded there."""
 
     def __init__(self, specs: Sequence[str]) -> None:
-        ours, theirs = multiprocessing.Pipe()
-        with theirs, open_lifeline() as line:
-            command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(theirs.fileno())]
-            # Signals to the run's group, of a terminal or a scheduler, are for the run: it ends this process when it ends.
-            inherited = (theirs.fileno(), line.fileno())
-            self._process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, process_group=0)
-            tie(self._process.pid, line)
-        self._connection = ours
+        self._process, self._connection = start_script(sys.executable, Path(__file__).with_name("worker.py"))
         # It alone reads from the connection, and so closes it: another thread could close one that it reads from.
-        self._thread = _Thread([self._load, self._ask, ours.close])
+        self._thread = _Thread([self._load, self._ask, self._connection.close])
         self.usable = True
         self.ready = self._thread.call(0, {"specs": list(specs)})
 
