@@ -128,7 +128,7 @@ FAULTS = [
     Fault(
         "segments-of-living-processes-removed",
         "actors.wire.segment:remove_stale_segments",
-        '_start_time(int(match["pid"])) == match["start"]',
+        'start_time(int(match["pid"])) == match["start"]',
         "False",
         ("test_segments_of_killed_processes_are_removed_and_those_of_living_ones_are_not",),
         "one run would take another's weights away",

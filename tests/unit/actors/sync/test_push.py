@@ -33,6 +33,7 @@ class Engines:
         self.called: list[tuple[str, tuple[int, ...]]] = []
         self.verified: list[Any] = []
         self.lost: dict[int, Any] = {}
+        self.serving: list[int] = []
         self.is_updating = False
         self.config = SimpleNamespace(sampling_timeout=5.0)
 
@@ -54,6 +55,9 @@ class Engines:
     def note(self, engine: int, outcome: Any) -> None:
         if isinstance(outcome, EngineDeadError | EngineDirtyError):
             self.lost[engine] = outcome
+
+    def have_weights(self, engines: Iterator[int]) -> None:
+        self.serving = sorted(engines)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -123,6 +127,7 @@ def test_a_push_updates_all_engines_and_waits_for_turns_where_there_are_any(stre
     pushed = Pushed(streams=streams, turns=turns)
     assert pushed.push() == (0, 1)
     assert pushed.methods == [BEFORE[streams], *(["pause_turns"] if turns else []), *UPDATE[streams], "resume"]
+    assert pushed.engines.serving == [0, 1] and pushed.sync._served == 4
     assert pushed.changed == [""] and ("turns" in pushed.clock.seconds()) == turns
     if not streams:
         manifest = WeightManifest(version=4, tensors=(), kept=("kept",))

@@ -90,7 +90,9 @@ class Cluster:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> RayInProcess:
-    made = use(monkeypatch, *(f"actors.rollout.group.{name}" for name in ("group", "engines", "calls", "turns")))
+    made = use(
+        monkeypatch, *(f"actors.rollout.group.{name}" for name in ("group", "engines", "calls", "turns", "heartbeats"))
+    )
     monkeypatch.setattr(group_module, "ray_is_usable", lambda: made.initialized)
     monkeypatch.setattr(group_module, "EnginePlacement", Placement)
     return made
@@ -107,7 +109,7 @@ def living(engines: EngineSet | RolloutGroup) -> tuple[int, ...]:
 
 
 def config(**settings: Any) -> RolloutConfig:
-    return RolloutConfig(model_path="x", num_engines=3, **settings)
+    return RolloutConfig(model_path="x", num_engines=3, **({"max_restarts": 0} | settings))
 
 
 def test_every_engine_starts_at_its_place_among_those_of_its_node(cluster: Cluster) -> None:
@@ -117,7 +119,7 @@ def test_every_engine_starts_at_its_place_among_those_of_its_node(cluster: Clust
         assert all(actor.asked == [("node",), ("start", places[engine])] for engine, actor in cluster.made)
         assert group.infos == {engine: info(engine, engine) for engine in NODES} and living(group) == (0, 1, 2)
         for kind, options, own, given, engine, device, require_push in cluster.asked:
-            assert kind is group.engine_class and options == {"concurrency_groups": {"turns": 1, "answers": 1}}
+            assert kind is group.engine_class and options == {"concurrency_groups": {"turns": 1, "answers": 1, "pulse": 1}}
             assert own == {"num_cpus": engine} and given == group.config and (device, require_push) == ("cpu", True)
         placement: Any = group._placement
         assert not cluster.ray.killed and not placement.released
