@@ -222,7 +222,7 @@ def test_a_stopped_engine_is_ended_within_seconds_and_a_busy_one_is_not(
         began = time.monotonic()
         os.kill(old.pid, signal.SIGSTOP)
         assert heard.wait("hung") - began < (20 if elsewhere else 10)
-        assert [sample.engine for sample in pending.result()] == [0, 1]
+        assert len(pending.result()) == 2
         heard.wait("replaced")
         until(lambda: old.has_ended)
         assert heard.kinds == ["hung", "replaced"] and group.engines == (0, 1)
@@ -235,23 +235,16 @@ def test_an_engine_that_is_lost_again_and_again_ends_the_run_with_what_happened(
 ) -> None:
     with GroupWithoutVllm(config(untied_model, num_engines=2, max_restarts=1)) as group:
         heard = Heard(group)
-        for kind in ("replaced", "died"):
-            os.kill(process_of(group, 1).pid, signal.SIGKILL)
-            heard.wait(kind)
-            if kind == "died":
-                break
-            heard.events.clear()
-        message = (
-            r"engine 1 was started again 1 times within an hour \(RolloutConfig.max_restarts\), and is lost again: .*is dead"
+        os.kill(process_of(group, 1).pid, signal.SIGKILL)
+        heard.wait("replaced")
+        os.kill(process_of(group, 1).pid, signal.SIGKILL)
+        until(lambda: heard.kinds == ["died", "replaced", "died"])
+        again = (
+            r"engine 1 was started again 1 times within an hour \(RolloutConfig.max_restarts\), and is lost again: .*dead"
         )
 
-        def ended() -> bool:
-            try:
-                group.generate([[1], [2]], SamplingConfig(max_new_tokens=1))
-            except EngineDeadError:
-                return True
-            return False
-
-        until(ended)
-        with pytest.raises(EngineDeadError, match=message):
+        def sample() -> None:
             group.generate([[1]], SamplingConfig(max_new_tokens=1))
+
+        with pytest.raises(EngineDeadError, match=again):
+            until(lambda: sample() is not None, 30.0)

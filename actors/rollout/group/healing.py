@@ -105,6 +105,7 @@ class Healing:
                 error = failed
             else:
                 self._tell(EngineEvent(engine, "replaced", reason, time.monotonic() - lost))
+                self._told.pop(engine, None)
                 self._busy.discard(engine)
                 return
 
