@@ -31,8 +31,6 @@ from rl_backend.contracts import (
     ConfigError,
     EngineDeadError,
     EngineDirtyError,
-    GroupFailedError,
-    OperationOrderError,
     RLBackendError,
     UnsupportedError,
     WeightSyncError,
@@ -174,7 +172,9 @@ class WeightSync:
             if self._transport is None:  # of a sync that is closed
                 transport.close(self._train, engines)
                 self._staged = None
-        except (GroupFailedError, OperationOrderError, WeightSyncError):
+        except (EngineDeadError, EngineDirtyError):
+            raise
+        except RLBackendError:  # of the trainer, which may have ended
             return False
         return True
 
