@@ -316,9 +316,9 @@ FAULTS = [
     ),
     Fault(
         "engines-lost-while-turns-end-are-not-told",
-        "actors.sync.push:WeightSync._push_staged",
-        'lost | rollout.call("load", plan.version)',
-        'rollout.call("load", plan.version)',
+        "actors.sync.push:WeightSync._load_staged",
+        'lost | rollout.call("load", version)',
+        'rollout.call("load", version)',
         ("test_an_engine_that_is_lost_on_the_way_is_told_and_the_others_serve_the_new_weights",),
         "a push that lost an engine would succeed",
     ),

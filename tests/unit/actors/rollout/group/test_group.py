@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +177,25 @@ def test_a_restart_replaces_one_engine_and_gives_it_every_tenant(cluster: Cluste
     for engine in (3, -1):
         with pytest.raises(ConfigError, match=f"engine={engine}: the group has engines 0 to 2"):
             group.restart(engine)
+    group.close()
+
+
+def test_an_engine_that_joins_and_finds_no_weights_serves_after_the_next_push(cluster: Cluster) -> None:
+    group = RolloutGroup(config())
+    given: list[tuple[int, ...]] = []
+    publisher: Any = SimpleNamespace(give=lambda engines: given.append(living(engines)) or len(given) == 1)
+    group.publisher = publisher
+    group.restart(1)
+    assert living(group) == (0, 1, 2) and given == [(1,)]
+    group.restart(1)
+    assert living(group) == (0, 2) and not group.lost_engines and given == [(1,), (1,)]
+    fixed = group.engine_set.fixed()
+    assert living(fixed) == (0, 1, 2), "a push goes there"
+    fixed.have_weights([0, 1, 2])
+    assert living(group) == (0, 1, 2)
+    group.forget_weights()
+    group.restart(1)
+    assert len(given) == 2
     group.close()
 
 
