@@ -74,9 +74,9 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def session(task: Path, warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Session, Any]]:
+def session(ray_cluster: None, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Session, Any]]:
     folder = tmp_path_factory.mktemp("recovery")
-    settings = demo_settings(DemoConfig(steps=STEPS, engines=2, trace=False), task, warm_model, folder)
+    settings = demo_settings(DemoConfig(steps=STEPS, engines=2, trace=False), task, task / "model", folder)
     with open_session(grpo.GRPOConfig(**settings)) as opened:
         yield opened, settings
 
