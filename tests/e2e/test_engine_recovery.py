@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from actors.cluster.processes import Process
@@ -26,7 +25,7 @@ from actors.sync.staged_transports import TransportName
 from examples import grpo
 from examples.demo.__main__ import DemoConfig, demo_settings
 from rl_backend.contracts import EngineDeadError
-from tests.support.engines import GroupWithoutVllm
+from tests.support.engines import GroupOfWorkers, GroupWithoutVllm
 from tests.support.rollout import ReferenceTrainer
 from tests.support.runs import of_the_run
 
@@ -74,9 +73,9 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def session(task: Path, warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Session, Any]]:
+def session(ray_cluster: None, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Session, Any]]:
     folder = tmp_path_factory.mktemp("recovery")
-    settings = demo_settings(DemoConfig(steps=STEPS, engines=2, trace=False), task, warm_model, folder)
+    settings = demo_settings(DemoConfig(steps=STEPS, engines=2, trace=False), task, task / "model", folder)
     with open_session(grpo.GRPOConfig(**settings)) as opened:
         yield opened, settings
 
@@ -190,14 +189,13 @@ def test_an_engine_whose_worker_is_lost_is_replaced_and_answers_what_it_was_aske
     ray_cluster: None, untied_model: Path, trainer: ReferenceTrainer, number: int
 ) -> None:
     with (
-        RolloutGroup(config(untied_model, tensor_parallel=2)) as group,
+        GroupOfWorkers(config(untied_model, tensor_parallel=2)) as group,
         WeightSync(trainer.source, group) as sync,
     ):
         version = sync.push().version
         expected = group.generate(PROMPTS, LONG, seeds=range(4))
         heard, old = Heard(group), process_of(group, 0)
-        family = [each.pid for each in psutil.Process(old.pid).children(recursive=True)]
-        workers = [Process.of(pid) for pid in family if "VLLM::Worker" in " ".join(psutil.Process(pid).cmdline())]
+        workers: list[Process] = group.engine_set.call("worker_processes")[0]
         assert len(workers) == 2
         pending = group.submit(PROMPTS, LONG, seeds=range(4))
         time.sleep(0.3)

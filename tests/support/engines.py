@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from actors.cluster.processes import Process
 from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.engine.in_process import ServingState
 from actors.rollout.group.group import RolloutGroup
@@ -84,6 +85,15 @@ class EngineWithoutVllm(RolloutEngine):
 
 class GroupWithoutVllm(RolloutGroup):
     engine_class = EngineWithoutVllm
+
+
+class EngineOfWorkers(RolloutEngine):
+    def worker_processes(self) -> list[Process]:
+        return list(self._vllm.workers._processes)
+
+
+class GroupOfWorkers(RolloutGroup):
+    engine_class = EngineOfWorkers
 
 
 class EngineOfTurns(RolloutEngine):

@@ -22,7 +22,6 @@ from actors.rollout.engine.adapters import AdapterStore
 from actors.rollout.engine.in_process import VllmInProcess
 from actors.rollout.engine.step_loop import Completion, Stepper
 from actors.rollout.engine.weights import WeightReceiver
-from actors.rollout.engine.workers import Workers
 from actors.rollout.messages import EngineInfo, Generated, Request, Response, pack_routes, prompt_problem
 from actors.rollout.placement import NodePlace
 from actors.wire.segment import host_identity, remove_stale_segments
@@ -114,7 +113,6 @@ class RolloutEngine:
         self._adapters = AdapterStore(self._vllm)
         self._weights = WeightReceiver(self._vllm, self._adapters.load_again)
         self._turns = TurnQueue(self._vllm)
-        self._workers = Workers(self._vllm.name)
 
     make_segment = _answered_by("_weights", WeightReceiver.make_segment)
     forget_segment = _answered_by("_weights", WeightReceiver.forget_segment)
@@ -149,7 +147,7 @@ class RolloutEngine:
         remove_stale_segments()
         self._vllm.start(place, self, _make_stepper)
         processes = self._vllm.ask_workers("process")
-        self._workers.watch([process for process in processes if process.pid != os.getpid()])
+        self._vllm.workers.watch([process for process in processes if process.pid != os.getpid()])
         return self.describe()
 
     def describe(self) -> EngineInfo:
@@ -209,7 +207,7 @@ class RolloutEngine:
 
     def pulse(self) -> None:
         """Answers a heartbeat; raises the error of an engine that is dirty or has lost a worker of vLLM's."""
-        self._workers.check()
+        self._vllm.workers.check()
         self._vllm.serving.check_clean()
 
     def take_trace(self, stop: bool = False) -> TraceBatch:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine.step_loop import Host, StepLoop, Stepper
+from actors.rollout.engine.workers import Workers
 from actors.rollout.messages import AdapterVersion, EngineState
 from actors.rollout.placement import NodePlace, choose_cores
 from actors.rollout.vllm.expected import expected_weights
@@ -135,6 +136,7 @@ class VllmInProcess:
         self.name = f"engine {number}"
         self.device = device
         self.loop = StepLoop(self.name)
+        self.workers = Workers(self.name)
         self.serving = ServingState(self.name, require_push=require_push)
         self.cores: tuple[int, ...] = ()
         self.expected = ExpectedWeights({})
@@ -193,6 +195,12 @@ class VllmInProcess:
         # Here: vLLM must not be imported before its environment is set.
         from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
+        try:
+            # Of a worker that ended vLLM raises errors of any type.
+            self.workers.check()
+        except EngineDeadError as lost:
+            self.make_dirty(str(lost), lost)
+            return lost
         if not isinstance(error, VllmEngineDeadError):
             return error
         dead = EngineDeadError(f"{self.name}: a vLLM process ended ({error}); restart it", engine=self.name)

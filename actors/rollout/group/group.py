@@ -271,11 +271,14 @@ class RolloutGroup:
     ) -> None:
         if not self.engine_set.heals:
             raise error
-        self.engine_set.wait_for_engine(error)
-        with self.engine_set.lock:
-            if self.lora.base_pushes != pushes:  # the rest of the samples would be of other weights
-                raise error
-            self._ask(pending, requests, prompts)
+        while True:
+            self.engine_set.wait_for_engine(error)
+            with self.engine_set.lock:
+                if self.lora.base_pushes != pushes:  # the rest of the samples would be of other weights
+                    raise error
+                if self.engine_set.engines:  # or the next one has been lost, too
+                    self._ask(pending, requests, prompts)
+                    return
 
     def _start(self, engines: Sequence[int]) -> None:
         actors = {engine: self._make_actor(engine) for engine in engines}

@@ -49,6 +49,14 @@ FAULTS = [
         "workers of a dead engine would keep their memory",
     ),
     Fault(
+        "what-vllm-says-of-a-lost-worker-is-told",
+        "actors.rollout.engine.in_process:VllmInProcess.translated",
+        "self.workers.check()",
+        "pass",
+        ("test_any_error_of_vllm_is_the_death_of_the_engine_where_a_worker_has_ended",),
+        "a run would end with a worker of an engine that could be replaced",
+    ),
+    Fault(
         "all-prompts-are-asked-again",
         "actors.rollout.group.calls:PendingSamples._again",
         "self._ask_again(self, prompts, error)",

@@ -323,7 +323,7 @@ def test_an_engine_starts_on_cores_of_its_own_and_says_what_it_is(
         *([("moe_layers",)] if routed else []),
         ("process",),
     ]
-    assert engine._workers._processes == [Process(os.getppid(), "2")], "apart from this one"
+    assert engine._vllm.workers._processes == [Process(os.getppid(), "2")], "apart from this one"
     assert info == EngineInfo(
         name="engine 6",
         pid=os.getpid(),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from actors.cluster.processes import Process
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.messages import AdapterVersion, Request
@@ -92,6 +94,21 @@ def test_a_vllm_process_that_ended_is_told_as_the_death_of_the_engine(engine: Ro
     assert key == 5 and isinstance(answer, EngineDeadError), "and not that the engine is dirty"
     with pytest.raises(EngineDirtyError, match="a vLLM process ended: "):
         engine.pause_turns()
+
+
+def test_any_error_of_vllm_is_the_death_of_the_engine_where_a_worker_has_ended(engine: RolloutEngine) -> None:
+    with subprocess.Popen(["sleep", "60"]) as worker:
+        engine._vllm.workers.watch([Process.of(worker.pid)])
+        engine.pulse()
+        worker.kill()
+    engine._vllm.llm.errors = {"init_weight_transfer_engine": RuntimeError("Executor failed.")}
+    engine._vllm.loop.hold()
+    engine.start_turns([TURN])
+    for call in (lambda: engine.init_transfer({}), engine.pulse):
+        with pytest.raises(EngineDeadError, match=rf"engine 2 is dead: its worker process {worker.pid} ended"):
+            call()
+    ((_, answer),) = engine.take_turns(5.0)
+    assert isinstance(answer, EngineDeadError)
 
 
 def test_an_error_of_vllm_outside_an_update_is_itself_and_the_engine_serves_on(engine: RolloutEngine) -> None:
