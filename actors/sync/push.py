@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +14,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.sync.adapter_push import AdapterPush, Canary
 from actors.sync.gpu_transports import CudaIpcTransport, NcclTransport, StreamingTransport, devices_of_two
 from actors.sync.report import PushClock, PushReport
-from actors.sync.source import SourceRanks
+from actors.sync.source import SourceRanks, pinned
 from actors.sync.staged_transports import (
     GlooTransport,
     PushPlan,
@@ -24,10 +25,21 @@ from actors.sync.staged_transports import (
     make_plan,
 )
 from actors.train.context import HandleRef
-from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError, WeightSyncError
+from rl_backend.contracts import (
+    ConfigError,
+    RanksReplacedError,
+    RLBackendError,
+    UnsupportedError,
+    WeightCheckError,
+    WeightManifest,
+    WeightSyncError,
+)
+from rl_backend.contracts.errors import listed
 from rl_backend.trace.recorder import span
 
 _CANARY = Canary()
+
+logger = logging.getLogger(__name__)
 
 type Transport = StagedTransport | StreamingTransport
 
@@ -89,6 +101,7 @@ class WeightSync:
         self._requested = transport
         self._transport: Transport | None = None if transport == "auto" else make_transport(transport)
         self._chosen_for: dict[int, int] = {}
+        self._staged: tuple[int, SourceRanks, dict[str, str]] | None = None
         self._adapter: AdapterPush | None = None
         is_tenant = isinstance(handle, HandleRef) and handle.lora_id >= 0
         self._merged = handle.name if merged and is_tenant else ""
@@ -118,17 +131,39 @@ class WeightSync:
             WeightSyncError: the transport failed before anything was loaded.
         """
         with span("push", "push") as traced:
-            report = self._push() if self._adapter is None else self._adapter.push()
+            report = self._push_again(self._push if self._adapter is None else self._adapter.push)
             traced.update(weight_version=report.version, nbytes=report.nbytes, transport=report.transport)
         report.export()
         return report
 
+    def _push_again(self, push: Callable[[], PushReport]) -> PushReport:
+        while True:
+            try:
+                return push()
+            # The ranks that are there now have the same weights, and none of what the others had staged.
+            except RanksReplacedError as error:
+                logger.info("the push begins again: %s", error)
+
+    def _require_same_again(self, manifest: WeightManifest, train: SourceRanks) -> None:
+        """A version that other ranks have computed again has the weights that it had, where any of them was staged."""
+        digests = {info.name: info.digest for info in manifest.tensors}
+        if self._staged is not None and self._staged[:2] != (manifest.version, train):
+            before, ranks, earlier = self._staged
+            wrong = [name for name in digests if digests[name] != earlier.get(name)]
+            if before == manifest.version and ranks != train and wrong:
+                raise WeightCheckError(
+                    f"version {manifest.version} of the weights has other values on the ranks that replaced others, "
+                    f"in {listed(wrong)}; continue from the last checkpoint with resume=auto",
+                    version=manifest.version,
+                )
+        self._staged = manifest.version, train, digests
+
     def _push(self) -> PushReport:
-        clock = PushClock()
+        train, clock = pinned(self._train), PushClock()
         rollout = self._rollout.engine_set.fixed()
         skipped = tuple(rollout.lost_engines)
         with clock.phase("plan"):
-            plan = self._plan()
+            plan = self._plan(train)
             clock.version = plan.version
             transport = self._choose(plan, rollout)
             if problem := transport.problem(plan, rollout):
@@ -137,9 +172,9 @@ class WeightSync:
                 transport.reconnect()
             self._rollout.last_sync = self._key
         if isinstance(transport, StreamingTransport):
-            engines = self._push_streaming(transport, plan, rollout, clock)
+            engines = self._push_streaming(transport, plan, train, rollout, clock)
         else:
-            engines = self._push_staged(transport, plan, rollout, clock)
+            engines = self._push_staged(transport, plan, train, rollout, clock)
         return PushReport(plan.version, plan.nbytes, clock.seconds(), transport.name, engines, skipped)
 
     def close(self) -> None:
@@ -148,7 +183,7 @@ class WeightSync:
             self._adapter.close()
         if self._transport is not None:
             transport, self._transport, self._chosen_for = self._transport, None, {}
-            transport.close(self._train, self._rollout.engine_set)
+            transport.close(pinned(self._train), self._rollout.engine_set)
 
     def __enter__(self) -> Self:
         return self
@@ -175,21 +210,22 @@ class WeightSync:
             self._chosen_for = engines
         return self._transport
 
-    def _plan(self) -> PushPlan:
+    def _plan(self, train: SourceRanks) -> PushPlan:
         dtype = self._rollout.config.dtype
-        results = self._train.run_on_ranks(describe_export, self._key, self._handle, dtype, self._byte_budget)
+        results = train.run_on_ranks(describe_export, self._key, self._handle, dtype, self._byte_budget)
         plan = make_plan(results)
         if not plan.infos:
             raise WeightSyncError("the trainer has no weights to export")
         return plan
 
     def _push_staged(
-        self, transport: StagedTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock
+        self, transport: StagedTransport, plan: PushPlan, train: SourceRanks, rollout: EngineSet, clock: PushClock
     ) -> tuple[int, ...]:
         with clock.phase("stage"):
-            staged = transport.stage(plan, self._train, rollout)
+            staged = transport.stage(plan, train, rollout)
         with clock.phase("verify"):
             segments, manifest = staged.segments, staged.manifest.replace(kept=plan.kept)
+            self._require_same_again(manifest, train)
             raise_failures(rollout.call("verify", manifest, each=lambda engine: (segments[engine], staged.key)))
         with rollout.updating(), self._turns_paused(rollout, clock) as lost:
             with clock.phase("load"):
@@ -198,12 +234,12 @@ class WeightSync:
                 return self._resume(outcomes, rollout)
 
     def _push_streaming(
-        self, transport: StreamingTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock
+        self, transport: StreamingTransport, plan: PushPlan, train: SourceRanks, rollout: EngineSet, clock: PushClock
     ) -> tuple[int, ...]:
         raise_failures(rollout.call("check_manifest", plan.manifest))
         with rollout.updating(), self._turns_paused(rollout, clock) as lost:
             with clock.phase("stream"):
-                outcomes = lost | transport.stream(plan, self._train, rollout)
+                outcomes = lost | transport.stream(plan, train, rollout)
             with clock.phase("resume"):
                 return self._resume(outcomes, rollout)
 

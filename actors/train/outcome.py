@@ -18,10 +18,13 @@ _SIGNS = ("gloo/", "CUDA error", "NCCL error", "CUDNN_STATUS_", "CUBLAS_STATUS_E
 
 @dataclass(frozen=True)
 class RankInfo:
+    """``started``: when its process was, by the kernel's clock, because numbers of processes come again."""
+
     rank: int
     node_id: str
     node_ip: str
     pid: int
+    started: str = ""
 
 
 class Apart[R](NamedTuple):
