@@ -68,7 +68,7 @@ class Parts:
         """Metrics of the recoveries of training groups since the last call; empty without any."""
         before, self._recovered = self._recovered, self._recoveries()
         found = {name: value - before[name] for name, value in self._recovered.items()}
-        return found if found["recovery/count"] else {}
+        return found if found["recovery/count"] > 0 else {}
 
     def _recoveries(self) -> dict[str, float]:
         events = [event for group in self.groups for event in group.recoveries]

@@ -124,8 +124,10 @@ class RunSaver:
 
     def _is_due(self, step: int) -> bool:
         every = self._config.save_every
-        due = step % (every or 1) == 0 or step == self._config.steps
-        return bool(every) and (due or any(model.group.wants_boundary for model in self._models.values()))
+        if not every:
+            return False
+        wanted = any(model.group.wants_boundary for model in self._models.values())
+        return wanted or step % every == 0 or step == self._config.steps
 
     def _is_being_written(self) -> bool:
         return any(model.group.checkpoint_is_pending(model.handle) for model in self._models.values())

@@ -60,11 +60,10 @@ class Pulse:
     infos: Sequence[RankInfo]
     bounds: WaitBounds
     _ranks: list[_Rank] = field(default_factory=list)
-    _looked: float = 0.0
+    _looked: float = field(default_factory=lambda: time.monotonic())
 
-    def begin(self) -> None:
+    def __post_init__(self) -> None:
         self._ranks = [_Rank() for _ in self.workers]
-        self._looked = time.monotonic()
 
     def look(self) -> tuple[list[int], str] | None:
         """The ranks that hang, and how; None where all are alive."""
