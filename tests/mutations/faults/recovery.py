@@ -85,4 +85,20 @@ FAULTS = [
         ("test_a_group_is_told_of_every_checkpoint_and_gets_one_when_it_keeps_too_much",),
         "a recovery would repeat the whole run",
     ),
+    Fault(
+        "another-version-under-the-same-number",
+        "actors.sync.push:WeightSync._require_same_again",
+        "if before == manifest.version and ranks != train and wrong:",
+        "if False:",
+        ("test_a_version_that_other_ranks_have_computed_again_has_the_same_digests",),
+        "samples would name a version whose weights the trainer does not have",
+    ),
+    Fault(
+        "a-push-ends-with-its-ranks",
+        "actors.sync.push:WeightSync._push_again",
+        "logger.info('the push begins again: %s', error)",
+        "raise",
+        ("test_a_push_begins_again_when_ranks_were_replaced_in_it",),
+        "a rank that dies in a push would end the run",
+    ),
 ]

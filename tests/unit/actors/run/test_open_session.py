@@ -15,9 +15,9 @@ from actors import Session
 from actors.cluster.placement import ClusterShare
 from actors.run import session as session_module
 from actors.run.session import borrowed_session, log_of_engines, open_session, ray_is
+from actors.train.pulse import WaitBounds
 from actors.watch.console import Phases
 from examples.grpo import GRPOConfig
-from actors.train.pulse import WaitBounds
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import ConfigError, RolloutError

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from actors.sync.gpu_transports import StreamingTransport
 from actors.sync.push import WeightSync
@@ -17,7 +18,9 @@ from actors.wire.segment import Segment
 from rl_backend.contracts import (
     EngineDeadError,
     EngineDirtyError,
+    RanksReplacedError,
     RLBackendError,
+    TensorInfo,
     WeightCheckError,
     WeightManifest,
 )
@@ -65,12 +68,15 @@ class Engines:
 class InMemory(StagedTransport):
     name = "in memory"
 
+    def __init__(self, tensors: tuple[TensorInfo, ...]) -> None:
+        self.tensors = tensors
+
     def problem(self, plan: PushPlan, rollout: Any) -> str:
         return ""
 
     def stage(self, plan: PushPlan, train: Any, rollout: Any) -> Staged:
         segments = {engine: Segment(f"of {engine}", 64) for engine in (0, 1)}
-        return Staged(WeightManifest(version=plan.version, tensors=()), segments, "checked already")
+        return Staged(WeightManifest(version=plan.version, tensors=self.tensors), segments, "checked already")
 
 
 class Streaming(StreamingTransport):
@@ -97,16 +103,17 @@ class Pushed:
         self.changed: list[str] = []
         parts = {"turns": SimpleNamespace(asked_for=turns), "lora": SimpleNamespace(base_changed=self.changed.append)}
         rollout: Any = SimpleNamespace(**parts, attach_weight_sync=lambda: None)
-        train: Any = None
-        self.sync = WeightSync(train, rollout, transport="gloo")
+        self.train: Any = None
+        self.tensors: tuple[TensorInfo, ...] = ()
+        self.sync = WeightSync(self.train, rollout, transport="gloo")
         self.streams = streams
         self.clock = PushClock()
 
     def push(self) -> tuple[int, ...]:
         engines: Any = self.engines
         if self.streams:
-            return self.sync._push_streaming(Streaming(), PLAN, engines, self.clock)
-        return self.sync._push_staged(InMemory(), PLAN, engines, self.clock)
+            return self.sync._push_streaming(Streaming(), PLAN, self.train, engines, self.clock)
+        return self.sync._push_staged(InMemory(self.tensors), PLAN, self.train, engines, self.clock)
 
     @property
     def methods(self) -> list[str]:
@@ -196,3 +203,36 @@ def test_an_engine_that_cannot_serve_again_is_told(streams: bool) -> None:
     assert pushed.changed == [""] and pushed.engines.lost.keys() == {1}
     phases = ["stream", "resume"] if streams else ["stage", "verify", "load", "resume"]
     assert [name for name in pushed.clock.seconds() if name != "total"] == phases
+
+
+def test_a_push_begins_again_when_ranks_were_replaced_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed, tries = Pushed(streams=False, turns=False), []
+    report = SimpleNamespace(version=4, nbytes=8, transport="gloo", export=lambda: None)
+
+    def push() -> Any:
+        tries.append("push")
+        if len(tries) < 3:
+            raise RanksReplacedError("others have taken their place")
+        return report
+
+    monkeypatch.setattr(pushed.sync, "_push", push)
+    pushed_report: Any = pushed.sync.push()
+    assert pushed_report is report and len(tries) == 3
+
+
+def test_a_version_that_other_ranks_have_computed_again_has_the_same_digests() -> None:
+    pushed = Pushed(streams=False, turns=False)
+    one, other = (TensorInfo.of("weight", (2,), torch.float32).replace(digest=digest) for digest in ("1" * 16, "2" * 16))
+    pushed.train, pushed.tensors = "the first ranks", (one,)
+    pushed.push()
+    pushed.tensors = (other,)
+    pushed.push()  # the same ranks may have loaded other weights
+    pushed.train = "the second ranks"
+    pushed.push()
+    pushed.train, pushed.tensors = "the third ranks", (one,)
+    loads = pushed.methods.count("load")
+    with pytest.raises(
+        WeightCheckError, match=r"^version 4 of the weights has other values on the ranks that replaced others"
+    ):
+        pushed.push()
+    assert pushed.methods.count("load") == loads

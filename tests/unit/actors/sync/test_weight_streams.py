@@ -112,17 +112,16 @@ def test_a_transport_whose_engines_receive_from_another_push_connects_again(monk
     syncs = [WeightSync(train, rollout, transport="nccl") for _ in range(2)]
     plans = {sync._key: SimpleNamespace(key=sync._key, version=1, nbytes=0) for sync in syncs}
     for sync in syncs:
-        monkeypatch.setattr(sync, "_plan", partial(plans.get, sync._key))
+        monkeypatch.setattr(sync, "_plan", lambda train, plan=plans[sync._key]: plan)
         monkeypatch.setattr(sync._transport, "problem", lambda plan, rollout: "")
-        push = partial(_connect_alone, train)
-        monkeypatch.setattr(sync, "_push_streaming", push)
+        monkeypatch.setattr(sync, "_push_streaming", _connect_alone)
     first, second = syncs
     for sync in (first, first, second, first, first):
         sync._push()
     assert opened == [first._key, second._key, first._key]
 
 
-def _connect_alone(train: Any, transport: Any, plan: Any, rollout: Any, clock: Any) -> tuple[int, ...]:
+def _connect_alone(transport: Any, plan: Any, train: Any, rollout: Any, clock: Any) -> tuple[int, ...]:
     transport.connect(plan, train, rollout)
     return (0,)
 

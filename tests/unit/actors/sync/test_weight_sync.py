@@ -246,7 +246,7 @@ def test_a_push_says_what_it_did_and_is_traced_and_exported(monkeypatch: pytest.
 
     train: Any = SimpleNamespace(run_on_ranks=run)
     sync: Any = WeightSync(train, engines, "ref", transport="gloo", byte_budget=64)
-    monkeypatch.setattr(sync, "_push_staged", lambda transport, plan, rollout, clock: (0, 1))
+    monkeypatch.setattr(sync, "_push_staged", lambda transport, plan, train, rollout, clock: (0, 1))
     recorder.start()
     report = sync.push()
     events = {event.name: event.arguments for event in recorder.take_batch(stop=True).events}
