@@ -140,7 +140,8 @@ class KeptOperations:
         self.nbytes = sum(kept.nbytes for kept in self._kept)
 
     def _is_over(self, kept: Kept) -> bool:
-        if kept.role == "builds" or not kept.answered:
+        # A result that nobody has read yet stays where it is.
+        if kept.role == "builds" or not (kept.answered or kept.ranks.ready(kept.outcomes)):
             return False
         bounds = [self._boundaries.get(model, -1) for model in kept.models] or list(self._boundaries.values())
         # The load of a boundary itself is over with the next one.

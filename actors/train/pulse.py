@@ -90,7 +90,7 @@ class Pulse:
         return next(((ranks, how) for ranks, how in found if ranks), None)
 
     def _hear(self, worker: Any, rank: _Rank, passed: float) -> None:
-        if rank.asked is not None and ray.wait([rank.asked], timeout=0)[0]:
+        if rank.asked is not None and ray.wait([rank.asked], num_returns=1, timeout=0)[0]:
             with suppress(RayError):  # a rank that died is found by what waits for its answer
                 started, finished = ray.get(rank.asked)
                 same = started == rank.running and started > finished

@@ -52,7 +52,6 @@ class RankHere:
         return header, self._send(header, calls)
 
     def repeat(self, header: OperationHeader, calls: Sequence[bytes], loss: Any, after: int) -> Any:
-        assert not self.is_dead
         return self._send(OperationHeader(header.number, header.name, after=after), calls)
 
     def take_place_of(self, lost: RankHere, number: int) -> None:
@@ -205,7 +204,8 @@ def test_whatever_a_rank_dies_in_all_that_follows_is_the_same(
         builds & set(repeated) if loads else {number for number in repeated if number <= saved}
     )
     assert [each for number, each in ranks[1].ran if number in loads] == ["load_checkpoint"] * len(loads)
-    assert f"died during operation {death} ({name}" in event.describe() and event.operations >= len(repeated)
+    assert event.reason.startswith("rank 0 died")
+    assert event.operations == sum(number <= death for number, _ in ranks[1].ran)
 
 
 def test_a_rank_that_dies_while_another_catches_up_is_replaced_too(
@@ -291,7 +291,7 @@ def test_what_is_kept_is_bounded(model: Path, tmp_path: Path) -> None:
         assert group.wants_boundary and recovery._kept.nbytes > 2 * few
         group.zero_grad(policy)
         save(group, tmp_path / "checkpoint", {"policy": policy})
-        assert not group.wants_boundary and recovery._kept.nbytes < 2 * few
+        assert not group.wants_boundary and recovery._kept.nbytes < recovery._most_bytes / 4
         while not recovery._off:
             group.zero_grad(policy)
             group.forward_backward(policy, sequences(1), sft_loss)
