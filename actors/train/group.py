@@ -544,7 +544,8 @@ class TrainGroup:
         if recovery is None:
             ranks = self._ranks
             header, refs = ranks.dispatch(title, calls, sent)
-            kept = Kept(header, calls, sent, *facts, refs, ranks)
+            # Without the calls, which a future that is held would keep.
+            kept = Kept(header, (), sent, *facts, refs, ranks)
         else:
             kept = recovery.send(title, calls, sent, facts, epoch)
 

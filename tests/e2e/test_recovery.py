@@ -126,6 +126,13 @@ def kill_in_a_save(folder: Path) -> Disturb:
     return wait_and_kill
 
 
+# Also of a model that knows nothing some answers are better than others.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 7 / 6
+"""
+
+
 def samples(folder: Path) -> list[Any]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
@@ -134,10 +141,13 @@ def samples(folder: Path) -> list[Any]:
 @pytest.mark.shows(
     "recovery: GRPO with vLLM is the undisturbed run after kills of ranks in a pass and in a save, token by token"
 )
-def test_grpo_goes_on_with_the_same_samples(ray_cluster: None, task: Path, warm_model: Path, tmp_path: Path) -> None:
+def test_grpo_goes_on_with_the_same_samples(ray_cluster: None, task: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+
     def config_in(folder: Path) -> grpo.GRPOConfig:
-        settings = demo_settings(DemoConfig(steps=6), task, warm_model, folder)
-        return grpo.GRPOConfig(**{**settings, "ranks": 2, "save_every": 2, "updates_per_step": 2, "eval_dataset": None})
+        settings = demo_settings(DemoConfig(steps=6), task, task / "model", folder)
+        changes = {"ranks": 2, "save_every": 2, "eval_dataset": None, "reward": f"{tmp_path}/reward.py:compute_score"}
+        return grpo.GRPOConfig(**{**settings, **changes})
 
     def trained(name: str, disturb: Disturb | None = None) -> Path:
         config = config_in(tmp_path / name)
