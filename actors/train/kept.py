@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, Protocol
 
 import xxhash
 from ray import cloudpickle
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from actors.train.context import HandleRef, refs_in
 from actors.train.loss import SentLoss
-from actors.train.order import OperationHeader
-from actors.train.ranks import TrainRanks
+from actors.train.order import Driver, OperationHeader
+from actors.train.outcome import RankInfo
 from rl_backend.contracts import RLBackendError
 from rl_backend.contracts.atoms import Operation
 from rl_backend.weights.inspection import tensor_digest
@@ -31,6 +31,34 @@ _WITHOUT_GRADIENTS = ("optimizer_step", "zero_grad", "load_checkpoint")
 
 CHANGES: Facts = ("changes", frozenset(), None)
 READS: Facts = ("reads", frozenset(), None)
+
+
+class Ranks(Protocol):
+    """One set of ranks of a group, as :class:`~actors.train.ranks.TrainRanks` has them; others may take their place."""
+
+    driver: Driver
+    infos: tuple[RankInfo, ...]
+
+    @property
+    def members(self) -> Any: ...
+
+    def dispatch(self, name: str, pickled_calls: Sequence[bytes], loss: SentLoss | None = None) -> Any: ...
+
+    def repeat(
+        self, header: OperationHeader, pickled_calls: Sequence[bytes], loss: SentLoss | None, after: int
+    ) -> list[tuple[Any, Any]]: ...
+
+    def collect(self, title: str, number: int, refs: Sequence[Any], timeout: float | None) -> list[Any]: ...
+
+    def has_answered(self, refs: Sequence[Any]) -> bool: ...
+
+    def ready(self, refs: Sequence[Any]) -> bool: ...
+
+    def take_place_of(self, lost: Any, number: int) -> None: ...
+
+    def fail(self, message: str, *, cause: Exception | None = None, **details: Any) -> NoReturn: ...
+
+    def end(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -54,7 +82,7 @@ class Kept:
     models: frozenset[int]
     saves_to: Path | None
     refs: Sequence[tuple[Any, Any]]
-    ranks: TrainRanks
+    ranks: Ranks
     answered: bool = False
     failed: bool = False
     digest: str = ""

@@ -13,6 +13,9 @@ from ray import cloudpickle
 
 from rl_backend.contracts import RLBackendError
 
+AFTERWARDS = "all ranks were stopped: build a new group and load the last checkpoint"
+"""Ends what is said of a group that has ended."""
+
 _SIGNS = ("gloo/", "CUDA error", "NCCL error", "CUDNN_STATUS_", "CUBLAS_STATUS_EXECUTION_FAILED")
 
 

@@ -29,7 +29,7 @@ from actors.cluster.ray_watch import ray_is_usable
 from actors.cluster.rendezvous import rendezvous_address
 from actors.train.loss import SentLoss
 from actors.train.order import Driver, OperationHeader, this_thread
-from actors.train.outcome import Completed, Failed, RankInfo, breaks_process_group, with_origin
+from actors.train.outcome import AFTERWARDS, Completed, Failed, RankInfo, breaks_process_group, with_origin
 from actors.train.pulse import LOOK_SECONDS, Pulse, WaitBounds
 from actors.train.worker import TrainActor
 from rl_backend.contracts import (
@@ -46,7 +46,6 @@ from rl_backend.runtime import check_config
 POLL_SECONDS = 0.02
 LEDGER_TIMEOUT_SECONDS = 30.0
 _DIED = (ActorDiedError, ActorUnavailableError, OutOfMemoryError)
-AFTERWARDS = "all ranks were stopped: build a new group and load the last checkpoint"
 
 
 @dataclass(frozen=True)

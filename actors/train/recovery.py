@@ -13,11 +13,11 @@ from ray import cloudpickle
 
 from actors.cluster import prometheus
 from actors.train.context import HandleRef, RankContext, RankFunction
-from actors.train.kept import Facts, Kept, KeptOperations
+from actors.train.kept import Facts, Kept, KeptOperations, Ranks
 from actors.train.loss import SentLoss
-from actors.train.order import OperationHeader
+from actors.train.order import Driver, OperationHeader
+from actors.train.outcome import AFTERWARDS
 from actors.train.pulse import end_processes
-from actors.train.ranks import AFTERWARDS, TrainRanks
 from rl_backend.checkpoint.durable_commit import discard_draft
 from rl_backend.contracts import (
     GroupFailedError,
@@ -58,11 +58,11 @@ class Recovered(NamedTuple):
         return f"{self.reason}: all ranks were replaced in {duration(self.seconds)} ({again}); the run goes on"
 
 
-class StartRanks(Protocol):
-    def __call__(self, *, driver: Any, epoch: int) -> TrainRanks: ...
+class StartRanks[R](Protocol):
+    def __call__(self, *, driver: Driver, epoch: int) -> R: ...
 
 
-class Recovery:
+class Recovery[R: Ranks]:
     """Sends the operations of a group, keeps them, and sends them again to new ranks when a rank dies or hangs.
 
     New ranks have the numbers of the operations of those before, and so the same keys of models. They build the models,
@@ -73,7 +73,7 @@ class Recovery:
         start: other ranks of the same group.
     """
 
-    def __init__(self, ranks: TrainRanks, start: StartRanks, most_bytes: int = MOST_KEPT_BYTES) -> None:
+    def __init__(self, ranks: R, start: StartRanks[R], most_bytes: int = MOST_KEPT_BYTES) -> None:
         self.ranks = ranks
         self.epoch = 0
         self.events: list[Recovered] = []
@@ -161,7 +161,7 @@ class Recovery:
             f"the ranks that {title} was meant for died, and others have taken their place", title=title
         )
 
-    def _recover(self, error: GroupFailedError, lost: TrainRanks) -> None:
+    def _recover(self, error: GroupFailedError, lost: Ranks) -> None:
         """Raises ``error`` where it is to end the group."""
         with self._lock:
             if self.ranks is not lost:
@@ -220,7 +220,7 @@ class Recovery:
         fresh.take_place_of(lost, self._number)
         return self._repeat(fresh)
 
-    def _repeat(self, fresh: TrainRanks) -> list[Kept]:
+    def _repeat(self, fresh: R) -> list[Kept]:
         repeated, last = [], 0
         for kept in self._kept.to_repeat():
             if kept.role == "pinned" or (kept.role == "reads" and kept.ranks.has_answered(kept.outcomes)):
@@ -242,7 +242,7 @@ class Recovery:
             raise
         return repeated
 
-    def _compare(self, fresh: TrainRanks, kept: Kept) -> None:
+    def _compare(self, fresh: R, kept: Kept) -> None:
         try:
             kept.note(fresh.collect(kept.title, kept.number, kept.outcomes, None))
         except GroupFailedError as error:
