@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from actors.run.session import Session, open_session
+from actors.sync.staged_transports import SharedMemoryTransport
 from actors.train.pulse import process_start
 from examples import grpo, sft
 from examples.demo.__main__ import DemoConfig, demo_settings
@@ -126,6 +127,20 @@ def kill_in_a_save(folder: Path) -> Disturb:
     return wait_and_kill
 
 
+def kill_in_a_push(monkeypatch: pytest.MonkeyPatch) -> Disturb:
+    stage = SharedMemoryTransport.stage
+
+    def wait_and_kill(session: Session) -> None:
+        def killing(*arguments: Any) -> Any:
+            monkeypatch.setattr(SharedMemoryTransport, "stage", stage)
+            kill(0)(session)
+            return stage(*arguments)
+
+        monkeypatch.setattr(SharedMemoryTransport, "stage", killing)
+
+    return wait_and_kill
+
+
 # Also of a model that knows nothing some answers are better than others.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -139,9 +154,11 @@ def samples(folder: Path) -> list[Any]:
 
 @pytest.mark.long
 @pytest.mark.shows(
-    "recovery: GRPO with vLLM is the undisturbed run after kills of ranks in a pass and in a save, token by token"
+    "recovery: GRPO with vLLM is the undisturbed run after kills of ranks in a pass, a save and a push, token by token"
 )
-def test_grpo_goes_on_with_the_same_samples(ray_cluster: None, task: Path, tmp_path: Path) -> None:
+def test_grpo_goes_on_with_the_same_samples(
+    ray_cluster: None, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
 
     def config_in(folder: Path) -> grpo.GRPOConfig:
@@ -159,11 +176,14 @@ def test_grpo_goes_on_with_the_same_samples(ray_cluster: None, task: Path, tmp_p
         grpo.train(config, session, on_step)
         return Path(config.run_dir)
 
+    disturbances = {
+        "pass": kill(1),
+        "save": kill_in_a_save(tmp_path / "save" / "grpo"),
+        "push": kill_in_a_push(monkeypatch),
+    }
     with open_session(config_in(tmp_path)) as session:
         expected = trained("undisturbed")
-        for number, (name, disturb) in enumerate(
-            {"pass": kill(1), "save": kill_in_a_save(tmp_path / "save" / "grpo")}.items(), start=1
-        ):
+        for number, (name, disturb) in enumerate(disturbances.items(), start=1):
             found = trained(name, disturb)
             assert session.groups[0].epoch == number and recoveries(found)
             assert samples(found) == samples(expected)
