@@ -248,14 +248,11 @@ class Recovery[R: Ranks]:
         except GroupFailedError as error:
             self._blame(kept, error)
             raise
-        except RLBackendError as error:
-            if kept.failed:
-                return
-            self.stop("an operation has other results on new ranks")
-            fresh.fail(str(error), cause=error)
-        except Exception:
+        except Exception as error:  # noqa: BLE001, a caller's function may raise anything
             if not kept.failed:
-                raise
+                self.stop(f"{kept.title} could not be repeated")
+                problem = str(error) if isinstance(error, RLBackendError) else f"{kept.title} cannot be repeated: {error!r}"
+                fresh.fail(problem, cause=error)
 
 
 def _nothing(context: RankContext) -> None:

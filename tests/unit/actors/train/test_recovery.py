@@ -99,6 +99,13 @@ class RankHere:
         self.journal = [each for each in self.journal if each.number != key]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _without_ray() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("actors.train.loss.ray.put", lambda loss: loss)  # Ray would start
+        yield
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("qwen3", tmp_path_factory.mktemp("recovery") / "model")
@@ -299,6 +306,20 @@ def test_what_is_kept_is_bounded(model: Path, tmp_path: Path) -> None:
         rank.is_dead = True
         with pytest.raises(GroupFailedError, match="died between operations"):
             group.zero_grad(policy)
+
+
+def test_a_function_that_cannot_run_again_ends_the_group_by_its_name(model: Path) -> None:
+    mark = model.parent / "mark"
+
+    def once(context: RankContext) -> None:
+        if mark.exists():
+            raise KeyError("what was there before")
+        mark.touch()
+
+    with group_that_recovers(model, 2) as (group, _):
+        group.run_on_ranks(once)
+        with pytest.raises(GroupFailedError, match=r"operation 1 \(run_on_ranks\(.*once\)\) cannot be repeated: KeyError"):
+            group.run_on_ranks(lambda context: None)
 
 
 def test_a_function_of_a_caller_runs_again(model: Path) -> None:
