@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from actors.sync.staged_transports import (
     GlooTransport,
     PushPlan,
     SharedMemoryTransport,
+    Staged,
     StagedTransport,
     TransportName,
     describe_export,
@@ -26,7 +28,10 @@ from actors.sync.staged_transports import (
 )
 from actors.train.context import HandleRef
 from rl_backend.contracts import (
+    UNVERSIONED,
     ConfigError,
+    EngineDeadError,
+    EngineDirtyError,
     RanksReplacedError,
     RLBackendError,
     UnsupportedError,
@@ -94,6 +99,8 @@ class WeightSync:
                 head=handle.head,
             )
         self._train = train
+        # Those of the push that is on its way: what it leaves in their memory is not in that of others.
+        self._ranks = pinned(train)
         self._rollout = rollout
         self._handle = handle
         self._byte_budget = byte_budget
@@ -101,7 +108,10 @@ class WeightSync:
         self._requested = transport
         self._transport: Transport | None = None if transport == "auto" else make_transport(transport)
         self._chosen_for: dict[int, int] = {}
-        self._staged: tuple[int, SourceRanks, dict[str, str]] | None = None
+        # The version that engines serve, and weights of it that are still staged for any engine of this host.
+        self._served = UNVERSIONED
+        self._staged: Staged | None = None
+        self._digests: tuple[int, SourceRanks, dict[str, str]] | None = None
         self._adapter: AdapterPush | None = None
         is_tenant = isinstance(handle, HandleRef) and handle.lora_id >= 0
         self._merged = handle.name if merged and is_tenant else ""
@@ -121,49 +131,88 @@ class WeightSync:
         Staged transports verify names, shapes, dtypes, digests and finite values on every engine before any engine loads.
         No engine samples again until all have answered. Of a tenant's versions all engines get the new one, or none.
 
+        Where engines that are lost are replaced (``RolloutConfig.max_restarts``), one that is lost on the way raises
+        nothing: the others, or with none left the one that replaces it, are given the weights once more.
+
         Raises:
             ConfigError: ``byte_budget`` does not hold the largest tensor; nothing was started.
             WeightVersionError: an engine serves newer weights; all serve on.
             WeightCheckError: the weights are not what an engine can load, or are damaged, or the canary of an adapter finds
                 other log-probs; all serve on with the old ones.
-            EngineDeadError: an engine died during the push. Of a tenant the others serve the new version.
-            EngineDirtyError: an engine failed after its first load and must be restarted; the others serve the new weights.
+            EngineDeadError: an engine that is not replaced died during the push, or one was lost too often. Of a tenant the
+                others serve the new version.
+            EngineDirtyError: an engine that is not replaced failed after its first load; the others serve the new weights.
             WeightSyncError: the transport failed before anything was loaded.
         """
-        with span("push", "push") as traced:
-            report = self._push_again(self._push if self._adapter is None else self._adapter.push)
-            traced.update(weight_version=report.version, nbytes=report.nbytes, transport=report.transport)
+        engines = self._rollout.engine_set
+        while True:
+            engines.require_hope()
+            try:
+                with span("push", "push") as traced:
+                    report = self._push() if self._adapter is None else self._adapter.push()
+                    traced.update(weight_version=report.version, nbytes=report.nbytes, transport=report.transport)
+                break
+            except (EngineDeadError, EngineDirtyError) as error:
+                if not engines.heals:
+                    raise
+                # Engines took the new weights, or serve the old ones; those that are left by now have them afterwards.
+                engines.wait_for_engine(error, pushable=True)
+            except RanksReplacedError as error:
+                # The ranks that are there now have the same weights, and none of what the others had staged.
+                logger.info("the push begins again: %s", error)
         report.export()
         return report
 
-    def _push_again(self, push: Callable[[], PushReport]) -> PushReport:
-        while True:
-            try:
-                return push()
-            # The ranks that are there now have the same weights, and none of what the others had staged.
-            except RanksReplacedError as error:
-                logger.info("the push begins again: %s", error)
+    def give(self, engines: EngineSet) -> bool:
+        """Brings engines that join to the weights that were pushed last, checked like those of a push.
 
-    def _require_same_again(self, manifest: WeightManifest, train: SourceRanks) -> None:
-        """A version that other ranks have computed again has the weights that it had, where any of them was staged."""
-        digests = {info.name: info.digest for info in manifest.tensors}
-        if self._staged is not None and self._staged[:2] != (manifest.version, train):
-            before, ranks, earlier = self._staged
-            wrong = [name for name in digests if digests[name] != earlier.get(name)]
-            if before == manifest.version and ranks != train and wrong:
-                raise WeightCheckError(
-                    f"version {manifest.version} of the weights has other values on the ranks that replaced others, "
-                    f"in {listed(wrong)}; continue from the last checkpoint with resume=auto",
-                    version=manifest.version,
-                )
-        self._staged = manifest.version, train, digests
+        Weights that are staged are taken from there, whatever the trainer is doing. Else the trainer exports its own,
+        between two of its operations; where these are another version, False is returned and nothing was done.
+        """
+        clock = PushClock()
+        try:
+            if self._verified_again(engines):
+                self._load_staged(self._served, engines, clock, joining=True)
+                return True
+            plan = self._plan()
+            transport = self._transport or choose_transport(plan, engines)
+            if plan.version != self._served or transport.problem(plan, engines):
+                return False
+            if isinstance(transport, StreamingTransport):
+                self._push_streaming(transport, plan, engines, clock, joining=True)
+            else:
+                self._push_staged(transport, plan, engines, clock, joining=True)
+            if self._transport is None:  # of a sync that is closed
+                transport.close(self._ranks, engines)
+                self._staged = None
+        except (EngineDeadError, EngineDirtyError):
+            raise
+        except RLBackendError:  # of the trainer, which may have ended
+            return False
+        return True
+
+    def _verified_again(self, engines: EngineSet) -> bool:
+        staged = self._staged
+        if staged is None or staged.manifest.version != self._served:
+            return False
+        (segment, *_) = staged.segments.values()
+        outcomes = engines.call("verify", staged.manifest, segment)
+        # Without the rank that owned it, or on another host, there is no such segment.
+        if any(isinstance(outcome, WeightSyncError) for outcome in outcomes.values()):
+            return False
+        raise_failures(outcomes)
+        return True
 
     def _push(self) -> PushReport:
-        train, clock = pinned(self._train), PushClock()
+        with self._rollout.pushing:
+            return self._push_weights()
+
+    def _push_weights(self) -> PushReport:
+        clock = PushClock()
         rollout = self._rollout.engine_set.fixed()
         skipped = tuple(rollout.lost_engines)
         with clock.phase("plan"):
-            plan = self._plan(train)
+            plan = self._plan()
             clock.version = plan.version
             transport = self._choose(plan, rollout)
             if problem := transport.problem(plan, rollout):
@@ -172,9 +221,9 @@ class WeightSync:
                 transport.reconnect()
             self._rollout.last_sync = self._key
         if isinstance(transport, StreamingTransport):
-            engines = self._push_streaming(transport, plan, train, rollout, clock)
+            engines = self._push_streaming(transport, plan, rollout, clock)
         else:
-            engines = self._push_staged(transport, plan, train, rollout, clock)
+            engines = self._push_staged(transport, plan, rollout, clock)
         return PushReport(plan.version, plan.nbytes, clock.seconds(), transport.name, engines, skipped)
 
     def close(self) -> None:
@@ -182,7 +231,7 @@ class WeightSync:
         if self._adapter is not None:
             self._adapter.close()
         if self._transport is not None:
-            transport, self._transport, self._chosen_for = self._transport, None, {}
+            transport, self._transport, self._chosen_for, self._staged = self._transport, None, {}, None
             transport.close(pinned(self._train), self._rollout.engine_set)
 
     def __enter__(self) -> Self:
@@ -210,38 +259,58 @@ class WeightSync:
             self._chosen_for = engines
         return self._transport
 
-    def _plan(self, train: SourceRanks) -> PushPlan:
+    def _plan(self) -> PushPlan:
         dtype = self._rollout.config.dtype
-        results = train.run_on_ranks(describe_export, self._key, self._handle, dtype, self._byte_budget)
+        self._ranks = pinned(self._train)
+        results = self._ranks.run_on_ranks(describe_export, self._key, self._handle, dtype, self._byte_budget)
         plan = make_plan(results)
         if not plan.infos:
             raise WeightSyncError("the trainer has no weights to export")
         return plan
 
+    def _require_same_again(self, manifest: WeightManifest) -> None:
+        """A version that other ranks have computed again has the weights that it had, where any of them was staged."""
+        digests = {info.name: info.digest for info in manifest.tensors}
+        before, self._digests = self._digests, (manifest.version, self._ranks, digests)
+        if before is None or before[0] != manifest.version or before[1] == self._ranks:
+            return
+        if wrong := [name for name in digests if digests[name] != before[2].get(name)]:
+            raise WeightCheckError(
+                f"version {manifest.version} of the weights has other values on the ranks that replaced others, "
+                f"in {listed(wrong)}; continue from the last checkpoint with resume=auto",
+                version=manifest.version,
+            )
+
     def _push_staged(
-        self, transport: StagedTransport, plan: PushPlan, train: SourceRanks, rollout: EngineSet, clock: PushClock
+        self, transport: StagedTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock, *, joining: bool = False
     ) -> tuple[int, ...]:
+        self._staged = None
         with clock.phase("stage"):
-            staged = transport.stage(plan, train, rollout)
+            staged = transport.stage(plan, self._ranks, rollout)
         with clock.phase("verify"):
             segments, manifest = staged.segments, staged.manifest.replace(kept=plan.kept)
-            self._require_same_again(manifest, train)
+            self._require_same_again(manifest)
             raise_failures(rollout.call("verify", manifest, each=lambda engine: (segments[engine], staged.key)))
+        if transport.is_kept:
+            self._staged = replace(staged, manifest=manifest)
+        return self._load_staged(plan.version, rollout, clock, joining=joining)
+
+    def _load_staged(self, version: int, rollout: EngineSet, clock: PushClock, *, joining: bool = False) -> tuple[int, ...]:
         with rollout.updating(), self._turns_paused(rollout, clock) as lost:
             with clock.phase("load"):
-                outcomes = lost | rollout.call("load", plan.version)
+                outcomes = lost | rollout.call("load", version)
             with clock.phase("resume"):
-                return self._resume(outcomes, rollout)
+                return self._resume(version, outcomes, rollout, joining=joining)
 
     def _push_streaming(
-        self, transport: StreamingTransport, plan: PushPlan, train: SourceRanks, rollout: EngineSet, clock: PushClock
+        self, transport: StreamingTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock, *, joining: bool = False
     ) -> tuple[int, ...]:
         raise_failures(rollout.call("check_manifest", plan.manifest))
         with rollout.updating(), self._turns_paused(rollout, clock) as lost:
             with clock.phase("stream"):
-                outcomes = lost | transport.stream(plan, train, rollout)
+                outcomes = lost | transport.stream(plan, self._ranks, rollout)
             with clock.phase("resume"):
-                return self._resume(outcomes, rollout)
+                return self._resume(plan.version, outcomes, rollout, joining=joining)
 
     @contextmanager
     def _turns_paused(self, rollout: EngineSet, clock: PushClock) -> Iterator[dict[int, RLBackendError]]:
@@ -258,12 +327,15 @@ class WeightSync:
                 rollout.call("resume_turns")
             raise
 
-    def _resume(self, outcomes: dict[int, Any], rollout: EngineSet) -> tuple[int, ...]:
+    def _resume(self, version: int, outcomes: dict[int, Any], rollout: EngineSet, *, joining: bool) -> tuple[int, ...]:
         # Every engine has answered: those that loaded serve again, whatever became of the others.
-        self._rollout.lora.base_changed(self._merged)
+        if not joining:
+            self._rollout.lora.base_changed(self._merged)
+            self._served, self._rollout.publisher = version, self
         for engine, outcome in outcomes.items():
             rollout.note(engine, outcome)
         resumed = rollout.call("resume") if rollout.engines else {}
+        rollout.have_weights(engine for engine, outcome in resumed.items() if not isinstance(outcome, RLBackendError))
         raise_failures(outcomes)
         raise_failures(resumed)
         return tuple(outcomes)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.cluster.processes import Process
 from actors.train.outcome import RankInfo
 
 LOOK_SECONDS = 1.0
@@ -102,28 +100,12 @@ class Pulse:
             rank.asked = worker.progress.remote()
 
 
-def process_start(pid: int) -> str:
-    """In clock ticks after boot: with the number it names one process. Empty where there is none."""
-    return (_stat(pid) or [""] * 20)[19]
-
-
 def _is_stopped(info: RankInfo) -> bool:
-    if not info.started or info.node_id != _here():
-        return False
-    fields = _stat(info.pid)
-    return fields is not None and fields[0] == "T" and fields[19] == info.started
+    return bool(info.started) and info.node_id == _here() and Process(info.pid, info.started).is_stopped
 
 
 def _here() -> str:
     return str(ray.get_runtime_context().get_node_id())
-
-
-def _stat(pid: int) -> list[str] | None:
-    try:
-        # After the name, which may have spaces: state, parent, ..., start (20th).
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
 
 
 def end_processes(infos: Sequence[RankInfo]) -> None:
@@ -144,14 +126,8 @@ def end_processes(infos: Sequence[RankInfo]) -> None:
 
 
 def end_process(pid: int, started: str) -> None:
-    deadline = time.monotonic() + _END_SECONDS
+    process, deadline = Process(pid, started), time.monotonic() + _END_SECONDS
     # Ray asks a process to end, which one that is stopped does not hear; SIGKILL reaches it.
-    while _is(pid, started) and time.monotonic() < deadline:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    while started and not process.has_ended and time.monotonic() < deadline:
+        process.kill()
         time.sleep(0.02)
-
-
-def _is(pid: int, started: str) -> bool:
-    fields = _stat(pid)
-    return bool(started) and fields is not None and fields[0] not in "ZX" and fields[19] == started

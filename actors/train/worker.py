@@ -13,13 +13,13 @@ import torch
 from ray import cloudpickle
 
 from actors.cluster import prometheus
+from actors.cluster.processes import start_time
 from actors.cluster.rendezvous import Rendezvous, RendezvousPoint, RendezvousRoute, node_address, use_interface
 from actors.train.context import RankContext, RankFunction, refs_in
 from actors.train.loss import LossReceiver, SentLoss
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
 from actors.train.outcome import Apart, Completed, Failed, Outcome, RankInfo, failed, peak_memory
 from actors.train.passes import forward_backward
-from actors.train.pulse import process_start
 from rl_backend.contracts import HandleError, LossFn
 from rl_backend.contracts.atoms import Operation
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT, store_environment
@@ -67,7 +67,7 @@ class TrainWorker:
             return failed(error)
         node_id = ray.get_runtime_context().get_node_id()
         pid = os.getpid()
-        return Completed(RankInfo(self._rank, node_id, node_address(), pid, process_start(pid)))
+        return Completed(RankInfo(self._rank, node_id, node_address(), pid, start_time(pid)))
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def execute(self, header: OperationHeader, pickled_call: bytes, loss: SentLoss | None) -> tuple[Outcome, Any]:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from actors.cluster.processes import start_time
 from actors.run.session import Session, open_session
 from actors.sync.staged_transports import SharedMemoryTransport
-from actors.train.pulse import process_start
 from examples import grpo, sft
 from examples.demo.__main__ import DemoConfig, demo_settings
 from tests.support.runs import of_the_run
@@ -99,7 +99,7 @@ def test_a_stopped_rank_is_replaced_and_never_wakes_up(ray_cluster: None, task: 
         assert session.groups[0].epoch == 1
         with pytest.raises(ProcessLookupError):
             os.kill(stopped.pid, signal.SIGCONT)
-        assert process_start(stopped.pid) != stopped.started
+        assert start_time(stopped.pid) != stopped.started
     same_run(found, expected)
 
 

@@ -117,14 +117,6 @@ FAULTS = [
         "a network that drops packets would make it impossible to join a Ray of this machine",
     ),
     Fault(
-        "latent-first-sparse-layer-only",
-        "adapters.verl.model_facts:_of_latent",
-        'kinds[layer] == "sparse" if kinds else layer >= dense',
-        'layer >= (kinds.index("sparse") if kinds else dense)',
-        ("test_settings_mixtures.py::test_what_config_json_decides_may_be_repeated_and_not_changed",),
-        "verl would be told of experts in layers that have none",
-    ),
-    Fault(
         "packed-experts-said-to-be-bfloat16",
         "rl_backend.checkpoint.hf_reader:HFReader._unpack_experts",
         "StoredTensor(part.shape, stored.dtype)",

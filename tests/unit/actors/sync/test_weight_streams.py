@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -107,21 +108,22 @@ def test_a_transport_whose_engines_receive_from_another_push_connects_again(monk
     infos = {0: SimpleNamespace(pid=7)}
     engines: Any = SimpleNamespace(engines=(0,), infos=infos, config=SimpleNamespace(tensor_parallel=1), actors=list)
     train: Any = SimpleNamespace(run_on_ranks=lambda function, plan, client: opened.append(plan.key))
-    rollout: Any = SimpleNamespace(engine_set=engines, last_sync="", attach_weight_sync=lambda: None)
+    rollout: Any = SimpleNamespace(engine_set=engines, last_sync="", attach_weight_sync=lambda: None, pushing=nullcontext())
     engines.lost_engines, engines.fixed = {}, lambda: engines
     syncs = [WeightSync(train, rollout, transport="nccl") for _ in range(2)]
     plans = {sync._key: SimpleNamespace(key=sync._key, version=1, nbytes=0) for sync in syncs}
     for sync in syncs:
-        monkeypatch.setattr(sync, "_plan", lambda train, plan=plans[sync._key]: plan)
+        monkeypatch.setattr(sync, "_plan", partial(plans.get, sync._key))
         monkeypatch.setattr(sync._transport, "problem", lambda plan, rollout: "")
-        monkeypatch.setattr(sync, "_push_streaming", _connect_alone)
+        push = partial(_connect_alone, train)
+        monkeypatch.setattr(sync, "_push_streaming", push)
     first, second = syncs
     for sync in (first, first, second, first, first):
         sync._push()
     assert opened == [first._key, second._key, first._key]
 
 
-def _connect_alone(transport: Any, plan: Any, train: Any, rollout: Any, clock: Any) -> tuple[int, ...]:
+def _connect_alone(train: Any, transport: Any, plan: Any, rollout: Any, clock: Any) -> tuple[int, ...]:
     transport.connect(plan, train, rollout)
     return (0,)
 

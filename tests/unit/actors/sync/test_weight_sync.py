@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,7 @@ class Engines:
         self.asked: list[tuple[Any, ...]] = []
         self.attached = 0
         self.last_sync = ""
+        self.heals, self.pushing, self.require_hope = False, nullcontext(), lambda: None
 
     @property
     def engine_set(self) -> Engines:
@@ -246,7 +248,7 @@ def test_a_push_says_what_it_did_and_is_traced_and_exported(monkeypatch: pytest.
 
     train: Any = SimpleNamespace(run_on_ranks=run)
     sync: Any = WeightSync(train, engines, "ref", transport="gloo", byte_budget=64)
-    monkeypatch.setattr(sync, "_push_staged", lambda transport, plan, train, rollout, clock: (0, 1))
+    monkeypatch.setattr(sync, "_push_staged", lambda transport, plan, rollout, clock: (0, 1))
     recorder.start()
     report = sync.push()
     events = {event.name: event.arguments for event in recorder.take_batch(stop=True).events}

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from actors.cluster.processes import start_time
 from actors.train import pulse as module
 from actors.train.outcome import RankInfo
-from actors.train.pulse import Pulse, WaitBounds, end_process, process_start
+from actors.train.pulse import Pulse, WaitBounds, end_process
 from tests.support.told_ranks import Ref, ToldRay
 
 BOUNDS = WaitBounds(silence=30.0, operation=100.0)
@@ -101,7 +102,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_process_that_is_stopped_is_seen_at_once_and_one_that_continues_is_not(
     clock: Clock, process: subprocess.Popen[bytes]
 ) -> None:
-    info = RankInfo(0, "here", "10.0.0.1", process.pid, process_start(process.pid))
+    info = RankInfo(0, "here", "10.0.0.1", process.pid, start_time(process.pid))
     pulse = begun([Rank()], (info,))
     assert looks(pulse, clock, 20) is None
     os.kill(process.pid, signal.SIGSTOP)
@@ -118,10 +119,10 @@ def test_a_process_that_is_stopped_is_seen_at_once_and_one_that_continues_is_not
 
 
 def test_what_was_stopped_is_gone_when_others_take_its_place(process: subprocess.Popen[bytes]) -> None:
-    started = process_start(process.pid)
+    started = start_time(process.pid)
     end_process(process.pid, "another")
     assert process.poll() is None, "numbers of processes come again"
     os.kill(process.pid, signal.SIGSTOP)
     end_process(process.pid, started)
     os.kill(process.pid, signal.SIGCONT)
-    assert process.wait(5) == -signal.SIGKILL and process_start(process.pid) == ""
+    assert process.wait(5) == -signal.SIGKILL and start_time(process.pid) == ""
