@@ -15,6 +15,7 @@ from actors.cluster.placement import ClusterShare
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
 from actors.options.policy_options import LoRAOptions
 from actors.rollout.config import RolloutConfig
+from actors.train.pulse import BOUNDS, Recover
 from rl_backend.contracts import (
     BACKEND_CONFIGS,
     MAY_CHANGE,
@@ -156,13 +157,13 @@ TRAINING = RANKS | OptionSet(
         "model": ("model", "dtype", "lora."),
         "data": ("dataset", "eval_dataset", "max_prompt_tokens", "data."),
         "training": ("steps", "lr", "lr_warmup_steps", "lr_decay_style"),
-        "layout": ("placement",),
+        "layout": ("placement", "rank_silence", "operation_timeout"),
         "memory": (
             "max_tokens_per_micro_batch",
             CHECKPOINTING,
             *(f"{BACKEND}.{name}" for name in ("log_prob_chunk_tokens", "reshard_after_forward")),
         ),
-        "checkpoints": ("run_dir", "save_every", "keep_checkpoints", "async_save", "resume"),
+        "checkpoints": ("run_dir", "save_every", "keep_checkpoints", "async_save", "resume", "recover"),
         "logging": ("metrics_to", "trace"),
     },
     metavars={
@@ -229,6 +230,17 @@ class TrainingOptions(BaseModel):
     )
     async_save: Annotated[bool, MAY_CHANGE, _SAVES] = Field(
         default=True, description="train on while a checkpoint is written"
+    )
+    recover: Annotated[Recover, MAY_CHANGE, _SAVES] = Field(
+        default="checkpoint",
+        description="what the death of a training rank does. checkpoint: other ranks go on from the newest checkpoint, and "
+        "what came since runs again; off: the run ends, see docs/reliability.md",
+    )
+    rank_silence: Annotated[float, MAY_CHANGE] = Field(
+        default=BOUNDS.silence, gt=0, description="seconds without a sign of life after which a training rank counts as dead"
+    )
+    operation_timeout: Annotated[float, MAY_CHANGE] = Field(
+        default=BOUNDS.operation, gt=0, description="most seconds of a training rank for one operation, such as a pass"
     )
     trace: Annotated[bool, MAY_CHANGE] = Field(
         default=False, description="record all actors in run_dir/trace.json, for Perfetto"

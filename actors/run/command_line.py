@@ -12,7 +12,7 @@ from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import EXIT_TERMINATED, RunTerminated
 from actors.folder.checkpoints import CHECKPOINTS, RunCheckpoints
 from actors.folder.resume import RunFinishedError
-from actors.train.ranks import AFTERWARDS
+from actors.train.outcome import AFTERWARDS
 from rl_backend.contracts import BaseConfig, ClusterLostError, EngineDeadError, GroupFailedError, RLBackendError
 from rl_backend.options.command_line import in_flags, parse_config
 from rl_backend.options.parser import missing_package

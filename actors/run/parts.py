@@ -53,6 +53,7 @@ class Parts:
         self._connection = ExitStack()
         self._connected: tuple[GroupModel, TransportName] | None = None
         self._sync: WeightSync | None = None
+        self._recovered = self._recoveries()
 
     @property
     def rollout(self) -> RolloutGroup:
@@ -62,6 +63,21 @@ class Parts:
     @property
     def peak_memory(self) -> int:
         return max(group.peak_memory for group in self.groups)
+
+    def take_recoveries(self) -> dict[str, float]:
+        """Metrics of the recoveries of training groups since the last call; empty without any."""
+        before, self._recovered = self._recovered, self._recoveries()
+        found = {name: value - before[name] for name, value in self._recovered.items()}
+        return found if found["recovery/count"] > 0 else {}
+
+    def _recoveries(self) -> dict[str, float]:
+        events = [event for group in self.groups for event in group.recoveries]
+        return {
+            "recovery/count": len(events),
+            "recovery/steps_repeated": sum(event.steps for event in events),
+            "recovery/operations_repeated": sum(event.operations for event in events),
+            "recovery/seconds_lost": sum(event.seconds for event in events),
+        }
 
     def build(self, recipe: ModelRecipe) -> GroupModel:
         model = self._make(recipe)

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -131,6 +132,7 @@ class Run[C: RunConfig]:
                     self.folder.record(sources)
             for group in self.session.groups:
                 require_paths(group, config.model, self.folder.path)
+                group.say_recoveries(partial(warn, label=self.label))
             path, borrowed = self.folder.path, self._borrowed is not None
             # Folders of several runs on the session may end alike; whole paths would be too long for names.
             owner = f"{path.name}-{xxhash.xxh32_hexdigest(bytes(path))}"
@@ -211,7 +213,7 @@ class Run[C: RunConfig]:
         """Saves a checkpoint if one is due, logs and prints the step, warns, and commits what is saved by now.
 
         The run adds ``tokens_per_second/<phase>`` and ``peak_memory_gib``, of the rank that has held most so far, to
-        ``metrics``.
+        ``metrics``, and ``recovery/...`` where training ranks were replaced in the step.
         """
         step, clock, sampling = self._step, self._clock, self._sampling
         self.last_metrics = dict(metrics)
@@ -223,7 +225,7 @@ class Run[C: RunConfig]:
         if sampling is not None:
             measured |= sampling.end_step(step, measured.get("log_prob_gap", 0.0), clock) | self._engines.take()
             also["weight_version"] = sampling.version
-        self.folder.log(step, measured | clock.seconds | also, warnings)
+        self.folder.log(step, measured | clock.seconds | also | self._parts.take_recoveries(), warnings)
         if sampling is not None:
             sampling.log_samples(step)
         self._lines.end(step, measured, clock.seconds)

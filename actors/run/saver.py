@@ -104,8 +104,10 @@ class RunSaver:
         missing = [name for name in self._models if not (draft / name).is_dir()]
         if missing:
             raise CheckpointError(f"{draft} has no {', '.join(missing)}: the save has failed", path=str(draft))
-        self._store.commit(self._saving, self._state)
+        committed = self._store.commit(self._saving, self._state)
         self._saving, self._state = None, {}
+        for name, model in self._models.items():
+            model.group.bound(model.handle, draft / name, committed.model(name))
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +124,10 @@ class RunSaver:
 
     def _is_due(self, step: int) -> bool:
         every = self._config.save_every
-        return bool(every) and (step % every == 0 or step == self._config.steps)
+        if not every:
+            return False
+        wanted = any(model.group.wants_boundary for model in self._models.values())
+        return wanted or step % every == 0 or step == self._config.steps
 
     def _is_being_written(self) -> bool:
         return any(model.group.checkpoint_is_pending(model.handle) for model in self._models.values())

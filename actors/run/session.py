@@ -26,6 +26,7 @@ from actors.sync.push import WeightSync
 from actors.sync.staged_transports import TransportName
 from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
+from actors.train.pulse import WaitBounds
 from actors.watch.console import Phases
 from rl_backend.contracts import ConfigError, RolloutError, RuntimeConfig
 from rl_backend.lab.text import count
@@ -156,7 +157,15 @@ def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Se
         with phases.phase("ranks", f"starting {count(ranks, 'training rank')} of {config.train.backend}"):
             groups = [
                 stack.enter_context(
-                    TrainGroup(runtime, config.ranks, share.cores_per_rank, share.gpus, placement=config.placement)
+                    TrainGroup(
+                        runtime,
+                        config.ranks,
+                        share.cores_per_rank,
+                        share.gpus,
+                        placement=config.placement,
+                        bounds=WaitBounds(config.rank_silence, config.operation_timeout),
+                        recover=config.recover if config.save_every else "off",
+                    )
                 )
                 for _ in range(config.training_groups)
             ]

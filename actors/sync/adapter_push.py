@@ -24,7 +24,7 @@ from actors.rollout.group.engines import EngineSet, raise_failures
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion, Generated, PushedAdapter, Request
 from actors.sync.report import PushClock, PushReport
-from actors.sync.source import SourceRanks
+from actors.sync.source import SourceRanks, pinned
 from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from actors.train.outcome import Apart
@@ -169,6 +169,7 @@ class AdapterPush:
                 tenant=tenant.name,
             )
         self._train = train
+        self._ranks = pinned(train)
         self._rollout = rollout
         self._tenant = tenant
         self._directory = None if directory is None else Path(directory)
@@ -179,6 +180,8 @@ class AdapterPush:
 
     def push(self) -> PushReport:
         clock, tenant, group = PushClock(), self._tenant, self._rollout
+        if (ranks := pinned(self._train)) != self._ranks:
+            self._ranks, self._source = ranks, None
         group.lora.require_plain_base(tenant.name)
         with clock.phase("stage"):
             staged, factors = self._stage()
@@ -231,7 +234,7 @@ class AdapterPush:
             raise
 
     def _stage_in(self, dtype: str, place: Place) -> tuple[StagedAdapter, Any]:
-        (answer, *_) = self._train.run_on_ranks(stage_adapter, self._tenant, dtype, place)
+        (answer, *_) = self._ranks.run_on_ranks(stage_adapter, self._tenant, dtype, place)
         assert answer is not None, "rank 0 answers"
         staged: StagedAdapter = answer.value
         if isinstance(place, Segment):
@@ -242,7 +245,7 @@ class AdapterPush:
 
     def _take_segment(self, dtype: str) -> Segment | None:
         if self._source is None:
-            (source, *_) = self._train.run_on_ranks(describe_source, self._tenant, dtype)
+            (source, *_) = self._ranks.run_on_ranks(describe_source, self._tenant, dtype)
             assert source is not None, "rank 0 answers"
             self._source = source
         if not self._rollout.lora.is_on_node(self._source.node_id, self._source.host):
@@ -257,7 +260,7 @@ class AdapterPush:
         pushes = self._rollout.lora.base_pushes
         present = {engine: (engines.infos[engine].pid, pushes) for engine in engines.engines}
         if self._canary is not None and any(self._proven.get(engine) != each for engine, each in present.items()):
-            proven = send_canary(self._canary, self._train, engines, self._tenant, adapter)
+            proven = send_canary(self._canary, self._ranks, engines, self._tenant, adapter)
             self._proven = {engine: present[engine] for engine in proven}
 
     def _drop(self, engines: EngineSet, pushed: PushedAdapter) -> None:

@@ -53,6 +53,7 @@ class StreamingTransport(Transport):
 
     def __init__(self) -> None:
         self._members: dict[int, int] = {}
+        self._source: SourceRanks | None = None
         self._key = ""
 
     def problem(self, plan: PushPlan, rollout: EngineSet) -> str:
@@ -76,12 +77,12 @@ class StreamingTransport(Transport):
 
     def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
-        if members == self._members:
+        if members == self._members and train == self._source:
             return
         self._key = plan.key
         client = EngineClient(self.name, rollout.actors(), rollout.config.tensor_parallel)
         train.run_on_ranks(open_stream, plan, client)
-        self._members = members
+        self._members, self._source = members, train
 
     def stream(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[int, Any]:
         """Updates every engine from ``begin_update`` to ``finish_update``; each engine's outcome.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.sync.adapter_push import AdapterPush, Canary
 from actors.sync.gpu_transports import CudaIpcTransport, NcclTransport, StreamingTransport, devices_of_two
 from actors.sync.report import PushClock, PushReport
-from actors.sync.source import SourceRanks
+from actors.sync.source import SourceRanks, pinned
 from actors.sync.staged_transports import (
     GlooTransport,
     PushPlan,
@@ -31,13 +32,19 @@ from rl_backend.contracts import (
     ConfigError,
     EngineDeadError,
     EngineDirtyError,
+    RanksReplacedError,
     RLBackendError,
     UnsupportedError,
+    WeightCheckError,
+    WeightManifest,
     WeightSyncError,
 )
+from rl_backend.contracts.errors import listed
 from rl_backend.trace.recorder import span
 
 _CANARY = Canary()
+
+logger = logging.getLogger(__name__)
 
 type Transport = StagedTransport | StreamingTransport
 
@@ -92,6 +99,8 @@ class WeightSync:
                 head=handle.head,
             )
         self._train = train
+        # Those of the push that is on its way: what it leaves in their memory is not in that of others.
+        self._ranks = pinned(train)
         self._rollout = rollout
         self._handle = handle
         self._byte_budget = byte_budget
@@ -102,6 +111,7 @@ class WeightSync:
         # The version that engines serve, and weights of it that are still staged for any engine of this host.
         self._served = UNVERSIONED
         self._staged: Staged | None = None
+        self._digests: tuple[int, SourceRanks, dict[str, str]] | None = None
         self._adapter: AdapterPush | None = None
         is_tenant = isinstance(handle, HandleRef) and handle.lora_id >= 0
         self._merged = handle.name if merged and is_tenant else ""
@@ -147,6 +157,9 @@ class WeightSync:
                     raise
                 # Engines took the new weights, or serve the old ones; those that are left by now have them afterwards.
                 engines.wait_for_engine(error, pushable=True)
+            except RanksReplacedError as error:
+                # The ranks that are there now have the same weights, and none of what the others had staged.
+                logger.info("the push begins again: %s", error)
         report.export()
         return report
 
@@ -170,7 +183,7 @@ class WeightSync:
             else:
                 self._push_staged(transport, plan, engines, clock, joining=True)
             if self._transport is None:  # of a sync that is closed
-                transport.close(self._train, engines)
+                transport.close(self._ranks, engines)
                 self._staged = None
         except (EngineDeadError, EngineDirtyError):
             raise
@@ -219,7 +232,7 @@ class WeightSync:
             self._adapter.close()
         if self._transport is not None:
             transport, self._transport, self._chosen_for, self._staged = self._transport, None, {}, None
-            transport.close(self._train, self._rollout.engine_set)
+            transport.close(pinned(self._train), self._rollout.engine_set)
 
     def __enter__(self) -> Self:
         return self
@@ -248,20 +261,35 @@ class WeightSync:
 
     def _plan(self) -> PushPlan:
         dtype = self._rollout.config.dtype
-        results = self._train.run_on_ranks(describe_export, self._key, self._handle, dtype, self._byte_budget)
+        self._ranks = pinned(self._train)
+        results = self._ranks.run_on_ranks(describe_export, self._key, self._handle, dtype, self._byte_budget)
         plan = make_plan(results)
         if not plan.infos:
             raise WeightSyncError("the trainer has no weights to export")
         return plan
+
+    def _require_same_again(self, manifest: WeightManifest) -> None:
+        """A version that other ranks have computed again has the weights that it had, where any of them was staged."""
+        digests = {info.name: info.digest for info in manifest.tensors}
+        before, self._digests = self._digests, (manifest.version, self._ranks, digests)
+        if before is None or before[0] != manifest.version or before[1] == self._ranks:
+            return
+        if wrong := [name for name in digests if digests[name] != before[2].get(name)]:
+            raise WeightCheckError(
+                f"version {manifest.version} of the weights has other values on the ranks that replaced others, "
+                f"in {listed(wrong)}; continue from the last checkpoint with resume=auto",
+                version=manifest.version,
+            )
 
     def _push_staged(
         self, transport: StagedTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock, *, joining: bool = False
     ) -> tuple[int, ...]:
         self._staged = None
         with clock.phase("stage"):
-            staged = transport.stage(plan, self._train, rollout)
+            staged = transport.stage(plan, self._ranks, rollout)
         with clock.phase("verify"):
             segments, manifest = staged.segments, staged.manifest.replace(kept=plan.kept)
+            self._require_same_again(manifest)
             raise_failures(rollout.call("verify", manifest, each=lambda engine: (segments[engine], staged.key)))
         if transport.is_kept:
             self._staged = replace(staged, manifest=manifest)
@@ -280,7 +308,7 @@ class WeightSync:
         raise_failures(rollout.call("check_manifest", plan.manifest))
         with rollout.updating(), self._turns_paused(rollout, clock) as lost:
             with clock.phase("stream"):
-                outcomes = lost | transport.stream(plan, self._train, rollout)
+                outcomes = lost | transport.stream(plan, self._ranks, rollout)
             with clock.phase("resume"):
                 return self._resume(plan.version, outcomes, rollout, joining=joining)
 

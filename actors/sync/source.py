@@ -8,6 +8,7 @@ from typing import Any, Concatenate, Protocol
 import torch
 from torch import Tensor
 
+from actors.train.group import TrainGroup
 from rl_backend.contracts import ConfigError, TensorInfo
 
 
@@ -36,6 +37,11 @@ class SourceRanks(Protocol):
     def run_on_ranks[**P, R](
         self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]: ...
+
+
+def pinned(train: SourceRanks) -> SourceRanks:
+    """Of a group the ranks that it has now: what a push leaves in their memory is not in that of others."""
+    return train.pinned() if isinstance(train, TrainGroup) else train
 
 
 class WeightSource:

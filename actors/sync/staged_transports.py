@@ -284,6 +284,7 @@ class GlooTransport(StagedTransport):
 
     def __init__(self) -> None:
         self._members: dict[int, int] = {}
+        self._source: SourceRanks | None = None
         self._key = ""
 
     def problem(self, plan: PushPlan, rollout: EngineSet) -> str:
@@ -322,9 +323,9 @@ class GlooTransport(StagedTransport):
         self._members = {}
 
     def _connect(self, train: SourceRanks, rollout: EngineSet) -> None:
-        # One group of the source rank and all living engines, made again when the engines change.
+        # One group of the source rank and all living engines, made again when any of them changes.
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
-        if members == self._members:
+        if members == self._members and train == self._source:
             return
         size = len(members) + 1
         source = from_source(train.run_on_ranks(source_node))
@@ -335,7 +336,7 @@ class GlooTransport(StagedTransport):
         connected = train.run_on_ranks(connect, self._key)
         raise_failures(rollout.gather(joining, 2 * GLOO_TIMEOUT.total_seconds()))
         from_source(connected)
-        self._members = members
+        self._members, self._source = members, train
 
 
 def source_node(context: SourceContext) -> str | None:

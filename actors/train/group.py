@@ -8,6 +8,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -19,11 +20,14 @@ from torch import Tensor
 from actors.cluster.placement import PlacementStrategy
 from actors.train import passes
 from actors.train.context import HandleRef, RankContext, RankFunction, lora_factors, refs_in, weight_version
+from actors.train.kept import CHANGES, READS, Facts, Kept, facts_of, models_in
 from actors.train.loss import LossSender
 from actors.train.order import Driver
 from actors.train.outcome import Apart, RankInfo
 from actors.train.passes import merged, spread, token_budget
+from actors.train.pulse import BOUNDS, Recover, WaitBounds
 from actors.train.ranks import GroupMembers, TrainRanks, start_ranks
+from actors.train.recovery import Recovered, Recovery
 from rl_backend.contracts import (
     AdamParams,
     ForwardResult,
@@ -146,6 +150,11 @@ class TrainGroup:
         gpus_per_rank: 0, 1, or less than 1 for a single rank that shares its GPU, for example with an engine of
             ``RolloutConfig(gpus_per_worker=0.5)``.
         failure_grace: seconds that the peers of a failed rank have to answer before all are stopped.
+        bounds: how long a rank that hangs is waited for; it counts as dead then.
+        recover: with ``checkpoint`` a rank that dies, or fails while its peers are in a collective, does not end the group.
+            Other ranks take the place of all, build the models, load what :meth:`bound` was told of last, and run the
+            operations since then again with the same data, which this process keeps until the next; references and futures
+            stay valid. An operation in which ranks die twice ends the group.
 
     Raises:
         ConfigError: numbers, or a device in ``config``, that do not go together, or Ray is not initialised.
@@ -165,9 +174,12 @@ class TrainGroup:
         failure_grace: float = 5.0,
         placement_timeout: float = 10.0,
         start_timeout: float = 300.0,
+        bounds: WaitBounds = BOUNDS,
+        recover: Recover = "off",
     ) -> None:
         group_id = uuid.uuid4().hex
-        ranks = start_ranks(
+        start = partial(
+            start_ranks,
             config,
             group_id=group_id,
             name=name or f"train-{group_id[:8]}",
@@ -179,19 +191,32 @@ class TrainGroup:
             placement_timeout=placement_timeout,
             start_timeout=start_timeout,
         )
-        self._over(config, ranks, weakref.finalize(self, ranks.members.kill))
+        ranks = start()
+        ranks.bounds = bounds
+        recovery = Recovery(ranks, start) if recover == "checkpoint" else None
+        finalizer = weakref.finalize(self, ranks.members.kill if recovery is None else recovery.kill)
+        self._over(config, ranks, finalizer, recovery)
 
     def _over(
-        self, config: RuntimeConfig, ranks: TrainRanks, finalizer: weakref.finalize[[], TrainGroup] | None = None
+        self,
+        config: RuntimeConfig,
+        ranks: TrainRanks,
+        finalizer: weakref.finalize[[], TrainGroup] | None = None,
+        recovery: Recovery[TrainRanks] | None = None,
     ) -> Self:
         self.config = config
-        self._ranks = ranks
+        self._first_ranks = ranks
+        self._recovery = recovery
         self._losses = LossSender()
         # A group that nobody refers to any more must give its cores and GPUs back.
         self._finalizer = finalizer
         return self
 
     # How a group lives and ends.
+
+    @property
+    def _ranks(self) -> TrainRanks:
+        return self._first_ranks if self._recovery is None else self._recovery.ranks
 
     @property
     def name(self) -> str:
@@ -243,6 +268,8 @@ class TrainGroup:
         """
         if self.ended:
             return
+        if self._recovery is not None:
+            self._recovery.stop("the group is shut down")
         # Refused before anything ends where another driver operates the group, which this one may learn only here.
         closing = self._on_ranks("shutdown", RankFunction(RankContext.close), list)
         try:
@@ -268,6 +295,38 @@ class TrainGroup:
         if self._finalizer is not None:
             self._finalizer.detach()
         return (_copy, (self.config, self._ranks.members, self._ranks.infos, self._ranks.operator, self.journal))
+
+    # Recovery: with recover="checkpoint" a death does not end the group.
+
+    @property
+    def epoch(self) -> int:
+        """How often all ranks were replaced."""
+        return 0 if self._recovery is None else self._recovery.epoch
+
+    @property
+    def wants_boundary(self) -> bool:
+        """Whether operations since the last checkpoint take so much of the driver's memory that another one is due."""
+        return self._recovery is not None and self._recovery.wants_boundary
+
+    def bound(self, handle: HandleRef, saved: Path, committed: Path) -> None:
+        """A model's checkpoint, which ``save_checkpoint`` wrote to ``saved``, is complete at ``committed`` and stays there
+        until the next: from now on a recovery loads it, and runs only again what came later.
+        """
+        if self._recovery is not None:
+            self._recovery.bound(handle, saved, committed)
+
+    def say_recoveries(self, say: Callable[[str], None]) -> None:
+        """Calls ``say`` with a line for each recovery from now on, in place of a warning of the logger."""
+        if self._recovery is not None:
+            self._recovery.on_recovered = say
+
+    @property
+    def recoveries(self) -> tuple[Recovered, ...]:
+        return () if self._recovery is None else tuple(self._recovery.events)
+
+    def pinned(self) -> PinnedRanks:
+        """The ranks that the group has now, for calls that build on what earlier ones left in a rank's memory."""
+        return PinnedRanks(self, self.epoch)
 
     # Operations on models.
 
@@ -321,7 +380,9 @@ class TrainGroup:
             cloudpickle.dumps(RankFunction(passes.forward_backward, (handle, data), options)) for data in shares.batches
         ]
         calls = [pickled[dp_rank] for dp_rank in handle.data_parallel_ranks]
-        return self._start("forward_backward", calls, partial(merged, handle, shares), loss)
+        models = models_in([handle]) if not forward_only else frozenset[int]()
+        facts: Facts = ("reads" if forward_only else "changes", models, None)
+        return self._start("forward_backward", calls, partial(merged, handle, shares), loss, facts)
 
     @operation
     def forward(
@@ -366,7 +427,8 @@ class TrainGroup:
     @operation
     def weight_version(self, handle: HandleRef) -> GroupFuture[int]:
         self._require_mine([handle])
-        return self._on_ranks("weight_version", RankFunction(weight_version, (handle,)), partial(_agreed, handle))
+        call = RankFunction(weight_version, (handle,))
+        return self._on_ranks("weight_version", call, partial(_agreed, handle), READS)
 
     # LoRA tenants: every other operation takes their handles too.
 
@@ -383,7 +445,7 @@ class TrainGroup:
     @operation
     def export_lora_adapter(self, handle: HandleRef) -> GroupFuture[dict[str, Tensor]]:
         self._require_mine([handle])
-        return self._on_ranks("export_lora_adapter", RankFunction(lora_factors, (handle,)), itemgetter(0))
+        return self._on_ranks("export_lora_adapter", RankFunction(lora_factors, (handle,)), itemgetter(0), READS)
 
     @operation
     def import_lora_adapter(
@@ -402,15 +464,19 @@ class TrainGroup:
 
         The function must call the runtime of ``context``, a :class:`~actors.train.context.RankContext`, on every rank alike,
         because the runtime's calls are collectives. Of a large result that this process only hands on, return an
-        :class:`~actors.train.outcome.Apart`.
+        :class:`~actors.train.outcome.Apart`. A group that recovers runs the function again on the ranks that take the place
+        of others: what it reads must be there as long.
         """
         return self.submit_on_ranks(function, *args, **kwargs).result()
 
     def submit_on_ranks[**P, R](
         self, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> GroupFuture[list[R]]:
-        name = getattr(function, "__qualname__", type(function).__name__)
-        return self._on_ranks(f"run_on_ranks({name})", RankFunction(function, args, kwargs), list)
+        return self._on_ranks(_title(function), RankFunction(function, args, kwargs), list)
+
+    def run_pinned(self, epoch: int, call: RankFunction) -> list[Any]:
+        pinned: Facts = ("pinned", frozenset(), None)
+        return self._on_ranks(_title(call.function), call, list, pinned, epoch).result()
 
     def submit[R](self, method: Callable[..., R], /, *args: Any, **arguments: Any) -> GroupFuture[R]:
         """Starts the atom that a method of :class:`~rl_backend.runtime.Runtime` declares, also one of your own runtime."""
@@ -433,49 +499,88 @@ class TrainGroup:
         return built
 
     def _submit(self, operation: Operation) -> GroupFuture[Any]:
-        ranks, atom, arguments = self._ranks, operation.atom, operation.arguments
+        atom, arguments = operation.atom, operation.arguments
         assert atom.join is not None, f"what {atom.name} gives cannot leave a rank; call it in run_on_ranks"
         self._require_mine(arguments.values())
 
         def finish(values: list[Any]) -> Any:
             if atom.builds:
-                made = HandleRef.of(ranks.members.id, values)
+                made = HandleRef.of(self._ranks.members.id, values)
                 # By its name: one that the runtime chose depends on what was built before.
-                ranks.keep(Operation(atom.name, {**arguments, "name": made.name}, made.key))
+                self._ranks.keep(Operation(atom.name, {**arguments, "name": made.name}, made.key))
                 return made
             if atom.frees:
-                ranks.forget(arguments["handle"].key)
+                self._ranks.forget(arguments["handle"].key)
             return any(values) if atom.join == "any" else values[0]
 
-        return self._on_ranks(atom.name, operation, finish)
+        return self._on_ranks(atom.name, operation, finish, facts_of(operation))
 
     def _require_mine(self, arguments: Iterable[Any]) -> None:
         for each in refs_in(arguments):
             if each.group_id != self._ranks.members.id:
                 raise HandleError(f"model {each.name!r} belongs to another training group", name=each.name)
 
-    def _on_ranks[R](self, title: str, call: Operation | RankFunction, finish: Callable[[list[Any]], R]) -> GroupFuture[R]:
-        return self._start(title, [cloudpickle.dumps(call)] * self.num_ranks, finish)
+    def _on_ranks[R](
+        self,
+        title: str,
+        call: Operation | RankFunction,
+        finish: Callable[[list[Any]], R],
+        facts: Facts = CHANGES,
+        epoch: int | None = None,
+    ) -> GroupFuture[R]:
+        return self._start(title, [cloudpickle.dumps(call)] * self.num_ranks, finish, None, facts, epoch)
 
     def _start[R](
-        self, title: str, calls: Sequence[bytes], finish: Callable[[list[Any]], R], loss: Losses | None = None
+        self,
+        title: str,
+        calls: Sequence[bytes],
+        finish: Callable[[list[Any]], R],
+        loss: Losses | None = None,
+        facts: Facts = CHANGES,
+        epoch: int | None = None,
     ) -> GroupFuture[R]:
         """Call r on rank r; the result is what ``finish`` makes of those of the ranks."""
-        ranks = self._ranks
-        header, refs = ranks.dispatch(title, calls, None if loss is None else self._losses.send(loss))
-        title = f"operation {header.number} ({title})"
-        outcomes = [outcome for outcome, _ in refs]
+        recovery, sent = self._recovery, None if loss is None else self._losses.send(loss)
+        if recovery is None:
+            ranks = self._ranks
+            header, refs = ranks.dispatch(title, calls, sent)
+            # Without the calls, which a future that is held would keep.
+            kept = Kept(header, (), sent, *facts, refs, ranks)
+        else:
+            kept = recovery.send(title, calls, sent, facts, epoch)
 
         def wait(timeout: float | None) -> R:
-            values = ranks.collect(title, header.number, outcomes, timeout)
+            if recovery is None:
+                values = kept.ranks.collect(kept.title, kept.number, kept.outcomes, timeout)
+            else:
+                values = recovery.result(kept, timeout)
             return finish(
                 [
                     value._replace(stored=stored) if isinstance(value, Apart) else value
-                    for value, (_, stored) in zip(values, refs, strict=True)
+                    for value, (_, stored) in zip(values, kept.refs, strict=True)
                 ]
             )
 
-        return GroupFuture(title, wait, lambda: ranks.ready(outcomes))
+        return GroupFuture(kept.title, wait, lambda: kept.ranks.ready(kept.outcomes))
+
+
+@dataclass(frozen=True)
+class PinnedRanks:
+    """The ranks of one epoch of a group; its calls raise :class:`~rl_backend.contracts.RanksReplacedError` when others have
+    taken their place. Equal to another of the same ranks.
+    """
+
+    group: TrainGroup
+    epoch: int
+
+    def run_on_ranks[**P, R](
+        self, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        return self.group.run_pinned(self.epoch, RankFunction(function, args, kwargs))
+
+
+def _title(function: Callable[..., Any]) -> str:
+    return f"run_on_ranks({getattr(function, '__qualname__', type(function).__name__)})"
 
 
 def _copy(

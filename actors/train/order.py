@@ -38,6 +38,7 @@ class OperationHeader:
         submitter: the driver's thread, by :data:`this_thread`.
         acknowledged: the driver has seen the failures of these operations.
         taken_over: the operations up to this one were another driver's.
+        after: the operation that the ranks had before; None for the one of the number before.
     """
 
     number: int
@@ -45,6 +46,7 @@ class OperationHeader:
     submitter: int = 0
     acknowledged: frozenset[int] = frozenset()
     taken_over: int = 0
+    after: int | None = None
 
 
 class _Thread(threading.local):
@@ -75,6 +77,10 @@ class OperationLedger:
         self._name = name
         return self._number
 
+    def resume(self, number: int, journal: list[Operation]) -> None:
+        """For ranks in the place of others, whose last operation this was."""
+        self._number, self.journal = number, journal
+
     def forget(self, key: int) -> None:
         self.journal = [each for each in self.journal if each.number != key]
 
@@ -97,7 +103,7 @@ class OperationSequence:
 
     def start(self, header: OperationHeader) -> None:
         """Raises :class:`~rl_backend.contracts.OperationOrderError` when the operation must not run."""
-        if header.number != self.started + 1:
+        if self.started != (header.number - 1 if header.after is None else header.after):
             raise OperationOrderError(
                 f"operation {header.number} ({header.name}) arrived after operation {self.started}; one in between was lost",
                 number=header.number,

@@ -13,15 +13,21 @@ from ray import cloudpickle
 
 from rl_backend.contracts import RLBackendError
 
+AFTERWARDS = "all ranks were stopped: build a new group and load the last checkpoint"
+"""Ends what is said of a group that has ended."""
+
 _SIGNS = ("gloo/", "CUDA error", "NCCL error", "CUDNN_STATUS_", "CUBLAS_STATUS_EXECUTION_FAILED")
 
 
 @dataclass(frozen=True)
 class RankInfo:
+    """``started``: when its process was, by the kernel's clock, because numbers of processes come again."""
+
     rank: int
     node_id: str
     node_ip: str
     pid: int
+    started: str = ""
 
 
 class Apart[R](NamedTuple):

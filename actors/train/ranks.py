@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import ray
@@ -29,7 +29,8 @@ from actors.cluster.ray_watch import ray_is_usable
 from actors.cluster.rendezvous import rendezvous_address
 from actors.train.loss import SentLoss
 from actors.train.order import Driver, OperationHeader, this_thread
-from actors.train.outcome import Completed, Failed, RankInfo, breaks_process_group, with_origin
+from actors.train.outcome import AFTERWARDS, Completed, Failed, RankInfo, breaks_process_group, with_origin
+from actors.train.pulse import LOOK_SECONDS, Pulse, WaitBounds
 from actors.train.worker import TrainActor
 from rl_backend.contracts import (
     ConfigError,
@@ -45,7 +46,6 @@ from rl_backend.runtime import check_config
 POLL_SECONDS = 0.02
 LEDGER_TIMEOUT_SECONDS = 30.0
 _DIED = (ActorDiedError, ActorUnavailableError, OutOfMemoryError)
-AFTERWARDS = "all ranks were stopped: build a new group and load the last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class TrainRanks:
 
     Attributes:
         journal: the operations that built the group's models, to this driver's knowledge.
+        bounds: of the waits for a rank; None waits as long as the ranks live.
         peak_memory: bytes, of the rank that has held most; as of the last results that this driver has read.
     """
 
@@ -79,6 +80,7 @@ class TrainRanks:
         self._owned = owned
         self.operator = driver.description
         self.journal: list[Operation] = []
+        self.bounds: WaitBounds | None = None
         self.peak_memory = 0
         self._acknowledged = frozenset[int]()
         self._taken_over = 0
@@ -101,10 +103,7 @@ class TrainRanks:
                     self._owned, self.operator = False, number.description
                     self.check_usable()
                 header = OperationHeader(number, name, this_thread.number, self._acknowledged, self._taken_over)
-                refs = [
-                    worker.execute.remote(header, call, loss)
-                    for worker, call in zip(self.members.workers, pickled_calls, strict=True)
-                ]
+                refs = self._send(header, pickled_calls, loss)
             except RLBackendError:
                 raise
             except BaseException as error:
@@ -116,16 +115,36 @@ class TrainRanks:
                 raise
             return header, refs
 
+    def repeat(
+        self, header: OperationHeader, pickled_calls: Sequence[bytes], loss: SentLoss | None, after: int
+    ) -> list[tuple[ray.ObjectRef, ray.ObjectRef]]:
+        """Sends an operation of ranks that died under the number that it had there, ``after`` the one before."""
+        with self._lock:
+            self._check_alive()
+            header = replace(header, after=after, acknowledged=self._acknowledged, taken_over=self._taken_over)
+            return self._send(header, pickled_calls, loss)
+
+    def take_place_of(self, lost: TrainRanks, number: int) -> None:
+        """These are the ranks of the group from now on, whose last operation had this number."""
+        self.journal, self.peak_memory, self.bounds = list(lost.journal), lost.peak_memory, lost.bounds
+        self._acknowledged, self._taken_over = lost._acknowledged, lost._taken_over
+        self._control("resume", number, self.journal)
+
     def collect(self, title: str, number: int, refs: Sequence[ray.ObjectRef], timeout: float | None) -> list[Any]:
         """One value per rank; raises as :meth:`~actors.train.group.GroupFuture.result`."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        pulse = None if self.bounds is None else Pulse(self.members.workers, self.infos, self.bounds)
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         pending = list(refs)
         values: dict[int, Any] = {}
         failures: dict[int, Failed] = {}
         while pending:
             wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, pending = ray.wait(pending, num_returns=1, timeout=wait)
+            look = pulse is not None and (wait is None or wait > LOOK_SECONDS)
+            ready, pending = ray.wait(pending, num_returns=1, timeout=LOOK_SECONDS if look else wait)
+            if not ready and pulse is not None and look:
+                self._require_alive(title, pulse)
+                continue
             if not ready:
                 if failures:
                     self._stop_peers(title, failures, [rank_of[ref] for ref in pending])
@@ -143,6 +162,14 @@ class TrainRanks:
         if failures:
             self._raise(title, number, failures)
         return [values[rank] for rank in range(len(refs))]
+
+    def has_answered(self, refs: Sequence[ray.ObjectRef]) -> bool:
+        """Whether all ranks have, and none because a peer was gone."""
+        try:
+            outcomes = ray.get(list(refs), timeout=0.1)
+        except RayError:
+            return False
+        return not any(isinstance(each, Failed) and breaks_process_group(each.error) for each in outcomes)
 
     def ready(self, refs: Sequence[ray.ObjectRef]) -> bool:
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
@@ -202,6 +229,19 @@ class TrainRanks:
             self._ended = error
             self.members.kill()
         raise error from cause
+
+    def _send(
+        self, header: OperationHeader, pickled_calls: Sequence[bytes], loss: SentLoss | None
+    ) -> list[tuple[ray.ObjectRef, ray.ObjectRef]]:
+        workers = self.members.workers
+        return [worker.execute.remote(header, call, loss) for worker, call in zip(workers, pickled_calls, strict=True)]
+
+    def _require_alive(self, title: str, pulse: Pulse) -> None:
+        if (found := pulse.look()) is not None:
+            ranks, how = found
+            places = [f"process {info.pid} on {info.node_ip}" for info in self.infos if info.rank in ranks]
+            where = f" ({', '.join(places)})" if places else ""
+            self.fail(f"rank {', '.join(map(str, ranks))}{where} {how} in {title}", ranks=ranks, hung=True)
 
     def _check_alive(self) -> None:
         if self._ended is not None:
@@ -324,8 +364,15 @@ def start_ranks(
     failure_grace: float,
     placement_timeout: float,
     start_timeout: float,
+    driver: Driver | None = None,
+    epoch: int = 0,
 ) -> TrainRanks:
-    """Reserves resources, starts one actor per rank and builds the runtimes; frees everything when that fails."""
+    """Reserves resources, starts one actor per rank and builds the runtimes; frees everything when that fails.
+
+    Args:
+        driver: of ranks that take the place of others, the one that operates those.
+        epoch: how many such groups of ranks there were before.
+    """
     _check_device(config, gpus_per_rank)
     check_config(config, num_ranks)
     placed = reserve(
@@ -338,7 +385,8 @@ def start_ranks(
     )
     _warn_of_idle_gpus(config, name, gpus_per_rank)
     try:
-        return _start(config, placed, group_id, name, cores_per_rank, gpus_per_rank, failure_grace, start_timeout)
+        members = (group_id, name, failure_grace)
+        return _start(config, placed, members, driver or Driver.here(), epoch, cores_per_rank, gpus_per_rank, start_timeout)
     except BaseException:
         placed.remove()
         raise
@@ -347,16 +395,18 @@ def start_ranks(
 def _start(
     config: RuntimeConfig,
     placed: Reservation,
-    group_id: str,
-    name: str,
+    members: tuple[str, str, float],
+    driver: Driver,
+    epoch: int,
     cores: int,
     gpus: float,
-    failure_grace: float,
     timeout: float,
 ) -> TrainRanks:
     num_ranks = len(placed.slots)
-    driver = Driver.here()
+    group_id, name, failure_grace = members
     prefix = name if group_id[:8] in name else f"{name}-{group_id[:8]}"
+    # Ray may still have the name of a rank that died.
+    prefix += f"-again{epoch}" if epoch else ""
     workers = tuple(
         TrainActor.options(
             name=f"{prefix}-rank{rank}",

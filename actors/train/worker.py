@@ -13,6 +13,7 @@ import torch
 from ray import cloudpickle
 
 from actors.cluster import prometheus
+from actors.cluster.processes import start_time
 from actors.cluster.rendezvous import Rendezvous, RendezvousPoint, RendezvousRoute, node_address, use_interface
 from actors.train.context import RankContext, RankFunction, refs_in
 from actors.train.loss import LossReceiver, SentLoss
@@ -65,7 +66,8 @@ class TrainWorker:
         except Exception as error:  # noqa: BLE001, every error is the driver's to judge
             return failed(error)
         node_id = ray.get_runtime_context().get_node_id()
-        return Completed(RankInfo(self._rank, node_id, node_address(), os.getpid()))
+        pid = os.getpid()
+        return Completed(RankInfo(self._rank, node_id, node_address(), pid, start_time(pid)))
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def execute(self, header: OperationHeader, pickled_call: bytes, loss: SentLoss | None) -> tuple[Outcome, Any]:
@@ -89,12 +91,16 @@ class TrainWorker:
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def begin(self, driver: Driver, name: str) -> int | Driver:
-        """As :meth:`OperationLedger.begin`; this and the next three are asked of rank 0."""
+        """As :meth:`OperationLedger.begin`; this and the next four are asked of rank 0."""
         return self._ledger.begin(driver, name)
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def keep(self, operation: Operation) -> None:
         self._ledger.journal.append(operation)
+
+    @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
+    def resume(self, number: int, journal: list[Operation]) -> None:
+        self._ledger.resume(number, journal)
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def forget(self, key: int) -> None:

@@ -26,6 +26,7 @@ from rl_backend.contracts.errors import GroupFailedError as GroupFailedError
 from rl_backend.contracts.errors import HandleError as HandleError
 from rl_backend.contracts.errors import OperationOrderError as OperationOrderError
 from rl_backend.contracts.errors import ParityError as ParityError
+from rl_backend.contracts.errors import RanksReplacedError as RanksReplacedError
 from rl_backend.contracts.errors import RegistryError as RegistryError
 from rl_backend.contracts.errors import RewardError as RewardError
 from rl_backend.contracts.errors import RLBackendError as RLBackendError

@@ -79,6 +79,7 @@ class Atom:
         join: how a group of ranks answers; None for what cannot leave a rank, and is not offered by a group.
         builds: makes the model that it returns. A lost group is built again from these operations.
         frees: ends the model that it is given, which is not built again.
+        reads: leaves models as they are: a group that is built again need not run it again.
     """
 
     needs: Needs = A_MODEL
@@ -88,6 +89,7 @@ class Atom:
     join: Join | None = "first"
     builds: bool = False
     frees: bool = False
+    reads: bool = False
     name: str = ""
 
     def __call__[M: Callable[..., Any]](self, method: M) -> M:

@@ -99,6 +99,10 @@ class GroupFailedError(RLBackendError):
     """A rank of a training group died or left its peers in a collective; the group cannot be used again."""
 
 
+class RanksReplacedError(RLBackendError):
+    """Work that only the ranks of before could do: they died and others have taken their place. Begin it again."""
+
+
 class ClusterLostError(RLBackendError):
     """Ray itself ended: its control store, or the raylet of this process's node."""
 

@@ -287,12 +287,12 @@ class Runtime[H](ABC):
             HandleError: training state of a forward-only handle.
         """
 
-    @Atom(ANY_STATE)
+    @Atom(ANY_STATE, reads=True)
     @abstractmethod
     def wait_for_checkpoint(self, handle: H) -> None:
         """Waits until an asynchronous save of this handle is complete; raises its error, on every rank."""
 
-    @Atom(ANY_STATE, join="any")
+    @Atom(ANY_STATE, join="any", reads=True)
     @abstractmethod
     def checkpoint_is_pending(self, handle: H) -> bool:
         """Whether an asynchronous save of this handle is still being written; raises its error. Not a collective.
@@ -359,17 +359,17 @@ class Runtime[H](ABC):
             CheckpointError: that save failed; the tenant stays: save it again, or remove it with another call.
         """
 
-    @Atom(ANY_STATE, takes="tenants")
+    @Atom(ANY_STATE, takes="tenants", reads=True)
     @_optional
     def get_lora_adapter(self, handle: H) -> LoRAInfo:
         """Facts about a tenant. Not a collective."""
 
-    @Atom(ANY_STATE)
+    @Atom(ANY_STATE, reads=True)
     @_optional
     def list_lora_adapters(self, handle: H) -> list[LoRAInfo]:
         """The tenants of a model in the order of making. Not a collective."""
 
-    @Atom(Needs(("model", "optimizer"), trained=True))
+    @Atom(Needs(("model", "optimizer"), trained=True), reads=True)
     @_optional
     def get_optimizer_state(self, handle: H) -> OptimizerState:
         """Steps, learning rate and whole moments of a tenant, or of a model that is trained itself. A collective.
@@ -378,12 +378,12 @@ class Runtime[H](ABC):
             UnsupportedError: a runtime that does not offer it, or whose parameters are no Hugging Face tensors.
         """
 
-    @Atom(ANY_STATE)
+    @Atom(ANY_STATE, reads=True)
     @_optional
     def list_optimizer_states(self, handle: H) -> list[OptimizerStateInfo]:
         """Of the model, where it is trained, and of its tenants. Not a collective."""
 
-    @Atom(ANY_STATE)
+    @Atom(ANY_STATE, reads=True)
     @_optional
     def get_backend_info(self, handle: H) -> BackendInfo:
         """What runs the model, or the base of a tenant, and for whom. Not a collective."""

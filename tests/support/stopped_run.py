@@ -23,7 +23,8 @@ STEPS = 6
 class Weight:
     """A training group of one model, whose weight changes with every step by the step's datum."""
 
-    num_ranks, peak_memory = 1, 0
+    num_ranks, peak_memory, wants_boundary = 1, 0, False
+    recoveries: tuple[Any, ...] = ()
     ranks = (SimpleNamespace(rank=0, node_ip="127.0.0.1", node_id="here"),)
 
     def __init__(self, config: SFTConfig) -> None:
@@ -33,6 +34,12 @@ class Weight:
     def update(self, datum: int) -> float:
         self.value = 0.9 * self.value + 0.01 * datum
         return self.value
+
+    def say_recoveries(self, say: Callable[[str], None]) -> None:
+        self.say = say
+
+    def bound(self, handle: Any, saved: Path, committed: Path) -> None:
+        assert not saved.exists() and committed.is_dir()
 
     def run_on_ranks(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         return [(True, True)]

@@ -202,7 +202,7 @@ FAULTS = [
     Fault(
         "removed-tenants-come-back",
         "actors.train.group:TrainGroup._submit.finish",
-        'ranks.forget(arguments["handle"].key)',
+        'self._ranks.forget(arguments["handle"].key)',
         "pass",
         ("test_tenants_of_a_lost_group_are_made_again_on_the_new_base",),
         "a rebuilt group would hold tenants that were removed, or refuse the second one of a name",

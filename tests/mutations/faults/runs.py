@@ -109,8 +109,8 @@ FAULTS = [
     Fault(
         "no-save-after-the-last-step",
         "actors.run.saver:RunSaver._is_due",
-        "return bool(every) and (step % every == 0 or step == self._config.steps)",
-        "return bool(every) and step % every == 0",
+        "return wanted or step % every == 0 or step == self._config.steps",
+        "return wanted or step % every == 0",
         (
             "test_saves_that_training_waits_for_are_committed_in_their_step_and_errors_are_raised",
             "test_a_save_in_the_background_is_committed_after_the_step_in_which_its_last_model_is_written",

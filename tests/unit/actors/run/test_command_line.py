@@ -14,7 +14,7 @@ from actors.folder.checkpoints import RunCheckpoints
 from actors.folder.resume import RunFinishedError
 from actors.run import command_line
 from actors.run.command_line import run_command
-from actors.train.ranks import AFTERWARDS
+from actors.train.outcome import AFTERWARDS
 from rl_backend.contracts import (
     BaseConfig,
     ClusterLostError,

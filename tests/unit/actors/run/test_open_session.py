@@ -15,6 +15,7 @@ from actors import Session
 from actors.cluster.placement import ClusterShare
 from actors.run import session as session_module
 from actors.run.session import borrowed_session, log_of_engines, open_session, ray_is
+from actors.train.pulse import WaitBounds
 from actors.watch.console import Phases
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
@@ -71,16 +72,18 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_ray_groups_and_engines_are_opened_in_order_and_closed_backwards(
     events: list[Any], capsys: pytest.CaptureFixture[str], ahead: int
 ) -> None:
-    config = PPOConfig(
-        **OPTIONS, reward="r", groups="each", ranks=3, engines=2, placement="spread", max_staleness=ahead, importance="off"
-    )
+    options: dict[str, Any] = {"reward": "r", "groups": "each", "ranks": 3, "engines": 2, "placement": "spread"}
+    options |= {"rank_silence": 9, "operation_timeout": 99, "save_every": ahead}
+    config = PPOConfig(**OPTIONS, **options, max_staleness=ahead, importance="off")
     with open_session(config, Phases("mine ")) as session:
         assert len(session.groups) == 2 and session.rollout is not None
         opened = len(events)
     engines = session.rollout.config
     runtime = config.replace(model="/cache/m").runtime_config()
     assert events[:2] == [("ray", 6, 2), ("share", 6, 2, not ahead)]
-    assert events[2:4] == [("group", (runtime, 3, 3, 1), {"placement": "spread"})] * 2
+    recover = "checkpoint" if ahead else "off"
+    given = {"placement": "spread", "bounds": WaitBounds(9, 99), "recover": recover}
+    assert events[2:4] == [("group", (runtime, 3, 3, 1), given)] * 2
     assert events[4][0] == "engines" and opened == 5
     assert (engines.model_path, engines.num_engines, engines.placement) == ("/cache/m", 2, "spread")
     assert events[5:] == ["engines closed", "group closed", "group closed", "ray closed"]

@@ -46,6 +46,12 @@ class Group:
         self.error: BaseException | None = None
         self.wait_for_checkpoint = Waiting(self)
         self.loaded: list[Path] = []
+        self.bounds: list[tuple[str, str]] = []
+        self.wants_boundary = False
+
+    def bound(self, handle: Any, saved: Path, committed: Path) -> None:
+        assert committed.is_dir()
+        self.bounds.append((f"{saved.parent.name}/{saved.name}", f"{committed.parent.name}/{committed.name}"))
 
     def save_checkpoint(self, handle: Any, path: Path, *, asynchronous: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +120,22 @@ def test_a_save_in_the_background_is_committed_after_the_step_in_which_its_last_
     with RunFolder(config.run_dir, longer, start=start, report_seconds=0) as folder:
         RunSaver(longer, folder, models, start)
     assert [path.name for path in (*actors.loaded, *critics.loaded)] == ["actor", "critic"]
+
+
+def test_a_group_is_told_of_every_checkpoint_and_gets_one_when_it_keeps_too_much(tmp_path: Path) -> None:
+    config, group = config_of(tmp_path, async_save=False), Group()
+    models: Any = {"actor": GroupModel(group, None)}  # type: ignore[arg-type]
+    with (
+        RunFolder(config.run_dir, config, report_seconds=0) as folder,
+        RunSaver(config, folder, models, RunStart()) as saver,
+    ):
+        step(saver, 1)
+        assert not group.bounds
+        step(saver, 2)
+        group.wants_boundary = True
+        step(saver, 3)
+        group.wants_boundary = False
+    assert group.bounds == [(f".step-0000000{number}.incomplete/actor", f"step-0000000{number}/actor") for number in (2, 3)]
 
 
 def test_saves_that_training_waits_for_are_committed_in_their_step_and_errors_are_raised(tmp_path: Path) -> None:

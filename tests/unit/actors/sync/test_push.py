@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from actors.sync.gpu_transports import StreamingTransport
 from actors.sync.push import WeightSync
@@ -19,7 +20,9 @@ from rl_backend.contracts import (
     EngineDeadError,
     EngineDirtyError,
     GroupFailedError,
+    RanksReplacedError,
     RLBackendError,
+    TensorInfo,
     WeightCheckError,
     WeightManifest,
 )
@@ -70,13 +73,14 @@ class Engines:
 
 class InMemory(StagedTransport):
     name = "in memory"
+    tensors: tuple[TensorInfo, ...] = ()
 
     def problem(self, plan: PushPlan, rollout: Any) -> str:
         return ""
 
     def stage(self, plan: PushPlan, train: Any, rollout: Any) -> Staged:
         segments = {engine: Segment(f"of {engine}", 64) for engine in (0, 1)}
-        return Staged(WeightManifest(version=plan.version, tensors=()), segments, "checked already")
+        return Staged(WeightManifest(version=plan.version, tensors=self.tensors), segments, "checked already")
 
 
 class Streaming(StreamingTransport):
@@ -263,3 +267,37 @@ def test_a_push_that_loses_an_engine_that_is_replaced_goes_on(monkeypatch: pytes
     with pytest.raises(WeightCheckError if heals else EngineDeadError):
         pushed.sync.push()
     assert waited == ([("died", {"pushable": True}), ("dirty", {"pushable": True})] if heals else [])
+
+
+def test_a_push_begins_again_when_ranks_were_replaced_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed, tries = Pushed(streams=False, turns=False), []
+    pushed.sync._rollout.engine_set = SimpleNamespace(require_hope=lambda: None)  # type: ignore[assignment]
+    report = SimpleNamespace(version=4, nbytes=8, transport="gloo", export=lambda: None)
+
+    def push() -> Any:
+        tries.append("push")
+        if len(tries) < 3:
+            raise RanksReplacedError("others have taken their place")
+        return report
+
+    monkeypatch.setattr(pushed.sync, "_push", push)
+    pushed_report: Any = pushed.sync.push()
+    assert pushed_report is report and len(tries) == 3
+
+
+def test_a_version_that_other_ranks_have_computed_again_has_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed = Pushed(streams=False, turns=False)
+    one, other = (TensorInfo.of("weight", (2,), torch.float32).replace(digest=digest) for digest in ("1" * 16, "2" * 16))
+
+    def push(ranks: Any, tensor: TensorInfo) -> None:
+        pushed.sync._ranks = ranks
+        monkeypatch.setattr(InMemory, "tensors", (tensor,))
+        pushed.push()
+
+    push("the first ranks", one)
+    push("the first ranks", other)  # they may have loaded other weights
+    push("the second ranks", other)
+    loads = pushed.methods.count("load")
+    with pytest.raises(WeightCheckError, match=r"^version 4 of the weights has other values on the ranks that replaced"):
+        push("the third ranks", one)
+    assert pushed.methods.count("load") == loads

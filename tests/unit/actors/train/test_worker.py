@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
+from actors.cluster.processes import start_time
 from actors.train import worker
 from actors.train.order import Driver
 from actors.train.outcome import Completed, Failed, RankInfo
@@ -48,7 +49,7 @@ def test_a_rank_computes_with_its_cores_and_knows_its_place(
 
     monkeypatch.setattr(worker, "create_runtime", create)
     made, outcome = start(rank, world_size, cores)
-    assert outcome == Completed(RankInfo(rank, "a node", "10.0.0.7", os.getpid()))
+    assert outcome == Completed(RankInfo(rank, "a node", "10.0.0.7", os.getpid(), start_time(os.getpid())))
     context = made._context
     assert context is not None and context.runtime == "runtime of a config"
     assert (context.group_id, context.rank, context.world_size) == ("group", rank, world_size)

@@ -1,0 +1,133 @@
+"""Signs of life of a group's ranks, and the end of those that show none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.cluster.processes import Process
+from actors.train.outcome import RankInfo
+
+LOOK_SECONDS = 1.0
+# Of a process of this node the kernel says whether it is stopped. Whoever stops one to look at it for a moment may.
+STOPPED_SECONDS = 4.0
+_END_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class WaitBounds:
+    """What a driver waits for a rank.
+
+    Attributes:
+        silence: seconds that a rank may not answer, to a thread of its own beside the one that computes. A GPU kernel, a
+            compilation or a collective that waits does not silence it, code that keeps Python's lock does.
+        operation: seconds that a rank may take for one operation, from when it begins.
+    """
+
+    silence: float = 60.0
+    operation: float = 7200.0
+
+
+BOUNDS = WaitBounds()
+
+type Recover = Literal["checkpoint", "off"]
+"""What the death of a rank does: its group recovers from the last checkpoint, or it ends."""
+
+
+@dataclass
+class _Rank:
+    asked: Any = None
+    silent: float = 0.0
+    running: int = 0
+    worked: float = 0.0
+    stopped: float = 0.0
+
+
+@dataclass
+class Pulse:
+    """Asks ranks for signs of life while their driver waits for them; a look costs one small call of each."""
+
+    workers: Sequence[Any]
+    infos: Sequence[RankInfo]
+    bounds: WaitBounds
+    _ranks: list[_Rank] = field(default_factory=list)
+    _looked: float = field(default_factory=lambda: time.monotonic())
+
+    def __post_init__(self) -> None:
+        self._ranks = [_Rank() for _ in self.workers]
+
+    def look(self) -> tuple[list[int], str] | None:
+        """The ranks that hang, and how; None where all are alive."""
+        now = time.monotonic()
+        # A driver that was stopped itself, or starved, has not waited for anybody meanwhile.
+        passed, self._looked = min(now - self._looked, 2 * LOOK_SECONDS), now
+        for number, rank in enumerate(self._ranks):
+            self._hear(self.workers[number], rank, passed)
+            if number < len(self.infos) and _is_stopped(self.infos[number]):
+                rank.stopped += passed
+            else:
+                rank.stopped = 0.0
+        found = [
+            ([n for n, rank in enumerate(self._ranks) if rank.stopped > STOPPED_SECONDS], "is stopped (SIGSTOP)"),
+            (
+                [n for n, rank in enumerate(self._ranks) if rank.silent > self.bounds.silence],
+                f"has given no sign of life for {self.bounds.silence:g} s",
+            ),
+            (
+                [n for n, rank in enumerate(self._ranks) if rank.worked > self.bounds.operation],
+                f"has not finished within {self.bounds.operation:g} s of its beginning",
+            ),
+        ]
+        return next(((ranks, how) for ranks, how in found if ranks), None)
+
+    def _hear(self, worker: Any, rank: _Rank, passed: float) -> None:
+        if rank.asked is not None and ray.wait([rank.asked], num_returns=1, timeout=0)[0]:
+            with suppress(RayError):  # a rank that died is found by what waits for its answer
+                started, finished = ray.get(rank.asked)
+                same = started == rank.running and started > finished
+                rank.running, rank.worked = started, rank.worked + rank.silent + passed if same else 0.0
+            rank.asked, rank.silent = None, 0.0
+        elif rank.asked is not None:
+            rank.silent += passed
+        if rank.asked is None:
+            rank.asked = worker.progress.remote()
+
+
+def _is_stopped(info: RankInfo) -> bool:
+    return bool(info.started) and info.node_id == _here() and Process(info.pid, info.started).is_stopped
+
+
+def _here() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def end_processes(infos: Sequence[RankInfo]) -> None:
+    """Ends ranks for good, those that are stopped too: none of them writes or sends again. Waits until they are gone.
+
+    A node that is lost cannot be asked, and is passed over.
+    """
+    waiting = []
+    for info in infos:
+        if info.node_id == _here():
+            end_process(info.pid, info.started)
+        else:
+            where = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
+            task = ray.remote(num_cpus=0, max_retries=0)(end_process).options(scheduling_strategy=where)
+            waiting.append(task.remote(info.pid, info.started))
+    if waiting:
+        ray.wait(waiting, num_returns=len(waiting), timeout=_END_SECONDS)
+
+
+def end_process(pid: int, started: str) -> None:
+    process, deadline = Process(pid, started), time.monotonic() + _END_SECONDS
+    # Ray asks a process to end, which one that is stopped does not hear; SIGKILL reaches it.
+    while started and not process.has_ended and time.monotonic() < deadline:
+        process.kill()
+        time.sleep(0.02)

@@ -1,0 +1,128 @@
+"""Signs of life: which ranks count as dead, on the clock of this process and with real processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.cluster.processes import start_time
+from actors.train import pulse as module
+from actors.train.outcome import RankInfo
+from actors.train.pulse import Pulse, WaitBounds, end_process
+from tests.support.told_ranks import Ref, ToldRay
+
+BOUNDS = WaitBounds(silence=30.0, operation=100.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Rank:
+    """Answers what it is told to; None does not answer."""
+
+    def __init__(self) -> None:
+        self.at: tuple[int, int] | None = (1, 1)
+        self.progress = SimpleNamespace(remote=lambda: Ref(self.at, comes=self.at is not None))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(module, "ray", ToldRay())
+    monkeypatch.setattr(module, "_here", lambda: "here")
+    return made
+
+
+def looks(pulse: Pulse, clock: Clock, seconds: float, step: float = 1.0) -> Any:
+    found, until = None, clock.now + seconds
+    while found is None and clock.now < until:
+        clock.now += step
+        found = pulse.look()
+    return found
+
+
+def begun(ranks: list[Rank], infos: tuple[RankInfo, ...] = ()) -> Pulse:
+    return Pulse(ranks, infos, BOUNDS)
+
+
+def test_a_rank_that_gives_no_sign_counts_as_dead_after_the_bound_and_not_before(clock: Clock) -> None:
+    ranks = [Rank(), Rank(), Rank()]
+    pulse = begun(ranks)
+    assert looks(pulse, clock, 50) is None
+    ranks[1].at = None
+    began = clock.now
+    assert looks(pulse, clock, 60) == ([1], "has given no sign of life for 30 s")
+    assert 30 < clock.now - began <= 33
+
+
+def test_a_driver_that_slept_itself_blames_nobody(clock: Clock) -> None:
+    rank = Rank()
+    pulse = begun([rank])
+    rank.at = None
+    assert looks(pulse, clock, 3) is None
+    clock.now += 600
+    assert pulse.look() is None and looks(pulse, clock, 20) is None
+
+
+def test_an_operation_is_timed_from_its_beginning_on_the_rank(clock: Clock) -> None:
+    rank = Rank()
+    pulse = begun([rank])
+    for number in range(2, 6):  # many operations, each within the bound
+        rank.at = (number, number - 1)
+        assert looks(pulse, clock, 80) is None
+    rank.at = (9, 8)
+    began = clock.now
+    assert looks(pulse, clock, 200) == ([0], "has not finished within 100 s of its beginning")
+    assert 100 <= clock.now - began <= 105
+    rank.at = (9, 9)
+    assert looks(begun([rank]), clock, 300) is None, "it waits for work"
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as made:
+        yield made
+        made.kill()
+
+
+def test_a_process_that_is_stopped_is_seen_at_once_and_one_that_continues_is_not(
+    clock: Clock, process: subprocess.Popen[bytes]
+) -> None:
+    info = RankInfo(0, "here", "10.0.0.1", process.pid, start_time(process.pid))
+    pulse = begun([Rank()], (info,))
+    assert looks(pulse, clock, 20) is None
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(0.05)
+    assert looks(pulse, clock, 3) is None
+    os.kill(process.pid, signal.SIGCONT)
+    time.sleep(0.05)
+    assert looks(pulse, clock, 20) is None
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(0.05)
+    assert looks(pulse, clock, 9) == ([0], "is stopped (SIGSTOP)")
+    elsewhere = begun([Rank()], (RankInfo(0, "there", "10.0.0.2", process.pid, info.started),))
+    assert looks(elsewhere, clock, 20) is None, "the number is another process's on another node"
+
+
+def test_what_was_stopped_is_gone_when_others_take_its_place(process: subprocess.Popen[bytes]) -> None:
+    started = start_time(process.pid)
+    end_process(process.pid, "another")
+    assert process.poll() is None, "numbers of processes come again"
+    os.kill(process.pid, signal.SIGSTOP)
+    end_process(process.pid, started)
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.wait(5) == -signal.SIGKILL and start_time(process.pid) == ""
