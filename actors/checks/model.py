@@ -16,7 +16,7 @@ from actors.options.sampled_config import EpisodeConfig, RunConfig, SampledConfi
 from actors.rollout.config import more_than, positions_of
 from actors.train.model import require_known_end
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
-from rl_backend.checkpoint.hf_weights import require_same_head
+from rl_backend.checkpoint.hf_weights import is_tied, require_same_head
 from rl_backend.checkpoint.kept_weights import describe_kept, find_kept
 from rl_backend.contracts import CheckpointError, ConfigError, RuntimeConfig, UnsupportedError
 from rl_backend.data.prompts import load_tokenizer
@@ -78,6 +78,7 @@ def find_weights(config: RunConfig) -> str:
     for model in config.models():
         with _named(f"{type(config).__name__}.{model.option}", model.path):
             check_weights(runtime_of(config, model), model.head)
+            _require_mergeable(config, model)
             reader = HFReader(model.path)
             size = sum(file.stat().st_size for file in reader.files) / 2**20
             text = f"{count(len(reader.infos), 'tensor')} in {count(len(reader.files), 'file')}, {size:,.1f} MiB"
@@ -85,6 +86,20 @@ def find_weights(config: RunConfig) -> str:
             kept = find_kept(reader, prefixes, ())
             texts.append(f"{text}, of which {describe_kept(kept)} are kept and not trained" if kept else text)
     return "; ".join(dict.fromkeys(texts))
+
+
+def _require_mergeable(config: RunConfig, model: RunModel) -> None:
+    lora = config.lora
+    merging = {"push": "merged", "save_merged": True}
+    asked = [(name, value) for name, value in merging.items() if getattr(lora, name, None) == value]
+    at_one_end = lora.selects("model.embed_tokens", "embedding") or lora.selects("lm_head", "head")
+    if lora.rank and asked and at_one_end and model.head == "log_probs" and is_tied(read_hf_config(model.path)):
+        raise ConfigError.of(
+            f"{type(lora).__name__}.{asked[0][0]}",
+            asked[0][1],
+            f"lora.targets={list(lora.targets)} has an end of {model.path}, whose head is its embedding: merged weights "
+            "could not be those of one alone; leave it out, or the target",
+        )
 
 
 def find_lengths(config: RunConfig) -> str:

@@ -158,12 +158,6 @@ class SampledOptions(BaseModel):
             wrong["temperature"] = "must be above 0 and finite"
         if self.sample_ahead is not None and bool(self.sample_ahead) != bool(self.max_staleness):
             wrong["sample_ahead"] = f"max_staleness={self.max_staleness}: set both to 0, strictly on-policy, or neither"
-        # Weights are the trainer's probability over the engine's, which a cut makes 0 for tokens that are never sampled.
-        for cut in self.sampling.cuts if self.importance_options() else ():
-            wrong[cut] = (
-                f"importance={self.importance!r} with max_staleness={self.max_staleness} cannot make up for tokens that are "
-                "never sampled; leave it out, or set importance to off"
-            )
         if self.importance == "off" and self.stale_samples == "correct":
             wrong["importance"] = "stale_samples='correct' needs importance weights; use truncate or mask"
         if wrong:
@@ -204,6 +198,8 @@ class SampledOptions(BaseModel):
     def meta(self) -> dict[str, Any]:
         entropy = self.entropy_coef > 0 or self.on_policy
         meta = {"temperature": self.sampling.temperature, "calculate_entropy": entropy}
+        # Log-probs are of the distribution that was sampled from.
+        meta |= {name: getattr(self.sampling, name) for name in self.sampling.cuts}
         # Routes of runtimes and of samples are for the layers with experts alone.
         return meta if self.router_replay == "off" else meta | {"routed_experts_layers": "moe"}
 

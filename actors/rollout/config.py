@@ -238,7 +238,8 @@ class SamplingConfig(BaseConfig):
         n: responses of each prompt.
         temperature: 0 takes the likeliest token, and is no temperature to train at. Log-probs are of the distribution that
             was sampled from: logits divided by it, over the tokens that ``min_p``, ``top_k`` and ``top_p`` keep; at
-            temperature 0, of the plain softmax. Training computes its log-probs over all tokens, at the same temperature.
+            temperature 0, of the plain softmax. Those of training are of the same kind, over the tokens that the model in
+            training would keep.
         top_p: nucleus sampling: keeps the likeliest tokens that together have this probability; 1 keeps all.
         top_k: keeps so many of the likeliest tokens; 0 keeps all.
         min_p: keeps tokens that are at least this share as probable as the likeliest; 0 keeps all.

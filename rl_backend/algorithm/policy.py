@@ -112,9 +112,11 @@ class PolicyGradientLoss:
         The loss, and metrics as (sum, weight) pairs: ``policy_loss`` (the mean that is optimised), ``clip_fraction``,
         ``approx_kl``, ``zero_advantages`` (fraction of tokens that teach nothing); ``clip_fraction_lower`` with
         ``clip_ratio_c``; ``kl`` with ``kl_coef``; ``importance_weight`` and ``importance_dropped`` (fraction of tokens with
-        weight 0) with an importance option; ``entropy`` when the model gives it, else of ``old_entropy``; with
-        ``rollout_log_probs`` also ``log_prob_gap``, the mean of ``|old_log_probs - rollout_log_probs|``, and ``rollout_kl``,
-        the estimate k3 of KL(policy that sampled || policy of ``old_log_probs``), both in nats per token.
+        weight 0) with an importance option; ``mask_disagreement`` with :attr:`~rl_backend.contracts.PackedBatch.cuts`
+        (fraction of sampled tokens that this model would not sample); ``entropy`` when the model gives it, else of
+        ``old_entropy``; with ``rollout_log_probs`` also ``log_prob_gap``, the mean of ``|old_log_probs -
+        rollout_log_probs|``, and ``rollout_kl``, the estimate k3 of KL(policy that sampled || policy of ``old_log_probs``),
+        both in nats per token.
 
     Raises:
         BatchError: a field, output or denominator that is missing or has another shape.
@@ -188,6 +190,8 @@ class PolicyGradientLoss:
             entropy = token_vector(data, "old_entropy")
         if entropy is not None:
             metrics["entropy"] = token_mean_metric(entropy.detach(), loss_mask)
+        if model_output.was_cut is not None:
+            metrics["mask_disagreement"] = token_mean_metric(model_output.was_cut, loss_mask)
         return loss, metrics
 
     @cached_property

@@ -107,11 +107,11 @@ def require_same_head(path: Path | str) -> None:
     reader = HFReader(path)
     # Further ones are copies for the prediction of further tokens.
     embeddings = min((name for name in reader.infos if name.endswith(_EMBEDDINGS)), key=len, default=None)
-    if LM_HEAD in reader.infos and embeddings is not None and _is_tied(reader.config):
+    if LM_HEAD in reader.infos and embeddings is not None and is_tied(reader.config):
         _require_same_rows(reader, embeddings, (slice(0, reader.infos[embeddings].shape[0]),))
 
 
-def _is_tied(hf_config: Mapping[str, Any]) -> bool:
+def is_tied(hf_config: Mapping[str, Any]) -> bool:
     """What ``config.json`` says of the head; where it says nothing, what transformers fills in."""
     name = "tie_word_embeddings"
     given = [part[name] for part in (hf_config, text_config(hf_config)) if part.get(name) is not None]

@@ -12,6 +12,7 @@ from rl_backend.contracts.base_config import OnResume as OnResume
 from rl_backend.contracts.batch import EPISODE_SHARE as EPISODE_SHARE
 from rl_backend.contracts.batch import TARGET_IDS as TARGET_IDS
 from rl_backend.contracts.batch import PackedBatch as PackedBatch
+from rl_backend.contracts.batch import SamplingCuts as SamplingCuts
 from rl_backend.contracts.batch import TokenSequence as TokenSequence
 from rl_backend.contracts.errors import BatchError as BatchError
 from rl_backend.contracts.errors import CheckpointError as CheckpointError

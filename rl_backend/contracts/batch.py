@@ -10,7 +10,7 @@ token or K of them, at every position, the last included.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -115,6 +115,14 @@ class TokenSequence:
         return cls(input_ids, fields, sequence_fields or {})
 
 
+class SamplingCuts(NamedTuple):
+    """The tokens that are sampled from, as of vLLM's parameters: ``min_p``, of what is left ``top_k``, of that ``top_p``."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
     """One micro-batch: B sequences laid end to end in T tokens, without padding.
@@ -127,7 +135,9 @@ class PackedBatch:
             hold. Where it is there, ``indexed_keys`` is read in every pass.
         sequence_fields: name -> (B, ...) tensor.
         meta: facts that all tokens share. The runtime reads ``temperature`` (a number; a (B,) sequence field of that name
-            takes precedence), ``calculate_entropy`` (bool) and, in a replay, ``routed_experts_layers``. Losses read
+            takes precedence), ``calculate_entropy`` (bool), ``top_log_probs`` (how many of the likeliest tokens the outputs
+            have), ``top_p``, ``top_k`` and ``min_p`` (:class:`SamplingCuts`) and, in a replay, ``routed_experts_layers``.
+            Losses read
             ``batch_num_tokens`` (the sum of ``loss_mask`` over the whole batch of all ranks), ``global_batch_size`` (its
             sequences; with the sequence field ``episode_share`` its episodes) and ``dp_size``.
         payload: the caller's own micro-batch object. Never read here; a loss adapter can pass it on.
@@ -217,6 +227,26 @@ class PackedBatch:
         if not temperature > 0:
             raise BatchError(f"meta['temperature'] is {temperature}; it must be above 0: log-probs of a greedy policy are 0")
         return temperature
+
+    @property
+    def cuts(self) -> SamplingCuts | None:
+        """What log-probs and entropy are cut to; None where they are of all tokens."""
+        found = SamplingCuts(*(self.meta.get(name, default) for name, default in SamplingCuts._field_defaults.items()))
+        if not (0 < found.top_p <= 1 and 0 <= found.min_p < 1 and found.top_k >= 0):
+            raise BatchError(f"meta has {found}: top_p is above 0 and at most 1, min_p below 1, neither nor top_k negative")
+        if found == SamplingCuts():
+            return None
+        if self.labels.dim() > 1:
+            raise BatchError(f"meta has {found}, and {TARGET_IDS} several tokens at a position: which is sampled is unknown")
+        return found
+
+    @property
+    def num_top(self) -> int:
+        """How many of the likeliest tokens are wanted after each token; 0 for none."""
+        found = self.meta.get("top_log_probs", 0)
+        if not isinstance(found, int) or found < 0:
+            raise BatchError(f"meta['top_log_probs'] is {found!r}; it is how many of the likeliest tokens are wanted, or 0")
+        return found
 
     def token_field(self, name: str) -> Tensor:
         """Raises :class:`BatchError` that lists what is there when it is missing."""

@@ -12,18 +12,26 @@ from rl_backend.contracts.lora import LoRAInfo
 
 
 class ModelOutput(NamedTuple):
-    """Outputs of one micro-batch of T tokens, each (T,) float32. A field that was not asked for is None.
+    """Outputs of one micro-batch of T tokens, each (T,) float32 unless it says so. A field that was not asked for is None.
 
     Attributes:
         log_probs: of the next token at the batch's temperature; 0 at each sequence's last position. Of ``target_ids`` where
             the batch has them, in their shape, (T,) or (T, K); 0 where one is -100.
         entropy: nats, of the distribution that ``log_probs`` is taken from; 0 where none is.
         values: of each token's state.
+        top_ids: (T, K) int64, the K likeliest tokens after each token, the last of a sequence included, likeliest first;
+            ``meta["top_log_probs"]`` is K.
+        top_log_probs: (T, K), theirs, at the batch's temperature; without a gradient.
+        was_cut: 1 where :attr:`PackedBatch.cuts` leave the next token out, by this model, and 0 elsewhere. ``log_probs``
+            and ``entropy`` are of the distribution over the tokens that are kept, and the next one.
     """
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_log_probs: Tensor | None = None
+    was_cut: Tensor | None = None
 
 
 class Metric(NamedTuple):

@@ -53,11 +53,9 @@ def select_modules(config: LoRAConfig, whole: Mapping[str, LoRAKind]) -> tuple[s
     """The names among ``whole``, of the whole model, that ``config`` targets; :class:`ConfigError` for one without any."""
     for target in config.targets:
         if not any(config.replace(targets=(target,)).selects(name, kind) for name, kind in whole.items()):
-            kinds: list[str] = sorted(set(whole.values()))
+            kinds = sorted(set(whole.values()))
             ends = sorted({name.rpartition(".")[2] for name in whole})
             unknown = target not in LORA_KINDS
-            if target in ("embedding", "head") or target.rpartition(".")[2] in ("embed_tokens", "lm_head"):
-                kinds.append("where the head is the embedding neither is adapted: merged weights could not be of one alone")
             raise ConfigError.of(
                 "LoRAConfig.targets",
                 target,

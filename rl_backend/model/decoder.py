@@ -167,6 +167,13 @@ class Decoder(nn.Module):
     def _make_head(self) -> nn.Linear:
         return nn.Linear(self.spec.hidden_size, self.spec.vocab_size, bias=self.spec.head_bias)
 
+    @property
+    def language_head(self) -> nn.Linear | nn.Embedding | None:
+        """What logits are made with; the embeddings, or a copy of them, where they are tied."""
+        if self.norm is None or self.score is not None:
+            return None
+        return self.lm_head or self.tied_head or self.embed_tokens
+
     def each_layer(self) -> Iterator[DecoderLayer]:
         yield from cast(Iterable[DecoderLayer], self.layers.values())
 
@@ -201,10 +208,10 @@ class Decoder(nn.Module):
         values = self._values(hidden, inputs)
         if self.score is not None or "log_probs" not in (inputs.heads or ("log_probs",)):
             return ModelOutput(values=values)
-        head = self.lm_head or self.tied_head or self.embed_tokens
-        assert head is not None, "a last stage has one of them"
+        head = self.language_head
+        assert head is not None, "of a last stage without a critic's head"
         # Here and not in the loss: with FSDP the head's weight is whole only during this forward.
-        log_probs, entropy = self.next_token_log_probs(
+        found = self.next_token_log_probs(
             hidden,
             head.weight,
             labels_without_values(inputs.labels, inputs.adapters) if inputs.adapters else inputs.labels,
@@ -213,10 +220,13 @@ class Decoder(nn.Module):
             chunk_tokens=self.log_prob_chunk_tokens,
             calculate_entropy=inputs.calculate_entropy,
             adapters=inputs.adapters,
+            top=inputs.num_top,
+            cuts=inputs.cuts,
         )
         if self.mtp is not None and torch.is_grad_enabled():
-            log_probs = with_added_loss(log_probs, self._mtp_loss(self.mtp, hidden, inputs, rotations, head))
-        return ModelOutput(log_probs=log_probs, entropy=entropy, values=values)
+            added = self._mtp_loss(self.mtp, hidden, inputs, rotations, head)
+            found = found._replace(log_probs=with_added_loss(found.log_probs, added))
+        return found.as_output(values)
 
     def _mtp_loss(
         self, mtp: MultiTokenPrediction, hidden: Tensor, inputs: ModelInput, rotations: Rotations, head: nn.Module
@@ -237,14 +247,14 @@ class Decoder(nn.Module):
         key_choice = KeyChoice(inputs.longest, inputs.router_loss_weight) if layer.chooses else None
         rotation = rotations.of(layer.rotary)
         predicted = mtp(hidden.to(embedding.dtype), embedding, rotation, inputs.segments, router, (), key_choice)
-        log_probs, _ = self.next_token_log_probs(
+        log_probs = self.next_token_log_probs(
             predicted.to(weight.dtype),
             weight,
             second.labels,
             bias=bias,
             temperature=1.0 / self.spec.logit_scale,
             chunk_tokens=self.log_prob_chunk_tokens,
-        )
+        ).log_probs
         return -log_probs.sum() * (spec.loss_weight * inputs.router_loss_weight / max(second.total, 1))
 
     def _values(self, hidden: Tensor, inputs: ModelInput) -> Tensor | None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from rl_backend.contracts import Head, ModelOptions
+from rl_backend.contracts import Head, ModelOptions, SamplingCuts
 from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.log_prob import IGNORE_LABEL
@@ -38,6 +38,8 @@ class ModelInput(NamedTuple):
         labels: (T,) or (T, K) int64, the tokens that log-probs are of, -100 for none: the next token, if not the batch's
             ``target_ids``.
         temperature: number or (T,) float32.
+        num_top: how many of the likeliest tokens are wanted after each of the T tokens.
+        cuts: what the distributions are cut to.
         router_loss_weight: factor of a router's losses: 1 / number of micro-batches, which gives a step their mean.
         padding: bool, which of the rows between this rank's blocks stand for no token; None where all do. Their label is
             -100.
@@ -60,6 +62,8 @@ class ModelInput(NamedTuple):
     labels: torch.Tensor
     temperature: torch.Tensor | float
     calculate_entropy: bool
+    num_top: int = 0
+    cuts: SamplingCuts | None = None
     router_loss_weight: float = 1.0
     padding: torch.Tensor | None = None
     routes: torch.Tensor | None = None

@@ -169,7 +169,9 @@ class TensorParallel:
 def vocabulary_shard(group: dist.ProcessGroup, start: int, vocab_size: int) -> VocabularyShard:
     """This rank's part of a vocabulary that is split over the ranks of ``group``; see :class:`VocabularyShard`."""
     largest = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group)
-    return VocabularyShard(start, vocab_size, largest, sum_over(group))
+    return VocabularyShard(
+        start, vocab_size, largest, sum_over(group), partial(all_gather, group=group, sum_gradients=False)
+    )
 
 
 def distribute_experts(experts: Experts, mesh: DeviceMesh) -> None:

@@ -1,13 +1,16 @@
 """Log-probabilities and entropy of the next token; logits of the vocabulary stay for the backward pass within a budget."""
 
+import functools
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_backend.contracts import BatchError
+from rl_backend.contracts import BatchError, ModelOutput, SamplingCuts
 from rl_backend.primitive.adapters import ENOUGH_ROWS, HEAD, AdapterRun, Factors, Narrowed, parts_of_head
 
 _TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
@@ -24,6 +27,26 @@ class LowRank(NamedTuple):
     grad_wide: Tensor  # of that shape; what the gradient is added to
 
 
+class Cut(NamedTuple):
+    """The words that a distribution is cut to: those less than ``limit`` below the largest logit, and the label."""
+
+    largest: Tensor  # (N, 1), of the whole vocabulary
+    limit: Tensor  # (N, 1)
+
+    def at(self, rows: slice | Tensor) -> "Cut":
+        return Cut(self.largest[rows], self.limit[rows])
+
+    def apply(self, logits: Tensor, column: Tensor, inside: Tensor) -> None:
+        """Takes the other words out of a tile, in place; ``column`` and ``inside`` are those of :class:`Tile`, (N, 1)."""
+        is_cut = self.largest - logits >= self.limit
+        is_cut.scatter_(1, column, is_cut.gather(1, column) & ~inside)
+        logits.masked_fill_(is_cut, _CUT)
+
+
+_CUT = -1e30
+"""A logit without a probability. Finite: its product with that is 0."""
+
+
 class Tokens(NamedTuple):
     """The tokens that take part."""
 
@@ -34,6 +57,7 @@ class Tokens(NamedTuple):
     added: LowRank | None = None
     several: bool = False
     bias: Tensor | None = None  # (vocabulary,)
+    cut: Cut | None = None
 
     @classmethod
     def select(
@@ -82,6 +106,7 @@ class Tile(NamedTuple):
     temperature: Tensor | None  # (tokens, 1)
     added: LowRank | None
     bias: Tensor | None  # (words,)
+    cut: Cut | None
 
     @classmethod
     def of(cls, tokens: Tokens, chunk: slice, weight: Tensor, words: slice) -> Self:
@@ -91,7 +116,8 @@ class Tile(NamedTuple):
         added = tokens.added
         added = added and LowRank(added.narrow[chunk], added.wide[words], added.grad_wide[words])
         bias = None if tokens.bias is None else tokens.bias[words]
-        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0), inside, temperature, added, bias)
+        cut = None if tokens.cut is None else tokens.cut.at(chunk)
+        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0), inside, temperature, added, bias, cut)
 
     def logits(self, buffer: Tensor) -> Tensor:
         out = buffer[: self.hidden.shape[0] * self.weight.shape[0]].view(self.hidden.shape[0], self.weight.shape[0])
@@ -100,7 +126,10 @@ class Tile(NamedTuple):
             add_matmul(out, self.added.narrow, self.added.wide.t(), beta=1)
         if self.bias is not None:
             out.add_(self.bias)
-        return out if self.temperature is None else out.div_(self.temperature)
+        out = out if self.temperature is None else out.div_(self.temperature)
+        if self.cut is not None:
+            self.cut.apply(out, self.column, self.inside)
+        return out
 
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -254,9 +283,21 @@ IGNORE_LABEL = -100
 """Label of a position that predicts nothing."""
 
 
+class TopTokens(NamedTuple):
+    ids: Tensor  # (T, K) int64, the likeliest first
+    log_probs: Tensor  # (T, K), without a gradient
+
+
 class NextToken(NamedTuple):
     log_probs: Tensor  # as the labels, float32 (float64 for float64 inputs); 0 where the label is -100
     entropy: Tensor | None  # (T,) of the same dtype, in nats, or None when it was not asked for; 0 without a label
+    top: TopTokens | None = None
+    was_cut: Tensor | None = None  # (T,), 1 where the cuts leave the label out; None without cuts
+
+    def as_output(self, values: Tensor | None = None) -> ModelOutput:
+        """With ``values``, of a head of theirs."""
+        ids, log_probs = (None, None) if self.top is None else self.top
+        return ModelOutput(self.log_probs, self.entropy, values, ids, log_probs, self.was_cut)
 
 
 class VocabularyShard(NamedTuple):
@@ -266,6 +307,7 @@ class VocabularyShard(NamedTuple):
     vocab_size: int  # tokens of the whole vocabulary
     largest_over_ranks: Callable[[Tensor], object]  # reduce a tensor over all ranks of the split, in place
     sum_over_ranks: Callable[[Tensor], object]  # reduce a tensor over all ranks of the split, in place
+    gather_over_ranks: Callable[[Tensor], Tensor]  # (N, ...) of each rank -> (ranks * N, ...)
 
 
 def next_token_log_probs(
@@ -279,6 +321,8 @@ def next_token_log_probs(
     calculate_entropy: bool = False,
     shard: VocabularyShard | None = None,
     adapters: Sequence[AdapterRun] = (),
+    top: int = 0,
+    cuts: SamplingCuts | None = None,
 ) -> NextToken:
     """``log_softmax((hidden @ weight.T + bias) / temperature)`` at the labels, and the entropy of that softmax.
 
@@ -300,9 +344,13 @@ def next_token_log_probs(
         temperature: positive number or (T,) tensor; not differentiated.
         adapters: at work on rows of their own, on a CPU with the bits that each has alone. One that has
             :data:`~rl_backend.primitive.adapters.HEAD` adds its product to the logits of its rows.
+        top: how many of the likeliest tokens are wanted of every row, with a label or not, from a pass of their own; over
+            all words.
+        cuts: log-probs and entropy are of the distribution over the words that are kept, the label always among them. Up to
+            six passes of the head say which these are. For one label of each token.
 
     Returns:
-        log-probs in the shape of ``labels``, entropy (T,).
+        log-probs in the shape of ``labels``, entropy (T,), the likeliest tokens (T, top).
 
     Raises:
         BatchError: a temperature that is not positive, or a label outside the vocabulary (on a CPU, where nothing waits).
@@ -311,30 +359,170 @@ def next_token_log_probs(
         raise BatchError(f"temperature={temperature!r}: must be positive", temperature=temperature)
     if labels.device.type == "cpu":
         _check_on_host(labels, weight.shape[0] if shard is None else shard.vocab_size, temperature)
-    found, columns = [], labels if labels.dim() == 2 else labels[:, None]
+    found, tops, left_out = [], list[TopTokens](), list[Tensor]()
+    columns = labels if labels.dim() == 2 else labels[:, None]
     # A rank may have no part of a small vocabulary.
     room = KEPT_BYTES // max(weight.shape[0] * wide(hidden.dtype).itemsize, 1)
     kept_tokens = room if torch.is_grad_enabled() else 0
     for rows, run in parts_of_head(adapters, hidden.shape[0]):
         factors = None if run is None else run.modules[HEAD]
-        mine = hidden[rows]
-        # By an adapter's own tokens: what is kept must not depend on how many others there are.
-        work = _Work(chunk_tokens, calculate_entropy, bool(adapters) and factors is None, len(mine) <= kept_tokens)
-        found.append(
-            _NextTokenLogProbs.apply(
-                mine,
-                weight,
-                columns[rows],
-                temperature[rows] if isinstance(temperature, Tensor) else temperature,
-                work,
-                shard,
-                None if run is None or factors is None else Narrowed.apply(mine, run.draw, factors),
-                factors,
-                bias,
-            )
+        mine, several = hidden[rows], bool(adapters) and factors is None
+        narrow = None if run is None or factors is None else Narrowed.apply(mine, run.draw, factors)
+        divisor = temperature[rows] if isinstance(temperature, Tensor) else temperature
+        asked, start = columns[rows, 0] != IGNORE_LABEL, 0 if shard is None else shard.start
+        added = _added(narrow, factors) if top or cuts is not None else None
+        select = functools.partial(
+            Tokens.select, mine, columns[rows, :1], divisor, start=start, added=added, several=several
         )
+        cut: Cut | None = None
+        if top:
+            tokens, _ = select(torch.ones_like(asked))
+            likeliest = _top_tokens(tokens._replace(bias=bias), weight, chunk_tokens, top, shard)
+            # Behind them may be copies of the first.
+            tops.append(TopTokens(*(values[: len(asked)] for values in likeliest)))
+        if cuts is not None:
+            tokens, positions = select(asked)
+            cut, is_cut = cut_of(tokens._replace(bias=bias), weight, chunk_tokens, cuts, shard)
+            nothing = is_cut.new_zeros(len(asked), 1)
+            cut = Cut(*(nothing.index_copy(0, positions, values) for values in cut))
+            left_out.append(nothing[:, 0].index_copy(0, positions, is_cut))
+        # By an adapter's own tokens: what is kept must not depend on how many others there are.
+        work = _Work(chunk_tokens, calculate_entropy, several, len(mine) <= kept_tokens, cut)
+        found.append(_NextTokenLogProbs.apply(mine, weight, columns[rows], divisor, work, shard, narrow, factors, bias))
     log_probs, entropy = found[0] if len(found) == 1 else (torch.cat(values) for values in zip(*found, strict=True))
-    return NextToken(log_probs.view_as(labels), entropy if calculate_entropy else None)
+    joined = TopTokens(*map(torch.cat, zip(*tops, strict=True))) if tops else None
+    was_cut = torch.cat(left_out) if left_out else None
+    return NextToken(log_probs.view_as(labels), entropy if calculate_entropy else None, joined, was_cut)
+
+
+_COARSE, _STEPS = 2**7, 2**12
+"""Below the largest logit words are sorted into steps of 1 / 128, and those of one of them into 4096 finer ones. As many are
+told apart as that: what is more than 32 nats below the likeliest word is kept, or cut, together."""
+
+
+@torch.no_grad()
+def cut_of(
+    tokens: Tokens, weight: Tensor, chunk_tokens: int, cuts: SamplingCuts, shard: VocabularyShard | None
+) -> tuple[Cut, Tensor]:
+    """The words that an engine samples from, as vLLM cuts them: ``min_p``, of what is left ``top_k``, of that ``top_p``.
+
+    Exact to steps of 2e-6 nats: words that near each other are kept, or cut, together.
+
+    Returns:
+        them, and (N,) float, 1 where the label is not one of them.
+    """
+    chunks, buffers = tokens.chunks(chunk_tokens), buffers_for(tokens, weight, chunk_tokens, count=1)
+    work = _Work(chunk_tokens, calculate_entropy=False, several=tokens.several, keep=False)
+
+    def sums(tokens: Tokens) -> Tensor:
+        found = [_sum_over_vocabulary(tokens, chunk, weight, work, buffers, None) for chunk in chunks]
+        return torch.cat(found) if found else tokens.hidden.new_empty(0, 4, dtype=wide(weight.dtype))
+
+    partial = sums(tokens)
+    largest = partial[:, :1].clone()
+    if shard is not None:
+        shard.largest_over_ranks(largest)
+    _, label_logits, _ = _finish_sums(partial, shard, False)
+    cut = Cut(largest, torch.full_like(largest, torch.inf))
+    if cuts.min_p > 0:
+        cut = cut._replace(limit=torch.full_like(largest, -math.log(cuts.min_p)))
+    # No label is spared yet.
+    unlabelled = tokens._replace(labels=torch.full_like(tokens.labels, IGNORE_LABEL))
+    if cuts.top_k > 0:
+        wanted = torch.full_like(largest, cuts.top_k)
+        cut = _cut_at(unlabelled, weight, chunk_tokens, cut, wanted, shard, torch.ones_like)
+    if cuts.top_p < 1:
+        log_total, _, _ = _finish_sums(sums(unlabelled._replace(cut=cut)), shard, False)
+        wanted = (log_total[:, None] - largest).exp_() * cuts.top_p
+        cut = _cut_at(unlabelled, weight, chunk_tokens, cut, wanted, shard, _probability)
+    return cut, (cut.largest - label_logits >= cut.limit).to(largest.dtype)[:, 0]
+
+
+def _probability(below: Tensor) -> Tensor:
+    return below.neg().exp_()
+
+
+def _cut_at(
+    tokens: Tokens,
+    weight: Tensor,
+    chunk_tokens: int,
+    cut: Cut,
+    wanted: Tensor,
+    shard: VocabularyShard | None,
+    weigh: Callable[[Tensor], Tensor],
+) -> Cut:
+    """The fewest of the likeliest words, of those in ``cut``, that together weigh ``wanted``; all where none suffice."""
+    buffer = buffers_for(tokens, weight, chunk_tokens, count=1)[0]
+    slices = vocabulary_slices(tokens, weight, chunk_tokens)
+
+    def limits(chunk: slice) -> Tensor:
+        own, least = cut.at(chunk), wanted[chunk]
+
+        def sums(scale: int, step: Tensor | None) -> Tensor:
+            """(tokens, _STEPS + 1): what the words weigh that are in each step and above, of one coarse step or of all."""
+            weights = least.new_zeros(len(least), _STEPS + 1)
+            for words in slices:
+                below = own.largest - Tile.of(tokens, chunk, weight, words).logits(buffer)
+                counts, place = below < own.limit, (below * scale).floor()
+                if step is not None:
+                    counts &= (below * _COARSE).floor_() == step
+                    place -= step * (scale // _COARSE)
+                # Another's NaN must not end the pass.
+                place = place.nan_to_num_(_STEPS).clamp_(0, _STEPS)
+                weights.scatter_add_(1, place.long(), weigh(below).mul_(counts))
+            if shard is not None:
+                shard.sum_over_ranks(weights)
+            return weights.cumsum_(1)
+
+        coarse = sums(_COARSE, None)
+        step = (coarse < least).sum(1, keepdim=True).clamp_(max=_STEPS)
+        above = F.pad(coarse, (1, 0)).gather(1, step)
+        fine = above + sums(_COARSE * _STEPS, step.to(least.dtype))
+        last = step * _STEPS + (fine < least).sum(1, keepdim=True)
+        return ((last + 1) / (_COARSE * _STEPS)).to(least.dtype).masked_fill(step == _STEPS, torch.inf)
+
+    found = [limits(chunk) for chunk in tokens.chunks(chunk_tokens)]
+    return cut._replace(limit=torch.minimum(cut.limit, torch.cat(found))) if found else cut
+
+
+@torch.no_grad()
+def _top_tokens(tokens: Tokens, weight: Tensor, chunk_tokens: int, count: int, shard: VocabularyShard | None) -> TopTokens:
+    """The ``count`` likeliest of the whole vocabulary for each of ``tokens``."""
+    buffer = buffers_for(tokens, weight, chunk_tokens, count=1)[0]
+    found = [_top_of_chunk(tokens, chunk, weight, chunk_tokens, buffer, count) for chunk in tokens.chunks(chunk_tokens)]
+    if not found:
+        return TopTokens(tokens.labels.new_zeros(0, count), buffer.new_zeros(0, count))
+    ids, logits, normalizers = (torch.cat(values) for values in zip(*found, strict=True))
+    if shard is not None:
+        every_rank = shard.gather_over_ranks
+        ids, logits, normalizers = (
+            every_rank(values).unflatten(0, (-1, len(values))).transpose(0, 1).flatten(1)
+            for values in (ids, logits, normalizers)
+        )
+        ids, logits = _largest(ids, logits, count)
+        normalizers = normalizers.logsumexp(1, keepdim=True)
+    return TopTokens(ids, logits - normalizers)
+
+
+def _top_of_chunk(
+    tokens: Tokens, chunk: slice, weight: Tensor, chunk_tokens: int, buffer: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, count) ids and logits of this rank's words, -inf behind the last, and (tokens, 1) their log-normaliser."""
+    shape = chunk.stop - chunk.start, count
+    ids, best = tokens.labels.new_zeros(shape), buffer.new_full(shape, -torch.inf)
+    normalizer = best[:, :1]
+    for words in vocabulary_slices(tokens, weight, chunk_tokens):
+        logits = Tile.of(tokens, chunk, weight, words).logits(buffer)
+        normalizer = torch.logaddexp(normalizer, logits.logsumexp(1, keepdim=True))
+        values, columns = logits.topk(min(count, logits.shape[1]))
+        columns += tokens.start + words.start
+        ids, best = _largest(torch.cat([ids, columns], 1), torch.cat([best, values], 1), count)
+    return ids, best, normalizer
+
+
+def _largest(ids: Tensor, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    values, places = logits.topk(count)
+    return ids.gather(1, places), values
 
 
 def _check_on_host(labels: Tensor, vocab_size: int, temperature: Tensor | float) -> None:
@@ -351,6 +539,7 @@ class _Work(NamedTuple):
     calculate_entropy: bool
     several: bool  # tokens of several adapters, whose bits no other decides
     keep: bool  # the logits for the backward pass
+    cut: Cut | None = None
 
 
 class _NextTokenLogProbs(torch.autograd.Function):
@@ -370,7 +559,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
         start = 0 if shard is None else shard.start
         added, active = _added(narrow, factors), (labels != IGNORE_LABEL).any(1)
         tokens, positions = Tokens.select(hidden, labels, temperature, active, start, added, several=work.several)
-        tokens = tokens._replace(bias=bias)
+        tokens = tokens._replace(bias=bias, cut=work.cut and work.cut.at(positions))
         dtype, rows, kept = wide(hidden.dtype), None, None
         if work.keep and any(ctx.needs_input_grad):
             kept = hidden.new_empty((len(positions), weight.shape[0]), dtype=dtype)
@@ -410,7 +599,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
         start = 0 if ctx.shard is None else ctx.shard.start
         added = _added(narrow, ctx.factors)
         tokens, positions = Tokens.select(hidden, labels, ctx.temperature, active, start, added, several=ctx.work.several)
-        tokens = tokens._replace(bias=bias)
+        tokens = tokens._replace(bias=bias, cut=ctx.work.cut and ctx.work.cut.at(positions))
         gradient = NextTokenGradient(
             grad_log_probs[positions],
             None if grad_entropy is None else grad_entropy[positions][:, None],

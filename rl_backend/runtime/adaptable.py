@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rl_backend.contracts.lora import LoRAKind
 from rl_backend.lora.modules import AdaptedModule
 from rl_backend.parallel.collectives import sum_over
-from rl_backend.primitive.adapters import SumOverRanks
+from rl_backend.primitive.adapters import HEAD, SumOverRanks
 
 COUPLES = "gradients of a tenant would depend on tokens of the others"
 TRAINS_BASE = "it trains a part of the base, which stands still beside tenants"
@@ -60,7 +60,9 @@ class Adaptable:
             if group.size() > 1:
                 dist.all_gather_object(found, whole, group=group)
             whole = {name: module for part in found for name, module in part.items()}
-        modules = [whole[name] for name in (weight.removesuffix(".weight") for weight in weights) if name in whole]
+        # A tied head has no weight of its own.
+        names = dict.fromkeys([*(weight.removesuffix(".weight") for weight in weights), HEAD])
+        modules = [whole[name] for name in names if name in whole]
         return cls(
             kinds={module.name: module.kind for module in modules},
             sizes={module.name: (module.in_features, module.out_features) for module in modules},

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.checkpoint.hf_reader import require_float_weights
+from rl_backend.checkpoint.hf_weights import LM_HEAD
 from rl_backend.checkpoint.kept_weights import STALE, describe_kept
 from rl_backend.checkpoint.peft_files import fitted_to, read_peft_directory
 from rl_backend.contracts import (
@@ -357,10 +358,19 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
     def _require_same_weights(self, model: GuardedHandle, weights: Mapping[str, Tensor], path: Path | str) -> None:
         """Refuses an adapter that brings along other weights of its base than those of ``model``. A collective."""
-        unknown = sorted(weights.keys() - {info.name for info in model.weights})
+        known, places = {info.name for info in model.weights}, {name: name for name in weights}
+        if LM_HEAD in weights and model.adaptable is not None and model.head == "log_probs" and LM_HEAD not in known:
+            # peft saves a head that is the embedding under its own name.
+            ends = (f"{name}.weight" for name, kind in model.adaptable.kinds.items() if kind == "embedding")
+            places[LM_HEAD] = next(ends, LM_HEAD)
+        unknown = sorted(name for name, place in places.items() if place not in known)
         # Collective: every rank reads the same directory, so that all ask for the same names.
-        stored = self.export_weights(model, names=[name for name in weights if name not in unknown])
-        others = [name for name, mine in stored if not torch.equal(mine.cpu(), weights[name].to(mine.dtype))]
+        others = [
+            name
+            for stored, mine in self.export_weights(model, names=known.intersection(places.values()))
+            for name, place in places.items()
+            if place == stored and not torch.equal(mine.cpu(), weights[name].to(mine.dtype))
+        ]
         if found := [*unknown, *others]:
             why = f"is a whole weight, other than that of {model.name!r}; only factors are read"
             raise UnsupportedError(f"{path}: {found[0]} {why}", name=found[0])

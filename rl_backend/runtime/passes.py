@@ -31,6 +31,9 @@ from rl_backend.primitive.log_prob import IGNORE_LABEL
 from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.interface import REPLAY_MODES, RouterReplay
 
+TOP, CUT = ("top_ids", "top_log_probs"), "was_cut"
+"""Outputs that the meta of a batch asks for."""
+
 
 class PassAdapters(Protocol):
     """The adapters of a pass; ``heads`` are its outputs, the same for all of its micro-batches and ranks."""
@@ -99,13 +102,16 @@ class PassResults:
 
         Raises:
             BatchError: as :func:`check_returned`.
-            UnsupportedError: the model gave something else than a number for each token, or for each of its targets.
+            UnsupportedError: the model gave something else than a number for each token, or for each of its targets, or no
+                likeliest tokens where they were asked for.
         """
+        shapes = {"log_probs": tuple(batch.token_fields.get(TARGET_IDS, batch.input_ids).shape)}
+        shapes |= dict.fromkeys(TOP, (batch.num_tokens, batch.num_top))
         for name, value in output._asdict().items():
-            like = batch.token_fields.get(TARGET_IDS, batch.input_ids) if name == "log_probs" else batch.input_ids
-            if value is not None and value.shape != like.shape:
+            found, expected = None if value is None else tuple(value.shape), shapes.get(name, (batch.num_tokens,))
+            asked = (name in TOP and batch.num_top > 0) or (name == CUT and batch.cuts is not None)
+            if found != expected and (found is not None or (asked and output.log_probs is not None)):
                 # Losses would spread it over the tokens in silence.
-                found, expected = tuple(value.shape), tuple(like.shape)
                 raise UnsupportedError(
                     f"the model returned {name} of shape {found} for micro-batch {index}; expected {expected}"
                 )
@@ -239,9 +245,14 @@ def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError |
                 name=TARGET_IDS,
             )
         try:
-            temperature = batch.temperature
+            temperature, num_top, _ = batch.temperature, batch.num_top, batch.cuts
         except BatchError as error:
             return _of_micro_batch(index, error)
+        if num_top > vocab_size:
+            return BatchError(
+                f"micro-batch {index}: meta['top_log_probs'] is {num_top}; the vocabulary has {vocab_size} tokens",
+                micro_batch=index,
+            )
         if isinstance(temperature, Tensor) and not bool((temperature > 0).all()):
             lowest = float(temperature.min())
             return BatchError(f"micro-batch {index}: temperature {lowest}; it must be above 0", micro_batch=index)

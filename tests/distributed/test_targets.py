@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.algorithm import tinker_losses
-from rl_backend.contracts import TARGET_IDS, TokenSequence
+from rl_backend.contracts import TARGET_IDS, SamplingCuts, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
 from rl_backend.data import pack_plan, plan_tenants
 from tests.support.families import load_transformers
@@ -19,17 +19,18 @@ from tests.support.native import VOCAB_SIZE
 from tests.support.rank_pool import RankPool
 from tests.support.tenant_layouts import BRIDGE, NATIVE, cases
 from tests.support.tenants import copied
+from tests.support.token_cuts import of_kept
 
 LENGTHS = (9, 4, 17, 6, 12)
 TEMPERATURES = (1.0, 0.7, 1.3, 0.5, 1.0)
-K = 3
+K, TOP = 3, 5
 LAYOUTS = ("one rank", "dp2", "tp2", "cp2", "pp2", "pp2 zbv", "dp2 tp2")
 
 
 def sequences(lora_id: int) -> list[TokenSequence]:
     """K targets for each position, the last included, of which some ask for nothing; weights of both signs."""
     generator = torch.Generator().manual_seed(0)
-    found = []
+    found: list[TokenSequence] = []
     for length, temperature in zip(LENGTHS, TEMPERATURES, strict=True):
         ids, targets = (torch.randint(0, VOCAB_SIZE, shape, generator=generator) for shape in ((length,), (length, K)))
         targets[0], targets[1, 1:] = -100, -100
@@ -39,8 +40,12 @@ def sequences(lora_id: int) -> list[TokenSequence]:
     return found
 
 
-def targets_job(model: str, backend: str, layout: str) -> tuple[dict[int, Tensor], float, float, dict[str, Tensor]]:
-    """(log-probs by sequence, loss and ``loss:sum`` of this rank, gradients of the tenant)"""
+type Outputs = tuple[Tensor, Tensor, Tensor]
+"""Log-probs of the targets, ids and log-probs of the likeliest tokens."""
+
+
+def targets_job(model: str, backend: str, layout: str) -> tuple[dict[int, Outputs], float, float, dict[str, Tensor]]:
+    """(outputs by sequence, loss and ``loss:sum`` of this rank, gradients of the tenant)"""
     from rl_backend.contracts import OptimizerConfig
     from tests.support.bridge_runs import open_bridge
     from tests.support.native import open_runtime
@@ -52,12 +57,14 @@ def targets_job(model: str, backend: str, layout: str) -> tuple[dict[int, Tensor
         tenant = runtime.create_lora_adapter(base, lora, OptimizerConfig(), name="own")
         rows, rank, size = sequences(tenant.lora_id), base.data_parallel_rank, base.data_parallel_size
         plan = plan_tenants(LENGTHS, [0] * len(rows), size, 20, multiple_of=base.micro_batch_multiple, fill=True)
-        data = pack_plan(rows, plan)[rank]
+        data = pack_plan(rows, plan, {"top_log_probs": TOP})[rank]
         result = runtime.forward_backward(base, data, {"own": tinker_losses.cross_entropy}).tenants["own"]
         assert not result.error, result.error
         gradients = copied(runtime.export_gradients(tenant))
     mine = plan.rank_indices(rank)
-    outputs = {} if not result.outputs else dict(zip(mine, result.outputs["log_probs"], strict=True))
+    names = ("log_probs", "top_ids", "top_log_probs")
+    found = zip(*(result.outputs[name] for name in names), strict=True) if result.outputs else ()
+    outputs = dict(zip(mine, found, strict=bool(result.outputs)))
     own = {index: value for index, value in outputs.items() if index < len(rows)}
     total = result.metrics["loss:sum"].sum if result.metrics else 0.0
     return own, result.loss / size, total, gradients
@@ -75,6 +82,9 @@ def on_one_rank(ranks: RankPool, model: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.shows("model: log-probs of given targets, several for each token, are those of transformers in every layout")
+@pytest.mark.shows(
+    "model: the likeliest tokens after each token and their log-probs are those of transformers in every layout"
+)
 @pytest.mark.parametrize(
     ("backend", "layout"),
     sampled(
@@ -85,7 +95,7 @@ def on_one_rank(ranks: RankPool, model: str) -> dict[str, Tensor]:
 def test_log_probs_are_those_of_transformers_and_losses_exact_sums(
     ranks: RankPool, model: str, on_one_rank: dict[str, Tensor], backend: str, layout: str
 ) -> None:
-    expected, total = [], 0.0
+    expected, likeliest, total = [], [], 0.0
     reference = load_transformers(Path(model)).double()
     for row, temperature in zip(sequences(0), TEMPERATURES, strict=True):
         with torch.no_grad():
@@ -93,16 +103,71 @@ def test_log_probs_are_those_of_transformers_and_losses_exact_sums(
         targets = row.token_fields[TARGET_IDS]
         log_probs = distribution.gather(1, targets.clamp(min=0)).where(targets != -100, 0.0)
         expected.append(log_probs)
+        likeliest.append(distribution.topk(TOP))
         total -= float((log_probs * row.token_fields["weights"]).sum())
     world_size = (BRIDGE if backend == "bridge" else NATIVE)[layout][0]
     found = ranks.run(targets_job, model, backend, layout, world_size=world_size)
-    log_probs_of = {index: value for each in found for index, value in each[0].items()}
-    assert sorted(log_probs_of) == list(range(len(LENGTHS)))
-    for index, log_probs in log_probs_of.items():
+    outputs_of = {index: value for each in found for index, value in each[0].items()}
+    assert sorted(outputs_of) == list(range(len(LENGTHS)))
+    for index, (log_probs, top_ids, top_log_probs) in outputs_of.items():
         torch.testing.assert_close(log_probs.double(), expected[index], rtol=1e-5, atol=1e-5)
+        assert torch.equal(top_ids, likeliest[index].indices)
+        torch.testing.assert_close(top_log_probs.double(), likeliest[index].values, rtol=1e-5, atol=1e-5)
     sources = [each for each in found if each[0]]
     assert sum(loss for _, loss, _, _ in sources) == pytest.approx(total, rel=1e-5)
     assert sum(metric for _, _, metric, _ in sources) == pytest.approx(total, rel=1e-5)
     for *_, gradients in found:
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, on_one_rank[name], rtol=1e-4, atol=1e-5)
+
+
+CUTS = SamplingCuts(top_p=0.8, top_k=30, min_p=0.001)
+
+
+def cuts_job(model: str, backend: str, layout: str) -> dict[int, Outputs]:
+    """By sequence: log-probs, entropy and what was cut."""
+    from tests.support.bridge_runs import open_bridge
+    from tests.support.native import open_runtime
+
+    settings = (BRIDGE if backend == "bridge" else NATIVE)[layout][1]
+    with (open_bridge if backend == "bridge" else open_runtime)(model, **settings) as runtime:
+        base = runtime.build_model(trainable=False)
+        rows = [
+            TokenSequence(row.input_ids, {}, {"temperature": row.sequence_fields["temperature"]}) for row in sequences(0)
+        ]
+        rank, size = base.data_parallel_rank, base.data_parallel_size
+        plan = plan_tenants(LENGTHS, [0] * len(rows), size, 20, multiple_of=base.micro_batch_multiple, fill=True)
+        data = pack_plan(rows, plan, {**CUTS._asdict(), "calculate_entropy": True})[rank]
+        outputs = runtime.forward_backward(base, data, None, forward_only=True).outputs
+    found = zip(*(outputs[name] for name in ("log_probs", "entropy", "was_cut")), strict=True) if outputs else ()
+    return {index: each for index, each in zip(plan.rank_indices(rank), found, strict=bool(outputs)) if index < len(rows)}
+
+
+@pytest.mark.shows(
+    "model: log-probs of the tokens that top-p, top-k and min-p keep are those of plain torch in every layout"
+)
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    sampled(
+        cases(LAYOUTS, ("one rank", "dp2", "tp2", "pp2")),
+        *(("native", "tp2"), ("native", "pp2"), ("bridge", "tp2")),
+    ),
+)
+def test_log_probs_are_over_the_tokens_that_are_kept(ranks: RankPool, model: str, backend: str, layout: str) -> None:
+    reference = load_transformers(Path(model)).double()
+    world_size = (BRIDGE if backend == "bridge" else NATIVE)[layout][0]
+    outputs = {
+        index: each
+        for found in ranks.run(cuts_job, model, backend, layout, world_size=world_size)
+        for index, each in found.items()
+    }
+    assert sorted(outputs) == list(range(len(LENGTHS)))
+    shares = []
+    for index, row in enumerate(sequences(0)):
+        with torch.no_grad():
+            logits = reference(row.input_ids[None]).logits[0] / TEMPERATURES[index]
+        labels = torch.cat([row.input_ids[1:], torch.tensor([-100])])
+        for mine, expected in zip(outputs[index], of_kept(logits, labels, CUTS), strict=True):
+            torch.testing.assert_close(mine.double(), expected, rtol=1e-5, atol=1e-5)
+        shares.append(outputs[index][2][:-1].mean())
+    assert 0 < torch.stack(shares).mean() < 1

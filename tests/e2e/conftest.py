@@ -85,11 +85,11 @@ def rollout_sync(rollout_pair: RolloutGroup, rollout_trainer: ReferenceTrainer) 
 
 
 @pytest.fixture(scope="session")
-def served_tenants(ray_cluster: None, untied_model: Path) -> Iterator[ServedTenants]:
+def served_tenants(ray_cluster: None, tied_model: Path) -> Iterator[ServedTenants]:
     """Three LoRA tenants of one trainer that are pushed to two engines with three slots, none yet."""
-    trained = RuntimeConfig(hf_path=str(untied_model), backend_cfg=NativeConfig(device="cpu"))
+    trained = RuntimeConfig(hf_path=str(tied_model), backend_cfg=NativeConfig(device="cpu"))
     served = RolloutConfig(
-        model_path=str(untied_model),
+        model_path=str(tied_model),
         num_engines=2,
         device="cpu",
         dtype="float32",

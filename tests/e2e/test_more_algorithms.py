@@ -56,3 +56,19 @@ def test_a_kl_to_a_reference_holds_the_policy_back(
     assert weak_gain >= 0.15
     assert strong_gain < weak_gain / 2
     assert max(strong[-5:]) < min(weak[-5:]) / 5
+
+
+@pytest.mark.shows(
+    "algorithms: GRPO learns from samples cut by top-p and top-k, with importance weights over the same tokens"
+)
+def test_samples_of_some_tokens_only_are_trained_on_with_the_log_probs_that_they_were_sampled_with(
+    task: Path, warm_model: Path, demo_session: Session, tmp_path: Path
+) -> None:
+    settings = demo_settings(DemoConfig(steps=STEPS), task, warm_model, tmp_path)
+    cut = {"top_p": 0.9, "top_k": 8, "importance": "truncate", "run_dir": str(tmp_path / "cut")}
+    result = grpo.train(grpo.GRPOConfig(**{**settings, **cut}), demo_session)
+    found = lines(tmp_path / "cut" / "metrics.jsonl")
+    assert max(line["mask_disagreement"] for line in found) <= 1e-3
+    assert all(line["importance_weight"] == pytest.approx(1.0, abs=1e-4) for line in found)
+    assert result.held_out_reward_before is not None and result.held_out_reward_after is not None
+    assert result.held_out_reward_after - result.held_out_reward_before >= 0.1

@@ -31,9 +31,8 @@ class Address(NamedTuple):
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
     folder = tmp_path_factory.mktemp("serve")
     tokenizer = chat_tokenizer(CHATML)
-    model = write_tiny(
-        "qwen3", folder / "model", tie_word_embeddings=False, vocab_size=512, eos_token_id=tokenizer.eos_token_id
-    )
+    # Its head is its embedding, and the SDK trains the unembedding unless it is told otherwise.
+    model = write_tiny("qwen3", folder / "model", vocab_size=512, eos_token_id=tokenizer.eos_token_id)
     tokenizer.save_pretrained(model)
     command = [
         *(sys.executable, "-m", "rl_backend.cli", "serve", "--model", str(model), "--port", "0"),

@@ -32,7 +32,7 @@ class Bigram(nn.Module):
 
     def forward(self, inputs: ModelInput) -> ModelOutput:
         hidden = self.scale * self.table(inputs.input_ids)
-        log_probs, entropy = next_token_log_probs(
+        found = next_token_log_probs(
             hidden,
             self.table.weight,
             inputs.labels,
@@ -40,7 +40,7 @@ class Bigram(nn.Module):
             chunk_tokens=self.chunk_tokens,
             calculate_entropy=inputs.calculate_entropy,
         )
-        return ModelOutput(log_probs=log_probs, entropy=entropy)
+        return found.as_output()
 
 
 def _parse(hf_config: Mapping[str, Any]) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from actors.rollout.messages import IN_MEMORY
 from actors.rollout.vllm.slots import ModuleSlots, SlotTable
 from rl_backend.contracts.lora import PEFT_PREFIX, peft_name
+from rl_backend.primitive.adapters import HEAD
 
 _MERGED = "push base and adapter as one model with WeightSync(..., merged=True)"
 _load_of_vllm = WorkerLoRAManager._load_adapter
@@ -94,7 +95,8 @@ class AdapterSlots:
     def learn_names(self, checkpoint: Sequence[str]) -> None:
         """Tells what the checkpoint calls its tensors, which is how tenants name the modules that they adapt."""
         mapper = _renames(self._model_runner.get_model())
-        modules = [name.removesuffix(".weight") for name in checkpoint]
+        # A checkpoint with tied embeddings has no weight of its head.
+        modules = [*(name.removesuffix(".weight") for name in checkpoint), HEAD]
         self._table, self._fitted = None, (0, {})
         self._modules_of_checkpoint = {mapper._map_name(module) if mapper else module: module for module in modules}
 

@@ -6,7 +6,7 @@ from itertools import batched
 
 from torch import Tensor, nn
 
-from rl_backend.contracts import VALUE_HEAD_WEIGHTS, ModelOptions, PackedWeight, WeightName, stored_names
+from rl_backend.contracts import ModelOptions, PackedWeight, WeightName, stored_names
 from rl_backend.contracts.lora import LoRAKind
 from rl_backend.lora.modules import AdaptedModule, value_head
 from rl_backend.model.blocks import FeedForward, Mixer
@@ -17,7 +17,14 @@ from rl_backend.model.options import DecoderOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import chunk
 from rl_backend.parallel.tensor import LinearPart
-from rl_backend.primitive.adapters import adapted_embedding, adapted_linear, adapters_at_work, runs_at_work, runs_of_share
+from rl_backend.primitive.adapters import (
+    HEAD,
+    adapted_embedding,
+    adapted_linear,
+    adapters_at_work,
+    runs_at_work,
+    runs_of_share,
+)
 from rl_backend.primitive.experts import ClampedExperts, SwiGLUExperts
 from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE, Adaptable, SumGroups
 
@@ -97,6 +104,8 @@ def held_modules(
             else:
                 sizes = layer.in_features, layer.out_features
             part = getattr(layer, "part", LinearPart((0, sizes[0]), (0, sizes[1])))
+            if isinstance(layer, nn.Embedding) and kind == "head":
+                sizes, part = sizes[::-1], LinearPart(part.outputs, part.inputs)
             held[name] = AdaptedModule(name, kind, *sizes, *part)
         for block in module.modules():
             if isinstance(block, SwiGLUExperts):
@@ -117,10 +126,8 @@ def _adaptable_layers(
                 found.append(("feed_forward", f"{place}.shared_expert_gate", block.shared_expert_gate))
         elif isinstance(block, FeedForward):
             found.append(("feed_forward", place, block))
-    # Merged weights could not be those of one of the two.
-    if isinstance(module, Decoder) and not (module.spec.tie_word_embeddings and VALUE_HEAD_WEIGHTS[0] not in weight_names):
-        ends: tuple[tuple[LoRAKind, str], ...] = (("embedding", "embed_tokens"), ("head", "lm_head"))
-        found += [(kind, name, end) for kind, name in ends if (end := getattr(module, name)) is not None]
+    if isinstance(module, Decoder) and module.embed_tokens is not None:
+        found.append(("embedding", "embed_tokens", module.embed_tokens))
     choosing = {layer for block in module.modules() if isinstance(block, Indexer) for layer in block.modules()}
     for kind, place, block in found:
         for path, layer in block.named_modules(prefix=place):
@@ -130,6 +137,9 @@ def _adaptable_layers(
             stored = weight_names.get(f"{path}.weight")
             if isinstance(layer, nn.Linear | nn.Embedding) and isinstance(stored, str):
                 yield kind, layer, stored.removesuffix(".weight")
+    # By this name also where it is the embedding: an adapter of one of the two leaves the other as it is.
+    if isinstance(module, Decoder) and (head := module.language_head) is not None:
+        yield "head", head, HEAD
 
 
 def _modules_of_experts(experts: SwiGLUExperts, groups: ParallelGroups) -> Iterator[AdaptedModule]:

@@ -110,6 +110,8 @@ def lay_out(
         second=second,
         longest=max(seq_lens),
         calculate_entropy=bool(batch.meta.get("calculate_entropy", False)),
+        num_top=batch.num_top,
+        cuts=batch.cuts,
         router_loss_weight=1.0 / num_micro_batches,
         heads=heads,
     )

@@ -179,10 +179,21 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
 
     @property
     def weights(self) -> tuple[TensorInfo, ...]:
-        """Those of its base, which an export gives with the adapter added, and its own head in place of the base's."""
+        """Those of its base, which an export gives with the adapter added, and its own head in place of the base's.
+
+        Raises:
+            UnsupportedError: an adapter of one side alone of embeddings that are also the head.
+        """
+        kept = [info for info in self.model.weights if info.name != LM_HEAD]
+        ends = [name for name, kind in self.kinds.items() if kind in ("embedding", "head")]
+        if self.head == "log_probs" and ends and len(kept) == len(self.model.weights):
+            raise UnsupportedError(
+                f"{self.name!r} has an adapter of {ends[0]}, and {self.model.name!r} has one weight for embedding and head: "
+                "merged weights could not be those of one alone; export, push and save the adapter itself",
+                module=ends[0],
+            )
         if self.head == self.model.head:
             return self.model.weights
-        kept = [info for info in self.model.weights if info.name != LM_HEAD]
         return (*kept, *(TensorInfo.of(name, shape, torch.float32) for name, shape in self.head_shapes.items()))
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_backend.contracts import BatchError, ForwardResult, Head, LossFn, Metric, MetricValue, ModelOutput, PackedBatch
 from rl_backend.contracts.lora import BASE_ONLY, LORA_FIELD
 from rl_backend.primitive.adapters import AdapterRun
-from rl_backend.runtime.passes import check_returned
+from rl_backend.runtime.passes import CUT, TOP, check_returned
 from rl_backend.runtime.tenants.handle import TenantHandle
 
 
@@ -220,7 +220,7 @@ def metrics_by_name(metrics: Mapping[str, Metric], tenants: PassTenants) -> dict
 
 
 def own_outputs[V](outputs: Mapping[str, V], head: Head) -> dict[str, V]:
-    foreign = ("values",) if head == "log_probs" else ("log_probs", "entropy")
+    foreign = ("values",) if head == "log_probs" else ("log_probs", "entropy", *TOP, CUT)
     return {name: value for name, value in outputs.items() if name not in foreign}
 
 

@@ -53,12 +53,12 @@ FAULTS = [
         "every response would be as long as the limit",
     ),
     Fault(
-        "cuts-weighed-by-importance",
-        "actors.options.sampled_config:SampledOptions._check_sampling",
-        "for cut in self.sampling.cuts if self.importance_options() else ():",
-        "for cut in ():",
-        (_REFUSED,),
-        "importance weights would be wrong for tokens that are never sampled",
+        "cuts-of-samples-alone",
+        "actors.options.sampled_config:SampledOptions.meta",
+        "meta |= {name: getattr(self.sampling, name) for name in self.sampling.cuts}",
+        "pass",
+        ("test_cuts_of_sampling_are_those_of_the_trainers_log_probs",),
+        "importance weights would be shares of probability that were kept, and tokens that are never sampled never fall",
     ),
     Fault(
         "cuts-of-greedy-responses-taken",

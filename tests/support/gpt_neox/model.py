@@ -71,12 +71,14 @@ class GPTNeoX(nn.Module):
         cos, sin = rotary_cos_sin(inputs.position_ids, self.rotary, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, inputs.segments)
-        log_probs, entropy = next_token_log_probs(
+        found = next_token_log_probs(
             self.final_layer_norm(hidden),
             self.embed_out.weight,
             inputs.labels,
             temperature=inputs.temperature,
             chunk_tokens=self.log_prob_chunk_tokens,
             calculate_entropy=inputs.calculate_entropy,
+            top=inputs.num_top,
+            cuts=inputs.cuts,
         )
-        return ModelOutput(log_probs=log_probs, entropy=entropy)
+        return found.as_output()

@@ -113,8 +113,6 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"importance_cap": 3.0}, r"importance_cap=3\.0: importance='auto' and max_staleness=0 has no weights to cap"),
         ({"keep_checkpoints": 5}, r"GRPOConfig\.keep_checkpoints=5: save_every=0 saves no checkpoints"),
         ({"async_save": False}, r"GRPOConfig\.async_save=False: save_every=0 saves no checkpoints"),
-        ({"top_p": 0.9, "max_staleness": 1}, r"top_p=0\.9: importance='auto' .* cannot make up for tokens that are never"),
-        ({"min_p": 0.1, "importance": "mask"}, r"min_p=0\.1: importance='mask' with max_staleness=0 cannot make up"),
         ({"rollout.load_tokenizer": True}, "follows from stop_strings"),
         ({"eval_every": 5}, "needs an eval_dataset"),
         ({"lr_warmup_steps": 100}, "would never reach lr"),

@@ -24,6 +24,7 @@ from rl_backend.lora.modules import AdaptedModule, Part, value_head
 from rl_backend.parallel.collectives import all_gather, all_gather_into, reduce_scatter
 from rl_backend.primitive.adapters import (
     ENOUGH_ROWS,
+    HEAD,
     AdapterRun,
     Columns,
     adapted_embedding,
@@ -36,6 +37,7 @@ from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE, Adaptable, SumGro
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.megatron.local_layers import LatentCoreAttention
 from rl_backend.runtime.bridge.model.conversion import Conversion, is_stacked
+from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer
 from rl_backend.runtime.bridge.passes.batch import LaidOut
 
 
@@ -99,6 +101,9 @@ def attach_adapters(
                 is_expert = any(module.is_expert for module in modules)
                 forward = _expert_linear if is_expert else _look_up if "embedding" in task.global_param_name else _linear
                 _replace(layer, partial(forward, layer, columns, chunks[task.vp_stage or 0], tp))
+        if "word_embeddings" in conversion.tasks[0].global_param_name and config.share_embeddings_and_output_weights:
+            heads = [_tied_head(model, conversion, tp) for model in models]
+            held |= {head.name: head for head in heads if head is not None}
     for model, chunk in zip(models, chunks, strict=True):
         for module in model.modules():
             if isinstance(module, DotProductAttention):
@@ -162,13 +167,8 @@ def _modules_of(
     (kind,), is_expert = kinds, task.mapping.is_expert
     tp = groups.pg.expt_tp if is_expert else groups.pg.tp
     if kind in ("embedding", "head"):
-        # Merged weights could not be those of one of the two.
-        if config.share_embeddings_and_output_weights:
-            return {}
         vocabulary, hidden = conversion.shapes[stored]
-        first = tp.rank() * task.param_weight.shape[0]
-        # Megatron may have padded the vocabulary.
-        words, features = (first, min(first + task.param_weight.shape[0], vocabulary)), (0, hidden)
+        words, features = _words(task.param_weight.shape[0], vocabulary, tp), (0, hidden)
         sizes = (vocabulary, hidden, words, features) if kind == "embedding" else (hidden, vocabulary, features, words)
         return {AdaptedModule(_module(stored), kind, *sizes): None}
     if isinstance(layer, RowParallelLinear):
@@ -193,6 +193,21 @@ def _modules_of(
         modules[module] = None if len(names) == 1 else Columns(fused_groups, start, start + width)
         start += width
     return modules
+
+
+def _tied_head(model: Any, conversion: Conversion, tp: dist.ProcessGroup) -> AdaptedModule | None:
+    """Of a chunk whose logits are made with the embeddings of ``conversion``; None where it makes none, or is a critic's."""
+    if not model.post_process or isinstance(model.output_layer, CriticOutputLayer):
+        return None
+    ((vocabulary, hidden),) = conversion.shapes.values()
+    words = _words(model.shared_embedding_or_output_weight().shape[0], vocabulary, tp)
+    return AdaptedModule(HEAD, "head", hidden, vocabulary, (0, hidden), words)
+
+
+def _words(rows: int, vocabulary: int, tp: Any) -> Part:
+    first = tp.rank() * rows
+    # Megatron may have padded the vocabulary.
+    return first, min(first + rows, vocabulary)
 
 
 def _module(weight: str) -> str:

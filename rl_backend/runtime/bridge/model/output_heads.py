@@ -26,8 +26,9 @@ class OutputProcessor:
     def __call__(
         self, *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: LaidOut, **_: Any
     ) -> Tensor:
-        """Megatron calls this on the last stage for (columns, rows, H), or this rank's part of them. Returns (K + 1, T)
-        log-probs of K targets and entropy, or (1, T) values, or all of them; float32.
+        """Megatron calls this on the last stage for (columns, rows, H), or this rank's part of them. Returns float32 rows:
+        (K + 1 + 2 N, T) log-probs of K targets, entropy, and ids and log-probs of the N likeliest tokens, before these with
+        cuts what was cut; or (1, T) values; or all of them.
         """
         # One tensor, as the pipeline schedules want.
         found = list[Tensor]()
@@ -64,10 +65,16 @@ class OutputProcessor:
             chunk_tokens=self.chunk_tokens,
             calculate_entropy=calculate_entropy,
             adapters=context.adapters,
+            top=batch.num_top,
+            cuts=batch.cuts,
             shard=None if group.size() == 1 else vocabulary_shard(group, first_row, self.vocab_size),
         )
         log_probs = [result.log_probs] if batch.labels.dim() == 1 else list(result.log_probs.unbind(1))
-        return [*log_probs, torch.zeros_like(log_probs[0]) if result.entropy is None else result.entropy]
+        entropy = torch.zeros_like(log_probs[0]) if result.entropy is None else result.entropy
+        was_cut = [] if result.was_cut is None else [result.was_cut]
+        # As numbers of the same kind: ids of vocabularies up to 2 ** 24 are exact.
+        top = [] if result.top is None else [row for values in result.top for row in values.to(entropy.dtype).unbind(1)]
+        return [*log_probs, entropy, *was_cut, *top]
 
 
 class CriticOutputLayer(nn.Module):
@@ -85,4 +92,11 @@ def as_model_output(outputs: Tensor, laid_out: LaidOut) -> ModelOutput:
         return ModelOutput(values=values)
     labels, calculate_entropy = laid_out.batch.labels, bool(laid_out.batch.meta.get("calculate_entropy", False))
     log_probs, count = (outputs[0], 1) if labels.dim() == 1 else (outputs[: labels.shape[1]].t(), labels.shape[1])
-    return ModelOutput(log_probs, outputs[count] if calculate_entropy else None, values)
+    entropy, num_top = outputs[count] if calculate_entropy else None, laid_out.batch.num_top
+    has_cuts = laid_out.batch.cuts is not None
+    found = ModelOutput(log_probs, entropy, values, was_cut=outputs[count + 1] if has_cuts else None)
+    if not num_top:
+        return found
+    first = count + 1 + has_cuts
+    top_ids, top_log_probs = outputs[first : first + 2 * num_top].view(2, num_top, -1).mT
+    return found._replace(top_ids=top_ids.to(torch.int64), top_log_probs=top_log_probs)

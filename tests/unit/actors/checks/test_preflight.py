@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,24 @@ def test_a_head_that_is_not_the_embeddings_is_found_before_anything_is_started(
             preflight(GRPOConfig(**{**options, "model": str(model), "backend": backend}))
     with pytest.raises(CheckpointError, match=r"^EvalConfig\.model=.*a lm_head\.weight that differs from its embeddings"):
         require_readable_weights("EvalConfig.model", str(model))
+
+
+@pytest.mark.parametrize("merging", [{"push": "merged"}, {"save_merged": True}], ids=str)
+def test_merged_weights_of_one_end_of_tied_embeddings_are_refused_before_anything_is_started(
+    task: Path, options: dict[str, Any], tmp_path: Path, merging: dict[str, Any]
+) -> None:
+    untied = write_tiny("qwen3", tmp_path / "model", vocab_size=64, max_position_embeddings=2048, tie_word_embeddings=False)
+    for file in (task / "model").glob("token*"):
+        shutil.copy(file, untied)
+    for model, targets, refused in (
+        (task / "model", ("attention", "lm_head"), True),
+        (task / "model", ("embedding",), True),
+        (task / "model", ("attention",), False),
+        (untied, ("head", "embedding"), False),
+    ):
+        config = GRPOConfig(**{**options, "model": str(model), "lora": {"rank": 4, "targets": targets, **merging}})
+        with pytest.raises(ConfigError, match=r"whose head is its embedding") if refused else nullcontext():
+            preflight(config)
 
 
 def test_a_tokenizer_of_another_model_is_refused(options: dict[str, Any], task: Path, tmp_path: Path) -> None:

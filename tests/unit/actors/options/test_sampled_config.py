@@ -55,9 +55,6 @@ def config_of(**changes: Any) -> RLConfig:
             {"max_staleness": 1, "stale_samples": "correct", "importance": "off"},
             r"RLConfig\.importance='off': stale_samples='correct' needs importance weights; use truncate or mask",
         ),
-        ({"importance": "truncate", "top_k": 9}, r"RLConfig\.top_k=9: importance='truncate' with max_staleness=0 cannot"),
-        ({"max_staleness": 3, "min_p": 0.1}, r"RLConfig\.min_p=0\.1: importance='auto' with max_staleness=3 cannot"),
-        ({"importance": "mask", "top_p": 0.9, "top_k": 4}, r"RLConfig\.top_p=0\.9: importance='mask'"),
         ({"importance_cap": 3.0}, r"RLConfig\.importance_cap=3\.0: importance='auto' and max_staleness=0 has no weights"),
         (
             {"importance_cap": 3.0, "max_staleness": 1, "importance": "off"},
@@ -256,3 +253,10 @@ def test_options_of_every_run_are_those_of_a_training_run() -> None:
     assert set(TrainingConfig.model_fields) <= set(SFTConfig.model_fields) & set(RLConfig.model_fields)
     assert config_of(reward_workers=3, on_reward_failure="zero").rewards.workers == 3
     assert config_of().rewards.on_failure == "stop" and config_of(on_reward_failure="zero").rewards.on_failure == "zero"
+
+
+@pytest.mark.parametrize("importance", ["auto", "truncate", "mask", "off"])
+def test_cuts_of_sampling_are_those_of_the_trainers_log_probs(importance: str) -> None:
+    config = config_of(top_p=0.9, min_p=0.1, importance=importance, max_staleness=1, temperature=0.7)
+    assert config.meta() == {"temperature": 0.7, "calculate_entropy": True, "top_p": 0.9, "min_p": 0.1}
+    assert bool(config.importance_options()) == (importance != "off")

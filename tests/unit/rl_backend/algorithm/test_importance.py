@@ -171,3 +171,13 @@ def test_importance_options_that_cannot_work_are_refused(options: dict[str, Any]
     output, batch = pack(sequences, batch_meta(sequences))
     with pytest.raises(ConfigError, match=message):
         grpo_loss(output, batch, **options)
+
+
+def test_sampled_tokens_that_the_model_would_cut_are_counted_where_they_are_trained() -> None:
+    sequences = random_sequences(3)
+    output, batch = pack(sequences, batch_meta(sequences))
+    mask = batch.token_field("loss_mask")
+    _, metrics = grpo_loss(output, batch)
+    assert "mask_disagreement" not in metrics
+    _, metrics = grpo_loss(output._replace(was_cut=(torch.arange(batch.num_tokens) % 3 == 0).float()), batch)
+    assert metrics["mask_disagreement"] == (mask[::3].sum(), batch.meta["batch_num_tokens"])

@@ -92,7 +92,9 @@ def test_gradcheck_passes_for_log_probs_and_entropy() -> None:
     labels = torch.tensor([0, 299, 150, -100, 7, 280])
 
     def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return tuple(next_token_log_probs(hidden, weight, labels, temperature=0.9, chunk_tokens=4, calculate_entropy=True))
+        found = next_token_log_probs(hidden, weight, labels, temperature=0.9, chunk_tokens=4, calculate_entropy=True)
+        assert found.entropy is not None
+        return found.log_probs, found.entropy
 
     assert torch.autograd.gradcheck(both, (hidden, weight), fast_mode=True)
 

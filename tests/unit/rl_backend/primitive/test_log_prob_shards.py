@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -32,7 +33,14 @@ class Rendezvous:
         self.reduced: list[tuple[int, str, tuple[int, ...]]] = []
 
     def shard(self, rank: int, start: int) -> VocabularyShard:
-        return VocabularyShard(start, V, self._reduce(rank, "max"), self._reduce(rank, "sum"))
+        return VocabularyShard(start, V, self._reduce(rank, "max"), self._reduce(rank, "sum"), partial(self._gather, rank))
+
+    def _gather(self, rank: int, tensor: Tensor) -> Tensor:
+        self._given[rank] = tensor
+        self._barrier.wait()
+        whole = torch.cat(self._given)
+        self._barrier.wait()
+        return whole
 
     def _reduce(self, rank: int, kind: str) -> Callable[[Tensor], None]:
         def reduce(tensor: Tensor) -> None:
@@ -161,7 +169,7 @@ def test_labels_are_checked_against_the_whole_vocabulary() -> None:
     def nothing(_: Tensor) -> None:
         pass
 
-    shard = VocabularyShard(0, V, nothing, nothing)
+    shard = VocabularyShard(0, V, nothing, nothing, torch.clone)
     next_token_log_probs(hidden, weight[:300], labels, shard=shard)
     with pytest.raises(BatchError, match=f"labels reach from 0 to {V}; the vocabulary has {V} tokens"):
         next_token_log_probs(hidden, weight[:300], labels.masked_fill(labels == V - 1, V), shard=shard)

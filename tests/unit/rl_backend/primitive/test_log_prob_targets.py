@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -130,6 +132,35 @@ def test_adapters_of_the_head_work_on_their_rows() -> None:
     torch.testing.assert_close(found, expected)
     (of_hidden,) = torch.autograd.grad((found * mix[:, :K]).sum(), [own])
     torch.testing.assert_close((of_hidden, factors.grad_a, factors.grad_b), gradients)
+
+
+@pytest.mark.parametrize("count", [1, 7, V])
+@pytest.mark.parametrize("chunk_tokens", [4, 1000])
+def test_the_likeliest_tokens_are_those_of_a_full_softmax_whole_and_split(count: int, chunk_tokens: int) -> None:
+    hidden, weight, labels, _ = inputs()
+    bias, temperature = torch.linspace(-2.0, 2.0, V, dtype=torch.float64), torch.linspace(0.5, 2.0, T, dtype=torch.float64)
+    expected = ((hidden @ weight.t() + bias) / temperature[:, None]).log_softmax(-1).topk(count)
+    options: Any = {"temperature": temperature, "chunk_tokens": chunk_tokens, "top": count}
+
+    def work(rank: int, start: int, stop: int, shard: log_prob.VocabularyShard) -> log_prob.NextToken:
+        return next_token_log_probs(hidden, weight[start:stop], labels, bias=bias[start:stop], shard=shard, **options)
+
+    for found in (next_token_log_probs(hidden, weight, labels, bias=bias, **options), *on_ranks(work)[0]):
+        assert found.top is not None and torch.equal(found.top.ids, expected.indices)
+        torch.testing.assert_close(found.top.log_probs, expected.values)
+
+
+def test_the_likeliest_tokens_of_an_adapter_of_the_head_are_its_own() -> None:
+    hidden, weight, labels, _ = inputs()
+    generator = torch.Generator().manual_seed(4)
+    a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, H), (V, 3)))
+    rows = torch.arange(T) >= 4
+    expected = (hidden @ weight.t() + (0.5 * hidden @ a.t() @ b.t()).where(rows[:, None], 0.0)).log_softmax(-1).topk(5)
+    factors = Factors(a, b, torch.zeros_like(a), torch.zeros_like(b), 0.5, 0.0, 0)
+    runs = [AdapterRun(0, 4, {}), AdapterRun(4, T, {"lm_head": factors})]
+    top = next_token_log_probs(hidden.requires_grad_(), weight, labels, adapters=runs, chunk_tokens=4, top=5).top
+    assert top is not None and torch.equal(top.ids, expected.indices) and not top.log_probs.requires_grad
+    torch.testing.assert_close(top.log_probs, expected.values.detach())
 
 
 def test_a_label_outside_the_vocabulary_is_refused() -> None:

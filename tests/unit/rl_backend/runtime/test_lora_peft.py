@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ CONFIGS = {
     "wide": LoRAConfig(rank=64, alpha=16.0, targets=("v_proj", "down_proj"), use_rslora=True, seed=2),
     "magnitudes": LoRAConfig(rank=8, targets=("attention", "down_proj"), use_dora=True, seed=3),
 }
+AT_ONE_END = {
+    "head alone": LoRAConfig(rank=6, alpha=9.0, targets=("head", "o_proj"), seed=4),
+    "embedding alone": LoRAConfig(rank=3, targets=("embedding",), use_rslora=True, seed=5),
+    "each by itself": LoRAConfig(rank=8, alpha=8.0, targets=("embed_tokens", "lm_head"), seed=6),
+}
+"""Of dense models, whose head is their embedding."""
 OF_MIXTURE = {
     "narrow": LoRAConfig(rank=4, alpha=8.0, targets=("experts", "head")),
     "middle": LoRAConfig(rank=16, targets=("k_proj", "experts"), seed=1),
@@ -95,11 +102,9 @@ def sequences(tenant: TenantHandle | None, seed: int) -> list[TokenSequence]:
 
 @pytest.mark.shows("lora: tenants in one batch train step by step as peft does one by one, dense and mixture, with DoRA")
 def test_tenants_in_one_batch_train_as_peft_does_one_by_one(runtime: NativeRuntime, base: NativeHandle, model: Path) -> None:
-    optimizer = OptimizerConfig(lr=1e-4)
-    tenants = {
-        name: runtime.create_lora_adapter(base, config, optimizer, name=name) for name, config in configs_of(model).items()
-    }
-    models = {name: peft_model(model, config) for name, config in configs_of(model).items()}
+    optimizer, configs = OptimizerConfig(lr=1e-4), configs_of(model) | ({} if is_mixture(model) else AT_ONE_END)
+    tenants = {name: runtime.create_lora_adapter(base, config, optimizer, name=name) for name, config in configs.items()}
+    models = {name: peft_model(model, config) for name, config in configs.items()}
     for name, tenant in tenants.items():
         load_factors(models[name], dict(runtime.export_lora_adapter(tenant)))
     facts = {tenant.lora_id: {"batch_num_tokens": float(sum(LENGTHS))} for tenant in tenants.values()}
@@ -268,10 +273,32 @@ def test_what_cannot_be_adapted_is_refused_by_name(runtime: NativeRuntime, base:
         with pytest.raises(UnsupportedError, match="use_dora=True with lm_head"):
             runtime.create_lora_adapter(base, LoRAConfig(targets=("head",), use_dora=True))
     else:
-        for target in ("head", "embed_tokens"):
-            with pytest.raises(ConfigError, match="where the head is the embedding neither is adapted"):
-                runtime.create_lora_adapter(base, LoRAConfig(targets=(target,)))
+        with pytest.raises(ConfigError, match="the model has none, or none that can be adapted here"):
+            runtime.create_lora_adapter(base, LoRAConfig(targets=("experts",)))
     assert runtime.list_lora_adapters(base) == []
+
+
+@pytest.mark.parametrize("name", AT_ONE_END)
+def test_an_adapter_of_one_end_of_tied_embeddings_is_exported_alone(
+    runtime: NativeRuntime, base: NativeHandle, model: Path, tmp_path: Path, name: str
+) -> None:
+    if is_mixture(model):
+        pytest.skip("its head is not its embedding")
+    tenant = trained(runtime, base, AT_ONE_END[name])
+    write_peft_directory(tmp_path / "adapter", runtime.export_lora_adapter(tenant), tenant.lora, str(model))
+    loaded = PeftModel.from_pretrained(transformers_model(model), tmp_path / "adapter")
+    assert float((transformers_log_probs(loaded) - log_probs(runtime, tenant)).abs().max()) < 1e-5
+    loaded.save_pretrained(tmp_path / "theirs")
+    again = runtime.create_lora_adapter(base, tenant.lora.replace(seed=9))
+    runtime.import_lora_adapter(again, tmp_path / "theirs")
+    assert torch.equal(log_probs(runtime, again), log_probs(runtime, tenant))
+    merging = (runtime.weight_infos, runtime.export_weights, partial(runtime.save_checkpoint, path=tmp_path / "x", hf=True))
+    for merge in merging:
+        with pytest.raises(UnsupportedError, match=r"one weight for embedding and head: merged weights could not be"):
+            merge(tenant)
+    assert not (tmp_path / "x").exists()
+    critic = runtime.create_lora_adapter(base, tenant.lora, head="values")
+    assert "lm_head.weight" not in {info.name for info in runtime.weight_infos(critic)}
 
 
 def test_an_adapter_with_other_weights_of_its_base_is_refused(

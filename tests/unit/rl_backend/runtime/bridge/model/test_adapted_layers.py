@@ -6,6 +6,7 @@ import rl_backend.runtime.bridge.engine  # noqa: F401 - imports Megatron in the 
 
 # isort: split
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +23,11 @@ from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE
 from rl_backend.runtime.bridge.model.adapters import (
     _modules_of,
     _refused_by,
+    _tied_head,
     attach_adapters,
 )
 from rl_backend.runtime.bridge.model.conversion import Conversion
+from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer
 
 
 def group(rank: int = 0, size: int = 1) -> Any:
@@ -89,12 +92,10 @@ def layer(kind: type, **fields: Any) -> Any:
     return made
 
 
-def described(
-    name: str, mapping: Any, shapes: dict[str, tuple[int, ...]], module: Any, rows: int, *, tied: bool = False, **task: Any
-) -> Any:
+def described(name: str, mapping: Any, shapes: dict[str, tuple[int, ...]], module: Any, rows: int, **task: Any) -> Any:
     """The modules of the layer, for the second of two tensor-parallel ranks and the third of four for experts."""
     conversion = Conversion((), shapes, torch.float32, True)
-    config = SimpleNamespace(share_embeddings_and_output_weights=tied, num_query_groups=4)
+    config = SimpleNamespace(num_query_groups=4)
     groups: Any = SimpleNamespace(pg=SimpleNamespace(tp=group(1, 2), expt_tp=group(2, 4)))
     settings = {
         "global_param_name": name,
@@ -122,8 +123,20 @@ def test_embedding_and_head_have_the_words_of_a_rank_without_padding() -> None:
     assert described(names[0], embed, shapes, "module", 5) == {
         AdaptedModule("embed", "embedding", 11, 6, (5, 10), (0, 6)): None
     }
-    for name, mapping in zip(names, (embed, head), strict=True):
-        assert not described(name, mapping, shapes, "module", 6, tied=True)
+
+
+def test_a_head_that_is_the_embedding_is_a_module_of_the_chunk_that_makes_logits() -> None:
+    conversion = Conversion((), {"embed.weight": (11, 6)}, torch.float32, True)
+
+    def chunk(rows: int, *, makes_logits: bool = True, output_layer: Any = None) -> Any:
+        weight = partial(torch.zeros, rows, 6)
+        return SimpleNamespace(
+            post_process=makes_logits, output_layer=output_layer, shared_embedding_or_output_weight=weight
+        )
+
+    assert _tied_head(chunk(6), conversion, group(1, 2)) == AdaptedModule("lm_head", "head", 6, 11, (0, 6), (6, 11))
+    assert _tied_head(chunk(6, makes_logits=False), conversion, group(1, 2)) is None
+    assert _tied_head(chunk(6, output_layer=object.__new__(CriticOutputLayer)), conversion, group(1, 2)) is None
 
 
 def test_linear_layers_have_the_modules_that_they_fuse_and_a_ranks_part_of_them() -> None:

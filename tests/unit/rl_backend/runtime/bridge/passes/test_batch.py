@@ -76,12 +76,15 @@ def test_outputs_are_named_by_the_heads_of_the_pass() -> None:
         laid_out = LaidOut(packed(**meta), {}, (1, 8), torch.arange(8), heads)  # type: ignore[arg-type]
         return [None if each is None else each.tolist() for each in as_model_output(rows[: len(heads) + 1], laid_out)]
 
-    assert named(("log_probs",)) == [[0, 1], None, None]
-    assert named(("log_probs",), calculate_entropy=True) == [[0, 1], [2, 3], None]
-    assert named(("log_probs", "values"), calculate_entropy=True) == [[0, 1], [2, 3], [4, 5]]
-    assert named(("log_probs", "values")) == [[0, 1], None, [4, 5]]
+    assert named(("log_probs",)) == [[0, 1], None, None, None, None, None]
+    assert named(("log_probs",), calculate_entropy=True) == [[0, 1], [2, 3], None, None, None, None]
+    assert named(("log_probs", "values"), calculate_entropy=True) == [[0, 1], [2, 3], [4, 5], None, None, None]
+    assert named(("log_probs", "values")) == [[0, 1], None, [4, 5], None, None, None]
     values = LaidOut(packed(), {}, (1, 8), torch.arange(8), ("values",))
-    assert [each is None for each in as_model_output(rows[:1], values)] == [True, True, False]
+    assert [each is None for each in as_model_output(rows[:1], values)] == [True, True, False, True, True, True]
+    rows = torch.arange(16.0).view(8, 2)
+    everything = named(("log_probs", *["values"] * 6), calculate_entropy=True, top_log_probs=2, top_k=1)
+    assert everything == [[0, 1], [2, 3], [14, 15], [[6, 8], [7, 9]], [[10, 12], [11, 13]], [4, 5]]
 
 
 def groups(rank: int = 0, size: int = 1) -> Any:

@@ -1,0 +1,31 @@
+"""Distributions that are cut to some tokens, by sorting all of them: what log-probs are compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import SamplingCuts
+
+
+def kept_by_vllm(logits: Tensor, cuts: SamplingCuts) -> Tensor:
+    """(T, V) bool, by sorting: the definition of its parameters."""
+    probabilities = logits.softmax(-1)
+    kept = probabilities >= cuts.min_p * probabilities.amax(-1, keepdim=True)
+    logits = logits.masked_fill(~kept, -torch.inf)
+    if 0 < cuts.top_k < logits.shape[1]:
+        logits = logits.masked_fill(logits < logits.topk(cuts.top_k).values[:, -1:], -torch.inf)
+    ascending, order = logits.sort(-1)
+    dropped = ascending.softmax(-1).cumsum(-1) <= 1 - cuts.top_p
+    dropped[:, -1] = False
+    return (logits > -torch.inf) & ~torch.zeros_like(kept).scatter(1, order, dropped)
+
+
+def of_kept(logits: Tensor, labels: Tensor, cuts: SamplingCuts) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropy, and where the label is not kept."""
+    kept, asked, column = kept_by_vllm(logits.detach(), cuts), labels != -100, labels.clamp(min=0)[:, None]
+    was_cut = ~kept.gather(1, column)[:, 0] & asked
+    distribution = logits.masked_fill(~kept.scatter(1, column, True), -torch.inf).log_softmax(-1)
+    probabilities = distribution.exp()
+    entropy = -(probabilities * distribution.where(probabilities > 0, 0.0)).sum(-1)
+    return distribution.gather(1, column)[:, 0].where(asked, 0.0), entropy.where(asked, 0.0), was_cut.double()
