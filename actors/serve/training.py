@@ -199,6 +199,15 @@ class Training:
         if over:
             self._finish(job.request_id, Result.failed(over, "server"))
 
+    def has_room(self, run_id: str, seq_id: int, size: int, most: int) -> bool:
+        """Whether a request of so many bytes may wait too: the next one of its run always, others up to ``most`` bytes."""
+        with self._changed:
+            run = self._runs.get(run_id)
+            if run is None or seq_id <= run.next_seq:
+                return True
+            jobs = [job for each in self._runs.values() for job in each.waiting.values() if isinstance(job, Pass)]
+        return sum(len(job.body) for job in jobs) + size <= most
+
     def end(self, run_id: str, why: str) -> None:
         """Frees the run's adapter; what waits of it, and what comes, fails."""
         with self._changed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,22 +20,9 @@ from actors.serve.wire import read_header
 from rl_backend.contracts import BatchError, ConfigError
 from tests.support.actors_in_process import until
 from tests.support.libraries import cookbook
-from tests.support.models import write_tiny_qwen3
-from tests.support.served import served
 
 IDS = [5, 9, 3, 7, 21, 33, 8]
 HEADERS = {"X-API-Key": "tml-local"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3(tmp_path_factory.mktemp("served"), tie_word_embeddings=False)
-
-
-@pytest.fixture(scope="module")
-def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    with served(model, tmp_path_factory.mktemp("state")) as found:
-        yield found
 
 
 @pytest.fixture
