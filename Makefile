@@ -9,12 +9,13 @@ export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup demo check test test-all mutate bench libraries gpu-check doctor
+.PHONY: help setup demo demo-real check test test-all mutate bench libraries gpu-check doctor
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make setup                     make .venv: Python 3.12 and exact versions (DEVICE=cpu or gpu, PYTHON=... to choose)'
 	@echo 'make demo                      GRPO on a small Qwen3 with Ray and vLLM, from nothing (BACKEND=bridge, ARGS="...")'
+	@echo 'make demo-real                 GRPO on SmolLM2-135M, pretrained, on sums of reasoning-gym (a quarter of an hour; ARGS="...")'
 	@echo 'make check                     lint, types, import contracts and the unit tests without heavy imports (minutes)'
 	@echo 'make test                      lint, types, import contracts and tests (ARGS="..." goes to pytest)'
 	@echo 'make test-all                  the same with every case and long proof; writes benchmarks/results/matrix.json'
@@ -29,6 +30,10 @@ setup:
 
 demo: setup
 	@cd "$(ROOT)" && exec $(PY) -m examples.demo $(if $(BACKEND),--backend "$(BACKEND)") $(ARGS)
+
+demo-real: override LIBRARIES := gym smollm2
+demo-real: libraries
+	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)/.libraries/gym" exec $(PY) -m examples.demo_real $(ARGS)
 
 test-all: libraries
 test-all: override ARGS := -m 'long or not long' --matrix=benchmarks/results/matrix.json $(ARGS)
@@ -55,9 +60,9 @@ bench: setup
 	done; \
 	exit 2
 
-# ARGS of a target that needs all of them are that target's.
+# ARGS of a target that needs them are that target's: all are installed, or its LIBRARIES.
 libraries: setup
-	@cd "$(ROOT)" && exec $(PY) -m tests.support.libraries $(if $(filter libraries,$(MAKECMDGOALS)),$(ARGS))
+	@cd "$(ROOT)" && exec $(PY) -m tests.support.libraries $(if $(filter libraries,$(MAKECMDGOALS)),$(ARGS),$(LIBRARIES))
 
 # A Python named on the command line runs the check itself, for machines where .venv cannot be made.
 ifeq ($(origin PYTHON),command line)

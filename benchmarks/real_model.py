@@ -49,7 +49,7 @@ def command(settings: Mapping[str, Any], run: Path, *options: str) -> list[str]:
     sizes = ("prompts_per_step", "samples_per_prompt", "max_response_tokens", "lr", "dtype", "steps", "seed")
     return [
         *(sys.executable, "-m", "rl_backend.cli", "grpo", "--model", model, "--dataset", dataset),
-        *("--reward", "rl_backend.data.gym:compute_score", "--max-prompt-tokens", "96"),
+        *("--reward", "rl_backend.data.gym:score_last_number", "--max-prompt-tokens", "96"),
         *(text for name in sizes for text in (f"--{name.replace('_', '-')}", str(settings[name]))),
         *("--run-dir", str(run), *options),
     ]

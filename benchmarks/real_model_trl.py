@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_backend.data.gym import compute_score, open_gym
+from rl_backend.data.gym import open_gym, score_last_number
 
 
 class Trainer(GRPOTrainer):
@@ -62,7 +62,7 @@ def main() -> None:
 
     def reward(completions: list[Any], answer: list[str], extra_info: list[Any], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
-        return [compute_score(rows.name, *each) for each in zip(texts, answer, extra_info, strict=True)]
+        return [score_last_number(rows.name, *each) for each in zip(texts, answer, extra_info, strict=True)]
 
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["dtype"]))

@@ -1,4 +1,4 @@
-"""Held-out sets with their prompts, and what the rewards of the answers come to."""
+"""Held-out sets: their prompts, the answers between two steps, and what the rewards of these come to."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from itertools import batched
 from typing import Any, Self
 
 from actors.collect.sample_metrics import unknown_tokens
+from actors.collect.scoring import score
 from actors.collect.stop_tokens import Ends
 from actors.collect.transcripts import describe_episodes, describe_samples
 from actors.options.eval_sets import EvalSet
 from actors.rollout.config import SamplingConfig
-from actors.rollout.messages import Sample
+from actors.rollout.group.group import RolloutGroup
+from actors.rollout.messages import Sample, sample_seeds
 from actors.watch.console import warn
 from actors.watch.health_metrics import KNOWN, UNKNOWN
 from rl_backend.algorithm.estimates import Estimate, mean_over_prompts, pass_at_k
 from rl_backend.data.examples import Examples
 from rl_backend.data.prompts import Prompt
-from rl_backend.data.rewards import Score
+from rl_backend.data.rewards import RewardScorer, Score
 from rl_backend.environment import Episode
 
 
@@ -145,3 +147,25 @@ class HeldOutEpisodes(HeldOutResult):
 def warn_of_unknown(result: HeldOutResult, tokenizer: Any, label: str = "") -> None:
     if unknown := unknown_tokens(result.sampled_ids, tokenizer):
         warn(f"held-out set {result.held_out.name}: {unknown} of the sampled tokens {UNKNOWN}; {KNOWN}", label)
+
+
+def answer(
+    rollout: RolloutGroup,
+    sets: Sequence[HeldOutSet],
+    tokenizer: Any,
+    scorer: RewardScorer,
+    *,
+    seed: int,
+    adapter: str | None = None,
+) -> list[HeldOutResult]:
+    """Answers and scores each set. Seeds are the same at every step, so that weights alone differ."""
+    results = []
+    for index, held_out in enumerate(sets):
+        sampling = held_out.sampling
+        prompts = [prompt for prompt in held_out.prompts for _ in range(sampling.n)]
+        # Steps of training are counted from 1, so its samples have other seeds.
+        seeds = sample_seeds(seed, -1 - index, len(held_out.prompts), sampling.n) if sampling.temperature else None
+        asked = [prompt.token_ids for prompt in held_out.prompts]
+        samples = rollout.generate(asked, sampling, seeds=seeds, adapter=adapter)
+        results.append(HeldOutResult(held_out, samples, score(samples, prompts, tokenizer, scorer)))
+    return results

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.collect.collector import Source, Staleness
-from actors.collect.held_out import HeldOutResult, HeldOutSet
+from actors.collect.held_out import HeldOutResult, answer
 from actors.collect.inputs import Inputs
 from actors.collect.sample_metrics import sample_metrics
+from actors.collect.scoring import begin_scoring
 from actors.collect.stream import SampledBatch, SampleStream
 from actors.collect.transcripts import describe_samples
 from actors.folder.checkpoints import StreamPosition
 from actors.options.sampled_config import RLConfig
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.messages import Sample, sample_seeds
+from actors.rollout.messages import Sample
 from actors.watch.metrics import Clock
 from rl_backend.algorithm import groups_with_signal
 from rl_backend.contracts import RewardError
-from rl_backend.data.chat_template import decode
 from rl_backend.data.prompts import Prompt
-from rl_backend.data.rewards import RewardCall, RewardScorer, Score, Scoring, reward_metrics
+from rl_backend.data.rewards import Score, Scoring, reward_metrics
 from rl_backend.lab.text import count
 
 
@@ -206,49 +206,6 @@ class PromptDraft:
             [score for group in chosen for score in group.scores],
             failures,
         )
-
-
-def begin_scoring(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, scorer: RewardScorer) -> Scoring:
-    """Begins with the scores of samples; ``prompts[i]`` is the one that ``samples[i]`` answers."""
-    texts = [decode(sample.response_ids, tokenizer, special=False) for sample in samples]
-    examples = [prompt.example for prompt in prompts]
-    return scorer.begin(
-        [
-            RewardCall(
-                *(example.data_source, text, example.ground_truth, example.extra_info, example.prompt),
-                response_ids=sample.response_ids,
-                columns=example.columns,
-            )
-            for text, example, sample in zip(texts, examples, samples, strict=True)
-        ]
-    )
-
-
-def score(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, scorer: RewardScorer) -> list[Score]:
-    """As :func:`begin_scoring`, and waits; raises :class:`RewardError` where a call that failed is to stop the run."""
-    return begin_scoring(samples, prompts, tokenizer, scorer).result()
-
-
-def answer(
-    rollout: RolloutGroup,
-    sets: Sequence[HeldOutSet],
-    tokenizer: Any,
-    scorer: RewardScorer,
-    *,
-    seed: int,
-    adapter: str | None = None,
-) -> list[HeldOutResult]:
-    """Answers and scores each set. Seeds are the same at every step, so that weights alone differ."""
-    results = []
-    for index, held_out in enumerate(sets):
-        sampling = held_out.sampling
-        prompts = [prompt for prompt in held_out.prompts for _ in range(sampling.n)]
-        # Steps of training are counted from 1, so its samples have other seeds.
-        seeds = sample_seeds(seed, -1 - index, len(held_out.prompts), sampling.n) if sampling.temperature else None
-        asked = [prompt.token_ids for prompt in held_out.prompts]
-        samples = rollout.generate(asked, sampling, seeds=seeds, adapter=adapter)
-        results.append(HeldOutResult(held_out, samples, score(samples, prompts, tokenizer, scorer)))
-    return results
 
 
 def _versions(sample: Sample) -> set[int]:

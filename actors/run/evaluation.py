@@ -15,9 +15,8 @@ from actors.checks.model import require_readable_weights, require_whole_model
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
 from actors.collect.episodes import group_tasks, turn_sampling
-from actors.collect.held_out import HeldOutResult, load_held_out, warn_of_unknown
+from actors.collect.held_out import HeldOutResult, answer, load_held_out, warn_of_unknown
 from actors.collect.inputs import load_episode_inputs, load_scorer
-from actors.collect.prompts import answer
 from actors.collect.stop_tokens import Ends
 from actors.collect.transcripts import transcript
 from actors.folder.lock import require_writable, usable_run_dir

@@ -133,7 +133,7 @@ class NativeConfig(BackendConfig):
         reduce_dtype: dtype in which gradients are accumulated and reduced over ranks.
         activation_checkpointing: ``full`` recomputes each layer in the backward pass.
         reshard_after_forward: free gathered parameters between forward and backward.
-        log_prob_chunk_tokens: tokens whose full-vocabulary logits exist at one time.
+        log_prob_chunk_tokens: tokens whose full-vocabulary logits are computed at one time.
         pipeline_schedule: ``1f1b``, ``interleaved-1f1b``, ``zb-h1``, ``zb-h2``, ``zbv`` or ``dualpipev``; ``auto`` takes
             ``interleaved-1f1b`` where ``parallel.vpp`` is more than 1, and ``1f1b`` otherwise.
         pipeline_layers: layers of each of the ``pp * vpp`` stages; None divides them evenly.

@@ -18,6 +18,7 @@ from rl_backend.data.rows import Row, Rows
 
 PREFIX = "gym:"
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 class GymRows(Rows):
@@ -78,8 +79,23 @@ def compute_score(
     scorers give a part of 1 to a response that contains the answer: the shorter the response, the more.
     """
     found = _ANSWER.findall(solution_str)
-    entry = {"answer": ground_truth, **(extra_info or {})}
-    return float(_scorer(data_source)((found[-1] if found else solution_str).strip(), entry))
+    return _score(data_source, (found[-1] if found else solution_str).strip(), ground_truth, extra_info)
+
+
+def score_last_number(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> float:
+    """1 if the task's own scorer gives 1 to the last number of the response, else 0.
+
+    ``--reward rl_backend.data.gym:score_last_number`` suits tasks that ask for a number and models that answer
+    in sentences.
+    """
+    numbers = _NUMBER.findall(solution_str)
+    return float(bool(numbers) and _score(data_source, numbers[-1].replace(",", ""), ground_truth, extra_info) == 1)
+
+
+def _score(task: str, answer: str, ground_truth: Any, extra_info: Mapping[str, Any] | None) -> float:
+    return float(_scorer(task)(answer, {"answer": ground_truth, **(extra_info or {})}))
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of the next token, without ever keeping full-vocabulary logits for the backward pass."""
+"""Log-probabilities and entropy of the next token; logits of the vocabulary stay for the backward pass within a budget."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Self
@@ -12,6 +12,8 @@ from rl_backend.primitive.adapters import ENOUGH_ROWS, HEAD, AdapterRun, Factors
 
 _TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 """Logits of a tile: on a CPU what its cache holds."""
+KEPT_BYTES = 2**30
+"""Logits of a pass stay for its gradients where they take no more: to compute them again is a quarter of the head's work."""
 
 
 class LowRank(NamedTuple):
@@ -157,6 +159,18 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class Kept(NamedTuple):
+    """Logits of the forward pass."""
+
+    logits: Tensor  # (tokens of the forward pass, vocabulary)
+    rows: Tensor  # (N,): the tokens of the backward pass among them
+
+    def tile(self, chunk: slice, words: slice, buffer: Tensor) -> Tensor:
+        rows = self.rows[chunk]
+        out = buffer[: len(rows) * (words.stop - words.start)].view(len(rows), -1)
+        return torch.index_select(self.logits[:, words], 0, rows, out=out)
+
+
 class NextTokenGradient(NamedTuple):
     """What the backward pass knows of each active token; all (N, 1), gradients of log-probs (N, K)."""
 
@@ -165,12 +179,12 @@ class NextTokenGradient(NamedTuple):
     entropy_value: Tensor
     log_normalizer: Tensor
 
-    def of_logits(self, chunk: slice, tile: Tile, buffers: list[Tensor]) -> Tensor:
-        """Gradient of the loss with respect to a tile's logits before the division by the temperature.
+    def of_logits(self, chunk: slice, tile: Tile, logits: Tensor, buffers: list[Tensor]) -> Tensor:
+        """Gradient of the loss with respect to a tile's logits before the division by the temperature; ``logits`` are lost.
 
         d log p_y / d x_v = [v = y] - p_v and d H / d x_v = -p_v (log p_v + H).
         """
-        log_p = tile.logits(buffers[0]).sub_(self.log_normalizer[chunk])
+        log_p = logits.sub_(self.log_normalizer[chunk])
         at_label = self.log_prob[chunk].masked_fill(~tile.inside, 0.0)
         grad = self.log_prob[chunk].sum(1, keepdim=True)
         if self.entropy is None:
@@ -195,7 +209,12 @@ class HeadGradients(NamedTuple):
 
 
 def gradients_of(
-    tokens: Tokens, weight: Tensor, gradient: NextTokenGradient, chunk_tokens: int, wanted: Collection[str]
+    tokens: Tokens,
+    weight: Tensor,
+    gradient: NextTokenGradient,
+    chunk_tokens: int,
+    wanted: Collection[str],
+    kept: Kept | None = None,
 ) -> HeadGradients:
     dtype = wide(weight.dtype)
     grad_hidden = torch.zeros_like(tokens.hidden, dtype=dtype) if "hidden" in wanted else None
@@ -213,7 +232,8 @@ def gradients_of(
         target = own if own is None or own.dtype == dtype else torch.empty_like(own, dtype=dtype)
         for chunk in chunks:
             tile = Tile.of(tokens, chunk, weight, words)
-            exact = gradient.of_logits(chunk, tile, buffers)
+            logits = tile.logits(buffers[0]) if kept is None else kept.tile(chunk, words, buffers[0])
+            exact = gradient.of_logits(chunk, tile, logits, buffers)
             if grad_bias is not None:
                 grad_bias[words] += exact.sum(0)
             grad_logits = exact.to(weight.dtype)
@@ -264,9 +284,10 @@ def next_token_log_probs(
 
     A token may have K labels, whose log-probs are taken from the same logits.
 
-    Logits exist for at most ``chunk_tokens`` tokens, and a slice of the vocabulary that fits the cache, at one time; the
-    backward pass computes them again, for the tokens whose gradient is not zero. Computed in float32 or better. A label of
-    -100 gives 0 and takes no gradient; a token without another is not computed.
+    Logits exist for at most ``chunk_tokens`` tokens, and a slice of the vocabulary that fits the cache, at one time. They
+    stay for the backward pass where all of them fit :data:`KEPT_BYTES`; else it computes them again, for the tokens
+    whose gradient is not zero. Computed in float32 or better. A label of -100 gives 0 and takes no
+    gradient; a token without another is not computed.
 
     With ``shard`` the vocabulary is split over ranks: every rank gets the same results, from one reduction of a
     few numbers per token. The gradient of ``hidden`` is then this rank's part; the sum over the ranks is the caller's.
@@ -291,20 +312,24 @@ def next_token_log_probs(
     if labels.device.type == "cpu":
         _check_on_host(labels, weight.shape[0] if shard is None else shard.vocab_size, temperature)
     found, columns = [], labels if labels.dim() == 2 else labels[:, None]
+    # A rank may have no part of a small vocabulary.
+    room = KEPT_BYTES // max(weight.shape[0] * wide(hidden.dtype).itemsize, 1)
+    kept_tokens = room if torch.is_grad_enabled() else 0
     for rows, run in parts_of_head(adapters, hidden.shape[0]):
         factors = None if run is None else run.modules[HEAD]
+        mine = hidden[rows]
+        # By an adapter's own tokens: what is kept must not depend on how many others there are.
+        work = _Work(chunk_tokens, calculate_entropy, bool(adapters) and factors is None, len(mine) <= kept_tokens)
         found.append(
             _NextTokenLogProbs.apply(
-                hidden[rows],
+                mine,
                 weight,
                 columns[rows],
                 temperature[rows] if isinstance(temperature, Tensor) else temperature,
-                chunk_tokens,
-                calculate_entropy,
+                work,
                 shard,
-                None if run is None or factors is None else Narrowed.apply(hidden[rows], run.draw, factors),
+                None if run is None or factors is None else Narrowed.apply(mine, run.draw, factors),
                 factors,
-                bool(adapters) and factors is None,
                 bias,
             )
         )
@@ -321,6 +346,13 @@ def _check_on_host(labels: Tensor, vocab_size: int, temperature: Tensor | float)
         raise BatchError(f"temperature has a value of {float(temperature.min())}: each must be positive")
 
 
+class _Work(NamedTuple):
+    chunk_tokens: int
+    calculate_entropy: bool
+    several: bool  # tokens of several adapters, whose bits no other decides
+    keep: bool  # the logits for the backward pass
+
+
 class _NextTokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -329,35 +361,35 @@ class _NextTokenLogProbs(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         temperature: Tensor | float,
-        chunk_tokens: int,
-        calculate_entropy: bool,
+        work: _Work,
         shard: VocabularyShard | None,
         narrow: Tensor | None,
         factors: Factors | None,
-        several: bool,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         start = 0 if shard is None else shard.start
         added, active = _added(narrow, factors), (labels != IGNORE_LABEL).any(1)
-        tokens, positions = Tokens.select(hidden, labels, temperature, active, start, added, several=several)
+        tokens, positions = Tokens.select(hidden, labels, temperature, active, start, added, several=work.several)
         tokens = tokens._replace(bias=bias)
-        dtype = wide(hidden.dtype)
-        buffers = buffers_for(tokens, weight, chunk_tokens, count=2 if calculate_entropy else 1)
+        dtype, rows, kept = wide(hidden.dtype), None, None
+        if work.keep and any(ctx.needs_input_grad):
+            kept = hidden.new_empty((len(positions), weight.shape[0]), dtype=dtype)
+            rows = positions.new_zeros(hidden.shape[0])
+            rows[positions] = torch.arange(len(positions), device=positions.device)
+        buffers = buffers_for(tokens, weight, work.chunk_tokens, count=2 if work.calculate_entropy else 1)
         sums = [
-            _sum_over_vocabulary(tokens, chunk, weight, chunk_tokens, buffers, calculate_entropy)
-            for chunk in tokens.chunks(chunk_tokens)
+            _sum_over_vocabulary(tokens, chunk, weight, work, buffers, kept) for chunk in tokens.chunks(work.chunk_tokens)
         ]
         partial = torch.cat(sums) if sums else hidden.new_empty((0, 3 + labels.shape[1]), dtype=dtype)
-        log_normalizers, label_logits, entropies = _finish_sums(partial, shard, calculate_entropy)
+        log_normalizers, label_logits, entropies = _finish_sums(partial, shard, work.calculate_entropy)
 
         def spread(values: Tensor) -> Tensor:
             return hidden.new_zeros((hidden.shape[0], *values.shape[1:]), dtype=dtype).index_copy_(0, positions, values)
 
         entropy = spread(entropies)
-        ctx.save_for_backward(hidden, weight, labels, spread(log_normalizers), entropy, narrow, bias)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        ctx.shard, ctx.factors, ctx.several = shard, factors, several
-        if not calculate_entropy:
+        ctx.save_for_backward(hidden, weight, labels, spread(log_normalizers), entropy, narrow, bias, kept, rows)
+        ctx.temperature, ctx.work, ctx.shard, ctx.factors = temperature, work, shard, factors
+        if not work.calculate_entropy:
             ctx.mark_non_differentiable(entropy)
         # An entropy that is a metric alone has no gradient, and costs nothing in the backward pass.
         ctx.set_materialize_grads(False)
@@ -367,7 +399,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, log_normalizers, entropy, narrow, bias = ctx.saved_tensors
+        hidden, weight, labels, log_normalizers, entropy, narrow, bias, logits, rows = ctx.saved_tensors
         ignored = labels == IGNORE_LABEL
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(labels, dtype=log_normalizers.dtype)
@@ -377,7 +409,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
             active |= (grad_entropy != 0) & ~ignored.all(1)
         start = 0 if ctx.shard is None else ctx.shard.start
         added = _added(narrow, ctx.factors)
-        tokens, positions = Tokens.select(hidden, labels, ctx.temperature, active, start, added, several=ctx.several)
+        tokens, positions = Tokens.select(hidden, labels, ctx.temperature, active, start, added, several=ctx.work.several)
         tokens = tokens._replace(bias=bias)
         gradient = NextTokenGradient(
             grad_log_probs[positions],
@@ -387,7 +419,8 @@ class _NextTokenLogProbs(torch.autograd.Function):
         )
         places = {"hidden": 0, "weight": 1, "bias": -1}
         wanted = [name for name, place in places.items() if ctx.needs_input_grad[place]]
-        found = gradients_of(tokens, weight, gradient, ctx.chunk_tokens, wanted)
+        kept = None if logits is None else Kept(logits, rows[positions])
+        found = gradients_of(tokens, weight, gradient, ctx.work.chunk_tokens, wanted, kept)
 
         def spread(values: Tensor | None, like: Tensor) -> Tensor | None:
             return None if values is None else torch.zeros_like(like).index_copy_(0, positions, values.to(like.dtype))
@@ -395,9 +428,8 @@ class _NextTokenLogProbs(torch.autograd.Function):
         return (
             spread(found.hidden, hidden),
             found.weight,
-            *(None,) * 5,
+            *(None,) * 4,
             spread(found.narrow, narrow),
-            None,
             None,
             found.bias,
         )
@@ -408,24 +440,26 @@ def _added(narrow: Tensor | None, factors: Factors | None) -> LowRank | None:
 
 
 def _sum_over_vocabulary(
-    tokens: Tokens, chunk: slice, weight: Tensor, chunk_tokens: int, buffers: list[Tensor], calculate_entropy: bool
+    tokens: Tokens, chunk: slice, weight: Tensor, work: _Work, buffers: list[Tensor], kept: Tensor | None
 ) -> Tensor:
     """(tokens, 3 + K): m, s, u and the logits of the labels, where m is the largest logit, s = sum exp(x - m) and u = sum
-    exp(x - m) (x - m).
+    exp(x - m) (x - m). ``kept`` gets the logits.
     """
     largest = tokens.hidden.new_full((chunk.stop - chunk.start, 1), -torch.inf, dtype=wide(tokens.hidden.dtype))
     total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
     label_logits = largest.new_zeros(chunk.stop - chunk.start, tokens.labels.shape[1])
-    for words in vocabulary_slices(tokens, weight, chunk_tokens):
+    for words in vocabulary_slices(tokens, weight, work.chunk_tokens):
         tile = Tile.of(tokens, chunk, weight, words)
         logits = tile.logits(buffers[0])
+        if kept is not None:
+            kept[chunk, words] = logits
         label_logits += logits.gather(1, tile.column).masked_fill_(~tile.inside, 0.0)
         # What has been added up for a smaller maximum is scaled down to the new one, so that no exponential overflows.
         previous, largest = largest, torch.maximum(largest, logits.amax(1, keepdim=True))
         shift = previous - largest
         scale = shift.exp()
         logits.sub_(largest)
-        if calculate_entropy:
+        if work.calculate_entropy:
             weights = torch.exp(logits, out=buffers[1][: logits.numel()].view_as(logits))
             weighted = (_shifted(weighted, total, shift) * scale).addcmul_(
                 logits.mul_(weights).sum(1, keepdim=True), torch.ones_like(scale)

@@ -241,7 +241,7 @@ class BridgeConfig(BackendConfig):
         recompute_method: for ``full``: ``uniform`` recomputes in groups of ``recompute_num_layers`` layers, ``block`` the
             first ``recompute_num_layers`` layers of each stage.
         recompute_modules: for ``selective``; None takes Megatron's default, the core of attention.
-        log_prob_chunk_tokens: tokens whose full-vocabulary logits exist at one time.
+        log_prob_chunk_tokens: tokens whose full-vocabulary logits are computed at one time.
         expert_bias_rate: what loss-free balancing moves the biases of routers by in a step, by the native runtime's rule; 0
             leaves them as they are, whatever Megatron-Bridge gives a family.
         override_transformer_config: fields of the model provider (Megatron's ``TransformerConfig`` and more).

@@ -41,6 +41,22 @@ FAULTS = [
         "sums of slices with different maxima would be added as they are",
     ),
     Fault(
+        "kept-logits-of-other-tokens",
+        "rl_backend.primitive.log_prob:_NextTokenLogProbs.backward",
+        "kept = None if logits is None else Kept(logits, rows[positions])",
+        "kept = None if logits is None else Kept(logits, torch.arange(len(positions)))",
+        ("test_kept_logits_give_the_gradients_of_those_that_are_computed_again[kept-dtype0]",),
+        "tokens behind one without a gradient would get those of others",
+    ),
+    Fault(
+        "logits-kept-where-nothing-is-trained",
+        "rl_backend.primitive.log_prob:next_token_log_probs",
+        "kept_tokens = room if torch.is_grad_enabled() else 0",
+        "kept_tokens = room",
+        ("test_full_vocabulary_logits_are_saved_within_a_budget_and_not_made_at_once[kept-126000]",),
+        "a forward-only pass would hold a GiB for nothing",
+    ),
+    Fault(
         "ignored-positions-take-a-gradient",
         "rl_backend.primitive.log_prob:_NextTokenLogProbs.backward",
         "grad_log_probs = grad_log_probs.masked_fill(ignored, 0.0)",

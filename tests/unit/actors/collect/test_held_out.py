@@ -17,9 +17,8 @@ import pytest
 import ray
 
 from actors import Sample
-from actors.collect.held_out import HeldOutSet
+from actors.collect.held_out import HeldOutSet, answer
 from actors.collect.inputs import load_inputs
-from actors.collect.prompts import answer
 from actors.folder.folder import RunFolder
 from actors.folder.identity import saved_facts
 from actors.options.eval_sets import EvalSet

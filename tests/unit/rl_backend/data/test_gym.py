@@ -7,7 +7,7 @@ import pytest
 from rl_backend.contracts import ConfigError
 from rl_backend.data.datasets import data_files, open_rows
 from rl_backend.data.examples import DataConfig, read_examples
-from rl_backend.data.gym import compute_score
+from rl_backend.data.gym import compute_score, score_last_number
 from rl_backend.data.prompts import load_prompts, load_tokenizer
 from rl_backend.data.rewards import RewardCall, RewardConfig
 from tests.support.libraries import gym, smollm2
@@ -34,6 +34,27 @@ def test_rows_are_those_of_the_task_and_its_scorer_judges_them(task: str) -> Non
         assert score(entry["answer"]) == score(f"<answer>no</answer> so <answer>\n{entry['answer']}\n</answer>.") == 1.0
         long = f"It is {entry['answer']}, I think."
         assert score(long) == theirs.score_answer(long, entry) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "last"),
+    [
+        ("12", "12"),
+        ("17 - 5 = 12.", "12"),
+        ("It is 12, I think", "12"),
+        ("1,012", "1012"),
+        ("so -12", "-12"),
+        ("17-12", "12"),  # a sign behind a digit is an operator's
+        ("12.5 and then", "12.5"),
+        ("12 of 3", "3"),
+    ],
+)
+def test_the_last_number_of_a_sentence_is_judged(response: str, last: str) -> None:
+    gym()
+    for answer in ("12", "-12", "1012", "12.5", "3"):
+        entry = {"metadata": {}, "question": ""}
+        assert score_last_number("chain_sum", response, answer, entry) == (answer == last)
+    assert score_last_number("chain_sum", "no number", "12", {"metadata": {}, "question": ""}) == 0
 
 
 @pytest.mark.parametrize("task", TASKS)

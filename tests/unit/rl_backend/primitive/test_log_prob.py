@@ -16,6 +16,8 @@ from rl_backend.primitive.log_prob import IGNORE_LABEL, NextToken, next_token_lo
 
 T, H, V = 21, 8, 1500
 
+pytestmark = pytest.mark.usefixtures("logits_kept")
+
 
 @pytest.fixture(autouse=True)
 def several_vocabulary_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +110,9 @@ def test_ignored_positions_give_zero_and_take_no_gradient() -> None:
     assert torch.isfinite(weight.grad).all()
 
 
-def test_tokens_without_an_upstream_gradient_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_without_an_upstream_gradient_are_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch, logits_kept: bool
+) -> None:
     hidden, weight, labels = make_inputs(torch.float32)
     output = next_token_log_probs(hidden, weight, labels)
     rows: list[int] = []
@@ -120,7 +124,7 @@ def test_tokens_without_an_upstream_gradient_are_not_computed_again(monkeypatch:
 
     monkeypatch.setattr(log_prob, "_matmul", counting)
     (output.log_probs * (torch.arange(T) >= 15)).sum().backward()
-    assert set(rows) == {5}
+    assert set(rows) == (set() if logits_kept else {5})
     assert (hidden.grad[:15] == 0).all()
 
 
@@ -172,13 +176,17 @@ def test_a_frozen_weight_gets_no_gradient_and_the_hidden_states_still_do() -> No
 
 
 @pytest.mark.shows("model: full-vocabulary logits are never kept")
-def test_full_vocabulary_logits_are_neither_saved_nor_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("budget", [T * V * 4 - 1, T * V * 4])
+def test_full_vocabulary_logits_are_saved_within_a_budget_and_not_made_at_once(
+    monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    monkeypatch.setattr(log_prob, "KEPT_BYTES", budget)
     monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", 2**21)
     hidden, weight, labels = make_inputs(torch.float32)
     saved: list[int] = []
 
     def record(tensor: Tensor) -> Tensor:
-        saved.append(tensor.numel())
+        saved.append(tensor.shape[-1])
         return tensor
 
     largest: list[int] = []
@@ -192,8 +200,12 @@ def test_full_vocabulary_logits_are_neither_saved_nor_made_at_once(monkeypatch: 
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         output = next_token_log_probs(hidden, weight, labels, chunk_tokens=4, calculate_entropy=True)
     output.log_probs.sum().backward()
-    assert max(saved) == V * H
+    assert (V in saved) == (budget == T * V * 4)
     assert max(largest) <= 4 * V
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        saved.clear()
+        next_token_log_probs(hidden, weight, labels)
+    assert V not in saved
 
 
 @pytest.mark.parametrize(
@@ -208,7 +220,27 @@ def test_full_vocabulary_logits_are_neither_saved_nor_made_at_once(monkeypatch: 
 def test_bad_inputs_are_refused(change: dict[str, Any], message: str) -> None:
     hidden, weight, labels = make_inputs(torch.float32)
     with pytest.raises(BatchError, match=message):
-        next_token_log_probs(hidden, weight, change.pop("labels", labels), **change)
+        next_token_log_probs(hidden, weight, **{"labels": labels, **change})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_give_the_gradients_of_those_that_are_computed_again(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """With labels missing, tokens without a gradient, a temperature for each token and an entropy."""
+    found = []
+    for budget in (0, log_prob.KEPT_BYTES or 2**30):
+        monkeypatch.setattr(log_prob, "KEPT_BYTES", budget)
+        hidden, weight, labels = make_inputs(dtype)
+        labels[::7] = IGNORE_LABEL
+        temperature = torch.linspace(0.5, 2, T)
+        output = next_token_log_probs(
+            hidden, weight, labels, temperature=temperature, chunk_tokens=6, calculate_entropy=True
+        )
+        total = (output.log_probs * (torch.arange(T) % 3 > 0)).sum() + output.entropy.square().sum()
+        found.append(torch.autograd.grad(total, (hidden, weight)))
+    for again, kept in zip(*found, strict=True):
+        torch.testing.assert_close(kept, again, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("adapts_head", [False, True])

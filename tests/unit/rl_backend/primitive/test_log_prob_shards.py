@@ -21,6 +21,8 @@ from rl_backend.primitive.log_prob import IGNORE_LABEL, NextToken, VocabularySha
 T, H, V = 13, 5, 900
 SIZES = (300, 257, 343)
 
+pytestmark = pytest.mark.usefixtures("logits_kept")
+
 
 class Rendezvous:
     """Reductions over ranks that are threads."""

@@ -165,5 +165,5 @@ def test_a_probability_of_0_has_no_gradient_of_entropy() -> None:
     tile = Tile.of(tokens, slice(0, 1), weight, slice(0, 3))
     one = torch.ones(1, 1)
     gradient = NextTokenGradient(0 * one, one, 0 * one, 2000.0 * one)
-    found = gradient.of_logits(slice(0, 1), tile, [torch.empty(3), torch.empty(3)])
+    found = gradient.of_logits(slice(0, 1), tile, tile.logits(torch.empty(3)), [torch.empty(3), torch.empty(3)])
     assert found.tolist() == [[0.0, 0.0, 0.0]]
