@@ -48,8 +48,8 @@ STATE, ADAPTER = "state", "adapter"
 """In the folder of a checkpoint: training state, and the adapter in peft's format."""
 # Adapters of samplers that are kept on the ranks for log-probs of prompts.
 _KEPT_READERS = 4
-# In passes, of data of all clients together; a piece of one is at most a half.
-_MOST_PIECES = 2
+# A piece of one client's data is at most this part of a pass, so that whoever comes meanwhile does not wait for a whole one.
+_SHARE_OF_A_PASS = 0.5
 
 type Finish = Callable[[str, Result], None]
 
@@ -414,10 +414,10 @@ class Training:
         budget = self._group.config.max_tokens_per_micro_batch * self.base.data_parallel_size
         first = _job(ready[0]).signature
         chosen: list[tuple[Run, Sequence[Datum]]] = []
-        room = _MOST_PIECES * budget
+        room, most = budget, int(budget * _SHARE_OF_A_PASS)
         for run in ready:
             job = _job(run)
-            piece = job.piece(budget) if job.signature == first else ()
+            piece = job.piece(most) if job.signature == first else ()
             tokens = sum(len(datum.tokens) for datum in piece)
             if piece and (not chosen or tokens <= room):
                 chosen.append((run, piece))

@@ -166,7 +166,7 @@ def test_eight_clients_at_one_time_get_the_bits_that_each_has_alone(served: Addr
     cookbook()
     clients = [Client(number, rank, 24) for number, rank in enumerate((4, 16, 8, 2, 12, 6, 16, 1))]
     alone = [train(served.url, served.model, each, VOCABULARY) for each in clients]
-    together, _ = train_together(served.url, served.model, clients, VOCABULARY)
+    together = train_together(served.url, served.model, clients, VOCABULARY)
     assert [one.equals(two) for one, two in zip(alone, together, strict=True)] == [True] * len(clients)
 
 

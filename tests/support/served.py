@@ -13,7 +13,8 @@ from typing import Any
 
 import uvicorn
 
-from actors.serve.app import make_app
+from actors.serve.app import Asked, Owner, make_app
+from actors.serve.openai import add_openai
 from actors.serve.server import Futures, Limits, Server
 from actors.serve.store import Store
 from actors.serve.training import Training
@@ -96,7 +97,7 @@ def served(
             model=model,
             vocab_size=read_hf_config(model)["vocab_size"],
             longest=max_tokens,
-            max_rank=32,
+            max_rank=64,
             max_runs=64,
         )
         server = Server(
@@ -118,7 +119,9 @@ def served(
 @contextmanager
 def _listening(server: Server) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
-    web = uvicorn.Server(uvicorn.Config(make_app(server), log_level="error"))
+    app = make_app(server)
+    add_openai(app, server, Owner, Asked)
+    web = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not web.started:

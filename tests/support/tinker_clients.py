@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -53,14 +54,15 @@ def service(url: str, key: str = KEY) -> Any:
     return tinker.ServiceClient(base_url=url, api_key=key)
 
 
-def train(url: str, model: str, client: Client, vocabulary: int) -> Trained:
-    """A new run of the client, from its creation to its last log-probs."""
+def train(url: str, model: str, client: Client, vocabulary: int, ready: Callable[[], object] = lambda: None) -> Trained:
+    """A new run of the client; ``ready`` is called between its creation, which no seconds count, and its first pass."""
     from tinker import types
 
-    training = service(url).create_lora_training_client(base_model=model, rank=client.rank, seed=client.number)
+    training = service(url).create_lora_training_client(base_model=model, rank=client.rank, seed=client.number).result()
     adam = types.AdamParams(learning_rate=1e-3 * (1 + client.number))
     log_probs: list[np.ndarray] = []
     losses, grad_norms = [], []
+    ready()
     started = time.perf_counter()
     for step in range(client.steps):
         data = [_datum(client, vocabulary, step, row) for row in range(client.rows)]
@@ -76,12 +78,11 @@ def train(url: str, model: str, client: Client, vocabulary: int) -> Trained:
     return Trained(log_probs, losses, grad_norms, seconds)
 
 
-def train_together(url: str, model: str, clients: Sequence[Client], vocabulary: int) -> tuple[list[Trained], float]:
-    """All at one time, and the seconds from the first one's beginning to the last one's end."""
-    started = time.perf_counter()
+def train_together(url: str, model: str, clients: Sequence[Client], vocabulary: int) -> list[Trained]:
+    """All at one time: they wait for each other before their first pass."""
+    all_ready = threading.Barrier(len(clients))
     with ThreadPoolExecutor(len(clients)) as pool:
-        found = list(pool.map(lambda client: train(url, model, client, vocabulary), clients))
-    return found, time.perf_counter() - started
+        return list(pool.map(lambda client: train(url, model, client, vocabulary, all_ready.wait), clients))
 
 
 def _datum(client: Client, vocabulary: int, step: int, row: int) -> Any:

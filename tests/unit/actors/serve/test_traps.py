@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import zstandard
 
 from actors.serve import app
 from actors.serve.store import RUNS
-from actors.serve.training import Call
 from actors.serve.wire import Datum, PassRequest, read_answer, read_pass, write_request
 from rl_backend.contracts import BatchError
 from tests.support.actors_in_process import until
@@ -191,12 +189,8 @@ def test_clients_at_one_time_get_the_bits_that_each_has_alone(running: SimpleNam
     cookbook()
     clients = [Client(number, rank, 12) for number, rank in enumerate((4, 2, 8, 3, 16))]
     alone = [train(running.url, str(model), client, VOCABULARY) for client in clients]
-    gate, passes = threading.Event(), len(running.group.passes)
-    # While this call holds the thread, all of them queue up.
-    blocked = Wire(running.url).run(model)[1]
-    running.training.submit(blocked, 1, Call("", lambda run: {"waited": gate.wait(30)}))
-    threading.Timer(0.5, gate.set).start()
-    together, _ = train_together(running.url, str(model), clients, VOCABULARY)
+    passes = len(running.group.passes)
+    together = train_together(running.url, str(model), clients, VOCABULARY)
     assert any(len(set(shared)) > 1 for shared in running.group.passes[passes:])
     for one, two in zip(alone, together, strict=True):
         assert one.equals(two)
