@@ -1,10 +1,14 @@
 """Child processes that end when the process that started them ends, however that ends."""
 
 import fcntl
+import multiprocessing
 import os
 import signal
+import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 # The end of a pipe that this process has alone, and that nothing is written to: it closes when the process ends.
 _writer = -1
@@ -29,6 +33,19 @@ def tie(pid: int, line: Connection) -> None:
         fcntl.fcntl(line.fileno(), fcntl.F_SETOWN, pid)
         fcntl.fcntl(line.fileno(), fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(line.fileno(), fcntl.F_SETFL, fcntl.FASYNC)
+
+
+def start_script(
+    python: str, script: Path, environment: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process of a script, tied to this one, and the connection to it: the script is given the number of its end."""
+    ours, theirs = multiprocessing.Pipe()
+    with theirs, open_lifeline() as line:
+        command, inherited = [python, "-P", str(script), str(theirs.fileno())], (theirs.fileno(), line.fileno())
+        # Signals to the run's group, of a terminal or a scheduler, are for the run: it ends this process when it ends.
+        process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=environment, process_group=0)
+        tie(process.pid, line)
+    return process, ours
 
 
 def _open_pipe() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from actors.folder.state import read_object
 from actors.rollout.config import SamplingConfig
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.chat_template import turn_end
+from rl_backend.data.chat_template import ChatTemplate
 from rl_backend.data.examples import DataConfig, as_messages
 from rl_backend.data.prompts import Prompt
 
@@ -35,13 +35,8 @@ class Ends:
         if form in self._of_turns:
             return
         try:
-            self._of_turns[form] = turn_end(
-                messages,
-                self.tokenizer,
-                chat_template_kwargs=self.data.chat_template_kwargs,
-                tools=tools,
-                documents=documents,
-            )
+            template = ChatTemplate(self.tokenizer, self.data.chat_template_kwargs, tools, documents)
+            self._of_turns[form] = template.turn_end(messages)
         except BatchError as error:
             raise BatchError(f"{where}: {error.message}") from error
 
@@ -64,7 +59,7 @@ def template_end(tokenizer: Any, data: DataConfig) -> int | None:
         return None
     question = [{"role": "user", "content": "x"}]
     try:
-        return turn_end(question, tokenizer, chat_template_kwargs=data.chat_template_kwargs)
+        return ChatTemplate(tokenizer, data.chat_template_kwargs).turn_end(question)
     except BatchError:  # an environment is told when it is checked, and a player may do without
         return None
 

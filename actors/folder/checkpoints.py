@@ -21,7 +21,7 @@ from actors.rollout.messages import Routes, Sample, VersionSpan
 from rl_backend.checkpoint.confined import require_inside, require_names
 from rl_backend.checkpoint.durable_commit import rename_synced, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, SealedConfig
-from rl_backend.checkpoint.metadata_reader import load_problem
+from rl_backend.checkpoint.metadata_unpickler import load_problem
 from rl_backend.checkpoint.training_state import file_facts
 from rl_backend.contracts import CheckpointError, ConfigError
 

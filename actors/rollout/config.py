@@ -103,9 +103,14 @@ class RolloutConfig(BaseConfig):
             Either way turns that have not begun wait for the push.
         seed: seed of the engines' own generator, used by requests without a seed of their own.
         start_timeout: seconds that starting may take.
+        heartbeat_timeout: seconds in which an engine's process answers a heartbeat, whatever vLLM is doing in it; one that
+            does not is ended. One that a signal has stopped is seen within seconds, and not taken for one that is busy.
+        max_restarts: how often within an hour an engine that died, hangs or is dirty is started again; once more, and every
+            call raises. Meanwhile the others sample, also what it had not answered. A new engine has the weights and
+            adapters that the others serve, or waits for the next push. 0 starts none: calls raise the error of a lost
+            engine, and ``RolloutGroup.restart`` replaces it.
         sampling_timeout: seconds in which an engine answers one call to sample, all its prompts together, and in which,
-            while it serves, one of its turns ends. One that does not counts as dead and is ended; whoever waits for it, a
-            push as well, gets an ``EngineDeadError``.
+            while it serves, one of its turns ends. One that does not counts as dead and is ended.
         engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused before an engine starts.
     """
 
@@ -135,6 +140,8 @@ class RolloutConfig(BaseConfig):
     turns_at_push: Literal["finish", "pause"] = "finish"
     seed: int = Field(default=0, ge=0)
     start_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
+    heartbeat_timeout: Annotated[float, MAY_CHANGE] = Field(default=60.0, ge=10)
+    max_restarts: Annotated[int, MAY_CHANGE] = Field(default=3, ge=0)
     sampling_timeout: Annotated[float, MAY_CHANGE] = Field(default=3600.0, gt=0)
     engine_args: dict[str, Any] = Field(default_factory=dict)
 

@@ -30,6 +30,7 @@ class EngineInfo:
         device_ids: UUIDs of its CUDA devices; empty on a CPU.
         version: of the weights served; ``UNVERSIONED`` before the first push.
         moe_layers: with ``RolloutConfig.return_routed_experts``, the numbers of the layers that have experts.
+        started: when process ``pid`` did, in clock ticks after boot.
     """
 
     name: str
@@ -47,6 +48,7 @@ class EngineInfo:
     version: int
     state: EngineState
     moe_layers: tuple[int, ...] = ()
+    started: str = ""
 
 
 IN_MEMORY = "memory://"

@@ -22,16 +22,15 @@ class RolloutTokens:
     and values in its prefix cache; any other goes to the engine with the fewest turns in flight. Results do not
     depend on the choice.
 
-    When an engine dies, or a push leaves it dirty, its turns in flight are asked again of another one, where the same
-    prompt and seed give the same tokens, as long as both serve the same weights; the versions say so. The engine
-    stays lost until ``RolloutGroup.restart``.
+    When an engine dies, or a push leaves it dirty, its turns in flight are asked again of another one, or of the one that
+    replaces it. The same prompt and seed give the same tokens there, as long as both serve the same weights; the
+    versions say so.
 
     Args:
         sampling: temperature, ``top_p``, ``top_k``, ``min_p``, stop strings, and stop tokens beside those of each
             turn; the rest comes with each turn.
         adapter: the LoRA tenant that samples; None for the weights alone.
         require_version: refuse weights, or versions of the adapter, that are older. May be changed between turns.
-        retries: how often a turn is asked again of another engine before the error of a lost one is raised.
 
     Raises:
         ConfigError: ``max_new_tokens``, ``n`` or ``log_probs`` in ``sampling``; stop strings and engines without
@@ -49,13 +48,11 @@ class RolloutTokens:
         *,
         adapter: str | None = None,
         require_version: int | None = None,
-        retries: int = 1,
     ) -> None:
         self._rollout = rollout
         self._sampling = sampling or SamplingConfig()
         self._adapter = adapter
         self.require_version = require_version
-        self._retries = retries
         self._router = PrefixRouter()
         self.prompt_tokens = self.cached_tokens = 0
         if unfit := [name for name in ("max_new_tokens", "n", "log_probs") if self._sampling.is_set(name)]:
@@ -85,24 +82,20 @@ class RolloutTokens:
 
         Raises:
             BatchError: a prompt that no engine can answer; other turns are not concerned.
-            EngineDeadError, EngineDirtyError: the engines that were asked are lost.
+            EngineDeadError, EngineDirtyError: all engines are lost and none is being replaced, or one was too often.
             RolloutError: engines without weights, an adapter that has not been pushed, or a group that is closed.
             WeightVersionError: the weights are older than ``require_version``.
         """
         stops = tuple(dict.fromkeys([*stop_token_ids, *self._sampling.stop_token_ids]))
         sampling = self._sampling.replace(max_new_tokens=max_tokens, stop_token_ids=stops)
         request = Request(list(token_ids), sampling, seed)
-        lost: set[int] = set()
         while True:
-            in_flight = {each: turns for each, turns in self._rollout.turns.in_flight.items() if each not in lost}
-            engine = self._router.choose(request.prompt_ids, in_flight)
+            engine = self._router.choose(request.prompt_ids, self._rollout.turns.in_flight)
             try:
                 answer = await self._answer(engine, request)
                 break
-            except (EngineDeadError, EngineDirtyError):
-                lost.add(engine)
-                if len(lost) > self._retries or lost >= set(self._rollout.engines):
-                    raise
+            except (EngineDeadError, EngineDirtyError) as error:
+                await asyncio.to_thread(self._rollout.engine_set.wait_for_engine, error)
         self.prompt_tokens += len(request.prompt_ids)
         self.cached_tokens += answer.cached_tokens
         self._router.remember([*request.prompt_ids, *answer.token_ids], engine)

@@ -30,6 +30,7 @@ from actors.run.session import Session, borrowed_session, chosen_of, open_sessio
 from actors.run.stop import StopRequest
 from actors.train.model import GroupModel, RouterReplayMode
 from actors.watch.console import Phases, StepLines, command_began, say, say_facts, warn
+from actors.watch.engines import EngineEvents
 from actors.watch.health_metrics import HealthWarnings
 from actors.watch.metrics import Clock
 from actors.watch.trace import TraceSource
@@ -220,7 +221,7 @@ class Run[C: RunConfig]:
         warnings = self._health.warnings(step, measured)
         also: dict[str, float] = {}
         if sampling is not None:
-            measured |= sampling.end_step(step, measured.get("log_prob_gap", 0.0), clock)
+            measured |= sampling.end_step(step, measured.get("log_prob_gap", 0.0), clock) | self._engines.take()
             also["weight_version"] = sampling.version
         self.folder.log(step, measured | clock.seconds | also, warnings)
         if sampling is not None:
@@ -285,6 +286,7 @@ class Run[C: RunConfig]:
     ) -> None:
         self._restore(trained)
         policy = next(iter(trained.values()))
+        self._engines = self._stack.enter_context(EngineEvents(self._parts.rollout, self.label))
         self._parts.connect(policy, config.transport)
         adapter = policy.handle.name if config.pushes_adapters else None
         source = self._stack.enter_context(open_source(self._parts.rollout, adapter))

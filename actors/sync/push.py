@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,13 +19,22 @@ from actors.sync.staged_transports import (
     GlooTransport,
     PushPlan,
     SharedMemoryTransport,
+    Staged,
     StagedTransport,
     TransportName,
     describe_export,
     make_plan,
 )
 from actors.train.context import HandleRef
-from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError, WeightSyncError
+from rl_backend.contracts import (
+    UNVERSIONED,
+    ConfigError,
+    EngineDeadError,
+    EngineDirtyError,
+    RLBackendError,
+    UnsupportedError,
+    WeightSyncError,
+)
 from rl_backend.trace.recorder import span
 
 _CANARY = Canary()
@@ -89,6 +99,9 @@ class WeightSync:
         self._requested = transport
         self._transport: Transport | None = None if transport == "auto" else make_transport(transport)
         self._chosen_for: dict[int, int] = {}
+        # The version that engines serve, and weights of it that are still staged for any engine of this host.
+        self._served = UNVERSIONED
+        self._staged: Staged | None = None
         self._adapter: AdapterPush | None = None
         is_tenant = isinstance(handle, HandleRef) and handle.lora_id >= 0
         self._merged = handle.name if merged and is_tenant else ""
@@ -108,22 +121,80 @@ class WeightSync:
         Staged transports verify names, shapes, dtypes, digests and finite values on every engine before any engine loads.
         No engine samples again until all have answered. Of a tenant's versions all engines get the new one, or none.
 
+        Where engines that are lost are replaced (``RolloutConfig.max_restarts``), one that is lost on the way raises
+        nothing: the others, or with none left the one that replaces it, are given the weights once more.
+
         Raises:
             ConfigError: ``byte_budget`` does not hold the largest tensor; nothing was started.
             WeightVersionError: an engine serves newer weights; all serve on.
             WeightCheckError: the weights are not what an engine can load, or are damaged, or the canary of an adapter finds
                 other log-probs; all serve on with the old ones.
-            EngineDeadError: an engine died during the push. Of a tenant the others serve the new version.
-            EngineDirtyError: an engine failed after its first load and must be restarted; the others serve the new weights.
+            EngineDeadError: an engine that is not replaced died during the push, or one was lost too often. Of a tenant the
+                others serve the new version.
+            EngineDirtyError: an engine that is not replaced failed after its first load; the others serve the new weights.
             WeightSyncError: the transport failed before anything was loaded.
         """
-        with span("push", "push") as traced:
-            report = self._push() if self._adapter is None else self._adapter.push()
-            traced.update(weight_version=report.version, nbytes=report.nbytes, transport=report.transport)
+        engines = self._rollout.engine_set
+        while True:
+            engines.require_hope()
+            try:
+                with span("push", "push") as traced:
+                    report = self._push() if self._adapter is None else self._adapter.push()
+                    traced.update(weight_version=report.version, nbytes=report.nbytes, transport=report.transport)
+                break
+            except (EngineDeadError, EngineDirtyError) as error:
+                if not engines.heals:
+                    raise
+                # Engines took the new weights, or serve the old ones; those that are left by now have them afterwards.
+                engines.wait_for_engine(error, pushable=True)
         report.export()
         return report
 
+    def give(self, engines: EngineSet) -> bool:
+        """Brings engines that join to the weights that were pushed last, checked like those of a push.
+
+        Weights that are staged are taken from there, whatever the trainer is doing. Else the trainer exports its own,
+        between two of its operations; where these are another version, False is returned and nothing was done.
+        """
+        clock = PushClock()
+        try:
+            if self._verified_again(engines):
+                self._load_staged(self._served, engines, clock, joining=True)
+                return True
+            plan = self._plan()
+            transport = self._transport or choose_transport(plan, engines)
+            if plan.version != self._served or transport.problem(plan, engines):
+                return False
+            if isinstance(transport, StreamingTransport):
+                self._push_streaming(transport, plan, engines, clock, joining=True)
+            else:
+                self._push_staged(transport, plan, engines, clock, joining=True)
+            if self._transport is None:  # of a sync that is closed
+                transport.close(self._train, engines)
+                self._staged = None
+        except (EngineDeadError, EngineDirtyError):
+            raise
+        except RLBackendError:  # of the trainer, which may have ended
+            return False
+        return True
+
+    def _verified_again(self, engines: EngineSet) -> bool:
+        staged = self._staged
+        if staged is None or staged.manifest.version != self._served:
+            return False
+        (segment, *_) = staged.segments.values()
+        outcomes = engines.call("verify", staged.manifest, segment)
+        # Without the rank that owned it, or on another host, there is no such segment.
+        if any(isinstance(outcome, WeightSyncError) for outcome in outcomes.values()):
+            return False
+        raise_failures(outcomes)
+        return True
+
     def _push(self) -> PushReport:
+        with self._rollout.pushing:
+            return self._push_weights()
+
+    def _push_weights(self) -> PushReport:
         clock = PushClock()
         rollout = self._rollout.engine_set.fixed()
         skipped = tuple(rollout.lost_engines)
@@ -147,7 +218,7 @@ class WeightSync:
         if self._adapter is not None:
             self._adapter.close()
         if self._transport is not None:
-            transport, self._transport, self._chosen_for = self._transport, None, {}
+            transport, self._transport, self._chosen_for, self._staged = self._transport, None, {}, None
             transport.close(self._train, self._rollout.engine_set)
 
     def __enter__(self) -> Self:
@@ -184,28 +255,34 @@ class WeightSync:
         return plan
 
     def _push_staged(
-        self, transport: StagedTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock
+        self, transport: StagedTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock, *, joining: bool = False
     ) -> tuple[int, ...]:
+        self._staged = None
         with clock.phase("stage"):
             staged = transport.stage(plan, self._train, rollout)
         with clock.phase("verify"):
             segments, manifest = staged.segments, staged.manifest.replace(kept=plan.kept)
             raise_failures(rollout.call("verify", manifest, each=lambda engine: (segments[engine], staged.key)))
+        if transport.is_kept:
+            self._staged = replace(staged, manifest=manifest)
+        return self._load_staged(plan.version, rollout, clock, joining=joining)
+
+    def _load_staged(self, version: int, rollout: EngineSet, clock: PushClock, *, joining: bool = False) -> tuple[int, ...]:
         with rollout.updating(), self._turns_paused(rollout, clock) as lost:
             with clock.phase("load"):
-                outcomes = lost | rollout.call("load", plan.version)
+                outcomes = lost | rollout.call("load", version)
             with clock.phase("resume"):
-                return self._resume(outcomes, rollout)
+                return self._resume(version, outcomes, rollout, joining=joining)
 
     def _push_streaming(
-        self, transport: StreamingTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock
+        self, transport: StreamingTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock, *, joining: bool = False
     ) -> tuple[int, ...]:
         raise_failures(rollout.call("check_manifest", plan.manifest))
         with rollout.updating(), self._turns_paused(rollout, clock) as lost:
             with clock.phase("stream"):
                 outcomes = lost | transport.stream(plan, self._train, rollout)
             with clock.phase("resume"):
-                return self._resume(outcomes, rollout)
+                return self._resume(plan.version, outcomes, rollout, joining=joining)
 
     @contextmanager
     def _turns_paused(self, rollout: EngineSet, clock: PushClock) -> Iterator[dict[int, RLBackendError]]:
@@ -222,12 +299,15 @@ class WeightSync:
                 rollout.call("resume_turns")
             raise
 
-    def _resume(self, outcomes: dict[int, Any], rollout: EngineSet) -> tuple[int, ...]:
+    def _resume(self, version: int, outcomes: dict[int, Any], rollout: EngineSet, *, joining: bool) -> tuple[int, ...]:
         # Every engine has answered: those that loaded serve again, whatever became of the others.
-        self._rollout.lora.base_changed(self._merged)
+        if not joining:
+            self._rollout.lora.base_changed(self._merged)
+            self._served, self._rollout.publisher = version, self
         for engine, outcome in outcomes.items():
             rollout.note(engine, outcome)
         resumed = rollout.call("resume") if rollout.engines else {}
+        rollout.have_weights(engine for engine, outcome in resumed.items() if not isinstance(outcome, RLBackendError))
         raise_failures(outcomes)
         raise_failures(resumed)
         return tuple(outcomes)

@@ -111,7 +111,13 @@ class Transport(ABC):
 
 
 class StagedTransport(Transport):
-    """Brings the weights to a buffer beside each engine, where they are verified before any is loaded."""
+    """Brings the weights to a buffer beside each engine, where they are verified before any is loaded.
+
+    Attributes:
+        is_kept: until the next push the weights stay where any engine of the host can read them.
+    """
+
+    is_kept = False
 
     @abstractmethod
     def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
@@ -174,6 +180,7 @@ class SharedMemoryTransport(StagedTransport):
     """Through one shared-memory segment. The host needs room for all weights in /dev/shm."""
 
     name = "shared_memory"
+    is_kept = True
 
     def __init__(self) -> None:
         self._key = ""

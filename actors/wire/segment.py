@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from actors.cluster.processes import start_time
 from rl_backend.contracts import WeightSyncError
 
 DIRECTORY = Path("/dev/shm")
 _PREFIX = "rl_backend_weights"
 _NAME = re.compile(rf"{_PREFIX}-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\d+")
-_ENDED_STATES = ("Z", "X", "x")
 _numbers = itertools.count()
 
 
@@ -40,7 +40,7 @@ class SharedSegment:
     def __init__(self, nbytes: int) -> None:
         remove_stale_segments()
         self.nbytes = nbytes
-        self.path = DIRECTORY / f"{_PREFIX}-{_namespace()}-{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
+        self.path = DIRECTORY / f"{_PREFIX}-{_namespace()}-{os.getpid()}-{start_time(os.getpid())}-{next(_numbers)}"
         _reserve(self.path, nbytes)
         self._owner = os.getpid()
         self.buffer = map_segment(str(self.path), nbytes)
@@ -81,7 +81,7 @@ def remove_stale_segments() -> list[Path]:
     removed = []
     for path in DIRECTORY.glob(f"{_PREFIX}-*"):
         match = _NAME.fullmatch(path.name)
-        if match is None or match["namespace"] != _namespace() or _start_time(int(match["pid"])) == match["start"]:
+        if match is None or match["namespace"] != _namespace() or start_time(int(match["pid"])) == match["start"]:
             continue
         # Other users' segments are theirs to remove, and another process may be removing this one.
         with suppress(FileNotFoundError):
@@ -122,15 +122,3 @@ def _no_space(nbytes: int, free: int) -> WeightSyncError:
 
 def _namespace() -> str:
     return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
-
-
-def _start_time(pid: int) -> str:
-    # In clock ticks after boot; with the number it names one process, as numbers come again. Empty where none lives.
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    # The second field is the command in parentheses and may hold spaces; state is the 3rd, start time the 22nd.
-    fields = text.rpartition(")")[2].split()
-    # A killed process whose parent does not wait for it stays as a zombie, for ever in a container without an init.
-    return "" if fields[0] in _ENDED_STATES else fields[19]

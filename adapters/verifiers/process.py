@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from adapters.verifiers.child import KEY_VARIABLE
-from rl_backend.child_process import open_lifeline, tie
+from rl_backend.child_process import start_script
 from rl_backend.contracts import BaseConfig, ConfigError, EpisodeFailedError
 
 _CHILD = Path(__file__).with_name("child.py")
@@ -79,20 +78,12 @@ class VerifiersProcess:
         settle: Callable[[dict[str, Any]], None],
         lose: Callable[[], None],
     ) -> None:
-        ours, theirs = multiprocessing.Pipe()
-        with theirs, open_lifeline() as line:
-            command = [settings.python, "-P", str(_CHILD), str(theirs.fileno())]
-            # A key of our own: verifiers then reads no settings of its makers' services.
-            environment = {**os.environ, KEY_VARIABLE: "unused", "HF_HUB_OFFLINE": "1"}
-            inherited = (theirs.fileno(), line.fileno())
-            try:
-                self._process = subprocess.Popen(
-                    command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=environment, process_group=0
-                )
-            except OSError as error:
-                raise ConfigError.of("python", settings.python, f"cannot be run: {error}") from None
-            tie(self._process.pid, line)
-        self._connection = ours
+        # A key of our own: verifiers then reads no settings of its makers' services.
+        environment = {**os.environ, KEY_VARIABLE: "unused", "HF_HUB_OFFLINE": "1"}
+        try:
+            self._process, self._connection = start_script(settings.python, _CHILD, environment)
+        except OSError as error:
+            raise ConfigError.of("python", settings.python, f"cannot be run: {error}") from None
         self._sending = threading.Lock()
         try:
             self.tasks: Sequence[str] = self._ready(settings, url)

@@ -80,7 +80,7 @@ class DemoConfig(BaseConfig):
         default="off", description="for mixtures: R2, routes of the old policy's pass; R3, routes of vLLM"
     )
     engines: int = Field(default=1, ge=1, description="vLLM engines")
-    trace: bool = Field(default=True, description="record all actors, for Perfetto and the report's timeline")
+    trace: bool = Field(default=True, description="record all actors, for Perfetto")
     shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from rl_backend.checkpoint.durable_commit import new_directory, require_new
 from rl_backend.contracts import BatchError, CheckpointError, UnsupportedError
-from rl_backend.data.chat_template import turn_end
+from rl_backend.data.chat_template import ChatTemplate
 
 _QUESTION = ({"role": "user", "content": "x"},)
 _TEXT = "The quick brown fox jumps over the lazy dog, and runs away from it."
@@ -105,7 +105,7 @@ def _end_token(source: Path, tokenizer: Any) -> str | None:
         return None if tokenizer.eos_token is None else str(tokenizer.eos_token)
     problem = "ends answers without a special token, so nothing says what ends them"
     try:
-        end = turn_end(_QUESTION, tokenizer)
+        end = ChatTemplate(tokenizer).turn_end(_QUESTION)
     except BatchError as error:
         end, problem = None, f"cannot be used: {error}"
     if end is None:

@@ -15,7 +15,7 @@ from rl_backend.checkpoint.hf_reader import other_files, read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES, critic_config, write_hf_directory
 from rl_backend.checkpoint.kept_weights import describe_kept, open_kept
 from rl_backend.checkpoint.manifest import read_manifest
-from rl_backend.checkpoint.metadata_reader import METADATA_FILE
+from rl_backend.checkpoint.metadata_unpickler import METADATA_FILE
 from rl_backend.checkpoint.quantisation import in_mxfp4, mxfp4_infos
 from rl_backend.checkpoint.training_state import WEIGHTS, TensorsReader, require_written, told_as_checkpoint_error
 from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name, export_dtype, text_config

@@ -30,7 +30,7 @@ from torch.futures import Future
 from rl_backend.checkpoint.confined import require_inside
 from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, damaged
-from rl_backend.checkpoint.metadata_reader import METADATA_FILE, load_problem, stored_metadata
+from rl_backend.checkpoint.metadata_unpickler import METADATA_FILE, load_problem, stored_metadata
 from rl_backend.contracts import CheckpointError, RLBackendError, name_of_dtype
 
 WEIGHTS = "model."
@@ -141,7 +141,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class TensorsReader(FileSystemReader):
     """Reads the tensors of a checkpoint from ``files``, those of its manifest. Nothing in a file is run.
 
-    Every piece is checked against ``.metadata``; see :func:`~rl_backend.checkpoint.metadata_reader.stored_metadata`.
+    Every piece is checked against ``.metadata``; see :func:`~rl_backend.checkpoint.metadata_unpickler.stored_metadata`.
     """
 
     def __init__(self, path: Path, files: Mapping[str, FileFacts]) -> None:

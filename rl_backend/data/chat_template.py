@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date, datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -97,16 +98,9 @@ def encode_messages(
             place of content that is null.
         UnsupportedError: a message with images, video or audio.
     """
-    render = partial(
-        render_messages,
-        tokenizer=tokenizer,
-        chat_template_kwargs=chat_template_kwargs,
-        generation_prompt=generation_prompt,
-        tools=tools,
-        documents=documents,
-    )
-    text = render(messages)
-    require_calls(messages, text, render, tokenizer)
+    template = ChatTemplate(tokenizer, chat_template_kwargs or {}, tools, documents)
+    text = template.render(messages, generation_prompt=generation_prompt)
+    template.require_calls(messages, text, generation_prompt=generation_prompt)
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return token_ids
 
@@ -137,113 +131,115 @@ def require_utf8(value: Any, place: str) -> None:
         require_utf8(each, f"{place}[{index}]")
 
 
-def render_messages(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    *,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] = (),
-    documents: Sequence[Mapping[str, Any]] = (),
-) -> str:
-    """The text whose tokens :func:`encode_messages` returns; arguments and errors as there, but for calls left out."""
-    for index, message in enumerate(messages):
-        require_text(message.get("content"), f"messages[{index}]")
-    inputs = template_inputs(tokenizer, chat_template_kwargs or {}, tools, documents)
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's chat template with its variables, and the tools and documents that it shows; errors are those of
+    :func:`encode_messages`.
+    """
 
-    def rendered(turns: Sequence[Mapping[str, Any]]) -> str:
-        text: str = tokenizer.apply_chat_template(
-            [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=generation_prompt, **inputs
-        )
+    tokenizer: Any
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
+    documents: Sequence[Mapping[str, Any]] = ()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True) -> str:
+        """The text whose tokens :func:`encode_messages` returns; calls may be left out of it."""
+        for index, message in enumerate(messages):
+            require_text(message.get("content"), f"messages[{index}]")
+        inputs, name = self.inputs(), self.tokenizer.name_or_path
+
+        def rendered(turns: Sequence[Mapping[str, Any]]) -> str:
+            text: str = self.tokenizer.apply_chat_template(
+                [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=generation_prompt, **inputs
+            )
+            return text
+
+        nulls = [index for index, message in enumerate(messages) if message.get("content", "") is None]
+        try:
+            text = rendered(messages)
+            # Rendered with '' too: a template that writes the word None for null would train it.
+            without = rendered([{**message, "content": message["content"] or ""} for message in messages]) if nulls else text
+        except ConfigError:  # of the clock
+            raise
+        except Exception as error:  # a template is a program, which may raise anything on messages that it does not expect
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            null = (
+                f"; the content of message {nulls[0] + 1} is null: if that is why, give it the content ''" if nulls else ""
+            )
+            raise BatchError(
+                f"the chat template of {name} refuses messages of the roles {roles}: {type(error).__name__}: {error}{null}"
+            ) from error
+        word = next((word for word in ("None", "null") if text.count(word) > without.count(word)), None)
+        if word is not None:
+            raise BatchError(
+                f"the chat template of {name} writes the word {word} for the content of message {nulls[0] + 1}, which is "
+                "null; give it the content ''"
+            )
         return text
 
-    nulls = [index for index, message in enumerate(messages) if message.get("content", "") is None]
-    try:
-        text = rendered(messages)
-        # Rendered with '' too: a template that writes the word None for null would train it.
-        without = rendered([{**message, "content": message["content"] or ""} for message in messages]) if nulls else text
-    except ConfigError:  # of the clock
-        raise
-    except Exception as error:  # a template is a program, which may raise anything on messages that it does not expect
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        null = f"; the content of message {nulls[0] + 1} is null: if that is why, give it the content ''" if nulls else ""
-        raise BatchError(
-            f"the chat template of {tokenizer.name_or_path} refuses messages of the roles {roles}: "
-            f"{type(error).__name__}: {error}{null}"
-        ) from error
-    word = next((word for word in ("None", "null") if text.count(word) > without.count(word)), None)
-    if word is not None:
-        raise BatchError(
-            f"the chat template of {tokenizer.name_or_path} writes the word {word} for the content of message "
-            f"{nulls[0] + 1}, which is null; give it the content ''"
-        )
-    return text
+    def require_calls(
+        self, messages: Sequence[Mapping[str, Any]], text: str, *, generation_prompt: bool = True, since: int = 0
+    ) -> None:
+        """Raises :class:`BatchError` for messages, from ``since`` on, whose calls leave no trace in their ``text``."""
+        calling = [index for index, message in enumerate(messages) if index >= since and message.get("tool_calls")]
+        if not calling:
+            return
+        # Rendered without the calls: where the text is the same, the template has left them out.
+        bare = list(messages)
+        for index in calling:
+            kept = {name: value for name, value in messages[index].items() if name != "tool_calls"}
+            bare[index] = kept | {"content": kept.get("content") or ""}
+        try:
+            without = self.render(bare, generation_prompt=generation_prompt)
+        except BatchError:  # a template that asks for the calls writes them
+            return
+        if without == text:
+            raise BatchError(
+                f"the chat template of {self.tokenizer.name_or_path} leaves out tool_calls of message {calling[0] + 1}; use "
+                "a model whose template writes calls, or write them into the content"
+            )
 
+    def turn_end(self, messages: Sequence[Mapping[str, Any]]) -> int | None:
+        """The special token with which an answer to ``messages`` ends; None where it ends without one."""
+        text = self.render([*messages, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
+        # The template's own end: eos_token is another token in many models.
+        behind: list[int] = self.tokenizer.encode(text.rpartition(_ANSWER)[2], add_special_tokens=False)
+        return next((token for token in behind if token in special_token_ids(self.tokenizer)), None)
 
-def require_calls(
-    messages: Sequence[Mapping[str, Any]],
-    text: str,
-    render: Callable[[Sequence[Mapping[str, Any]]], str],
-    tokenizer: Any,
-    *,
-    since: int = 0,
-) -> None:
-    """Raises :class:`BatchError` for messages, from ``since`` on, whose calls leave no trace in their ``text``."""
-    calling = [index for index, message in enumerate(messages) if index >= since and message.get("tool_calls")]
-    if not calling:
-        return
-    # Rendered without the calls: where the text is the same, the template has left them out.
-    bare = list(messages)
-    for index in calling:
-        kept = {name: value for name, value in messages[index].items() if name != "tool_calls"}
-        bare[index] = kept | {"content": kept.get("content") or ""}
-    try:
-        without = render(bare)
-    except BatchError:  # a template that asks for the calls writes them
-        return
-    if without == text:
-        raise BatchError(
-            f"the chat template of {tokenizer.name_or_path} leaves out tool_calls of message {calling[0] + 1}; use a model "
-            "whose template writes calls, or write them into the content"
+    def inputs(self) -> dict[str, Any]:
+        read, whose = (
+            template_variables(chat_template(self.tokenizer)),
+            f"the chat template of {self.tokenizer.name_or_path}",
         )
-
-
-def template_inputs(
-    tokenizer: Any,
-    chat_template_kwargs: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]],
-    documents: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    template, variables = chat_template(tokenizer), dict(chat_template_kwargs)
-    read, whose = template_variables(template), f"the chat template of {tokenizer.name_or_path}"
-    wrong: list[tuple[str, Any, str]] = []
-    for name, value in variables.items():
-        if name in _SET_BY_US:
-            wrong.append((f"chat_template_kwargs.{name}", value, f"is no option: {name} {_SET_BY_US[name]}"))
-        elif name not in read:
-            known = ", ".join(sorted(read - set(_SET_BY_US) - set(tokenizer.special_tokens_map))) or "no others"
-            wrong.append((f"chat_template_kwargs.{name}", value, f"{whose} does not read it; it reads {known}"))
-    if tools and "tools" not in read:
-        problem = (
-            f"{whose} does not read them: the model is not told what it may call; use a model whose template does, or "
-            "describe the tools in a system message and set tools_column to none"
-        )
-        wrong.append(("tools", [tool_name(tool) for tool in tools], problem))
-    if documents and "documents" not in read:
-        problem = (
-            f"{whose} does not read them: the model is not shown them; put them into a message and set documents_column to "
-            "none, or use a model whose template does"
-        )
-        wrong.append(("documents", list(documents)[:1], problem))
-    if wrong:
-        raise ConfigError.of_all(wrong)
-    if _CLOCK in read:
-        variables[_CLOCK] = _clock(variables.get(_CLOCK), whose)
-    return {
-        "tools": [dict(tool) for tool in tools] or None,
-        "documents": [dict(document) for document in documents] or None,
-        **variables,
-    }
+        variables = dict(self.variables)
+        wrong: list[tuple[str, Any, str]] = []
+        for name, value in variables.items():
+            if name in _SET_BY_US:
+                wrong.append((f"chat_template_kwargs.{name}", value, f"is no option: {name} {_SET_BY_US[name]}"))
+            elif name not in read:
+                known = ", ".join(sorted(read - set(_SET_BY_US) - set(self.tokenizer.special_tokens_map))) or "no others"
+                wrong.append((f"chat_template_kwargs.{name}", value, f"{whose} does not read it; it reads {known}"))
+        if self.tools and "tools" not in read:
+            problem = (
+                f"{whose} does not read them: the model is not told what it may call; use a model whose template does, or "
+                "describe the tools in a system message and set tools_column to none"
+            )
+            wrong.append(("tools", [tool_name(tool) for tool in self.tools], problem))
+        if self.documents and "documents" not in read:
+            problem = (
+                f"{whose} does not read them: the model is not shown them; put them into a message and set documents_column "
+                "to none, or use a model whose template does"
+            )
+            wrong.append(("documents", list(self.documents)[:1], problem))
+        if wrong:
+            raise ConfigError.of_all(wrong)
+        if _CLOCK in read:
+            variables[_CLOCK] = _clock(variables.get(_CLOCK), whose)
+        return {
+            "tools": [dict(tool) for tool in self.tools] or None,
+            "documents": [dict(document) for document in self.documents] or None,
+            **variables,
+        }
 
 
 def tool_name(tool: Mapping[str, Any]) -> str:
@@ -302,28 +298,6 @@ def template_variables(template: str) -> frozenset[str]:
 def marks_answers(template: str) -> bool:
     """Whether a chat template says with ``{% generation %}`` which of its text the model writes."""
     return _MARKER.search(template) is not None
-
-
-def turn_end(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    *,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] = (),
-    documents: Sequence[Mapping[str, Any]] = (),
-) -> int | None:
-    """The special token with which the chat template ends an answer to ``messages``; None where it ends it without one."""
-    text = render_messages(
-        [*messages, {"role": "assistant", "content": _ANSWER}],
-        tokenizer,
-        chat_template_kwargs=chat_template_kwargs,
-        generation_prompt=False,
-        tools=tools,
-        documents=documents,
-    )
-    # The template's own end: eos_token is another token in many models.
-    behind: list[int] = tokenizer.encode(text.rpartition(_ANSWER)[2], add_special_tokens=False)
-    return next((token for token in behind if token in special_token_ids(tokenizer)), None)
 
 
 @lru_cache(maxsize=4)

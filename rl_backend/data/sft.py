@@ -7,7 +7,6 @@ one.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -16,15 +15,13 @@ import torch
 from rl_backend.contracts import BatchError, ConfigError, TokenSequence
 from rl_backend.data.chat_template import (
     ChatMessage,
+    ChatTemplate,
     chat_template,
     decode,
     encode_answer,
     marks_answers,
-    render_messages,
-    require_calls,
     require_utf8,
     special_token_ids,
-    template_inputs,
 )
 from rl_backend.data.examples import (
     DataConfig,
@@ -161,10 +158,10 @@ def conversation_tokens(
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or not turns[0]:
         raise BatchError("messages need a turn of the assistant, and one before it; there is nothing to imitate")
-    render = _Renderer(tokenizer, chat_template_kwargs or {}, tools, documents)
+    template = ChatTemplate(tokenizer, chat_template_kwargs or {}, tools, documents)
     found: list[TrainedTokens] = []
     for turn in turns if train_on == "all" else turns[-1:]:
-        prompt, response, trained = _turn(messages[: turn + 1], render)
+        prompt, response, trained = _turn(messages[: turn + 1], template)
         # Joined to the sequence before where the template has left that as it was.
         begun = found.pop() if found and prompt[: len(found[-1].token_ids)] == found[-1].token_ids else TrainedTokens([], [])
         between = len(prompt) - len(begun.token_ids)
@@ -172,47 +169,16 @@ def conversation_tokens(
     return found
 
 
-@dataclass(frozen=True)
-class _Renderer:
-    tokenizer: Any
-    variables: Mapping[str, Any]
-    tools: Sequence[Mapping[str, Any]]
-    documents: Sequence[Mapping[str, Any]]
-
-    def __call__(self, messages: Sequence[ChatMessage], *, generation_prompt: bool) -> str:
-        return render_messages(
-            messages,
-            self.tokenizer,
-            chat_template_kwargs=self.variables,
-            generation_prompt=generation_prompt,
-            tools=self.tools,
-            documents=self.documents,
-        )
-
-    def marked_spans(self, messages: Sequence[ChatMessage]) -> list[tuple[int, int]]:
-        # Imported here: it takes seconds, and few templates have marks.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        inputs = template_inputs(self.tokenizer, self.variables, self.tools, self.documents)
-        _, (spans,) = render_jinja_template(
-            conversations=[[dict(message) for message in messages]],
-            chat_template=chat_template(self.tokenizer),
-            return_assistant_tokens_mask=True,
-            **{**self.tokenizer.special_tokens_map, **inputs},
-        )
-        return list(spans)
-
-
-def _turn(messages: Sequence[ChatMessage], render: _Renderer) -> tuple[list[int], list[int], list[bool]]:
-    tokenizer = render.tokenizer
-    before = render(messages[:-1], generation_prompt=True)
-    whole = render(messages, generation_prompt=False)
+def _turn(messages: Sequence[ChatMessage], template: ChatTemplate) -> tuple[list[int], list[int], list[bool]]:
+    tokenizer = template.tokenizer
+    before = template.render(messages[:-1])
+    whole = template.render(messages, generation_prompt=False)
     if not whole.startswith(before):
         raise BatchError(
             f"the chat template of {tokenizer.name_or_path} does not render message {len(messages)} as an answer to its own "
             f"generation prompt, which ends with {before[-40:]!r}; change chat_template_kwargs, the message or the template"
         )
-    require_calls(messages, whole, partial(render, generation_prompt=False), tokenizer, since=len(messages) - 1)
+    template.require_calls(messages, whole, generation_prompt=False, since=len(messages) - 1)
     prompt: list[int] = tokenizer.encode(before, add_special_tokens=False)
     response: list[int] = tokenizer.encode(whole, add_special_tokens=False)
     shared = response[: len(prompt)] == prompt
@@ -246,7 +212,7 @@ def _turn(messages: Sequence[ChatMessage], render: _Renderer) -> tuple[list[int]
     trained = [True] * len(written)
     if marks_answers(chat_template(tokenizer)):
         text = whole if shared else whole[len(before) :]
-        marked = _marked(text, len(whole), render.marked_spans(messages), tokenizer)
+        marked = _marked(text, len(whole), _marked_spans(template, messages), tokenizer)
         trained = [each or index == end for index, each in enumerate(marked[-len(response) :][: end + 1])]
         if not any(trained[:end]):
             raise BatchError(
@@ -254,6 +220,19 @@ def _turn(messages: Sequence[ChatMessage], render: _Renderer) -> tuple[list[int]
                 "{% generation %} around all that the model writes"
             )
     return prompt, written, trained
+
+
+def _marked_spans(template: ChatTemplate, messages: Sequence[ChatMessage]) -> list[tuple[int, int]]:
+    # Imported here: it takes seconds, and few templates have marks.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _, (spans,) = render_jinja_template(
+        conversations=[[dict(message) for message in messages]],
+        chat_template=chat_template(template.tokenizer),
+        return_assistant_tokens_mask=True,
+        **{**template.tokenizer.special_tokens_map, **template.inputs()},
+    )
+    return list(spans)
 
 
 def _spaces(text: str | Sequence[str]) -> int:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from rl_backend.contracts import ConfigError, EpisodeEndError, EpisodeFailedError, RewardError, RolloutError
 from rl_backend.data.rewards.worker import what_it_raised
-from rl_backend.data.rewards.worker_pool import TimeLimitError
+from rl_backend.data.rewards.worker_pool import Raised, TimeLimitError, in_thread
 from rl_backend.environment.protocol import Episode, Limits, Player, Result, Stop, TokenSource
 from rl_backend.environment.sampler import RecordingSampler
-from rl_backend.environment.user_code import logger, outcome, task_name
+from rl_backend.environment.user_code import as_exception, logger, task_name
 
 CLOSING_SECONDS = 10.0
 """What a player has for its last words when it is ended from outside."""
@@ -175,15 +175,13 @@ def _end_tasks(
 class _DaemonThreads(ThreadPoolExecutor):
     def submit[**P, T](self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         called: Future[T] = Future()
+        called.set_running_or_notify_cancel()
 
-        def run() -> None:
-            if not called.set_running_or_notify_cancel():
-                return
-            result, raised = outcome(lambda: function(*args, **kwargs))
-            if raised is None:
-                called.set_result(result)
+        def settle(done: Future[Any]) -> None:
+            if isinstance(result := done.result(), Raised):
+                called.set_exception(as_exception(result))
             else:
-                called.set_exception(raised)
+                called.set_result(result)
 
-        threading.Thread(target=run, name="environment", daemon=True).start()
+        in_thread(partial(function, *args, **kwargs)).add_done_callback(settle)
         return called

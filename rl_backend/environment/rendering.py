@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.chat_template import ChatMessage, decode, render_messages, special_token_ids
+from rl_backend.data.chat_template import ChatMessage, ChatTemplate, decode, special_token_ids
 from rl_backend.environment.protocol import Message
 
 WORD = "Zq7sentinel"
@@ -31,13 +31,8 @@ class ChatRenderer:
         return replace(self, tools=tuple(tools))
 
     def text(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> str:
-        return render_messages(
-            messages,
-            self.tokenizer,
-            chat_template_kwargs=self.chat_template_kwargs,
-            generation_prompt=generation_prompt,
-            tools=self.tools,
-        )
+        template = ChatTemplate(self.tokenizer, self.chat_template_kwargs, self.tools)
+        return template.render(messages, generation_prompt=generation_prompt)
 
     def encode(self, text: str) -> list[int]:
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)

@@ -13,13 +13,15 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rl_backend.contracts import EpisodeFailedError
 from rl_backend.data.rewards.worker import what_it_raised
-from rl_backend.data.rewards.worker_pool import MOST_LEFT_BEHIND, TimeLimitError
+from rl_backend.data.rewards.worker_pool import MOST_LEFT_BEHIND, Raised, TimeLimitError, in_thread, within_limit
 
 FIRST_SECONDS = 2.0
 """After which it is told, and again after twice as many, and so on."""
@@ -102,7 +104,7 @@ class Caller:
     """Calls functions of users. Plain ones get a daemon thread each: the interpreter does not wait for one that hangs."""
 
     def __init__(self) -> None:
-        self._left_behind: list[threading.Thread] = []
+        self._left_behind: list[Future[Any]] = []
 
     async def __call__(
         self,
@@ -127,37 +129,47 @@ class Caller:
         # No StopIteration, cancellation of its own or SystemExit gets out as such: it would hang the caller, pass for the
         # end of the run, or end the loop.
         if inspect.iscoroutinefunction(function):
-            result = await _ended(asyncio.create_task(_awaited(function(*arguments)), name=task_name(function)), seconds)
+            result = await within_limit(
+                asyncio.create_task(_awaited(function(*arguments)), name=task_name(function)), seconds
+            )
         else:
             result = await self._in_thread(lambda: function(*arguments), seconds, on_late, frees)
         if not inspect.isawaitable(result):
             return result
-        return await _ended(asyncio.create_task(_awaited(result), name=task_name(function)), seconds)
+        return await within_limit(asyncio.create_task(_awaited(result), name=task_name(function)), seconds)
 
     async def _in_thread(
         self, function: Callable[[], Any], seconds: float | None, on_late: Callable[[Any], None] | None, frees: bool
     ) -> Any:
         if not frees:
             self._check()
-        call = _ThreadCall(function, on_late)
+        call = in_thread(function)
         try:
-            return await _ended(call.result, seconds)
+            result = await within_limit(asyncio.wrap_future(call), seconds)
         except TimeLimitError:
-            self._leave(call)
+            self._leave(call, on_late)
             self._check()
             raise
         except asyncio.CancelledError:
-            self._leave(call)
+            self._leave(call, on_late)
             raise
+        if isinstance(result, Raised):
+            raise as_exception(result)
+        return result
 
-    def _leave(self, call: _ThreadCall) -> None:
-        call.give_up()
-        self._left_behind = [each for each in [*self._left_behind, call.thread] if each.is_alive()]
+    def _leave(self, call: Future[Any], on_late: Callable[[Any], None] | None) -> None:
+        def late(done: Future[Any]) -> None:
+            # In a thread: where the call has just ended, this one is the loop's.
+            if on_late is not None and not isinstance(done.result(), Raised):
+                in_thread(partial(on_late, done.result()))
+
+        call.add_done_callback(late)
+        self._left_behind = [each for each in [*self._left_behind, call] if not each.done()]
 
     def _check(self) -> None:
         if len(self._left_behind) <= MOST_LEFT_BEHIND:
             return
-        self._left_behind = [each for each in self._left_behind if each.is_alive()]
+        self._left_behind = [each for each in self._left_behind if not each.done()]
         if len(self._left_behind) > MOST_LEFT_BEHIND:
             raise EpisodeFailedError(
                 f"{len(self._left_behind)} calls of environments did not end in time and still go on in threads, which "
@@ -165,17 +177,13 @@ class Caller:
             )
 
 
-def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What a function returns, and what it raises, as an error that a future carries."""
-    try:
-        return function(), None
-    except StopIteration as error:  # a future refuses it, and would never end
-        raised = RuntimeError(f"it raised {type(error).__name__}: {error}".removesuffix(": "))
-        return None, raised.with_traceback(error.__traceback__)
-    except Exception as error:  # noqa: BLE001, raised in the loop, where the episode is
-        return None, error
-    except BaseException as error:  # noqa: BLE001, sys.exit and the like must not end the loop
-        return None, RuntimeError(f"it ended its thread by {type(error).__name__}: {error}")
+def as_exception(raised: Raised) -> Exception:
+    """An error that a future carries and that ends no loop."""
+    error = raised.error
+    if isinstance(error, StopIteration):
+        stopped = RuntimeError(f"it raised {type(error).__name__}: {error}".removesuffix(": "))
+        return stopped.with_traceback(error.__traceback__)
+    return error if isinstance(error, Exception) else RuntimeError(f"it ended its thread by {type(error).__name__}: {error}")
 
 
 def close_late(environment: Any) -> None:
@@ -190,68 +198,6 @@ def close_late(environment: Any) -> None:
             asyncio.run(_awaited(closing))
     except (Exception, SystemExit) as error:  # noqa: BLE001, a user's code may raise anything, and no episode is left to say it
         logger.warning("close of an environment that was made too late failed: %s", what_it_raised(error))
-
-
-class _ThreadCall:
-    """A call in a thread, whose result somebody gets: who waits for it, or ``on_late``."""
-
-    def __init__(self, function: Callable[[], Any], on_late: Callable[[Any], None] | None) -> None:
-        self._function, self._on_late = function, on_late
-        self._loop = asyncio.get_running_loop()
-        self.result: asyncio.Future[Any] = self._loop.create_future()
-        self._lock = threading.Lock()
-        self._returned: list[Any] = []
-        self._given_up = False
-        self.thread = self._start(self._run)
-
-    def give_up(self) -> None:
-        with self._lock:
-            self._given_up, returned = True, bool(self._returned)
-        if returned:  # at the same moment, so that nobody has its result
-            self._start(self._late)
-
-    def _start(self, target: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=target, name="environment", daemon=True)
-        thread.start()
-        return thread
-
-    def _run(self) -> None:
-        result, raised = outcome(self._function)
-        with self._lock:
-            given_up = self._given_up
-            if raised is None:
-                self._returned.append(result)
-        if not given_up:
-            with suppress(RuntimeError):  # the loop may be gone by now
-                self._loop.call_soon_threadsafe(self._settle, result, raised)
-        elif raised is None:
-            self._late()
-
-    def _settle(self, result: Any, error: Exception | None) -> None:
-        if self.result.done():
-            return
-        if error is None:
-            self.result.set_result(result)
-        else:
-            self.result.set_exception(error)
-
-    def _late(self) -> None:
-        if self._on_late is not None:
-            self._on_late(self._returned[0])
-
-
-async def _ended(call: asyncio.Future[Any], seconds: float | None) -> Any:
-    try:
-        done, _ = await asyncio.wait([call], timeout=seconds)
-    except asyncio.CancelledError:
-        call.cancel()
-        raise
-    if not done:
-        call.cancel()
-        raise TimeLimitError
-    if call.cancelled():
-        raise RuntimeError("what it waited for was cancelled")
-    return call.result()
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:

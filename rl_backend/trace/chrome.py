@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,23 +75,10 @@ class ChromeTraceWriter:
         self._separator = ",\n"
 
 
-def read_trace(path: Path | str, most_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The events of a trace that :class:`ChromeTraceWriter` wrote, even if it was cut off in the middle.
-
-    Args:
-        most_bytes: of a longer file, read its beginning, where processes are named, and its end; together so many bytes.
-    """
-    with Path(path).open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        if most_bytes is None or size <= most_bytes:
-            lines = file.read().split(b"\n")
-        else:
-            lines = file.read(most_bytes // 8).split(b"\n")[:-1]
-            file.seek(size - (most_bytes - most_bytes // 8))
-            lines += file.read().split(b"\n")[1:]
+def read_trace(path: Path | str) -> list[dict[str, Any]]:
+    """The events of a trace that :class:`ChromeTraceWriter` wrote, even if it was cut off in the middle."""
     events = []
-    for line in lines:
+    for line in Path(path).read_bytes().split(b"\n"):
         text = line.strip().rstrip(b",")
         if text.startswith(b"{"):
             try:

@@ -97,6 +97,7 @@ def served_tenants(ray_cluster: None, untied_model: Path) -> Iterator[ServedTena
         kv_cache_gib=0.25,
         max_adapters=3,
         max_adapter_rank=32,
+        max_restarts=0,
     )
     with TrainGroup(trained, num_ranks=1) as train, AdapterGroupOfFaults(served) as rollout:
         base = train.build_model(trainable=False, name="base")

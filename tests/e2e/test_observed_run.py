@@ -16,11 +16,9 @@ from actors.folder.folder import RunFolder
 from actors.watch.metrics import Clock
 from actors.watch.trace import TraceCollector
 from rl_backend.contracts import BaseConfig, ConfigError, NativeConfig, OptimizerConfig, RuntimeConfig
-from rl_backend.lab.report.timeline import read_step
 from rl_backend.trace.recorder import TraceBatch, TraceRecorder, recorder
 from tests.support import memory
 from tests.support.chrome_trace import check_trace
-from tests.support.page import read_page
 from tests.support.prometheus import Served, await_served, value, values
 from tests.support.rollout import ReferenceTrainer
 from tests.support.sft_batches import random_token_sequences
@@ -149,15 +147,6 @@ def test_arrows_lead_from_each_push_to_the_sampling_that_uses_its_weights(
         (load,) = [span for span in engine if span["name"] == "finish update" and inside(start | {"dur": 0}, span)]
         assert arrow["name"] == f"weights {push['args']['weight_version']}"
         assert inside(load, push)
-
-
-def test_the_report_shows_one_step_of_the_trace(run_dir: Path) -> None:
-    step = read_step(run_dir / "trace.json")
-    assert step is not None
-    assert [lane.name for lane in step.lanes.values()] == ["driver", "rank 0", "rank 1", "engine 0", "engine 1"]
-    figure = read_page(run_dir / "report.html").one("figure", id="timeline")
-    drawn = {event.attributes["data-tip"].partition(":")[0] for event in figure.all("g", class_="event")}
-    assert {"train", "forward_backward", "backward", "push"} <= drawn
 
 
 def test_recording_ends_with_the_run(run_dir: Path, train: TrainGroup, tmp_path: Path) -> None:

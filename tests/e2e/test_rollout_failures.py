@@ -40,7 +40,13 @@ def trainer(untied_model: Path) -> ReferenceTrainer:
 @pytest.fixture(scope="module")
 def module_group(ray_cluster: None, untied_model: Path) -> Iterator[RolloutGroup]:
     config = RolloutConfig(
-        model_path=str(untied_model), num_engines=2, device="cpu", dtype="float32", max_model_len=256, kv_cache_gib=0.25
+        model_path=str(untied_model),
+        num_engines=2,
+        device="cpu",
+        dtype="float32",
+        max_model_len=256,
+        kv_cache_gib=0.25,
+        max_restarts=0,
     )
     with MendableGroup(config) as group:
         yield group
@@ -73,8 +79,11 @@ def kill(group: RolloutGroup, engine: int) -> None:
     os.kill(group.infos[engine].pid, signal.SIGKILL)
 
 
-@pytest.mark.shows("weight sync: a dead engine is named within seconds; a restarted one waits for weights")
-def test_an_engine_that_dies_while_sampling_is_named_within_seconds_and_restarts_without_weights(
+@pytest.mark.shows(
+    "weight sync: a dead engine is named within seconds; a restarted one has the weights that were pushed last, or waits "
+    "for the next push"
+)
+def test_an_engine_that_dies_while_sampling_is_named_within_seconds_and_restarts_with_the_weights_of_the_others(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
     pending = group.submit(PROMPTS * 8, SamplingConfig(max_new_tokens=200))
@@ -92,9 +101,15 @@ def test_an_engine_that_dies_while_sampling_is_named_within_seconds_and_restarts
     assert_serves(group, trainer, report.version, {0})
 
     group.restart(1)
-    with pytest.raises(RolloutError, match="engine 1 has no weights of the trainer yet"):
-        group.generate(PROMPTS, SAMPLING)
-    sync.push()
+    assert_serves(group, trainer, trainer.source.version, {0, 1})
+    sync._staged = None  # as with every other transport
+    group.restart(1)
+    assert_serves(group, trainer, trainer.source.version, {0, 1})
+    sync._staged = None
+    trainer.advance()
+    group.restart(1)
+    assert {sample.engine for sample in group.generate(PROMPTS, SAMPLING)} == {0}
+    assert sync.push().engines == (0, 1)
     assert_serves(group, trainer, trainer.source.version, {0, 1})
 
 

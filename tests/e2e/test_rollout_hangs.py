@@ -15,6 +15,7 @@ import ray
 import torch
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.group import heartbeats
 from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync
 from actors.sync.source import WeightSource
@@ -29,13 +30,15 @@ SLEEPS = SamplingConfig(max_new_tokens=2)
 
 @pytest.fixture(scope="module")
 def module_group(ray_cluster: None, untied_model: Path) -> Iterator[RolloutGroup]:
-    config = RolloutConfig(model_path=str(untied_model), num_engines=2, device="cpu", sampling_timeout=LIMIT)
+    config = RolloutConfig(model_path=str(untied_model), num_engines=2, device="cpu", sampling_timeout=LIMIT, max_restarts=0)
     with GroupWithoutVllm(config) as group:
         yield group
 
 
 @pytest.fixture
-def group(module_group: RolloutGroup) -> RolloutGroup:
+def group(module_group: RolloutGroup, monkeypatch: pytest.MonkeyPatch) -> RolloutGroup:
+    # Heartbeats would find the process stopped.
+    monkeypatch.setattr(heartbeats, "LATE_BEATS", 10**6)
     for engine in list(module_group.lost_engines):
         module_group.restart(engine)
     return module_group

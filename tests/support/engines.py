@@ -5,6 +5,7 @@ They are not in the files of their tests because every engine's process imports 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -64,6 +65,10 @@ class EngineWithoutVllm(RolloutEngine):
         time.sleep(max(request.sampling.max_new_tokens for request in requests))
         spans = (VersionSpan(self._vllm.serving.version, 1),)
         return Generated([Response([1], [0.0], "length", spans) for _ in requests], None)
+
+    def hold_gil(self, seconds: float) -> None:
+        """As C code does that computes for long: no other thread of Python's runs."""
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
     def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
         self._verified_here = manifest

@@ -78,6 +78,7 @@ class Engines:
         self.syncs: list[tuple[str, dict[str, Any]]] = []
         self.seconds_ahead = 0.0
         self.unknown: set[int] = set()
+        self.healing = SimpleNamespace(listeners=[])
 
     def monotonic(self) -> float:
         return time.monotonic() + self.seconds_ahead

@@ -16,19 +16,21 @@ import ray
 import torch
 
 from actors.cluster import prometheus
+from actors.cluster.processes import start_time
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine.adapters import AdapterStore
 from actors.rollout.engine.in_process import VllmInProcess
 from actors.rollout.engine.step_loop import Completion, Stepper
 from actors.rollout.engine.weights import WeightReceiver
+from actors.rollout.engine.workers import Workers
 from actors.rollout.messages import EngineInfo, Generated, Request, Response, pack_routes, prompt_problem
 from actors.rollout.placement import NodePlace
 from actors.wire.segment import host_identity, remove_stale_segments
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError, RolloutError, UnsupportedError
 from rl_backend.trace.recorder import TraceBatch, recorder, span
 
-# Turns come in, and answers are waited for, while a call that samples or a push is served.
-CONCURRENCY_GROUPS = {"turns": 1, "answers": 1}
+# Turns come in, answers are waited for, and heartbeats answered, while a call that samples or a push is served.
+CONCURRENCY_GROUPS = {"turns": 1, "answers": 1, "pulse": 1}
 _MOST_ANSWERS = 256
 
 
@@ -112,6 +114,7 @@ class RolloutEngine:
         self._adapters = AdapterStore(self._vllm)
         self._weights = WeightReceiver(self._vllm, self._adapters.load_again)
         self._turns = TurnQueue(self._vllm)
+        self._workers = Workers(self._vllm.name)
 
     make_segment = _answered_by("_weights", WeightReceiver.make_segment)
     forget_segment = _answered_by("_weights", WeightReceiver.forget_segment)
@@ -145,6 +148,8 @@ class RolloutEngine:
         self._check_model_is_here()
         remove_stale_segments()
         self._vllm.start(place, self, _make_stepper)
+        processes = self._vllm.ask_workers("process")
+        self._workers.watch([process for process in processes if process.pid != os.getpid()])
         return self.describe()
 
     def describe(self) -> EngineInfo:
@@ -165,6 +170,7 @@ class RolloutEngine:
             version=self._vllm.serving.version,
             state=self._vllm.serving.state,
             moe_layers=self._vllm.moe_layers,
+            started=start_time(os.getpid()),
         )
 
     def generate(self, requests: Sequence[Request]) -> Generated:
@@ -200,6 +206,11 @@ class RolloutEngine:
     def seconds_without_progress(self) -> float:
         """How long it has served and ended no request; 0 while it sleeps, or waits for the end of a push."""
         return self._vllm.loop.seconds_without_progress
+
+    def pulse(self) -> None:
+        """Answers a heartbeat; raises the error of an engine that is dirty or has lost a worker of vLLM's."""
+        self._workers.check()
+        self._vllm.serving.check_clean()
 
     def take_trace(self, stop: bool = False) -> TraceBatch:
         return recorder.take_batch(stop=stop)

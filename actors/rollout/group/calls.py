@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.cluster import prometheus
 from actors.cluster.memory_death import memory_death
 from actors.rollout.messages import EngineInfo, Generated, Routes, Sample, prompt_problem, split_routes
-from rl_backend.contracts import BatchError, EngineDeadError, RLBackendError, RolloutError
+from rl_backend.contracts import BatchError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], samples: int, seeds: Sequence[int] | None, info: EngineInfo) -> None:
@@ -91,7 +91,7 @@ class SamplingCalls:
         that took longer than the limit, with the error.
 
         Raises:
-            GetTimeoutError: none has, within ``timeout`` seconds.
+            RolloutError: none has, within ``timeout`` seconds.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -104,7 +104,7 @@ class SamplingCalls:
             if done:
                 return done[0], None
             if time.monotonic() >= deadline and timeout is not None:
-                raise GetTimeoutError(f"no engine answered for {timeout:g} s")
+                raise RolloutError(f"no engine answered for {timeout:g} s", timeout=timeout)
             with self._lock:
                 overdue = [engine for engine in left if self._left(engine) <= 0]
             for call, engine in calls.items():
@@ -160,21 +160,32 @@ def _reason(error: BaseException) -> str:
 
 
 class PendingSamples:
-    """Samples in the making, ``n`` of each prompt. ``note`` is told an engine's number and the error of its call."""
+    """Samples in the making, ``n`` of each prompt.
+
+    Args:
+        note: is told an engine's number, the outcome of its call where that is an error, and its actor.
+        ask_again: asks other engines for the prompts of one that was lost, or raises its error.
+    """
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], n: int, note: Callable[[int, Any], None], sampling: SamplingCalls
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: SamplingCalls,
+        note: Callable[[int, Any, Any], None],
+        ask_again: Callable[[PendingSamples, range, RLBackendError], None],
     ) -> None:
         self._note = note
+        self._ask_again = ask_again
         self._sampling = sampling
         self._prompts = prompts
-        self._n = n
-        self._calls: dict[Any, tuple[int, range]] = {}
+        self.n = n
+        self._calls: dict[Any, tuple[int, range, Any]] = {}
         self._samples: dict[int, Sample] = {}
         self._error: RLBackendError | None = None
 
-    def add(self, reference: Any, engine: int, prompts: range) -> None:
-        self._calls[reference] = engine, prompts
+    def add(self, reference: Any, engine: int, prompts: range, actor: Any) -> None:
+        self._calls[reference] = engine, prompts, actor
 
     def done(self) -> bool:
         if self._error is not None or not self._calls:
@@ -187,28 +198,38 @@ class PendingSamples:
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._calls and self._error is None:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            engines = {reference: engine for reference, (engine, _) in self._calls.items()}
+            engines = {reference: engine for reference, (engine, *_) in self._calls.items()}
             reference, overdue = self._sampling.wait_for_first(engines, left)
-            engine, prompts = self._calls.pop(reference)
+            engine, prompts, actor = self._calls.pop(reference)
             outcome = overdue or outcome_of(reference, f"engine {engine}")
             if isinstance(outcome, RLBackendError):
-                self._error = outcome
-                self._note(engine, outcome)
+                self._note(engine, outcome, actor)
+                self._again(prompts, outcome)
             else:
                 self._take(engine, prompts, outcome)
         if self._error is not None:
             raise self._error
-        return [self._samples[number] for number in range(len(self._prompts) * self._n)]
+        return [self._samples[number] for number in range(len(self._prompts) * self.n)]
+
+    def _again(self, prompts: range, error: RLBackendError) -> None:
+        # Of an error that is no loss of an engine another one would say the same.
+        if isinstance(error, EngineDeadError | EngineDirtyError):
+            try:
+                self._ask_again(self, prompts, error)
+                return
+            except RLBackendError as found:
+                error = found
+        self._error = error
 
     def _take(self, engine: int, prompts: range, generated: Generated) -> None:
-        numbers, responses = range(prompts.start * self._n, prompts.stop * self._n), generated.responses
+        numbers, responses = range(prompts.start * self.n, prompts.stop * self.n), generated.responses
         routes: Sequence[Routes | None] = [None] * len(responses)
         if generated.routes is not None:
             tokens = zip(numbers, responses, strict=True)
-            lengths = [len(self._prompts[number // self._n]) + len(response.token_ids) for number, response in tokens]
+            lengths = [len(self._prompts[number // self.n]) + len(response.token_ids) for number, response in tokens]
             routes = split_routes(generated.routes, lengths, [response.spans[0].version for response in responses])
         for number, response, of_sample in zip(numbers, responses, routes, strict=True):
-            prompt, index = divmod(number, self._n)
+            prompt, index = divmod(number, self.n)
             self._samples[number] = Sample(
                 prompt_index=prompt,
                 sample_index=index,

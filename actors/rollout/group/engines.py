@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -22,32 +23,71 @@ class EngineSet:
     Attributes:
         lock: of requests: held while they are made, and while engines change.
         changing: of adapters, weights, sleep and engines that join: one changes at a time. Taken before :attr:`lock`.
+        moved: notified when engines join or are given up.
+        heals: lost engines are being replaced.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
         self.lock = threading.Lock()
         self.changing = threading.Lock()
+        self.moved = threading.Condition()
+        self.heals = False
         self.sampling = SamplingCalls(config.sampling_timeout)
         self._actors: dict[int, Any] = {}
         self._infos: dict[int, EngineInfo] = {}
         self._lost: dict[int, RLBackendError] = {}
+        # Engines that lack weights of the trainer: the next push brings them.
+        self._unpushed: set[int] = set()
+        self._given_up: RLBackendError | None = None
         self._origin: EngineSet | None = None
 
     def fixed(self) -> Self:
-        """The present engines, whatever is restarted later. This set is told of engines that the fixed one loses."""
+        """The present engines, those that lack weights too, whatever is restarted later. This set is told of engines that
+        the fixed one loses.
+        """
         # A push goes to the same processes from its first step to its last. One that is restarted in between is dead to the
         # push, and its successor, which has verified nothing, is no part of it.
         fixed = copy.copy(self)
         fixed._actors, fixed._infos, fixed._lost = dict(self._actors), dict(self._infos), dict(self._lost)
-        fixed._origin = self
+        fixed._unpushed, fixed._origin = set(), self
         return fixed
 
-    def add(self, actors: Mapping[int, Any], infos: Mapping[int, EngineInfo]) -> None:
+    def add(self, actors: Mapping[int, Any], infos: Mapping[int, EngineInfo], *, lack_weights: bool = False) -> None:
         self._infos.update(infos)
         self._actors.update(actors)
         for engine in actors:
             self._lost.pop(engine, None)
+            (self._unpushed.add if lack_weights else self._unpushed.discard)(engine)
+        self._notify()
+
+    def have_weights(self, engines: Iterable[int]) -> None:
+        """Of a :meth:`fixed` set: these of its engines serve from now on, if they were lacking weights."""
+        origin = self._origin
+        if origin is not None:
+            origin._unpushed -= {engine for engine in engines if origin._actors.get(engine) is self._actors.get(engine)}
+            origin._notify()
+
+    def give_up(self, error: RLBackendError) -> None:
+        """Every call to sample, and every push, raises this from now on."""
+        self._given_up = error
+        self._notify()
+
+    def require_hope(self) -> None:
+        if self._given_up is not None:
+            raise self._given_up
+
+    def wait_for_engine(self, error: RLBackendError, *, pushable: bool = False) -> None:
+        """Waits until an engine serves, or with ``pushable`` one can be given weights; raises ``error`` where none will."""
+        deadline = time.monotonic() + 2 * self.config.start_timeout
+        with self.moved:
+            while not self.living(pushable=pushable, required=False):
+                self.require_hope()
+                # Who samples may be what the next push waits for.
+                waits_for_push = self.living(pushable=True, required=False)
+                if not self.heals or waits_for_push or time.monotonic() > deadline:
+                    raise error
+                self.moved.wait(1.0)
 
     def remove(self, engine: int, error: RLBackendError | None = None) -> Any:
         actor = self._actors.pop(engine, None)
@@ -61,8 +101,7 @@ class EngineSet:
 
     @property
     def engines(self) -> tuple[int, ...]:
-        lost = self.lost_engines
-        return tuple(engine for engine in sorted(dict(self._actors)) if engine not in lost)
+        return tuple(self.living(required=False))
 
     @property
     def infos(self) -> dict[int, EngineInfo]:
@@ -77,12 +116,17 @@ class EngineSet:
     def actors(self) -> list[Any]:
         return list(self.living().values())
 
-    def living(self) -> dict[int, Any]:
+    def living(self, *, pushable: bool = False, required: bool = True) -> dict[int, Any]:
+        """The actors of engines that serve, with ``pushable`` also of those that lack weights."""
         # Taken at one time: another thread may be restarting an engine.
         actors, lost = dict(self._actors), self.lost_engines
-        living = {engine: actors[engine] for engine in sorted(actors) if engine not in lost}
-        if not living:
+        out = lost.keys() if pushable else lost.keys() | self._unpushed
+        living = {engine: actors[engine] for engine in sorted(actors) if engine not in out}
+        if not living and required:
             if not lost:
+                if actors:
+                    names = ", ".join(map(engine_name, sorted(actors)))
+                    raise RolloutError(f"{names} was restarted and has no weights of the trainer yet: push before sampling")
                 raise RolloutError("the rollout group is closed")
             reasons = "; ".join(str(error) for error in lost.values())
             kind = type(next(iter(lost.values())))
@@ -162,8 +206,13 @@ class EngineSet:
         # Nothing about an engine that was restarted since; and the first reason why one died is kept.
         if self._actors.get(engine) is actor and not isinstance(self._lost.get(engine), EngineDeadError):
             self._lost[engine] = error
+            self._notify()
             if self._origin is not None:
                 self._origin._lose(engine, actor, error)
+
+    def _notify(self) -> None:
+        with self.moved:
+            self.moved.notify_all()
 
 
 def engine_name(engine: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import ray
 
@@ -15,22 +15,33 @@ from actors.rollout.engine.engine import CONCURRENCY_GROUPS, RolloutEngine
 from actors.rollout.group.adapters import GroupAdapters
 from actors.rollout.group.calls import PendingSamples, check_prompts, collect
 from actors.rollout.group.engines import EngineSet, engine_name, raise_failures
+from actors.rollout.group.healing import Healing
 from actors.rollout.group.routing import shares_of
 from actors.rollout.group.turns import GroupTurns
 from actors.rollout.messages import AdapterVersion, EngineInfo, Request, Sample
 from actors.rollout.placement import EnginePlacement, places_on_nodes
-from rl_backend.contracts import ConfigError, EngineDeadError, RLBackendError, RolloutError
+from rl_backend.contracts import ConfigError, EngineDeadError, RLBackendError, RolloutError, UnsupportedError
 
 # How long an engine that is ended may take to free its shared memory; one that is sampling does not answer.
 CLOSE_SECONDS = 2.0
 
 
+class Publisher(Protocol):
+    def give(self, engines: EngineSet) -> bool:
+        """Brings engines that join to the weights that the others serve. False where those are not to be had any more:
+        the next push brings them.
+        """
+
+
 class RolloutGroup:
     """Starts ``config.num_engines`` engines, each a Ray actor, and samples over all of them.
 
-    An engine that dies raises :class:`~rl_backend.contracts.EngineDeadError` once, in the call that it was serving,
-    and one whose weight update fails raises :class:`~rl_backend.contracts.EngineDirtyError`, in the push; later calls
-    go to the engines that are left, until :meth:`restart`. When none is left, every call raises.
+    An engine that dies, hangs or is left dirty by a push is started again, up to ``config.max_restarts`` times an hour, with
+    the weights and adapters that the others serve. Those sample meanwhile, also what it had not answered: with seeds the
+    samples are the same. With ``max_restarts=0`` an engine that dies raises
+    :class:`~rl_backend.contracts.EngineDeadError` in the call that it was serving, and one whose weight update fails
+    :class:`~rl_backend.contracts.EngineDirtyError`, in the push; later calls go to the engines that are left, until
+    :meth:`restart`. When none is left, every call raises.
 
     Args:
         scheduling: for each engine a Ray scheduling strategy, for example a bundle of a placement group that it
@@ -46,6 +57,9 @@ class RolloutGroup:
         lora: versions of LoRA tenants that they serve.
         turns: of episodes.
         last_sync: key of the last push of weights, whichever way they took.
+        publisher: what has pushed the weights that engines serve; None where they serve those of the directory.
+        pushing: held while weights are pushed, and while an engine joins.
+        healing: what replaces lost engines, and tells of it.
     """
 
     engine_class: type[RolloutEngine] = RolloutEngine
@@ -60,12 +74,17 @@ class RolloutGroup:
         self.lora = GroupAdapters(self.engine_set)
         self.turns = GroupTurns(self.engine_set)
         self.last_sync = ""
+        self.publisher: Publisher | None = None
+        self.pushing = threading.Lock()
+        self.healing = Healing(self.engine_set, partial(self._replace, lost_only=True))
         self._require_push = config.require_push
         self._restarting = {engine: threading.Lock() for engine in range(config.num_engines)}
         self._closed = False
+        self._starting: dict[int, Any] = {}
         self._placement = EnginePlacement(config, scheduling)
         try:
             self._start(range(config.num_engines))
+            self.healing.start()
         except BaseException:
             self.close()
             raise
@@ -111,9 +130,10 @@ class RolloutGroup:
         Raises:
             BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
             ConfigError: stop strings, and engines without a tokenizer.
-            EngineDeadError: an engine died while it served this call, or none is left.
-            EngineDirtyError: an engine whose last weight update failed.
-            RolloutError: a tenant that has not been pushed, or weights with an adapter merged into them.
+            EngineDeadError, EngineDirtyError: an engine was lost and is not replaced, or was too often, or the others
+                were given other weights since.
+            RolloutError: a tenant that has not been pushed, or weights with an adapter merged into them; no answer within
+                ``timeout`` seconds.
             WeightVersionError: an engine's weights are older than ``require_version``.
         """
         pending = self.submit(prompts, sampling, seeds=seeds, require_version=require_version, adapter=adapter)
@@ -132,21 +152,19 @@ class RolloutGroup:
         engines, n = self.engine_set, sampling.n
         require_tokenizer(self.config, sampling)
         check_prompts(prompts, n, seeds, next(iter(engines.infos.values())))
+        engines.require_hope()
+        if engines.heals and not engines.engines:
+            engines.wait_for_engine(EngineDeadError("no rollout engine is left, and none could be replaced"))
         with engines.lock:
-            actors = engines.living()
-            chosen = self.lora.chosen(adapter, len(prompts))
-            pending = PendingSamples(prompts, n, partial(self._note, actors), engines.sampling)
-            for (engine, actor), share in zip(actors.items(), shares_of(len(prompts), len(actors)), strict=True):
-                if share:
-                    numbers = range(share.start * n, share.stop * n)
-                    of_seeds = [None] * len(numbers) if seeds is None else seeds[numbers.start : numbers.stop]
-                    requests = [
-                        Request(prompts[number // n], sampling, seed, chosen[number // n], require_version)
-                        for number, seed in zip(numbers, of_seeds, strict=True)
-                    ]
-                    reference = actor.generate.remote(requests)
-                    pending.add(reference, engine, share)
-                    engines.sampling.add(engine, reference)
+            of_prompts = zip(prompts, self.lora.chosen(adapter, len(prompts)), strict=True)
+            of_samples = [each for each in of_prompts for _ in range(n)]
+            requests = [
+                Request(prompt, sampling, None if seeds is None else seeds[number], chosen, require_version)
+                for number, (prompt, chosen) in enumerate(of_samples)
+            ]
+            ask_again = partial(self._ask_again, requests, self.lora.base_pushes)
+            pending = PendingSamples(prompts, n, engines.sampling, engines.note, ask_again)
+            self._ask(pending, requests, range(len(prompts)))
         return pending
 
     def remove_adapter(self, tenant: str) -> None:
@@ -163,7 +181,7 @@ class RolloutGroup:
 
     def forget_weights(self) -> None:
         """For another model: engines refuse to sample until the next push, whose version may be any."""
-        self._require_push = True
+        self._require_push, self.publisher = True, None
         raise_failures(self.engine_set.call("forget_weights"))
 
     def sleep(self, level: int = 1) -> None:
@@ -190,8 +208,9 @@ class RolloutGroup:
         return outcomes
 
     def restart(self, engine: int) -> EngineInfo:
-        """Replaces an engine (dead, dirty or healthy) with a new one, which has the weights of the model directory and all
-        LoRA tenants at the versions that are served.
+        """Replaces an engine (dead, dirty or healthy) with a new one, which has all LoRA tenants at the versions that are
+        served, and the weights: those of the model directory, or the last that were pushed. Where the trainer has others by
+        now and those are not staged any more, it serves from the next push on.
 
         Raises:
             ConfigError: no such engine.
@@ -199,8 +218,14 @@ class RolloutGroup:
         """
         if engine not in range(self.config.num_engines):
             raise ConfigError.of("engine", engine, f"the group has engines 0 to {self.config.num_engines - 1}")
+        self._replace(engine)
+        return self.infos[engine]
+
+    def _replace(self, engine: int, *, lost_only: bool = False) -> None:
         # Threads that restart the same engine do so one after the other.
         with self._restarting[engine]:
+            if lost_only and engine not in self.lost_engines:
+                return
             with self.engine_set.lock:
                 ended = EngineDeadError(f"{engine_name(engine)} was ended by a restart that did not complete")
                 actor = self.engine_set.remove(engine, ended)
@@ -210,14 +235,16 @@ class RolloutGroup:
             except RLBackendError as error:
                 self.engine_set.remove(engine, error)
                 raise
-            return self.infos[engine]
 
     def close(self) -> None:
         self._closed = True
+        self.healing.close()
         self.turns.end(RolloutError("the rollout group is closed"))
         actors = self.engine_set.remove_all()
         try:
             if ray_is_usable():
+                for actor in list(self._starting.values()):
+                    ray.kill(actor)
                 _end(actors)
                 self._placement.release()
         finally:
@@ -229,34 +256,77 @@ class RolloutGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _note(self, actors: dict[int, Any], engine: int, outcome: Any) -> None:
-        self.engine_set.note(engine, outcome, actors[engine])
+    def _ask(self, pending: PendingSamples, requests: Sequence[Request], prompts: range) -> None:
+        # With the lock of requests.
+        actors, n = self.engine_set.living(), pending.n
+        for (engine, actor), share in zip(actors.items(), shares_of(len(prompts), len(actors)), strict=True):
+            part = prompts[share.start : share.stop]
+            if part:
+                reference = actor.generate.remote(requests[part.start * n : part.stop * n])
+                pending.add(reference, engine, part, actor)
+                self.engine_set.sampling.add(engine, reference)
+
+    def _ask_again(
+        self, requests: Sequence[Request], pushes: int, pending: PendingSamples, prompts: range, error: RLBackendError
+    ) -> None:
+        if not self.engine_set.heals:
+            raise error
+        self.engine_set.wait_for_engine(error)
+        with self.engine_set.lock:
+            if self.lora.base_pushes != pushes:  # the rest of the samples would be of other weights
+                raise error
+            self._ask(pending, requests, prompts)
 
     def _start(self, engines: Sequence[int]) -> None:
         actors = {engine: self._make_actor(engine) for engine in engines}
         names = {engine: engine_name(engine) for engine in engines}
+        self._starting |= actors
         try:
-            nodes = collect(
-                {engine: actor.node.remote() for engine, actor in actors.items()}, names, self.config.start_timeout
-            )
-            raise_failures(nodes)
+            nodes = self._nodes_of(actors)
             places = places_on_nodes({**{engine: info.node_id for engine, info in self.infos.items()}, **nodes})
             calls = {engine: actor.start.remote(places[engine]) for engine, actor in actors.items()}
             outcomes = collect(calls, names, self.config.start_timeout)
             raise_failures(outcomes)
-            with self.engine_set.changing:
-                self.lora.bring(actors, outcomes)
-                with self.engine_set.lock:
-                    self.engine_set.add(actors, outcomes)
+            self._join(actors, outcomes)
         except BaseException:
             for actor in actors.values():
                 ray.kill(actor)
             raise
+        finally:
+            for engine in actors:
+                self._starting.pop(engine, None)
         if self._closed:  # by another thread, which may not have seen them
             for engine, actor in actors.items():
                 self.engine_set.remove(engine)
                 ray.kill(actor)
             raise RolloutError(f"the rollout group was closed while {', '.join(names.values())} started")
+
+    def _nodes_of(self, actors: dict[int, Any]) -> dict[int, str]:
+        names = {engine: engine_name(engine) for engine in actors}
+        calls = {engine: actor.node.remote() for engine, actor in actors.items()}
+        _, waiting = ray.wait(list(calls.values()), num_returns=len(calls), timeout=self.config.start_timeout)
+        if waiting:
+            late = [names[engine] for engine, call in calls.items() if call in waiting]
+            raise UnsupportedError(
+                f"Ray has found no place for {', '.join(late)} for {self.config.start_timeout:g} s (start_timeout): what "
+                "engines reserve is not free, or their node is gone",
+                engines=late,
+            )
+        nodes = collect(calls, names, 0.0)
+        raise_failures(nodes)
+        return nodes
+
+    def _join(self, actors: dict[int, Any], infos: dict[int, EngineInfo]) -> None:
+        with self.pushing:
+            have_weights = True
+            if self.publisher is not None:
+                joining = EngineSet(self.config)
+                joining.add(actors, infos)
+                have_weights = self.publisher.give(joining)
+            with self.engine_set.changing:
+                self.lora.bring(actors, infos)
+                with self.engine_set.lock:
+                    self.engine_set.add(actors, infos, lack_weights=not have_weights)
 
     def _make_actor(self, engine: int) -> Any:
         actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(self.engine_class)

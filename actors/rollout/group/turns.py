@@ -16,7 +16,7 @@ from actors.cluster.ray_watch import ray_is_usable
 from actors.rollout.group.calls import outcome_of
 from actors.rollout.group.engines import EngineSet, engine_name
 from actors.rollout.messages import Request, Response
-from rl_backend.contracts import EngineDeadError, RLBackendError, RolloutError
+from rl_backend.contracts import EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
 
 # How long an engine lets a call wait that asks for answers, where there are none.
 ANSWER_SECONDS = 30.0
@@ -145,6 +145,8 @@ class EngineTurns:
             with self._changed:
                 future = self._asked.pop(key, None)
                 self._progress = time.monotonic()
+            if isinstance(answer, EngineDirtyError):
+                self._lose(answer)
             if future is not None:
                 _set(future, answer)
 
@@ -180,6 +182,7 @@ class GroupTurns:
             turns.end(error)
 
     def _turns_of(self, engine: int) -> EngineTurns:
+        self._engines.require_hope()
         living = self._engines.living()
         if engine not in living:
             raise EngineDeadError(

@@ -6,6 +6,7 @@ registers the engines and the loader and applies patches.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from vllm.model_executor.model_loader import DefaultModelLoader, register_model_
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from actors.cluster.processes import Process
 from actors.rollout.vllm.adapters import AdapterSlots
 from actors.rollout.vllm.deltanet import serve_every_deltanet
 from actors.rollout.vllm.expected import EngineParameters
@@ -182,6 +184,9 @@ class WorkerExtension:
             dict(getattr(model, "packed_modules_mapping", {})),
             {name: mapper._map_name(name) if mapper else name for name in checkpoint},
         )
+
+    def process(self) -> Process:
+        return Process.of(os.getpid())
 
     def forget_staged(self) -> None:
         self.weight_transfer_engine.shutdown()

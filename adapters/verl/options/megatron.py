@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from adapters.verl.options.decisions import (
     Decision,
     same,
 )
-from adapters.verl.options.model_facts import DECIDED, ModelFacts
+from adapters.verl.options.model_facts import DECIDED, OF_DTYPE, ModelFacts
 from rl_backend.contracts import ConfigError, ParallelConfig, UnsupportedError
 from rl_backend.model import find_model
 from rl_backend.runtime.bridge import config as bridge_config
@@ -151,9 +151,11 @@ def _asked(where: str, given: Mapping[str, Any], parallel: ParallelConfig, facts
             if size != 1 or value is not None:
                 _require_decided(where, name, value, {name: size}, f"the engine's {name}")
         elif name in DECIDED:
-            by = "the engine's dtype" if name in ("bf16", "fp16", "params_dtype") else "config.json"
             told = f"torch.{str(value).removeprefix('torch.')}" if name == "params_dtype" else value
-            _require_decided(where, name, told, facts.decided, by)
+            if name in OF_DTYPE:
+                _require_decided(where, name, told, facts.of_dtype, "the engine's dtype")
+            else:
+                _require_decided(where, name, told, _of_megatron(where, name, value, lambda: facts.of_config), "config.json")
         elif where == TRANSFORMER and _is_off(name, value, given, parallel):
             continue
         elif where == ADAM and (name in (_OFFLOAD, _FRACTION) or (decision and decision.is_kernel)):
@@ -177,12 +179,16 @@ def _is_off(name: str, value: Any, given: Mapping[str, Any], parallel: ParallelC
 
 
 def _is_default(where: str, name: str, value: Any) -> bool:
-    try:
-        defaults = megatron_defaults(where)
-    except UnsupportedError as error:
-        problem = f"cannot be compared with Megatron's default, which would ask for nothing; remove it. {error}"
-        raise ConfigError.of(f"{where}[{name!r}]", value, problem) from error
+    defaults = _of_megatron(where, name, value, lambda: megatron_defaults(where))
     return name in defaults and same(value, defaults[name])
+
+
+def _of_megatron(where: str, name: str, value: Any, read: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    try:
+        return read()
+    except UnsupportedError as error:
+        problem = f"cannot be compared with Megatron's value, which would ask for nothing; remove it. {error}"
+        raise ConfigError.of(f"{where}[{name!r}]", value, problem) from error
 
 
 def _require_decided(where: str, name: str, value: Any, decided: Mapping[str, Any], by: str) -> None:

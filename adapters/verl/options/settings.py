@@ -20,7 +20,7 @@ from adapters.verl.options.decisions import (
 )
 from adapters.verl.options.lora import LoRASettings, lora_settings
 from adapters.verl.options.megatron import bridge_options, native_options, optimizer_on_host
-from adapters.verl.options.model_facts import has_experts, model_facts
+from adapters.verl.options.model_facts import ModelFacts, has_experts, text_config
 from rl_backend.contracts import ConfigError, Head, OptimizerConfig, ParallelConfig, RuntimeConfig
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _backend_options(
         DDP: engine.override_ddp_config or {},
         ADAM: {name: value for name, value in of_optimizer.items() if name not in OF_ADAM},
     }
-    facts = model_facts(model.hf_config, has_experts=has_experts(model.hf_config), dtype=engine.dtype)
+    facts = ModelFacts(text_config(model.hf_config), engine.dtype)
     chosen = dict(getattr(engine, "backend_options", {}))
     # verl's platform decides the device, whatever else this machine has.
     options = {"parallel": parallel, "param_dtype": engine.dtype, "device": get_device_name(), **chosen}

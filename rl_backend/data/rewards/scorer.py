@@ -25,7 +25,14 @@ from rl_backend.data.rewards.function import (
     score_value,
 )
 from rl_backend.data.rewards.worker import what_it_raised
-from rl_backend.data.rewards.worker_pool import BEAT_SECONDS, EventLoop, Raised, TimeLimitError, WorkerPool
+from rl_backend.data.rewards.worker_pool import (
+    BEAT_SECONDS,
+    EventLoop,
+    Raised,
+    TimeLimitError,
+    WorkerPool,
+    within_limit,
+)
 
 _SILENT_SECONDS = 10.0
 _ASYNC_AT_ONCE = 64
@@ -199,16 +206,7 @@ class RewardScorer:
             except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # these would end the loop, or us
                 return _failure(Raised(error))
 
-        task = asyncio.ensure_future(guarded())
-        try:
-            done, _ = await asyncio.wait([task], timeout=self._limit)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        if not done:
-            task.cancel()
-            raise TimeLimitError
-        return task.result()
+        return await within_limit(asyncio.ensure_future(guarded()), self._limit)
 
     def _call_here(self, calls: Sequence[RewardCall], index: int) -> list[_Found]:
         result: Any

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from rl_backend.child_process import open_lifeline, tie
+from rl_backend.child_process import start_script
 from rl_backend.contracts import RewardError
 
 BEAT_SECONDS = 0.5
@@ -83,6 +81,29 @@ class Raised:
     problem: str = ""
 
 
+async def within_limit[T](call: asyncio.Future[T], seconds: float | None) -> T:
+    """What the call gives; raises :class:`TimeLimitError` where it does not end in time, None is endless. A call that nobody
+    waits for any more is cancelled.
+    """
+    try:
+        done, _ = await asyncio.wait([call], timeout=seconds)
+    finally:
+        call.cancel()  # unless it is done
+    if not done:
+        raise TimeLimitError
+    if call.cancelled():
+        raise RuntimeError("what it waited for was cancelled")
+    return call.result()
+
+
+def in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Calls it in a daemon thread of its own, whose result is what it returns, or :class:`Raised`."""
+    thread = _Thread([function], "environment")
+    answer = thread.call(0, {})
+    thread.end()
+    return answer
+
+
 class Callee(Protocol):
     """A function, and the name by which another process finds it: ``package.module:function`` or ``file.py:function``."""
 
@@ -133,21 +154,20 @@ class WorkerPool:
         """
         async with self._free:
             worker = self._idle.pop() if self._idle else await self._start()
-            answer = asyncio.wrap_future(worker.call(index, arguments))
             try:
-                done, _ = await asyncio.wait([answer], timeout=self._limit)
+                answer = await within_limit(asyncio.wrap_future(worker.call(index, arguments)), self._limit)
             except asyncio.CancelledError:
                 # It may still be calling: nobody else may get it.
                 self._end(worker)
                 raise
-            if not done:
+            except TimeLimitError:
                 self._abandon(worker)
-                raise TimeLimitError
+                raise
             if worker.usable:
                 self._idle.append(worker)
             else:
                 self._abandon(worker)
-            return answer.result()
+            return answer
 
     def close(self) -> None:
         for worker in self._idle:
@@ -188,11 +208,11 @@ class WorkerPool:
 
 
 class _Thread:
-    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+    def __init__(self, functions: Sequence[Callable[..., Any]], name: str = "reward") -> None:
         self._functions = functions
         self._calls: SimpleQueue[tuple[Future[Any], int, dict[str, Any]] | None] = SimpleQueue()
         # A daemon: the interpreter waits for threads of concurrent.futures when it ends, even for calls that hang.
-        self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self.usable = True
 
@@ -223,16 +243,9 @@ class _Process:
     """``worker.py`` in a process, and the thread that talks to it; ``ready`` ends when the functions are loaded there."""
 
     def __init__(self, specs: Sequence[str]) -> None:
-        ours, theirs = multiprocessing.Pipe()
-        with theirs, open_lifeline() as line:
-            command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(theirs.fileno())]
-            # Signals to the run's group, of a terminal or a scheduler, are for the run: it ends this process when it ends.
-            inherited = (theirs.fileno(), line.fileno())
-            self._process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, process_group=0)
-            tie(self._process.pid, line)
-        self._connection = ours
+        self._process, self._connection = start_script(sys.executable, Path(__file__).with_name("worker.py"))
         # It alone reads from the connection, and so closes it: another thread could close one that it reads from.
-        self._thread = _Thread([self._load, self._ask, ours.close])
+        self._thread = _Thread([self._load, self._ask, self._connection.close])
         self.usable = True
         self.ready = self._thread.call(0, {"specs": list(specs)})
 

@@ -14,7 +14,6 @@ from markupsafe import Markup
 from rl_backend.lab.picture import render, template_text
 from rl_backend.lab.report.charts import EACH_STEP, Chart, charts_for, draw_chart, draw_phases
 from rl_backend.lab.report.run_data import PHASE, RunData, Sample, read_run
-from rl_backend.lab.report.timeline import draw_timeline, read_step
 from rl_backend.lab.text import as_number, duration, short
 
 FILE_NAME = "report.html"
@@ -43,8 +42,6 @@ def page(data: RunData) -> str:
         return draw_chart(chart, [data.metrics[name] for name in chart.names], data.span, most)
 
     phases = [series for name, series in data.metrics.items() if name.startswith(PHASE)]
-    trace = data.path / "trace.json"
-    step = read_step(trace) if trace.is_file() else None
     state, now = str(data.run.get("state", "unknown")), f"as of {datetime.now(UTC).strftime('%Y-%m-%d %H:%M:%S UTC')}"
     command = data.run.get("command")
     return render(
@@ -65,7 +62,7 @@ def page(data: RunData) -> str:
             for group, charts in groups.items()
         ],
         phases=draw_phases(phases) if phases else None,
-        timeline=None if step is None else draw_timeline(step),
+        traced=(data.path / "trace.json").is_file(),
         samples=[
             draw_samples(kind, first, last)
             for kind, (first, last) in (("Held-out answers", data.held_out), ("Samples", data.samples))

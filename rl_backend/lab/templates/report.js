@@ -1,5 +1,5 @@
 "use strict";
-// Shows the values below the pointer, from what each chart has in data-hover, and data-tip of an event of the timeline.
+// Shows the values below the pointer, from what each chart has in data-hover.
 
 const tip = document.getElementById("tip");
 
@@ -20,7 +20,7 @@ function show(event, text) {
 
 function hide(svg) {
   tip.style.display = "none";
-  if (svg) svg.classList.remove("hovered");
+  svg.classList.remove("hovered");
 }
 
 // Where the pointer is, in the units of the chart.
@@ -91,12 +91,4 @@ for (const svg of document.querySelectorAll("svg[data-hover]")) {
   const move = chart.bars ? bars(svg, chart) : lines(svg, chart);
   svg.addEventListener("pointermove", event => { svg.classList.add("hovered"); move(event); });
   svg.addEventListener("pointerleave", () => hide(svg));
-}
-
-for (const svg of document.querySelectorAll("svg.timeline")) {
-  svg.addEventListener("pointermove", event => {
-    const target = event.target.closest("[data-tip]");
-    if (target) show(event, target.dataset.tip); else hide();
-  });
-  svg.addEventListener("pointerleave", () => hide());
 }

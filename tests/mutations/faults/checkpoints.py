@@ -178,7 +178,7 @@ FAULTS = [
     ),
     Fault(
         "functions-of-strangers-looked-up",
-        "rl_backend.checkpoint.metadata_reader:_Unpickler.find_class",
+        "rl_backend.checkpoint.metadata_unpickler:_Unpickler.find_class",
         """
         if (module, name) not in _NAMES:
             raise CheckpointError.at(
@@ -198,7 +198,7 @@ FAULTS = [
     ),
     Fault(
         "weights-read-from-any-file",
-        "rl_backend.checkpoint.metadata_reader:_place",
+        "rl_backend.checkpoint.metadata_unpickler:_place",
         "if file not in files or file == METADATA_FILE:",
         "if False:",
         ("test_a_checkpoint_that_would_run_a_command_is_refused_by_name[hostile_place]",),
@@ -206,7 +206,7 @@ FAULTS = [
     ),
     Fault(
         "cover-of-pieces-not-checked",
-        "rl_backend.checkpoint.metadata_reader:_tensor",
+        "rl_backend.checkpoint.metadata_unpickler:_tensor",
         "if not covered:",
         "if False:",
         ("test_a_checkpoint_that_has_other_tensors_than_it_says_is_refused_by_name[false_overlap]",),

@@ -107,7 +107,7 @@ FAULTS = [
     ),
     Fault(
         "prompts-without-the-assistants-beginning",
-        "rl_backend.data.chat_template:render_messages.rendered",
+        "rl_backend.data.chat_template:ChatTemplate.render.rendered",
         "add_generation_prompt=generation_prompt,",
         "add_generation_prompt=False,",
         ("test_a_system_prompt_and_template_variables_reach_the_model",),
@@ -115,7 +115,7 @@ FAULTS = [
     ),
     Fault(
         "template-variables-not-passed-on",
-        "rl_backend.data.chat_template:template_inputs",
+        "rl_backend.data.chat_template:ChatTemplate.inputs",
         "**variables,",
         "",
         ("test_a_system_prompt_and_template_variables_reach_the_model",),

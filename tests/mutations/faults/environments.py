@@ -127,8 +127,8 @@ FAULTS = [
     Fault(
         "blocker-without-a-name",
         "rl_backend.environment.user_code:Caller.__call__",
-        "result = await _ended(asyncio.create_task(_awaited(function(*arguments)), name=task_name(function)), seconds)",
-        "result = await _ended(asyncio.create_task(_awaited(function(*arguments))), seconds)",
+        "asyncio.create_task(_awaited(function(*arguments)), name=task_name(function))",
+        "asyncio.create_task(_awaited(function(*arguments)))",
         ("test_an_asynchronous_step_that_blocks_is_named",),
         "of many environments nobody would know which one blocks",
     ),
@@ -150,19 +150,9 @@ FAULTS = [
     ),
     Fault(
         "late-environment-left-open",
-        "rl_backend.environment.user_code:_ThreadCall._run",
-        """
-        if not given_up:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._settle, result, raised)
-        elif raised is None:
-            self._late()
-        """,
-        """
-        if not given_up:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._settle, result, raised)
-        """,
+        "rl_backend.environment.user_code:Caller._leave",
+        "call.add_done_callback(late)",
+        "pass",
         ("test_an_environment_that_is_made_too_late_is_closed",),
         "containers would be left behind, which nobody knows of",
     ),
@@ -170,13 +160,10 @@ FAULTS = [
         "cancelled-threads-not-counted",
         "rl_backend.environment.user_code:Caller._in_thread",
         """
-        self._leave(call)
+        self._leave(call, on_late)
         raise
         """,
-        """
-        call.give_up()
-        raise
-        """,
+        "raise",
         ("test_threads_that_are_left_behind_are_counted_whoever_gave_them_up",),
         "threads of steps that hang would add up without a bound",
     ),
@@ -278,11 +265,11 @@ FAULTS = [
     ),
     Fault(
         "exit-of-a-call-is-none",
-        "rl_backend.environment.user_code:outcome",
-        'return None, RuntimeError(f"it ended its thread by {type(error).__name__}: {error}")',
-        "return None, None",
+        "rl_backend.environment.user_code:Caller._in_thread",
+        "if isinstance(result, Raised):",
+        "if isinstance(result, Raised) and isinstance(result.error, Exception):",
         ("test_errors_that_futures_and_tasks_take_for_something_else",),
-        "a tool that ended its thread would seem to have returned nothing",
+        "a tool that ended its thread would seem to have returned something",
     ),
     Fault(
         "interrupted-episodes-have-ten-seconds",

@@ -167,10 +167,10 @@ FAULTS = [
     ),
     Fault(
         "restarted-engines-without-tenants",
-        "actors.rollout.group.group:RolloutGroup._start",
-        "self.lora.bring(actors, outcomes)",
+        "actors.rollout.group.group:RolloutGroup._join",
+        "self.lora.bring(actors, infos)",
         "pass",
-        ("test_an_engine_that_is_killed_in_mid_push[keep]",),
+        ("test_a_restart_replaces_one_engine_and_gives_it_every_tenant",),
         "a restarted engine would refuse every tenant",
     ),
     Fault(
@@ -291,10 +291,10 @@ FAULTS = [
     Fault(
         "adapters-by-place-in-the-share",
         "actors.rollout.group.group:RolloutGroup.submit",
-        "chosen[number // n]",
-        "chosen[number // n - share.start]",
+        "[each for each in of_prompts for _ in range(n)]",
+        "list(of_prompts) * n",
         ("test_each_request_has_the_seed_and_the_tenant_of_its_own_prompt_whichever_engine_samples_it",),
-        "prompts of one tenant would be answered by another on every engine but the first",
+        "prompts would be answered in another order, with the seeds of others",
     ),
     Fault(
         "digest-without-what-is-beyond-the-rank",

@@ -62,7 +62,7 @@ FAULTS = [
     ),
     Fault(
         "shifted-box-covers-dimension",
-        "rl_backend.checkpoint.metadata_reader:covers_once",
+        "rl_backend.checkpoint.metadata_unpickler:covers_once",
         "offsets[dimension] != 0 or sizes[dimension] != size",
         "sizes[dimension] != size",
         ("test_equal_sums_of_sizes_do_not_make_a_cover",),
@@ -115,14 +115,6 @@ FAULTS = [
         "ConnectionError",
         ("test_a_ray_is_of_this_machine_alone_where_its_port_does_not_answer_at_the_address_in_the_network",),
         "a network that drops packets would make it impossible to join a Ray of this machine",
-    ),
-    Fault(
-        "latent-first-sparse-layer-only",
-        "adapters.verl.model_facts:_of_latent",
-        'kinds[layer] == "sparse" if kinds else layer >= dense',
-        'layer >= (kinds.index("sparse") if kinds else dense)',
-        ("test_settings_mixtures.py::test_what_config_json_decides_may_be_repeated_and_not_changed",),
-        "verl would be told of experts in layers that have none",
     ),
     Fault(
         "packed-experts-said-to-be-bfloat16",

@@ -289,9 +289,9 @@ FAULTS = [
     ),
     Fault(
         "reward-processes-in-the-process-group-of-the-run",
-        "rl_backend.data.rewards.worker_pool:_Process.__init__",
-        "stdin=subprocess.DEVNULL, process_group=0,",
-        "stdin=subprocess.DEVNULL,",
+        "rl_backend.child_process:start_script",
+        "stdin=subprocess.DEVNULL, env=environment, process_group=0,",
+        "stdin=subprocess.DEVNULL, env=environment,",
         ("test_processes_call_functions_in_their_main_thread",),
         "the last step of a run that is asked to end would have no rewards",
     ),

@@ -138,7 +138,7 @@ FAULTS = [
     Fault(
         "samples-by-the-number-of-the-prompt",
         "actors.rollout.group.calls:PendingSamples._take",
-        "range(prompts.start * self._n, prompts.stop * self._n)",
+        "range(prompts.start * self.n, prompts.stop * self.n)",
         "range(len(generated.responses))",
         ("test_samples_are_in_the_callers_order_each_with_its_own_version_and_routes",),
         "engines but the first would return no samples of their prompts",

@@ -128,7 +128,7 @@ FAULTS = [
     Fault(
         "segments-of-living-processes-removed",
         "actors.wire.segment:remove_stale_segments",
-        '_start_time(int(match["pid"])) == match["start"]',
+        'start_time(int(match["pid"])) == match["start"]',
         "False",
         ("test_segments_of_killed_processes_are_removed_and_those_of_living_ones_are_not",),
         "one run would take another's weights away",
@@ -316,9 +316,9 @@ FAULTS = [
     ),
     Fault(
         "engines-lost-while-turns-end-are-not-told",
-        "actors.sync.push:WeightSync._push_staged",
-        'lost | rollout.call("load", plan.version)',
-        'rollout.call("load", plan.version)',
+        "actors.sync.push:WeightSync._load_staged",
+        'lost | rollout.call("load", version)',
+        'rollout.call("load", version)',
         ("test_an_engine_that_is_lost_on_the_way_is_told_and_the_others_serve_the_new_weights",),
         "a push that lost an engine would succeed",
     ),

@@ -114,8 +114,8 @@ FAULTS = [
     Fault(
         "a-lost-engine-is-asked-again",
         "actors.rollout.tokens:RolloutTokens.generate",
-        "{each: turns for each, turns in self._rollout.turns.in_flight.items() if each not in lost}",
-        "{each: turns for each, turns in self._rollout.turns.in_flight.items()}",
+        "await asyncio.to_thread(self._rollout.engine_set.wait_for_engine, error)",
+        "raise",
         ("test_a_turn_whose_engine_is_lost_is_asked_again_of_another",),
         "every turn of a dying engine would end its episode",
     ),

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from actors.collect import stop_tokens as ends_module
 from actors.collect.stop_tokens import Ends, disagreement_of_ends, stop_token_ids
 from actors.rollout.config import SamplingConfig
 from actors.watch.metrics import Clock
 from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.data.chat_template import ChatTemplate
 from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.trace.recorder import recorder
@@ -58,13 +58,13 @@ def messages(*roles: str) -> list[dict[str, Any]]:
 
 
 def test_the_template_is_asked_once_for_each_form_of_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, dict[str, Any]]] = []
+    asked: list[tuple[int, ChatTemplate]] = []
 
-    def turn_end(found: Any, tokenizer: Any, **options: Any) -> int | None:
-        asked.append((len(found), options))
+    def turn_end(template: ChatTemplate, found: Any) -> int | None:
+        asked.append((len(found), template))
         return {1: 9, 2: None, 3: 4}[len(found)]
 
-    monkeypatch.setattr(ends_module, "turn_end", turn_end)
+    monkeypatch.setattr(ChatTemplate, "turn_end", turn_end)
     ends = Ends(str(tmp_path), TOKENIZER, DataConfig(chat_template_kwargs={"x": 1}))
     tools = [{"name": "add"}]
     Ends(str(tmp_path), TOKENIZER, DataConfig()).see(prompt("plain text"), "row 1")
@@ -76,8 +76,8 @@ def test_the_template_is_asked_once_for_each_form_of_messages(tmp_path: Path, mo
     ends.see(prompt(messages("user"), documents=({"text": "t"},)), "row 6")
     ends.see(prompt(messages("user"), tools=[{"name": "sub"}]), "row 7")
     assert [number for number, _ in asked] == [1, 2, 3, 1, 1]
-    assert asked[3][1] == {"chat_template_kwargs": {"x": 1}, "tools": tools, "documents": ()}
-    assert asked[4][1]["documents"] == ({"text": "t"},)
+    assert asked[3][1] == ChatTemplate(TOKENIZER, {"x": 1}, tools, ())
+    assert asked[4][1].documents == ({"text": "t"},)
     given = SamplingConfig(stop_token_ids=(8, 9), top_p=0.5)
     assert ends.added_to(given) == given.replace(stop_token_ids=(8, 9, 2, 4))
     assert Ends(str(tmp_path), TOKENIZER, DataConfig()).added_to(given).stop_token_ids == (8, 9, 2), "it has seen nothing"
@@ -87,7 +87,7 @@ def test_a_template_that_refuses_an_answer_names_the_row(tmp_path: Path, monkeyp
     def refuse(*_: Any, **__: Any) -> None:
         raise BatchError("the template wants a system message")
 
-    monkeypatch.setattr(ends_module, "turn_end", refuse)
+    monkeypatch.setattr(ChatTemplate, "turn_end", refuse)
     with pytest.raises(BatchError, match=r"^d\.jsonl, row 3: the template wants a system message$"):
         Ends(str(tmp_path), TOKENIZER, DataConfig()).see(prompt(messages("user")), "d.jsonl, row 3")
 

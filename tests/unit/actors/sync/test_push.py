@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from actors.wire.segment import Segment
 from rl_backend.contracts import (
     EngineDeadError,
     EngineDirtyError,
+    GroupFailedError,
     RLBackendError,
     WeightCheckError,
     WeightManifest,
@@ -33,6 +35,7 @@ class Engines:
         self.called: list[tuple[str, tuple[int, ...]]] = []
         self.verified: list[Any] = []
         self.lost: dict[int, Any] = {}
+        self.serving: list[int] = []
         self.is_updating = False
         self.config = SimpleNamespace(sampling_timeout=5.0)
 
@@ -45,7 +48,7 @@ class Engines:
         self.called.append((method, asked))
         assert self.is_updating == (method != "verify" and method != "check_manifest")
         if method == "verify":
-            self.verified += [(engine, *args, *each(engine)) for engine in asked]
+            self.verified += [(engine, *args, *(each(engine) if each else ())) for engine in asked]
         outcomes = {engine: self.answers.get(method, {}).get(engine) for engine in asked}
         for engine, outcome in outcomes.items():
             self.note(engine, outcome)
@@ -54,6 +57,9 @@ class Engines:
     def note(self, engine: int, outcome: Any) -> None:
         if isinstance(outcome, EngineDeadError | EngineDirtyError):
             self.lost[engine] = outcome
+
+    def have_weights(self, engines: Iterable[int]) -> None:
+        self.serving = sorted(engines)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -123,6 +129,7 @@ def test_a_push_updates_all_engines_and_waits_for_turns_where_there_are_any(stre
     pushed = Pushed(streams=streams, turns=turns)
     assert pushed.push() == (0, 1)
     assert pushed.methods == [BEFORE[streams], *(["pause_turns"] if turns else []), *UPDATE[streams], "resume"]
+    assert pushed.engines.serving == [0, 1] and pushed.sync._served == 4
     assert pushed.changed == [""] and ("turns" in pushed.clock.seconds()) == turns
     if not streams:
         manifest = WeightManifest(version=4, tensors=(), kept=("kept",))
@@ -196,3 +203,63 @@ def test_an_engine_that_cannot_serve_again_is_told(streams: bool) -> None:
     assert pushed.changed == [""] and pushed.engines.lost.keys() == {1}
     phases = ["stream", "resume"] if streams else ["stage", "verify", "load", "resume"]
     assert [name for name in pushed.clock.seconds() if name != "total"] == phases
+
+
+class Kept(InMemory):
+    """Keeps what is staged."""
+
+    is_kept = True
+
+
+def test_an_engine_that_joins_gets_what_is_staged_or_what_the_trainer_still_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed = Pushed(streams=False, turns=False)
+    sync, plans, staged = pushed.sync, [PLAN], []
+    monkeypatch.setattr(InMemory, "stage", lambda *of, stage=InMemory.stage: staged.append(1) or stage(*of))
+    monkeypatch.setattr(sync, "_plan", lambda: plans[0])
+    sync._transport = Kept()
+    of_push: Any = pushed.engines
+    sync._push_staged(sync._transport, PLAN, of_push, pushed.clock)
+    assert len(staged) == 1
+
+    def give(**answers: dict[int, Any]) -> tuple[bool, list[str]]:
+        engines: Any = Engines()
+        engines.answers = answers
+        return sync.give(engines), [method for method, _ in engines.called]
+
+    assert give() == (True, ["verify", "load", "resume"]) and len(staged) == 1
+    kept = pushed.engines.verified[0][1]
+    assert kept.kept == ("kept",) and sync._staged is not None and sync._staged.manifest == kept
+    # The trainer goes on: what is staged is still what the others serve.
+    plans[0] = replace(PLAN, version=5)
+    assert give() == (True, ["verify", "load", "resume"])
+    for error in (EngineDeadError("died"), WeightCheckError("damaged")):
+        if isinstance(error, EngineDeadError):
+            with pytest.raises(EngineDeadError, match="died"):
+                give(load={0: error})
+        else:
+            assert give(verify={1: error}) == (False, ["verify"])
+    sync._transport, sync._staged = InMemory(), None
+    assert give() == (False, []) and len(staged) == 1
+    plans[0] = PLAN
+    assert give() == (True, ["verify", "load", "resume"]) and len(staged) == 2
+    monkeypatch.setattr(sync, "_plan", lambda: (_ for _ in ()).throw(GroupFailedError("a rank died")))
+    assert give() == (False, [])
+    assert pushed.changed == [""], "nothing has changed for the others"
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_a_push_that_loses_an_engine_that_is_replaced_goes_on(monkeypatch: pytest.MonkeyPatch, heals: bool) -> None:
+    pushed = Pushed(streams=False, turns=False)
+    waited: list[Any] = []
+    engines: Any = SimpleNamespace(heals=heals, require_hope=lambda: None)
+    engines.wait_for_engine = lambda error, **how: waited.append((str(error), how))
+    pushed.sync._rollout.engine_set = engines
+    outcomes: list[Any] = [EngineDeadError("died"), EngineDirtyError("dirty"), WeightCheckError("damaged")]
+
+    def push() -> Any:
+        raise outcomes.pop(0)
+
+    monkeypatch.setattr(pushed.sync, "_push", push)
+    with pytest.raises(WeightCheckError if heals else EngineDeadError):
+        pushed.sync.push()
+    assert waited == ([("died", {"pushable": True}), ("dirty", {"pushable": True})] if heals else [])

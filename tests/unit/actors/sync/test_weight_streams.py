@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +108,7 @@ def test_a_transport_whose_engines_receive_from_another_push_connects_again(monk
     infos = {0: SimpleNamespace(pid=7)}
     engines: Any = SimpleNamespace(engines=(0,), infos=infos, config=SimpleNamespace(tensor_parallel=1), actors=list)
     train: Any = SimpleNamespace(run_on_ranks=lambda function, plan, client: opened.append(plan.key))
-    rollout: Any = SimpleNamespace(engine_set=engines, last_sync="", attach_weight_sync=lambda: None)
+    rollout: Any = SimpleNamespace(engine_set=engines, last_sync="", attach_weight_sync=lambda: None, pushing=nullcontext())
     engines.lost_engines, engines.fixed = {}, lambda: engines
     syncs = [WeightSync(train, rollout, transport="nccl") for _ in range(2)]
     plans = {sync._key: SimpleNamespace(key=sync._key, version=1, nbytes=0) for sync in syncs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,7 @@ class Engines:
         self.asked: list[tuple[Any, ...]] = []
         self.attached = 0
         self.last_sync = ""
+        self.heals, self.pushing, self.require_hope = False, nullcontext(), lambda: None
 
     @property
     def engine_set(self) -> Engines:

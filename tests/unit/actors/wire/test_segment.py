@@ -96,7 +96,7 @@ def name(namespace: str, pid: int, start: str, number: int = 3) -> str:
 def test_segments_whose_owners_have_ended_are_removed(
     folder: Path, ended: int, zombie: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, own, start = module._namespace(), os.getpid(), module._start_time(os.getpid())
+    here, own, start = module._namespace(), os.getpid(), module.start_time(os.getpid())
     assert here.isdigit() and start.isdigit()
     stale = [
         name(here, ended, "5"),
@@ -128,11 +128,11 @@ def test_a_process_is_known_by_when_it_started(ended: int, zombie: int) -> None:
     child = subprocess.Popen(["sleep", "30"])
     try:
         # The 22nd field of the line; none before it holds a space here.
-        assert module._start_time(child.pid) == Path(f"/proc/{child.pid}/stat").read_text().split()[21]
+        assert module.start_time(child.pid) == Path(f"/proc/{child.pid}/stat").read_text().split()[21]
     finally:
         child.kill()
         child.wait(5)
-    assert module._start_time(ended) == module._start_time(zombie) == ""
+    assert module.start_time(ended) == module.start_time(zombie) == ""
 
 
 def test_a_segment_that_does_not_fit_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adapters.verl.options.model_facts import model_facts
+from adapters.verl.options.model_facts import ModelFacts, layers_or_period
 from adapters.verl.options.settings import require_contents
 from adapters.verl.registration import is_ours
 from adapters.verl.run_config import require_run
@@ -177,74 +177,27 @@ def test_contents_are_weights_alone_or_a_whole_state(contents: set[str], sharded
         require_contents("save_contents", frozenset(contents), sharded=sharded)
 
 
-def decided(has_experts: bool = False, dtype: str = "bfloat16", **config: Any) -> dict[str, Any]:
-    return dict(model_facts(SimpleNamespace(**config), has_experts=has_experts, dtype=dtype).decided)
-
-
-def test_sizes_of_a_model_are_those_of_its_configuration_and_unknown_ones_are_left_out() -> None:
-    found = decided(num_attention_heads=6, hidden_size=48, num_hidden_layers=3, rms_norm_eps=1e-6, intermediate_size=99)
-    assert found == {
-        "bf16": True,
-        "fp16": False,
-        "params_dtype": "torch.bfloat16",
-        "num_layers": 3,
-        "hidden_size": 48,
-        "num_attention_heads": 6,
-        "num_query_groups": 6,
-        "ffn_hidden_size": 99,
-        "kv_channels": 8,
-        "layernorm_epsilon": 1e-6,
-    }
-    nested = decided(text_config=SimpleNamespace(num_key_value_heads=2, num_attention_heads=6, head_dim=32), dtype="float32")
-    assert nested == {
-        "bf16": False,
-        "fp16": False,
-        "params_dtype": "torch.float32",
-        "num_attention_heads": 6,
-        "num_query_groups": 2,
-        "kv_channels": 32,
-    }
-    facts = model_facts(
-        SimpleNamespace(model_type="x", text_config=None, num_hidden_layers=4), has_experts=True, dtype="float32"
-    )
+def test_a_model_is_the_language_model_with_its_experts_and_the_engines_dtype() -> None:
+    facts = ModelFacts(SimpleNamespace(model_type="x", num_hidden_layers=4, num_experts=0, n_routed_experts=3), "float32")
     assert (facts.model_type, facts.num_layers, facts.has_experts) == ("x", 4, True)
+    assert facts.of_dtype == {"bf16": False, "fp16": False, "params_dtype": "torch.float32"}
+    unknown = ModelFacts(SimpleNamespace(num_experts=None), "bfloat16")
+    assert (unknown.model_type, unknown.num_layers, unknown.has_experts) == (None, 0, False)
+    assert unknown.of_dtype["bf16"] is True
 
 
 @pytest.mark.parametrize(
-    ("model_type", "names", "expected"),
+    ("layers", "expected"),
     [
-        ("other", {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 5}, (8, 2, 5)),
-        (
-            "gpt_oss",
-            {"num_experts": 0, "n_routed_experts": 4, "moe_intermediate_size": 5, "intermediate_size": 7},
-            (4, None, 7),
-        ),
-        ("minimax_m2", {"num_experts": 3, "intermediate_size": 7}, (3, None, 7)),
+        ([1, 1, 1, 0], 4),
+        ([1, 1, 0] * 2, 3),
+        ((1, 0, 1, 0), 2),
+        ([1, 0, 0, 1], [1, 0, 0, 1]),
+        ([0, 0, 0], 1),
+        ([1, 1], 3),
+        (None, None),
+        (4, 4),
     ],
 )
-def test_sizes_of_experts(model_type: str, names: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    needed: dict[str, Any] = {"layer_types": ["full_attention"], "sliding_window": 8} if model_type == "gpt_oss" else {}
-    found = decided(True, model_type=model_type, **names, **needed)
-    assert tuple(found.get(name) for name in ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size")) == expected
-
-
-@pytest.mark.parametrize(
-    ("types", "expected"),
-    [
-        (["linear_attention"] * 3 + ["full_attention"], 4),
-        ((["linear_attention"] * 2 + ["full_attention"]) * 2, 3),
-        (["linear_attention", "full_attention", "full_attention", "linear_attention"], [1, 0, 0, 1]),
-        (["full_attention"] * 3, 1),
-        (["linear_attention"] * 2, 3),
-        (None, 1),
-    ],
-)
-def test_the_period_of_a_hybrids_layers_is_a_number_or_their_list(types: Any, expected: Any) -> None:
-    found = decided(model_type="qwen3_next", layer_types=types, shared_expert_intermediate_size=None)
-    assert found["linear_attention_freq"] == expected and found["attention_output_gate"] is True
-    assert (found["moe_shared_expert_gate"], found["moe_shared_expert_intermediate_size"]) == (False, None)
-    shared = decided(
-        True, model_type="qwen3_5_moe_text", layer_types=types, shared_expert_intermediate_size=6, num_experts=2
-    )
-    assert (shared["moe_shared_expert_gate"], shared["moe_shared_expert_intermediate_size"]) == (True, 6)
-    assert shared["moe_router_pre_softmax"] is False and shared["qk_layernorm"] is True
+def test_the_period_of_layers_is_a_number_or_their_list(layers: Any, expected: Any) -> None:
+    assert layers_or_period(layers) == expected

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from rl_backend.checkpoint.metadata_reader import MOST_SPLIT_DIMENSIONS, covers_once
+from rl_backend.checkpoint.metadata_unpickler import MOST_SPLIT_DIMENSIONS, covers_once
 from rl_backend.checkpoint.training_state import boxes
 
 type Rectangle = tuple[tuple[int, ...], tuple[int, ...]]

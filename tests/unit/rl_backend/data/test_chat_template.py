@@ -9,6 +9,7 @@ import pytest
 
 from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
 from rl_backend.data.chat_template import (
+    ChatTemplate,
     chat_template,
     decode,
     encode_answer,
@@ -16,14 +17,11 @@ from rl_backend.data.chat_template import (
     encode_text,
     known_token_ids,
     marks_answers,
-    render_messages,
     require_text,
     require_utf8,
     special_token_ids,
-    template_inputs,
     template_variables,
     tool_name,
-    turn_end,
 )
 from tests.support.chat_templates import CHATML, LLAMA, MARKED, chat_tokenizer
 
@@ -140,7 +138,7 @@ def test_a_part_that_is_no_text_is_named(content: Any, found: tuple[int, str] | 
         require_text(content, "m")
     assert str(refused.value).startswith(f"m.content[{found[0]}] is a part with {found[1]!r}: models are sampled")
     with pytest.raises(UnsupportedError, match=r"^messages\[1\]\.content"):
-        render_messages([*ASKED, {"role": "user", "content": content}], chat_tokenizer(CHATML))
+        ChatTemplate(chat_tokenizer(CHATML)).render([*ASKED, {"role": "user", "content": content}])
 
 
 def test_the_place_of_half_a_character_is_counted_from_one() -> None:
@@ -185,21 +183,21 @@ def test_what_a_template_is_given() -> None:
     tokenizer = chat_tokenizer("{{ tools }}{{ documents }}{{ style }}" + CHATML)
     given = {"style": "short"}
     tools, documents = [{"name": "f"}], [{"text": "t"}]
-    found = template_inputs(tokenizer, given, tools, documents)
+    found = ChatTemplate(tokenizer, given, tools, documents).inputs()
     assert found == {"tools": tools, "documents": documents, "style": "short"} and found["tools"][0] is not tools[0]
-    assert template_inputs(tokenizer, {}, (), ()) == {"tools": None, "documents": None}
+    assert ChatTemplate(tokenizer).inputs() == {"tools": None, "documents": None}
     assert given == {"style": "short"}
     with pytest.raises(ConfigError) as refused:
-        template_inputs(tokenizer, {"loud": 1}, (), ())
+        ChatTemplate(tokenizer, {"loud": 1}, (), ()).inputs()
     assert str(refused.value).endswith("models/mine does not read it; it reads style")
     for name, where in (("messages", "are the row's"), ("documents", "belong in the rows, in the column that documents")):
         with pytest.raises(ConfigError, match=f"chat_template_kwargs.{name}=1: is no option: {name} {where}"):
-            template_inputs(tokenizer, {name: 1}, (), ())
+            ChatTemplate(tokenizer, {name: 1}, (), ()).inputs()
     plain = chat_tokenizer(CHATML)
     with pytest.raises(ConfigError, match=r"^tools=\['f', 'g'\]: "):
-        template_inputs(plain, {}, [{"name": "f"}, {"function": {"name": "g"}}], ())
+        ChatTemplate(plain, {}, [{"name": "f"}, {"function": {"name": "g"}}], ()).inputs()
     with pytest.raises(ConfigError, match=r"^documents=\[\{'text': 'a'\}\]: "):
-        template_inputs(plain, {}, (), [{"text": "a"}, {"text": "b"}])
+        ChatTemplate(plain, {}, (), [{"text": "a"}, {"text": "b"}]).inputs()
 
 
 def test_calls_must_leave_a_trace_wherever_they_are() -> None:
@@ -221,14 +219,14 @@ def test_calls_must_leave_a_trace_wherever_they_are() -> None:
 def test_content_that_is_null_is_refused_where_it_becomes_a_word() -> None:
     null: list[dict[str, Any]] = [{"role": "user", "content": "None"}, {"role": "assistant", "content": None}, *ASKED]
     with pytest.raises(BatchError, match=r"writes the word None for the content of message 2, which is null; give it"):
-        render_messages(null, chat_tokenizer(CHATML))
+        ChatTemplate(chat_tokenizer(CHATML)).render(null)
     as_json = CHATML.replace("{{ message.content }}", "{{ message.content | tojson }}")
     with pytest.raises(BatchError, match="writes the word null for the content of message 2"):
-        render_messages(null, chat_tokenizer(as_json))
+        ChatTemplate(chat_tokenizer(as_json)).render(null)
     skips = CHATML.replace("{{ message.content }}", "{{ message.content or '' }}")
-    assert "None<|im_end|>\n<|im_start|>assistant\n<|im_end|>" in render_messages(null, chat_tokenizer(skips))
+    assert "None<|im_end|>\n<|im_start|>assistant\n<|im_end|>" in ChatTemplate(chat_tokenizer(skips)).render(null)
     with pytest.raises(BatchError, match=r"refuses messages of the roles user, None: .*") as refused:
-        render_messages([*ASKED, {"content": "x"}], chat_tokenizer(CHATML.replace("message.role", "message.role + ''")))
+        ChatTemplate(chat_tokenizer(CHATML.replace("message.role", "message.role + ''"))).render([*ASKED, {"content": "x"}])
     assert "null" not in str(refused.value)
 
 
@@ -238,7 +236,7 @@ def test_content_that_is_null_is_refused_where_it_becomes_a_word() -> None:
 )
 def test_the_end_of_a_turn(template: str, end: str | None) -> None:
     tokenizer = chat_tokenizer(template)
-    found = turn_end([{"role": "user", "content": "The answer is 4."}], tokenizer)
+    found = ChatTemplate(tokenizer).turn_end([{"role": "user", "content": "The answer is 4."}])
     assert found == (None if end is None else tokenizer.convert_tokens_to_ids(end))
 
 

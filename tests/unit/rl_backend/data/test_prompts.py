@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.chat_template import encode_messages, require_utf8, turn_end
+from rl_backend.data.chat_template import ChatTemplate, encode_messages, require_utf8
 from rl_backend.data.datasets import data_files, open_rows
 from rl_backend.data.examples import DataConfig, as_messages
 from rl_backend.data.hub import HubName, hub_name, local_model
@@ -131,7 +131,7 @@ def test_a_template_that_reads_the_clock_is_given_one_day(tmp_path: Path) -> Non
         for read in (
             lambda data, tokenizer=tokenizer: load_prompts(path, tokenizer, 200, data)[0].token_ids,
             lambda data, tokenizer=tokenizer: load_sft_examples(path, tokenizer, 200, 300, data)[0][0].input_ids.tolist(),
-            lambda data, tokenizer=tokenizer: [turn_end(ASKED, tokenizer, chat_template_kwargs=data.chat_template_kwargs)],
+            lambda data, tokenizer=tokenizer: [ChatTemplate(tokenizer, data.chat_template_kwargs).turn_end(ASKED)],
         ):
             with pytest.raises(
                 ConfigError,
@@ -219,7 +219,7 @@ def test_the_end_of_a_turn_is_known_from_the_template() -> None:
     ends = {}
     for name, template in {**TEMPLATES, "none": CHATML.replace("<|im_end|>", "")}.items():
         tokenizer = chat_tokenizer(template)
-        end = turn_end(ASKED, tokenizer)
+        end = ChatTemplate(tokenizer).turn_end(ASKED)
         ends[name] = None if end is None else tokenizer.decode([end])
     of_chatml = dict.fromkeys(("chatml", "marked", "thinking"), "<|im_end|>")
     assert ends == {**of_chatml, "llama": "<|eot_id|>", "mistral": "</s>", "phi": "<|end|>", "none": None}

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from rl_backend.lab.report.page import write_report
-from rl_backend.trace.chrome import ChromeTraceWriter
 from tests.support.page import Element, read_page
 from tests.support.runs import write_run
 
@@ -32,11 +31,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sample = {"step": 1, "prompt": "</script><img src=x onerror=console.error(1)>", "response": "b", "reward": 1.0}
     metrics = {"seconds/sample": 2.0, "seconds/train": 3.0}
     write_run(folder, 11, lambda step: metrics | {"reward": step / 10}, [sample])
-    trace = ChromeTraceWriter(folder / "trace.json")
-    trace.process(1, "driver")
-    trace.complete(1, 0, "step 1", "step", 0.0, 1000.0, {"step": 1})
-    trace.complete(1, 1, "train", "phase", 0.0, 1000.0, {"weight_version": 7})
-    trace.close()
     return write_report(folder)
 
 
@@ -61,7 +55,6 @@ def open_page(report: Path, tmp_path: Path, selector: str, x: float, y: float) -
     [
         ("#chart-reward svg", 0.56, 0.5, "step 6\nReward: 0.6"),
         ("#phases svg", 0.99, 0.5, "step 11\ntrain: 3 s\nsample: 2 s\ntogether: 5 s"),
-        ("#timeline .event", 0.5, 0.5, "train: 1 ms\nweight version 7"),
     ],
 )
 def test_the_pointer_shows_values(report: Path, tmp_path: Path, selector: str, x: float, y: float, shown: str) -> None:

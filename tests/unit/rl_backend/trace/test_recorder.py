@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from rl_backend.lab.report.timeline import read_step
 from rl_backend.trace import chrome, device
 from rl_backend.trace.chrome import ChromeTraceWriter, read_trace
 from rl_backend.trace.recorder import CATEGORIES, TraceRecorder
@@ -273,42 +272,3 @@ def test_a_trace_ends_at_its_size_and_says_what_is_missing(tmp_path: Path, monke
     assert path.stat().st_size < 2200
     assert events[-1]["name"] == "trace full"
     assert events[-1]["args"]["events_not_written"] == 100 - (len(events) - 1)
-
-
-def test_the_end_of_a_long_trace_is_read_with_the_names_of_its_processes(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    write_steps(path, 2000).close()
-    events = read_trace(path, most_bytes=40_000)
-    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"driver", "rank 0"}
-    assert events[-1]["name"] == "weights 2000"
-    assert len(events) < 400
-
-
-def test_the_timeline_of_a_step_has_every_process_and_nested_events(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    write_steps(path, 9).close()
-    step = read_step(path)
-    assert step is not None
-    assert (step.step, step.milliseconds) == (4, 0.904)
-    (lane,) = step.lanes.values()
-    assert lane.name == "rank 0"
-    assert [(bar.name, bar.depth, round(bar.start, 3)) for bar in lane.bars] == [
-        ("forward_backward", 0, 0.1),
-        ("forward", 1, 0.15),
-    ]
-    assert read_step(tmp_path / "trace.json") == step
-
-
-def test_the_timeline_of_a_large_run_keeps_the_driver_and_the_engines(tmp_path: Path) -> None:
-    writer = ChromeTraceWriter(tmp_path / "trace.json")
-    names = ["driver", *(f"rank {rank}" for rank in range(64)), "engine 0", "engine 1"]
-    writer.complete(1, 0, "step 1", "step", 0.0, 100.0, {"step": 1})
-    for pid, name in enumerate(names, 1):
-        writer.process(pid, name)
-        writer.complete(pid, 1, "work", "operation", 10.0, 50.0, {})
-    writer.close()
-    step = read_step(tmp_path / "trace.json")
-    assert step is not None
-    shown = [lane.name for lane in step.lanes.values()]
-    assert (shown[:2], shown[-2:]) == (["driver", "rank 0"], ["engine 0", "engine 1"])
-    assert sorted([*shown, *step.hidden]) == sorted(names)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from actors.cluster.processes import Process
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine import engine as engine_module
 from actors.rollout.engine import in_process
@@ -275,6 +276,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     llm = Llm()
     llm.answers = {
         "moe_layers": [[1, 3]],
+        "process": [Process(os.getpid(), "1"), Process(os.getppid(), "2")],
         "describe_parameters": [EngineParameters({"a": "float32"}, {}, {}), "of worker 1"],
     }
 
@@ -316,7 +318,12 @@ def test_an_engine_starts_on_cores_of_its_own_and_says_what_it_is(
     chosen: list[Any] = [(6, place)] if device == "cpu" else []
     expect = ("expect", str(tmp_path), "float16", {"a": "float32"})
     assert started == ["remove", *chosen, ("prepare", device, cores, 2), ("start", device), True, expect]
-    assert engine._vllm.llm.told == [("describe_parameters", ["tensor"]), *([("moe_layers",)] if routed else [])]
+    assert engine._vllm.llm.told == [
+        ("describe_parameters", ["tensor"]),
+        *([("moe_layers",)] if routed else []),
+        ("process",),
+    ]
+    assert engine._workers._processes == [Process(os.getppid(), "2")], "apart from this one"
     assert info == EngineInfo(
         name="engine 6",
         pid=os.getpid(),
@@ -333,6 +340,7 @@ def test_an_engine_starts_on_cores_of_its_own_and_says_what_it_is(
         version=UNVERSIONED,
         state="serving",
         moe_layers=(1, 3) if routed else (),
+        started=Process.of(os.getpid()).started,
     )
     serve(engine._vllm.serving, 4)
     engine._vllm.serving.sleep()

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
+from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
 from actors.rollout.group import calls as calls_module
 from actors.rollout.group.calls import PendingSamples, SamplingCalls, collect, outcome_of
 from actors.rollout.messages import Generated, Response, VersionSpan
-from rl_backend.contracts import BatchError, EngineDeadError, RolloutError
+from rl_backend.contracts import BatchError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
 
 
 class Call:
@@ -61,13 +61,23 @@ class Pending:
     """Two prompts on engine 4, one on engine 7, two responses of each."""
 
     def __init__(self, first: Call, second: Call, limit: float = 60.0) -> None:
-        self.noted: list[tuple[int, Any]] = []
+        self.noted: list[tuple[Any, ...]] = []
+        self.spare: Call | None = None
+        self.asked: list[range] = []
         self.calls = SamplingCalls(limit)
         prompts = [[1], [2, 2], [3]]
-        self.samples = PendingSamples(prompts, 2, lambda engine, outcome: self.noted.append((engine, outcome)), self.calls)
+        self.samples = PendingSamples(prompts, 2, self.calls, lambda *noted: self.noted.append(noted), self.ask_again)
         for call, engine, share in ((first, 4, range(2)), (second, 7, range(2, 3))):
-            self.samples.add(call, engine, share)
+            self.samples.add(call, engine, share, f"actor of {engine}")
             self.calls.add(engine, call)
+
+    def ask_again(self, samples: PendingSamples, prompts: range, error: RLBackendError) -> None:
+        """Engine 9 answers, if it can."""
+        if self.spare is None:
+            raise error
+        self.asked.append(prompts)
+        samples.add(self.spare, 9, prompts, "actor of 9")
+        self.calls.add(9, self.spare)
 
 
 @pytest.mark.parametrize("routed", [True, False])
@@ -110,26 +120,38 @@ def test_the_first_error_is_raised_again_and_the_engine_that_it_is_of_is_told() 
             with pytest.raises(BatchError, match="too long"):
                 pending.samples.result()
         assert pending.samples.done()
-    ((engine, outcome),) = pending.noted
-    assert engine == 7 and isinstance(outcome, BatchError)
+    ((engine, outcome, actor),) = pending.noted
+    assert (engine, actor) == (7, "actor of 7") and isinstance(outcome, BatchError)
 
 
 def test_a_caller_that_waits_no_longer_may_wait_again(ray: Ray) -> None:
     answer = Generated([response(1), response(2)], None)
     late = Call(Generated([response(3), response(4)] * 2, None), done=False)
     pending = Pending(late, Call(answer))
-    with pytest.raises(GetTimeoutError, match="no engine answered for 5 s"):
+    with pytest.raises(RolloutError, match="no engine answered for 5 s"):
         pending.samples.result(5.0)
     assert ray.now == 1005.0 and not pending.noted
     late.done = True
     assert [each.response_ids for each in pending.samples.result(5.0)] == [[3], [4], [3], [4], [1], [2]]
 
 
+@pytest.mark.parametrize("error", [EngineDirtyError("engine 4 is dirty"), ActorDiedError()])
+def test_what_a_lost_engine_was_asked_is_asked_again_and_the_rest_is_not(ray: Ray, error: Exception) -> None:
+    lost = error if isinstance(error, ActorDiedError) else RayTaskError("generate", "Traceback", error)
+    pending = Pending(Call(lost), Call(Generated([response(5), response(6)], None)))
+    pending.spare = Call(Generated([response(each) for each in (1, 2, 3, 4)], None))
+    found = pending.samples.result()
+    assert [each.response_ids for each in found] == [[1], [2], [3], [4], [5], [6]]
+    assert [each.engine for each in found] == [9] * 4 + [7] * 2 and pending.asked == [range(2)]
+    ((engine, outcome, actor),) = pending.noted
+    assert (engine, actor) == (4, "actor of 4") and isinstance(outcome, EngineDeadError | EngineDirtyError)
+
+
 def test_an_engine_that_never_answers_is_dead_after_the_limit_of_one_call(ray: Ray) -> None:
     pending = Pending(Call(done=False), Call(Generated([response(1), response(2)], None)), limit=60.0)
     with pytest.raises(EngineDeadError, match="engine 4 has not answered a call to sample for 60 s"):
         pending.samples.result()
-    assert ray.now == 1060.0 and [engine for engine, _ in pending.noted] == [4]
+    assert ray.now == 1060.0 and [engine for engine, *_ in pending.noted] == [4]
 
 
 def test_the_time_of_a_call_begins_when_the_one_before_it_has_ended(ray: Ray) -> None:

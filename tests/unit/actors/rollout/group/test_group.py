@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,7 +91,9 @@ class Cluster:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> RayInProcess:
-    made = use(monkeypatch, *(f"actors.rollout.group.{name}" for name in ("group", "engines", "calls", "turns")))
+    made = use(
+        monkeypatch, *(f"actors.rollout.group.{name}" for name in ("group", "engines", "calls", "turns", "heartbeats"))
+    )
     monkeypatch.setattr(group_module, "ray_is_usable", lambda: made.initialized)
     monkeypatch.setattr(group_module, "EnginePlacement", Placement)
     return made
@@ -107,7 +110,7 @@ def living(engines: EngineSet | RolloutGroup) -> tuple[int, ...]:
 
 
 def config(**settings: Any) -> RolloutConfig:
-    return RolloutConfig(model_path="x", num_engines=3, **settings)
+    return RolloutConfig(model_path="x", num_engines=3, **({"max_restarts": 0} | settings))
 
 
 def test_every_engine_starts_at_its_place_among_those_of_its_node(cluster: Cluster) -> None:
@@ -117,7 +120,7 @@ def test_every_engine_starts_at_its_place_among_those_of_its_node(cluster: Clust
         assert all(actor.asked == [("node",), ("start", places[engine])] for engine, actor in cluster.made)
         assert group.infos == {engine: info(engine, engine) for engine in NODES} and living(group) == (0, 1, 2)
         for kind, options, own, given, engine, device, require_push in cluster.asked:
-            assert kind is group.engine_class and options == {"concurrency_groups": {"turns": 1, "answers": 1}}
+            assert kind is group.engine_class and options == {"concurrency_groups": {"turns": 1, "answers": 1, "pulse": 1}}
             assert own == {"num_cpus": engine} and given == group.config and (device, require_push) == ("cpu", True)
         placement: Any = group._placement
         assert not cluster.ray.killed and not placement.released
@@ -174,6 +177,25 @@ def test_a_restart_replaces_one_engine_and_gives_it_every_tenant(cluster: Cluste
     for engine in (3, -1):
         with pytest.raises(ConfigError, match=f"engine={engine}: the group has engines 0 to 2"):
             group.restart(engine)
+    group.close()
+
+
+def test_an_engine_that_joins_and_finds_no_weights_serves_after_the_next_push(cluster: Cluster) -> None:
+    group = RolloutGroup(config())
+    given: list[tuple[int, ...]] = []
+    publisher: Any = SimpleNamespace(give=lambda engines: given.append(living(engines)) or len(given) == 1)
+    group.publisher = publisher
+    group.restart(1)
+    assert living(group) == (0, 1, 2) and given == [(1,)]
+    group.restart(1)
+    assert living(group) == (0, 2) and not group.lost_engines and given == [(1,), (1,)]
+    fixed = group.engine_set.fixed()
+    assert living(fixed) == (0, 1, 2), "a push goes there"
+    fixed.have_weights([0, 1, 2])
+    assert living(group) == (0, 1, 2)
+    group.forget_weights()
+    group.restart(1)
+    assert len(given) == 2
     group.close()
 
 

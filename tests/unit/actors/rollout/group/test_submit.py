@@ -113,3 +113,20 @@ def test_what_no_engine_could_answer_is_asked_of_none() -> None:
         with pytest.raises(error, match=message):
             group.submit(prompts, sampling, seeds=seeds)
     assert not group.noted
+
+
+def test_what_a_lost_engine_was_asked_goes_to_those_that_live_with_its_own_seeds() -> None:
+    group = Group()
+    sampling, dead = SamplingConfig(n=2), EngineDeadError("engine 3 died")
+    pending = group.submit([[1], [2], [3], [4], [5]], sampling, seeds=range(10))
+    lost = group.asked(3)
+    pending._again(range(2, 5), dead)
+    assert pending._error is dead, "where nothing is replaced"
+    pending._error, group.engine_set.heals = None, True
+    group.engine_set._lost[3] = dead
+    pending._again(range(2, 5), dead)
+    assert list(group.made[0].asked[1][0]) == lost and len(group.made[3].asked) == 1 and pending._error is None
+    assert [engine for engine, _ in group.noted] == [0, 3, 0]
+    group.lora.base_changed("")
+    pending._again(range(2, 5), dead)
+    assert pending._error is dead and len(group.made[0].asked) == 2, "the others are of older weights"

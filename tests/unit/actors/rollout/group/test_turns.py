@@ -260,11 +260,13 @@ def test_a_group_has_turns_of_each_process_and_of_another_after_a_restart(ray: R
     group.start(4, "new actor 4")
     group.turns.ask(4, REQUEST)
     assert group.made[4].asked[0][0] == "start_turns" and group.turns.in_flight[4] == 1
+    until(lambda: bool(old.open))
     old.open[-1].answer(ActorDiedError())
     with pytest.raises(EngineDeadError, match="engine 4 is dead"):
         turns[0].result(5)
     until(lambda: ray.killed == ["actor 4"])
     assert group.engines.lost_engines == {}, "the new process lives"
+    until(lambda: bool(group.made[0].open))
     group.made[0].open[-1].answer(ActorDiedError())
     until(lambda: 0 in group.engines.lost_engines)
     with pytest.raises(EngineDeadError, match="engine 0 is lost: engine 0 is dead: its process ended"):

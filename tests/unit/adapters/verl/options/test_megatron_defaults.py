@@ -11,7 +11,7 @@ import pytest
 from adapters.verl.options import megatron
 from adapters.verl.options.decisions import ADAM, DDP, TRANSFORMER, same
 from adapters.verl.options.megatron import megatron_defaults
-from adapters.verl.options.model_facts import DECIDED, model_facts
+from adapters.verl.options.model_facts import DECIDED, ModelFacts
 from adapters.verl.options.settings import OF_ADAM, EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, UnsupportedError
 from tests.support.verl_configs import changed, role_configs, write_config
@@ -70,19 +70,21 @@ def test_what_is_no_literal_in_megatrons_classes_is_compared_by_its_name() -> No
 def test_without_megatron_a_field_that_only_its_default_decides_is_refused_and_the_others_are_not(
     backend: str, models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(where: str) -> Mapping[str, Any]:
+    def missing(_: object) -> Mapping[str, Any]:
         raise UnsupportedError("megatron-core is not installed")
 
     monkeypatch.setattr(megatron, "megatron_defaults", missing)
+    monkeypatch.setattr(ModelFacts, "of_config", property(missing))
     for dictionary, name, value in (
         ("override_transformer_config", "distribute_saved_activations", False),
+        ("override_transformer_config", "num_layers", 24),
         ("override_ddp_config", "bucket_size", None),
         ("override_optimizer_config", "decoupled_weight_decay", True),
     ):
-        message = rf"\[{name!r}\]={value}: cannot be compared with Megatron's default.*remove it.*is not installed"
+        message = rf"\[{name!r}\]={value}: cannot be compared with Megatron's value.*remove it.*is not installed"
         with pytest.raises(ConfigError, match=message):
             given(models["dense"], backend, dictionary, {name: value})
-    decided = {"num_layers": 24, "hidden_dropout": 0.0, "attention_backend": "flash", "sequence_parallel": False}
+    decided = {"bf16": True, "hidden_dropout": 0.0, "attention_backend": "flash", "sequence_parallel": False}
     untouched = given(models["dense"], backend, "override_transformer_config", {})
     assert given(models["dense"], backend, "override_transformer_config", decided) == untouched
     given(models["dense"], backend, "override_transformer_config", {}, engine__full_determinism=True)
@@ -100,7 +102,8 @@ def test_megatrons_default_of_every_field_changes_nothing_or_is_refused_where_it
     model = models[kind]
     untouched = given(model, backend, dictionary, {})
     config = role_configs("actor", model)
-    decided = model_facts(config.model.hf_config, has_experts=kind == "mixture", dtype=config.engine.dtype).decided
+    facts = ModelFacts(config.model.hf_config, config.engine.dtype)
+    decided = {**facts.of_config, **facts.of_dtype}
     kernels = dict[str, Any]()
     for name, value in megatron_defaults(DICTIONARIES[dictionary]).items():
         here = OTHER_HERE[dictionary].get(name, "").split()
@@ -145,7 +148,7 @@ def test_what_config_json_decides_may_be_repeated_and_not_changed(
 
 
 def test_a_family_that_is_not_known_keeps_what_config_json_decides(tmp_path: Path) -> None:
-    model = write_config("gemma2", "Gemma2ForCausalLM", tmp_path / "model")
+    model = write_config("mixtral", "MixtralForCausalLM", tmp_path / "model")
     with pytest.raises(ConfigError, match=r"\['window_size'\]=None: decided by config.json; remove it"):
         given(model, "bridge", "override_transformer_config", {"window_size": None})
 

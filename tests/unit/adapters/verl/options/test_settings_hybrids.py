@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adapters.verl.options.lora import TargetModules
-from adapters.verl.options.model_facts import model_facts
+from adapters.verl.options.model_facts import ModelFacts
 from adapters.verl.options.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
 from rl_backend.model.options import DecoderOptions
@@ -101,7 +101,7 @@ def test_layers_without_a_period_are_megatrons_list(tmp_path: Path) -> None:
     types = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
     model = write_config("qwen3_5_text", "Qwen3_5ForCausalLM", tmp_path, num_hidden_layers=4, layer_types=types)
     hf_config = role_configs("actor", model).model.hf_config
-    decided = model_facts(hf_config, has_experts=False, dtype="bfloat16").decided
+    decided = ModelFacts(hf_config, "bfloat16").of_config
     assert decided["linear_attention_freq"] == [0, 1, 1, 0]
     assert decided["moe_shared_expert_gate"] is False and decided["moe_shared_expert_intermediate_size"] is None
 

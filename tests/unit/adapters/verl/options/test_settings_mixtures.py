@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adapters.verl.options.model_facts import model_facts
+from adapters.verl.options.model_facts import ModelFacts
 from adapters.verl.options.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
 from rl_backend.model.options import DecoderOptions
@@ -181,13 +181,13 @@ def test_what_config_json_decides_may_be_repeated_and_not_changed(name: str, fie
 def test_windows_that_do_not_alternate_are_megatrons_list(models: dict[str, Path]) -> None:
     kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
     hf_config = changed(role("actor", models["gpt_oss"]), model__hf_config__layer_types=kinds).model.hf_config
-    assert model_facts(hf_config, has_experts=True, dtype="bfloat16").decided["window_attn_skip_freq"] == [0, 1, 1, 0]
+    assert ModelFacts(hf_config, "bfloat16").of_config["window_attn_skip_freq"] == [0, 1, 1, 0]
 
 
 def test_a_size_of_heads_says_nothing_of_latents(models: dict[str, Path]) -> None:
     """Keys and values have sizes of their own, and ``kv_channels`` would be read by nothing."""
     hf_config = role("actor", models["deepseek_v3"]).model.hf_config
-    assert "kv_channels" not in model_facts(hf_config, has_experts=True, dtype="bfloat16").decided
+    assert "kv_channels" not in ModelFacts(hf_config, "bfloat16").of_config
     asked = changed(role("actor", models["deepseek_v3"]), engine__override_transformer_config={"kv_channels": 8})
     with pytest.raises(ConfigError, match="kv_channels"):
         settings(asked)

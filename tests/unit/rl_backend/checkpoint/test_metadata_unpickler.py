@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from rl_backend.checkpoint.metadata_reader import load_problem, may_run, stored_metadata
+from rl_backend.checkpoint.metadata_unpickler import load_problem, may_run, stored_metadata
 from rl_backend.checkpoint.training_state import TensorPieces, file_facts
 from rl_backend.contracts import CheckpointError
 from tests.support.written_checkpoints import write_tensors

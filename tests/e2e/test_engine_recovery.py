@@ -1,0 +1,252 @@
+"""Engines that die, are stopped or lose a worker in the middle of a run: they are replaced, and the run is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from actors.cluster.processes import Process
+from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.group import heartbeats
+from actors.rollout.group.engines import EngineSet
+from actors.rollout.group.group import RolloutGroup
+from actors.rollout.group.healing import EngineEvent
+from actors.run.session import Session, open_session
+from actors.sync.push import WeightSync
+from actors.sync.staged_transports import TransportName
+from examples import grpo
+from examples.demo.__main__ import DemoConfig, demo_settings
+from rl_backend.contracts import EngineDeadError
+from tests.support.engines import GroupWithoutVllm
+from tests.support.rollout import ReferenceTrainer
+from tests.support.runs import of_the_run
+
+STEPS = 4
+PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [9, 8, 7], [44]]
+LONG = SamplingConfig(max_new_tokens=150)
+TOLERANCE = 1e-5
+
+
+class Heard:
+    """The events of a group, and when they came."""
+
+    def __init__(self, group: RolloutGroup) -> None:
+        self.events: list[tuple[EngineEvent, float]] = []
+        group.healing.listeners.append(lambda event: self.events.append((event, time.monotonic())))
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event.kind for event, _ in self.events]
+
+    def wait(self, kind: str, seconds: float = 180.0) -> float:
+        until(lambda: kind in self.kinds, seconds)
+        return next(when for event, when in self.events if event.kind == kind)
+
+
+def until(true: Callable[[], bool], seconds: float = 180.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def process_of(group: RolloutGroup, engine: int) -> Process:
+    return Process(group.infos[engine].pid, group.infos[engine].started)
+
+
+def is_sampling(group: RolloutGroup, engine: int) -> bool:
+    calls = group.engine_set.sampling
+    with calls._lock:
+        return bool(calls._refreshed(engine).calls)
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [of_the_run(json.loads(line)) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def session(task: Path, warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Session, Any]]:
+    folder = tmp_path_factory.mktemp("recovery")
+    settings = demo_settings(DemoConfig(steps=STEPS, engines=2, trace=False), task, warm_model, folder)
+    with open_session(grpo.GRPOConfig(**settings)) as opened:
+        yield opened, settings
+
+
+@pytest.fixture(scope="module")
+def undisturbed(session: tuple[Session, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    opened, settings = session
+    folder = tmp_path_factory.mktemp("undisturbed")
+    grpo.train(grpo.GRPOConfig(**settings | {"run_dir": str(folder / "run")}), opened)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.shows(
+    "engines: kill -9 of one of two engines while a GRPO run samples: it is replaced, and the run's samples and metrics are "
+    "those of an undisturbed one; make test-all also stops it by SIGSTOP"
+)
+def test_a_run_whose_engine_is_lost_while_it_samples_is_the_run_that_it_would_have_been(
+    session: tuple[Session, Any], undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    opened, settings = session
+    rollout = opened.rollout
+    assert rollout is not None
+    heard, old, began = Heard(rollout), process_of(rollout, 1), [0.0]
+
+    def disturb() -> None:
+        until(lambda: is_sampling(rollout, 1))
+        began[0] = time.monotonic()
+        os.kill(old.pid, number)
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        if step == 1:
+            threading.Thread(target=disturb).start()
+        if step == STEPS - 1:
+            heard.wait("replaced")
+
+    grpo.train(grpo.GRPOConfig(**settings | {"run_dir": str(tmp_path / "run")}), opened, on_step)
+    kind = "died" if number == signal.SIGKILL else "hung"
+    assert heard.kinds == [kind, "replaced"] and heard.events[0][1] - began[0] < 10
+    assert old.has_ended and process_of(rollout, 1) != old and rollout.engines == (0, 1)
+    for name in ("samples.jsonl", "metrics.jsonl", "held_out.jsonl"):
+        found, expected = lines(tmp_path / "run", name), lines(undisturbed, name)
+        events: dict[str, float] = {}
+        for line, other in zip(found, expected, strict=True):
+            for metric in [each for each in line if each.startswith("engines/")]:
+                events[metric] = events.get(metric, 0) + line.pop(metric)
+            # The rest of a batch is sampled in other company, which rounds the engine's log-probs.
+            for metric in [each for each in line if each.startswith("log_prob_gap")]:
+                assert line.pop(metric) == pytest.approx(other.pop(metric), abs=1e-5)
+            assert line == other
+        if name == "metrics.jsonl":
+            assert events.pop("engines/seconds_lost") > 0 and events == {f"engines/{kind}": 1, "engines/replaced": 1}
+    told = capsys.readouterr().out
+    assert "warning: engine 1 is dead: its process" in told and "engine 1 was replaced after" in told
+
+
+@pytest.fixture(scope="module")
+def trainer(untied_model: Path) -> ReferenceTrainer:
+    return ReferenceTrainer(untied_model)
+
+
+def config(model: Path, **settings: Any) -> RolloutConfig:
+    return RolloutConfig(
+        model_path=str(model), device="cpu", dtype="float32", max_model_len=256, kv_cache_gib=0.25, **settings
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("method", ["verify", "load", "resume"])
+@pytest.mark.shows("engines: kill -9 at each step of a push leaves whole versions, old or new, and the push completes")
+def test_an_engine_that_is_killed_in_a_push_is_replaced_and_all_serve_the_new_weights(
+    ray_cluster: None,
+    untied_model: Path,
+    trainer: ReferenceTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    transport: TransportName,
+) -> None:
+    with (
+        RolloutGroup(config(untied_model, num_engines=2)) as group,
+        WeightSync(trainer.source, group, transport=transport) as sync,
+    ):
+        sync.push()
+        heard, start_call, killed = Heard(group), EngineSet.start_call, []
+
+        def killing(engines: EngineSet, called: str, *args: Any, **options: Any) -> dict[int, Any]:
+            calls = start_call(engines, called, *args, **options)
+            if called == method and not killed:
+                killed.append(process_of(group, 1).pid)
+                os.kill(killed[0], signal.SIGKILL)
+            return calls
+
+        monkeypatch.setattr(EngineSet, "start_call", killing)
+        trainer.advance()
+        version = sync.push().version
+        assert killed and version == trainer.source.version
+        samples = group.generate(PROMPTS, LONG)
+        assert {each for sample in samples for each in sample.weight_versions} == {version}
+        heard.wait("replaced")
+        samples = group.generate(PROMPTS, LONG)
+        assert {sample.engine for sample in samples} == {0, 1}
+        assert {each for sample in samples for each in sample.weight_versions} == {version}
+        assert trainer.mean_gap(samples) <= TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.shows("engines: one of two workers of the only engine that ends or is stopped costs the engine, not the run")
+def test_an_engine_whose_worker_is_lost_is_replaced_and_answers_what_it_was_asked(
+    ray_cluster: None, untied_model: Path, trainer: ReferenceTrainer, number: int
+) -> None:
+    with (
+        RolloutGroup(config(untied_model, tensor_parallel=2)) as group,
+        WeightSync(trainer.source, group) as sync,
+    ):
+        version = sync.push().version
+        expected = group.generate(PROMPTS, LONG, seeds=range(4))
+        heard, old = Heard(group), process_of(group, 0)
+        family = [each.pid for each in psutil.Process(old.pid).children(recursive=True)]
+        workers = [Process.of(pid) for pid in family if "VLLM::Worker" in " ".join(psutil.Process(pid).cmdline())]
+        assert len(workers) == 2
+        pending = group.submit(PROMPTS, LONG, seeds=range(4))
+        time.sleep(0.3)
+        began = time.monotonic()
+        os.kill(workers[1].pid, number)
+        samples = pending.result(300.0)
+        lost, replaced = heard.wait("died" if number == signal.SIGKILL else "hung"), heard.wait("replaced")
+        assert lost - began < 10 and replaced > lost
+        assert [each.response_ids for each in samples] == [each.response_ids for each in expected]
+        assert {each for sample in samples for each in sample.weight_versions} == {version}
+        until(lambda: all(process.has_ended for process in [old, *workers]))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_stopped_engine_is_ended_within_seconds_and_a_busy_one_is_not(
+    ray_cluster: None, untied_model: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    if elsewhere:  # as of another node: a task looks at the process there
+        monkeypatch.setattr(heartbeats, "host_identity", lambda: "another host")
+    with GroupWithoutVllm(config(untied_model, num_engines=2)) as group:
+        heard, old = Heard(group), process_of(group, 1)
+        pending = group.submit([[1], [2]], SamplingConfig(max_new_tokens=1))
+        busy = group.engine_set.living()[0].hold_gil.remote(8.0)
+        began = time.monotonic()
+        os.kill(old.pid, signal.SIGSTOP)
+        assert heard.wait("hung") - began < (20 if elsewhere else 10)
+        assert len(pending.result()) == 2
+        heard.wait("replaced")
+        until(lambda: old.has_ended)
+        assert heard.kinds == ["hung", "replaced"] and group.engines == (0, 1)
+        assert busy is not None and "stopped (SIGSTOP" in heard.events[0][0].reason
+
+
+@pytest.mark.long
+def test_an_engine_that_is_lost_again_and_again_ends_the_run_with_what_happened(
+    ray_cluster: None, untied_model: Path
+) -> None:
+    with GroupWithoutVllm(config(untied_model, num_engines=2, max_restarts=1)) as group:
+        heard = Heard(group)
+        os.kill(process_of(group, 1).pid, signal.SIGKILL)
+        heard.wait("replaced")
+        os.kill(process_of(group, 1).pid, signal.SIGKILL)
+        until(lambda: heard.kinds == ["died", "replaced", "died"])
+        again = (
+            r"engine 1 was started again 1 times within an hour \(RolloutConfig.max_restarts\), and is lost again: .*dead"
+        )
+
+        def sample() -> None:
+            group.generate([[1]], SamplingConfig(max_new_tokens=1))
+
+        with pytest.raises(EngineDeadError, match=again):
+            until(lambda: sample() is not None, 30.0)

@@ -1,0 +1,118 @@
+"""Heartbeats of engines: those that answer, are late and busy, are stopped, hang, or say what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from actors.cluster.processes import Process
+from actors.rollout.config import RolloutConfig
+from actors.rollout.group.engines import EngineSet
+from actors.rollout.group.heartbeats import LATE_BEATS, STOPPED_LOOKS, Heartbeats, end_stopped
+from actors.wire.segment import host_identity
+from rl_backend.contracts import EngineDeadError, EngineDirtyError
+from tests.support.actors_in_process import Actor, RayInProcess, until, use
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> RayInProcess:
+    return use(monkeypatch, *(f"actors.rollout.group.{name}" for name in ("heartbeats", "engines", "calls")))
+
+
+@pytest.fixture
+def child() -> Iterator[Process]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield Process.of(process.pid)
+        process.kill()
+
+
+class Engines:
+    """Engine 0, which lives and answers, and engine 1, of the process and answers given."""
+
+    def __init__(self, process: Process | None = None, **answers: Any) -> None:
+        process = process or Process(1, "")
+        config = RolloutConfig(model_path="x", num_engines=2, heartbeat_timeout=20.0)
+        info: Any = SimpleNamespace(pid=process.pid, started=process.started, host=host_identity(), name="engine 1")
+        self.actors = [Actor("actor 0"), Actor("actor 1", answers)]
+        self.set = EngineSet(config)
+        self.set.add(dict(enumerate(self.actors)), {0: info, 1: info})
+        self.beats = Heartbeats(self.set)
+
+    def beat(self, times: int) -> dict[int, Any]:
+        for _ in range(times):
+            self.beats.beat()
+        return self.set.lost_engines
+
+
+def test_engines_are_asked_at_every_beat_beside_what_else_they_do(ray: RayInProcess) -> None:
+    engines = Engines()
+    assert not engines.beat(5)
+    for actor in engines.actors:
+        assert actor.asked == [("pulse",)] * 5 and actor.options == {"pulse": {"concurrency_group": "pulse"}}
+    engines.set.add({1: Actor("another")}, {1: engines.set.infos[1]}, lack_weights=True)
+    engines.actors[1].asked.clear()
+    engines.beat(2)
+    assert not engines.actors[1].asked and len(engines.set._actors[1].asked) == 2, "the new one, without weights too"
+
+
+@pytest.mark.parametrize("error", [EngineDirtyError("it is dirty"), EngineDeadError("a worker ended")])
+def test_what_an_engine_says_of_itself_is_noted_at_the_next_beat(ray: RayInProcess, error: Exception) -> None:
+    engines = Engines(pulse=error)
+    lost = engines.beat(2)
+    assert list(lost) == [1] and isinstance(lost[1], EngineDeadError | EngineDirtyError)
+    assert ray.killed == ([] if isinstance(error, EngineDirtyError) else ["actor 1"])
+
+
+def test_an_engine_whose_process_ended_is_noted_at_the_next_beat(ray: RayInProcess) -> None:
+    engines = Engines()
+    engines.actors[1].silent.add("pulse")
+    engines.beat(2)
+    engines.actors[1].open[-1].answer(ActorDiedError())
+    assert "engine 1 is dead: its process ended" in str(engines.beat(1)[1]) and ray.killed == ["actor 1"]
+
+
+def test_a_stopped_process_is_dead_within_seconds_and_ended(ray: RayInProcess, child: Process) -> None:
+    engines = Engines(child)
+    engines.beat(1)
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: child.is_stopped)
+    engines.actors[1].silent.add("pulse")
+    engines.beat(1)
+    assert not engines.beat(LATE_BEATS + STOPPED_LOOKS - 2) and not child.has_ended
+    lost = engines.beat(1)
+    assert list(lost) == [1] and f"process {child.pid} has been stopped (SIGSTOP" in str(lost[1])
+    assert lost[1].details == {"engine": "engine 1", "hung": True} and ray.killed == ["actor 1"]
+    until(lambda: child.has_ended)
+
+
+def test_a_busy_process_has_the_whole_time_and_one_that_was_stopped_for_a_moment_too(
+    ray: RayInProcess, child: Process
+) -> None:
+    engines = Engines(child)
+    engines.actors[1].silent.add("pulse")
+    for number in (signal.SIGSTOP, signal.SIGCONT) * 3:
+        os.kill(child.pid, number)
+        until(lambda number=number: child.is_stopped == (number == signal.SIGSTOP))  # type: ignore[misc]
+        assert not engines.beat(2)
+    assert not engines.beat(8)
+    engines.actors[1].open[-1].answer(None)
+    assert not engines.beat(20)
+    lost = engines.beat(1)
+    assert "has not answered a heartbeat for 20 s (RolloutConfig.heartbeat_timeout)" in str(lost[1])
+    until(lambda: child.has_ended)
+
+
+def test_a_process_is_looked_at_before_it_is_ended(child: Process) -> None:
+    waits: list[float] = []
+    assert not end_stopped(child, waits.append) and not waits
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: child.is_stopped)
+    assert end_stopped(child, waits.append) and len(waits) == STOPPED_LOOKS
+    until(lambda: child.has_ended)
