@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,6 @@ import psutil
 
 from benchmarks.report import machine, read_result, update_result
 from benchmarks.tinker_task import NAME, write_names
-from rl_backend.cli.command import exit_on_sigterm
 from tests.support.libraries import FOLDER, ROOT, cookbook
 from tests.support.tinker_clients import KEY, Client, Trained, service, train, train_together
 
@@ -259,10 +259,17 @@ def main() -> None:
     os.chdir(folder)
     parts = {name: recipe_part(name, arguments.runs, arguments.steps) for name in RECIPES} | dict(PARTS)
     chosen = arguments.parts or list(parts)
-    # Ended from outside, it still ends its server.
-    with exit_on_sigterm(), serving(folder) as url:
+    signal.signal(signal.SIGTERM, _leave)
+    with serving(folder) as url:
         for name in chosen:
             record({name: {**parts[name](url, folder), "machine": machine()}}, folder)
+
+
+def _leave(*_: object) -> None:
+    """Ends server and recipe; threads of clients would wait for a server that is gone."""
+    for child in psutil.Process().children():
+        child.terminate()
+    os._exit(143)
 
 
 def record(found: Mapping[str, Any], folder: Path) -> None:
