@@ -112,10 +112,12 @@ def serve_at(listener: socket.socket, options: argparse.Namespace, up: Callable[
 
 @contextmanager
 def _beside(web: uvicorn.Server, work: Callable[[], None]) -> Iterator[None]:
-    """Runs ``work`` in a thread while the server runs, and ends the server with it; what it raises is raised here."""
+    """Runs ``work`` in a thread when the server has started, and ends the server with it; what it raises is raised here."""
     raised: list[Exception] = []
 
     def run() -> None:
+        while not web.started:
+            time.sleep(0.05)
         try:
             work()
         except Exception as error:  # noqa: BLE001 raised below
