@@ -14,15 +14,15 @@ import zstandard
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
-from actors.serve.server import BusyError, Server, UnknownError, as_object, shown_time
+from actors.serve.server import BusyError, Server, UnknownError, as_object, number_in, shown_time, text_in
 from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS, SESSIONS, Result
 from actors.serve.training import Pass, Step
 from actors.serve.wire import read_header
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
 
 LONG_POLL_SECONDS = 25.0  # the SDK gives up on a call after 45 s and asks again
-MOST_JSON, MOST_BODY, MOST_UNPACKED = 8 << 20, 64 << 20, 256 << 20
-"""Bytes of a request: of JSON, of data as they are sent, and of data unpacked."""
+MOST_JSON, MOST_BODY = 8 << 20, 64 << 20
+"""Bytes of a request: of JSON, and of data, as they are sent and unpacked."""
 _HEADER = 4096
 _CONFIG = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": True}
 _NOT_SERVED = {
@@ -33,7 +33,6 @@ _NOT_SERVED = {
     "POST /copy_weights": "copy_weights",
     "POST /training_runs/{run}/checkpoints/{kind}/{name}/publish": "publishing of checkpoints",
     "DELETE /training_runs/{run}/checkpoints/{kind}/{name}/publish": "publishing of checkpoints",
-    "PUT /training_runs/{run}/checkpoints/{kind}/{name}/ttl": "lifetimes of checkpoints",
     "POST /sessions/search": "search of sessions",
 }
 
@@ -131,7 +130,7 @@ def _add_sessions(api: APIRouter, server: Server) -> None:
 
     @api.post("/session_heartbeat")
     async def heartbeat(owner: Owner, asked: Asked) -> Any:
-        if not server.beat(owner, asked["session_id"]):
+        if not server.beat(owner, text_in(asked, "session_id")):
             raise HTTPException(410, "the session has ended")
         return {"type": "session_heartbeat"}
 
@@ -155,7 +154,7 @@ def _add_training(api: APIRouter, server: Server) -> None:
 
     @api.post("/get_info")
     async def get_info(owner: Owner, asked: Asked) -> Any:
-        run = server.require_run(owner, asked["model_id"])
+        run = server.require_run(owner, text_in(asked, "model_id"))
         data = {"arch": "decoder", "model_name": run["base_model"], "tokenizer_id": run["base_model"]}
         return {
             "type": "get_info",
@@ -174,8 +173,8 @@ def _add_training(api: APIRouter, server: Server) -> None:
             unpacked, all_unpacked = await asyncio.to_thread(_unpack, body)
         run, seq_id = read_header(unpacked[:_HEADER])
         if whole and all_unpacked:
-            return server.submit(owner, run, seq_id, lambda request_id: Pass(request_id, unpacked))
-        limit = f"{MOST_BODY >> 20} MiB, {MOST_UNPACKED >> 20} MiB unpacked"
+            return server.submit(owner, run, seq_id, lambda request_id: Pass(request_id, unpacked), len(unpacked))
+        limit = f"{MOST_BODY >> 20} MiB"
 
         def refuse(_: Any) -> dict[str, Any]:
             raise BatchError(f"forward_backward: the request is larger than {limit}; send fewer data at a time")
@@ -184,7 +183,8 @@ def _add_training(api: APIRouter, server: Server) -> None:
 
     @api.post("/optim_step")
     async def optim_step(owner: Owner, asked: Asked) -> Any:
-        return server.submit(owner, asked["model_id"], int(asked["seq_id"]), lambda request_id: Step(request_id, asked))
+        run, seq_id = text_in(asked, "model_id"), number_in(asked, "seq_id")
+        return server.submit(owner, run, seq_id, lambda request_id: Step(request_id, asked))
 
     @api.post("/save_weights")
     async def save_weights(owner: Owner, asked: Asked) -> Any:
@@ -202,7 +202,7 @@ def _add_training(api: APIRouter, server: Server) -> None:
 
     @api.post("/retrieve_future")
     async def retrieve_future(owner: Owner, asked: Asked) -> Any:
-        result = await server.futures.result(asked["request_id"], owner, LONG_POLL_SECONDS)
+        result = await server.futures.result(text_in(asked, "request_id"), owner, LONG_POLL_SECONDS)
         if result is None:
             return JSONResponse({"queue_state": "active"}, 408)
         return _answer(result)
@@ -232,7 +232,7 @@ def _add_lists(api: APIRouter, server: Server) -> None:
 
     @api.post("/weights_info")
     async def weights_info(owner: Owner, asked: Asked) -> Any:
-        found = server.find(owner, asked["tinker_path"])
+        found = server.find(owner, text_in(asked, "tinker_path"))
         lora = found["lora"]
         trains = {name: lora.get(name, True) for name in ("train_unembed", "train_mlp", "train_attn")}
         return {"base_model": found["base_model"], "is_lora": True, "lora_rank": lora.get("rank", 32), **trains}
@@ -255,6 +255,10 @@ def _add_lists(api: APIRouter, server: Server) -> None:
     def remove_checkpoint(owner: Owner, run: str, kind: str, name: str) -> Response:
         server.remove_checkpoint(owner, run, kind, name)
         return Response(status_code=204)
+
+    @api.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl")
+    def keep_checkpoint(owner: Owner, asked: Asked, run: str, kind: str, name: str) -> None:
+        server.keep_checkpoint(owner, f"tinker://{run}/{kind}/{name}", asked)
 
     @api.get("/checkpoints")
     def checkpoints(owner: Owner, limit: int = 100, offset: int = 0) -> Any:
@@ -369,10 +373,10 @@ async def _body(request: Request, most: int) -> tuple[bytes, bool]:
 
 
 def _unpack(body: bytes) -> tuple[bytes, bool]:
-    """At most :data:`MOST_UNPACKED` bytes, and whether that is all; the sizes that a body claims are not believed."""
+    """At most :data:`MOST_BODY` bytes, and whether that is all; the sizes that a body claims are not believed."""
     try:
         with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(io.BytesIO(body)) as reader:
-            found = reader.read(MOST_UNPACKED)
+            found = reader.read(MOST_BODY)
             return found, not reader.read(1)
     except zstandard.ZstdError as error:
         raise BatchError(f"body: not zstd: {error}") from None

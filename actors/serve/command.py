@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import uvicorn
@@ -17,7 +20,9 @@ from actors.options.config import check_ranks, resolve_dtype
 from actors.rollout.config import RolloutConfig, positions_of
 from actors.rollout.group.group import RolloutGroup
 from actors.serve.app import Asked, Owner, make_app
+from actors.serve.check import check_server
 from actors.serve.openai import add_openai
+from actors.serve.restarts import ServerLostError, keep_serving
 from actors.serve.sampling import Sampling, end_tokens
 from actors.serve.server import Futures, Limits, Server
 from actors.serve.store import Store
@@ -50,30 +55,95 @@ def remove_key(state: Path, name: str) -> None:
         store.close()
 
 
-def serve(options: argparse.Namespace) -> None:
-    """Serves until SIGTERM or Ctrl-C.
+def serve(options: argparse.Namespace) -> int:
+    """Serves until SIGTERM or Ctrl-C; with ``--check`` until a client has gone through everything. The exit status.
 
     Raises:
-        ConfigError: an address that others reach, without keys; or options that ranks or engines refuse.
+        ConfigError: an address that others reach, without keys; options that ranks or engines refuse; or what failed in
+            ``--check``.
     """
+    if options.check:
+        with tempfile.TemporaryDirectory() as state, _listening("127.0.0.1", 0) as listener:
+            serve_at(listener, argparse.Namespace(**{**vars(options), "state": Path(state)}))
+        return 0
     store = Store(options.state)
     try:
         _require_keys(store, options.host)
-        with _listening(options.host, options.port) as listener, open_server(options, store) as server:
+    finally:
+        store.close()
+    with _listening(options.host, options.port) as listener:
+        if options.restart:
+            return keep_serving(serve_at, listener, options)
+        serve_at(listener, options)
+    return 0
+
+
+def serve_at(listener: socket.socket, options: argparse.Namespace, up: Callable[[], None] | None = None) -> None:
+    """Serves at a port that is taken already.
+
+    Args:
+        up: called when it serves; whoever gives it starts the server again, so training that has ended ends this.
+
+    Raises:
+        ServerLostError: ranks or engines have ended, and ``up`` is given.
+    """
+    store = Store(options.state)
+    try:
+        with open_server(options, store) as server:
             host, port = listener.getsockname()[:2]
-            print(f"serving {server.name} at http://{host}:{port}", flush=True)
-            print(
-                f"  TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-...   status page: http://{host}:{port}/",
-                flush=True,
-            )
+            url = f"http://{host}:{port}"
             app = make_app(server)
             add_openai(app, server, Owner, Asked)
             config = uvicorn.Config(
                 app, log_level="warning", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536
             )
-            uvicorn.Server(config).run(sockets=[listener])
+            web = uvicorn.Server(config)
+            with _beside(web, lambda: _check(url, options)) if options.check else nullcontext():
+                print(f"serving {server.name} at {url}", flush=True)
+                if not options.check:
+                    print(f"  TINKER_BASE_URL={url} TINKER_API_KEY=tml-...   status page: {url}/", flush=True)
+                if up is not None:
+                    up()
+                with _beside(web, lambda: _until_lost(server, web)) if up is not None else nullcontext():
+                    web.run(sockets=[listener])
     finally:
         store.close()
+
+
+@contextmanager
+def _beside(web: uvicorn.Server, work: Callable[[], None]) -> Iterator[None]:
+    """Runs ``work`` in a thread when the server has started, and ends the server with it; what it raises is raised here."""
+    raised: list[Exception] = []
+
+    def run() -> None:
+        while not web.started:
+            time.sleep(0.05)
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 raised below
+            raised.append(error)
+        web.should_exit = True
+
+    thread = threading.Thread(target=run, name="beside", daemon=True)
+    thread.start()
+    yield
+    thread.join(5.0)
+    if raised:
+        raise raised[0]
+
+
+def _check(url: str, options: argparse.Namespace) -> None:
+    # Rounding; other weights would differ by more than 0.1.
+    largest = 1e-3 if resolve_dtype(options.dtype) == "float32" else 0.1
+    check_server(url, largest_gap=largest, say=lambda line: print(line, flush=True))
+    print("the server does what docs/serve.md says", flush=True)
+
+
+def _until_lost(server: Server, web: uvicorn.Server) -> None:
+    while not web.should_exit:
+        time.sleep(1.0)
+        if server.training.failed or not server.sampling.engines["alive"]:
+            raise ServerLostError(server.training.failed or "all engines have ended")
 
 
 @contextmanager

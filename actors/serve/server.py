@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 _NAME = re.compile(r"[\w][\w.-]*")
 _SWEEP_SECONDS = 10.0
+_LONGEST_LIFE = 10 * 366 * 86400.0
 
 
 class UnknownError(Exception):
@@ -46,12 +47,14 @@ class Limits:
     keep_results: seconds for which an answer can be fetched again.
     snapshots: unnamed ones that a run keeps.
     open_samples: responses being sampled, of all clients together; more are answered 429.
+    waiting_bytes: of training requests that wait; more are answered 429, unless they are next in their run's order.
     """
 
     session_timeout: float = 300.0
     keep_results: float = 3600.0
     snapshots: int = 32
     open_samples: int = 4096
+    waiting_bytes: int = 1 << 30
 
 
 class Futures:
@@ -171,6 +174,9 @@ class Server:
                 if session["seen"] < now - self.limits.session_timeout:
                     silent = f"the session sent no heartbeat for {self.limits.session_timeout:g} s and has ended"
                     await self.end_session(session["id"], f"{silent}; create a run from a checkpoint")
+            for checkpoint in self.store.rows(CHECKPOINTS):
+                if checkpoint["expires"] is not None and checkpoint["expires"] < now:
+                    self._delete_checkpoint(checkpoint)
             self.store.forget_results(now - self.limits.keep_results)
 
     # Runs.
@@ -188,7 +194,7 @@ class Server:
 
     def load_as_new(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         """Creation by loading: rank and targets are the checkpoint's."""
-        found = self._find(owner, asked["path"], "weights")
+        found = self._find(owner, text_in(asked, "path"), "weights")
         lora = {} if found is None else found["lora"]
 
         def make(run: Run) -> Mapping[str, Any]:
@@ -201,10 +207,10 @@ class Server:
     def _new_run(
         self, owner: str, asked: Mapping[str, Any], lora: Mapping[str, Any], make: Callable[[Run], Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        session = asked["session_id"]
+        session = text_in(asked, "session_id")
         self.require_session(owner, session)
         # Not free: the SDK derives it when it creates by loading.
-        run, now = f"{session}:train:{asked['model_seq_id']}", time.time()
+        run, now = f"{session}:train:{number_in(asked, 'model_seq_id')}", time.time()
         request_id, is_new = self.store.accept(run, 0, owner)
         if is_new:
             self.store.add(
@@ -228,13 +234,21 @@ class Server:
             raise UnknownError(f"model {run!r} is not known")
         return found
 
-    def submit(self, owner: str, run: str, seq_id: int, make: Callable[[str], Any]) -> Mapping[str, Any]:
+    def submit(self, owner: str, run: str, seq_id: int, make: Callable[[str], Any], size: int = 0) -> Mapping[str, Any]:
         """Accepts a request of a run, whatever is in it: an answer of 4xx would lose its number, and all that follow wait.
 
         Args:
             make: from the request's id, the job.
+            size: bytes that the job holds while it waits.
+
+        Raises:
+            BusyError: the client sends the request again.
         """
         found = self.require_run(owner, run)
+        if seq_id < 1:
+            raise BatchError(f"seq_id={seq_id}: the numbers of a run's requests begin at 1")
+        if size and not self.training.has_room(run, seq_id, size, self.limits.waiting_bytes):
+            raise BusyError("as many training requests wait as the server holds; ask again")
         request_id, is_new = self.store.accept(run, seq_id, owner)
         if is_new:
             self.store.change(RUNS, {"last_request": time.time()}, id=run)
@@ -245,7 +259,8 @@ class Server:
         return {"request_id": request_id, "model_id": run}
 
     def call(self, owner: str, asked: Mapping[str, Any], work: Callable[[Run], Mapping[str, Any]]) -> Mapping[str, Any]:
-        return self.submit(owner, asked["model_id"], int(asked["seq_id"]), lambda request_id: Call(request_id, work))
+        run, seq_id = text_in(asked, "model_id"), number_in(asked, "seq_id")
+        return self.submit(owner, run, seq_id, lambda request_id: Call(request_id, work))
 
     # Checkpoints.
 
@@ -256,6 +271,7 @@ class Server:
             name = str(asked["path"])
             if not _NAME.fullmatch(name):
                 raise ConfigError(f"path={name!r}: the name of a checkpoint has letters, digits, '_', '-' and '.' alone")
+            expires = expiry(asked)
             known = self.store.get(CHECKPOINTS, run=run.id, kind=kind, name=name)
             if known is not None and not asked.get("overwrite"):
                 raise CheckpointError(f"tinker://{run.id}/{kind}/{name} exists; choose another name, or overwrite it")
@@ -273,6 +289,7 @@ class Server:
                 created=time.time(),
                 bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
                 user_metadata=asked.get("user_metadata"),
+                expires=expires,
             )
             if known is not None:
                 self._delete_checkpoint(known)
@@ -287,7 +304,7 @@ class Server:
 
         def work(run: Run) -> Mapping[str, Any]:
             session = run.id.partition(":")[0]
-            sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
+            sampler = f"{session}:sample:{number_in(asked, 'sampling_session_seq_id')}"
             folder = self.store.folder.resolve() / "snapshots" / uuid.uuid4().hex
             self.training.save(run, folder, state=False)
             asyncio.run_coroutine_threadsafe(self.sampling.push(folder / ADAPTER), loop).result()
@@ -319,6 +336,12 @@ class Server:
         if found is None:
             raise UnknownError(f"checkpoint {path!r} is not known")
         return found
+
+    def keep_checkpoint(self, owner: str, path: str, asked: Mapping[str, Any]) -> None:
+        """Gives a checkpoint another lifetime, or none."""
+        found = self.find(owner, path)
+        key = {"run": found["run"], "kind": found["kind"], "name": found["name"]}
+        self.store.change(CHECKPOINTS, {"expires": expiry(asked)}, **key)
 
     def remove_checkpoint(self, owner: str, run: str, kind: str, name: str) -> None:
         self._delete_checkpoint(self.find(owner, f"tinker://{run}/{kind}/{name}"))
@@ -369,9 +392,9 @@ class Server:
     # Samplers.
 
     def create_sampler(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-        session = asked["session_id"]
+        session = text_in(asked, "session_id")
         self.require_session(owner, session)
-        sampler = f"{session}:sample:{asked['sampling_session_seq_id']}"
+        sampler = f"{session}:sample:{number_in(asked, 'sampling_session_seq_id')}"
         path = asked.get("model_path")
         if path:
             found = self.find(owner, path)
@@ -396,10 +419,12 @@ class Server:
             BusyError: as many are open as the server takes.
         """
         sampler = self.require_sampler(owner, str(asked.get("sampling_session_id")))
-        count = int(asked.get("num_samples", 1))
+        count = number_in({"num_samples": 1, **asked}, "num_samples")
+        if count > self.limits.open_samples:
+            raise BatchError(f"num_samples={count}: this server takes up to {self.limits.open_samples} in a request")
         if self.sampling.open and self.sampling.open + count > self.limits.open_samples:
             raise BusyError(f"{self.sampling.open} samples are open; ask again")
-        seq_id = int(asked["seq_id"]) if asked.get("seq_id") is not None else secrets.randbits(62)
+        seq_id = secrets.randbits(62) if asked.get("seq_id") is None else number_in(asked, "seq_id")
         request_id, is_new = self.store.accept(sampler["id"], seq_id, owner)
         if is_new:
             self.start(self._sample(request_id, asked, sampler))
@@ -478,7 +503,18 @@ def shown_checkpoint(row: Mapping[str, Any]) -> dict[str, Any]:
         "size_bytes": row["bytes"],
         "public": False,
         "user_metadata": row["user_metadata"],
+        "expires_at": None if row["expires"] is None else shown_time(row["expires"]),
     }
+
+
+def expiry(asked: Mapping[str, Any]) -> float | None:
+    """When a checkpoint of a request's ``ttl_seconds`` is deleted; None where it stays."""
+    seconds = asked.get("ttl_seconds")
+    if seconds is None:
+        return None
+    if not isinstance(seconds, int | float) or not 0 < seconds <= _LONGEST_LIFE:
+        raise BatchError(f"ttl_seconds={seconds!r}: expected seconds, up to ten years, or nothing")
+    return time.time() + seconds
 
 
 def shown_time(seconds: float) -> str:
@@ -489,8 +525,24 @@ def as_object(body: bytes) -> dict[str, Any]:
     """Raises :class:`BatchError` for what is no JSON object."""
     try:
         value = json.loads(body or b"{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BatchError(f"body: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BatchError(f"body: a {type(value).__name__}; expected an object")
+    return value
+
+
+def text_in(asked: Mapping[str, Any], name: str) -> str:
+    """Raises :class:`BatchError` for what is no text."""
+    value = asked.get(name)
+    if not isinstance(value, str):
+        raise BatchError(f"{name}={value!r}: expected a text")
+    return value
+
+
+def number_in(asked: Mapping[str, Any], name: str) -> int:
+    """Raises :class:`BatchError` for what is no number from 0 of 63 bits."""
+    value = asked.get(name)
+    if not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise BatchError(f"{name}={value!r}: expected a whole number from 0")
     return value

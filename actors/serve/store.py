@@ -74,6 +74,8 @@ CHECKPOINTS = Table(
     Column("created", Float, nullable=False),
     Column("bytes", Integer, nullable=False),
     Column("user_metadata", sql.JSON),
+    # When it is deleted; None where it stays.
+    Column("expires", Float),
 )
 SAMPLERS = Table(
     "samplers",
@@ -120,6 +122,13 @@ class Store:
         self._engine = sql.create_engine(f"sqlite:///{folder / 'serve.sqlite'}", connect_args={"timeout": 30})
         sql.event.listen(self._engine, "connect", _set_up)
         _TABLES.create_all(self._engine)
+        with self._engine.begin() as connection:
+            # Columns that a server before did not have.
+            for table in _TABLES.sorted_tables:
+                known = {column["name"] for column in sql.inspect(connection).get_columns(table.name)}
+                for column in table.columns:
+                    if column.name not in known:
+                        connection.exec_driver_sql(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {column.type}")
 
     def close(self) -> None:
         self._engine.dispose()

@@ -48,8 +48,8 @@ STATE, ADAPTER = "state", "adapter"
 """In the folder of a checkpoint: training state, and the adapter in peft's format."""
 # Adapters of samplers that are kept on the ranks for log-probs of prompts.
 _KEPT_READERS = 4
-# In passes, of data of all clients together; a piece of one is at most a half.
-_MOST_PIECES = 2
+# A piece of one client's data is at most this part of a pass, so that whoever comes meanwhile does not wait for a whole one.
+_SHARE_OF_A_PASS = 0.5
 
 type Finish = Callable[[str, Result], None]
 
@@ -198,6 +198,15 @@ class Training:
                 self._changed.notify()
         if over:
             self._finish(job.request_id, Result.failed(over, "server"))
+
+    def has_room(self, run_id: str, seq_id: int, size: int, most: int) -> bool:
+        """Whether a request of so many bytes may wait too: the next one of its run always, others up to ``most`` bytes."""
+        with self._changed:
+            run = self._runs.get(run_id)
+            if run is None or seq_id <= run.next_seq:
+                return True
+            jobs = [job for each in self._runs.values() for job in each.waiting.values() if isinstance(job, Pass)]
+        return sum(len(job.body) for job in jobs) + size <= most
 
     def end(self, run_id: str, why: str) -> None:
         """Frees the run's adapter; what waits of it, and what comes, fails."""
@@ -405,10 +414,10 @@ class Training:
         budget = self._group.config.max_tokens_per_micro_batch * self.base.data_parallel_size
         first = _job(ready[0]).signature
         chosen: list[tuple[Run, Sequence[Datum]]] = []
-        room = _MOST_PIECES * budget
+        room, most = budget, int(budget * _SHARE_OF_A_PASS)
         for run in ready:
             job = _job(run)
-            piece = job.piece(budget) if job.signature == first else ()
+            piece = job.piece(most) if job.signature == first else ()
             tokens = sum(len(datum.tokens) for datum in piece)
             if piece and (not chosen or tokens <= room):
                 chosen.append((run, piece))

@@ -5,6 +5,8 @@ The schema is our own, by field numbers: what it writes is wire-equal to what th
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +50,8 @@ _SCHEMA: Mapping[str, Mapping[str, tuple[int, str]]] = {
     "SampledSequence": {"stop_reason": (1, "int32"), "tokens": (2, "bytes"), "logprobs": (3, "bytes")},
     "SampleResponse": {"sequences": (1, "SampledSequence*"), "prompt_logprobs": (2, "bytes")},
 }
+_MOST_DATA, _MOST_CELLS = 1 << 16, 1 << 26
+"""Of a request: data, and cells that its sparse arrays have when they are dense. A few bytes can ask for many of both."""
 _DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 
 
@@ -107,7 +111,10 @@ def read_header(body: bytes) -> tuple[str, int]:
             seq_id |= (body[at] & 0x7F) << shift
             shift += 7
             if not body[at] & 0x80:
-                return model_id, seq_id
+                break
+        if seq_id >= 1 << 31:
+            raise ValueError(f"seq_id {seq_id} has more than 31 bits")
+        return model_id, seq_id
     except (IndexError, ValueError) as error:
         raise BatchError(f"body: {len(body)} bytes do not begin with a model_id and a seq_id ({error})") from None
 
@@ -120,12 +127,66 @@ def read_pass(body: bytes) -> PassRequest:
         UnsupportedError: an input that is no text.
     """
     message = _read("ForwardBackwardRequest", body)
+    tensors = [each for datum in message.data[:_MOST_DATA] for each in datum.loss_fn_inputs.values()]
+    cells = sum(math.prod(map(abs, each.shape)) for each in tensors if each.HasField("sparse_csr"))
+    if len(message.data) > _MOST_DATA or cells > _MOST_CELLS:
+        most = f"{_MOST_DATA} data, {_MOST_CELLS} cells"
+        raise BatchError(f"body: {len(message.data)} data and {cells} cells of sparse arrays; expected at most {most}")
     # Numbers stand in both maps, texts in the second alone.
     options: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         options[name] = value.text if value.HasField("text") else value.number
     data = [_datum(f"datum {index}", each) for index, each in enumerate(message.data)]
     return PassRequest(message.model_id, message.seq_id, data, message.loss_fn, options, message.forward_only)
+
+
+def write_request(request: PassRequest) -> bytes:
+    """The bytes of a training request, as a client sends it; arrays are dense."""
+    message = _MESSAGES["ForwardBackwardRequest"](
+        model_id=request.model_id, seq_id=request.seq_id, loss_fn=request.loss, forward_only=request.forward_only
+    )
+    for datum in request.data:
+        sent = message.data.add()
+        sent.model_input.add().encoded_text.tokens = datum.tokens.astype("<i4").tobytes()
+        for name, values in datum.inputs.items():
+            dtype = 1 if np.issubdtype(values.dtype, np.floating) else 2
+            tensor = sent.loss_fn_inputs[name]
+            tensor.dense, tensor.dtype = values.astype(_DTYPES[dtype]).tobytes(), dtype
+            tensor.shape.extend(values.shape)
+    for name, value in request.loss_options.items():
+        sent_value = message.loss_fn_config_v2[name]
+        if isinstance(value, str):
+            sent_value.text = value
+        else:
+            sent_value.number = value
+    return bytes(message.SerializeToString())
+
+
+def read_answer(body: bytes) -> tuple[list[np.ndarray], dict[str, float]]:
+    """Log-probs of every datum and the metrics, of what :func:`write_pass` has written."""
+    message = _read("ForwardBackwardOutput", body)
+    log_probs: list[np.ndarray] = []
+    for record in message.loss_fn_outputs:
+        field = record.fields["logprobs"]
+        offsets = np.frombuffer(field.offsets, "<i8")
+        parts = [field.data[begin:end] for begin, end in itertools.pairwise(offsets)]
+        log_probs += [np.frombuffer(part, "<f4").reshape(-1, *field.trailing_shape) for part in parts]
+    return log_probs, dict(message.metrics)
+
+
+def read_samples(body: bytes) -> tuple[list[Sampled], np.ndarray | None]:
+    """Responses, and log-probs of the prompt where they were asked for."""
+    message = _read("SampleResponse", body)
+    found = [
+        Sampled(
+            np.frombuffer(each.tokens, "<i4").tolist(),
+            np.frombuffer(each.logprobs, "<f4").tolist(),
+            cut_off=bool(each.stop_reason),
+        )
+        for each in message.sequences
+    ]
+    of_prompt = np.frombuffer(message.prompt_logprobs, "<f4") if message.HasField("prompt_logprobs") else None
+    return found, of_prompt
 
 
 def write_pass(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
@@ -180,12 +241,14 @@ def _datum(where: str, message: Any) -> Datum:
 def _tensor(where: str, message: Any) -> np.ndarray:
     """Dense, or rows in CSR form where absent cells are 0."""
     shape = tuple(message.shape)
+    if min(shape, default=0) < 0:
+        raise BatchError(f"{where}: the shape {shape} has negative sizes")
     if message.dtype not in _DTYPES:
         raise BatchError(f"{where}: dtype {message.dtype} is not among {', '.join(map(str, _DTYPES.values()))}")
     dtype = _DTYPES[message.dtype]
     if not message.HasField("sparse_csr"):
         values = _array(where, message.dense, dtype)
-        if values.size != int(np.prod(shape)):
+        if values.size != math.prod(shape):
             raise BatchError(f"{where}: {values.size} values, but the shape is {shape}")
         return values.reshape(shape)
     sparse = message.sparse_csr

@@ -28,6 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8765, help="default 8765; 0 takes a free one")
     add("--new-key", metavar="NAME", help="make a key of this name, print it once, and end; from then on keys are required")
     add("--remove-key", metavar="NAME", help="remove the key of this name, and end")
+    add("--restart", action="store_true", help="start the server again when its process, a rank or all engines end")
+    add(
+        "--check", action="store_true", help="start, let a client train, sample and save over HTTP, say what came of it, end"
+    )
     ranks = parser.add_argument_group("training and sampling")
     ranks.add_argument("--runtime", choices=("native", "bridge"), default="native", help="default native")
     ranks.add_argument("--ranks", type=int, default=1, metavar="N", help="training ranks (default 1)")
@@ -75,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.model is None:
             raise CommandError("--model: name the directory of the model")
         with exit_on_sigterm():
-            command.serve(arguments)
+            return command.serve(arguments)
     except ConfigError as error:
         raise CommandError(str(error)) from None
     return 0

@@ -7,19 +7,25 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
+import psutil
 import pytest
 
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.libraries import cookbook
 from tests.support.models import write_tiny
+from tests.support.tinker_clients import Client, service, train, train_together
 
 PROMPT = [5, 9, 3, 7, 21]
+VOCABULARY = 512
 
 
 class Address(NamedTuple):
@@ -28,18 +34,29 @@ class Address(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
-    folder = tmp_path_factory.mktemp("serve")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = chat_tokenizer(CHATML)
     # Its head is its embedding, and the SDK trains the unembedding unless it is told otherwise.
-    model = write_tiny("qwen3", folder / "model", vocab_size=512, eos_token_id=tokenizer.eos_token_id)
-    tokenizer.save_pretrained(model)
-    command = [
-        *(sys.executable, "-m", "rl_backend.cli", "serve", "--model", str(model), "--port", "0"),
-        *("--state", str(folder / "state"), "--dtype", "float32", "--max-rank", "16"),
-        *("--max-model-len", "256", "--kv-cache-gib", "0.1"),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+    written = write_tiny(
+        "qwen3",
+        tmp_path_factory.mktemp("serve") / "model",
+        vocab_size=VOCABULARY,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    tokenizer.save_pretrained(written)
+    return written
+
+
+def command_of(model: Path, *options: str) -> list[str]:
+    limits = ("--dtype", "float32", "--max-rank", "16", "--max-model-len", "256", "--kv-cache-gib", "0.1")
+    return [sys.executable, "-m", "rl_backend.cli", "serve", "--model", str(model), "--port", "0", *limits, *options]
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[tuple[Address, subprocess.Popen[str], list[str]]]:
+    """A server, its process, and the lines that it says."""
+    process = subprocess.Popen(command_of(model, *options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with process as server:
         assert server.stdout is not None
         said: list[str] = []
         for line in server.stdout:
@@ -48,10 +65,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
                 break
         else:
             pytest.fail("".join(said))
-        yield Address(found[2], found[1])
-        server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=60)
+        reader = threading.Thread(target=said.extend, args=(server.stdout,))
+        reader.start()
+        try:
+            yield Address(found[2], found[1]), server, said
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(timeout=60)
+            reader.join()
     assert server.returncode in (0, 130, 143)
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
+    with serving(model, "--state", str(tmp_path_factory.mktemp("state"))) as (address, _, _):
+        yield address
 
 
 @pytest.fixture
@@ -130,3 +158,48 @@ def test_a_second_server_does_not_take_the_port(served: Address, tmp_path: Path)
     command = (sys.executable, "-m", "rl_backend.cli", "serve", "--model", served.model, "--port", port, "--state", tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=dict(os.environ))
     assert done.returncode == 2 and f"--port {port}" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.shows("server: each of eight clients at one time gets the bits that it has alone")
+def test_eight_clients_at_one_time_get_the_bits_that_each_has_alone(served: Address) -> None:
+    cookbook()
+    clients = [Client(number, rank, 24) for number, rank in enumerate((4, 16, 8, 2, 12, 6, 16, 1))]
+    alone = [train(served.url, served.model, each, VOCABULARY) for each in clients]
+    together = train_together(served.url, served.model, clients, VOCABULARY)
+    assert [one.equals(two) for one, two in zip(alone, together, strict=True)] == [True] * len(clients)
+
+
+@pytest.mark.long
+@pytest.mark.shows("server: --check goes through it from nothing and says what came of it")
+def test_check_goes_through_a_server_from_nothing(model: Path) -> None:
+    done = subprocess.run(command_of(model, "--check"), capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\nok   ") == 6
+
+
+@pytest.mark.long
+@pytest.mark.shows("server: with --restart one that is killed serves again, and a client continues from its save")
+def test_a_server_that_is_killed_serves_again_and_a_client_continues(model: Path, tmp_path: Path) -> None:
+    cookbook()
+    from tinker import types
+
+    ids = types.ModelInput.from_ints(PROMPT)
+    data = [types.Datum(model_input=ids, loss_fn_inputs={"target_tokens": [*PROMPT[1:], 3], "weights": [1.0] * 5})]
+    with serving(model, "--state", str(tmp_path), "--restart") as (address, supervisor, said):
+        mine = service(address.url)
+        training = mine.create_lora_training_client(base_model=address.model, rank=4)
+        training.forward_backward(data, "cross_entropy").result()
+        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        path = training.save_state("kept").result().path
+        before = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
+        (server,) = (each for each in psutil.Process(supervisor.pid).children() if "spawn_main" in " ".join(each.cmdline()))
+        server.kill()
+        killed = time.monotonic()
+        # Asked of a server that is not there: the connection waits in the port.
+        with pytest.raises(Exception, match="restarted"):
+            training.forward(data, "cross_entropy").result()
+        assert time.monotonic() - killed < 120
+        resumed = mine.create_training_client_from_state_with_optimizer(path)
+        assert resumed.forward(data, "cross_entropy").result().metrics["loss:sum"] == before
+    assert sum(line.startswith("serving ") for line in said) == 2, "".join(said)

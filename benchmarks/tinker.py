@@ -1,0 +1,284 @@
+"""The cookbook's recipes, unmodified, and clients of Tinker's SDK against ``rl-backend serve`` on a small Qwen3.
+
+Each part is a section of ``results/tinker.json``, which keeps the sections of parts that this call does not run. Recipes and
+data sets are found under their names in ``--folder``, where the data and the model, warmed up, are made once
+(:mod:`benchmarks.tinker_task` says what they are). A recipe that was interrupted continues there, in the next call, from its
+last checkpoint on the server; remove ``logs`` to begin again. The packages come with
+``make libraries ARGS="cookbook recipes"``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.report import machine, read_result, update_result
+from benchmarks.tinker_task import NAME, write_names
+from tests.support.libraries import FOLDER, ROOT, cookbook
+from tests.support.tinker_clients import KEY, Client, Trained, service, train, train_together
+
+_LEARNING_RATE = 1e-3
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "math_rl": {
+        "module": "math_rl.train",
+        "options": {
+            "env": "arithmetic",
+            "group_size": 8,
+            "groups_per_batch": 24,
+            "max_tokens": 5,
+            "loss_fn": "importance_sampling",
+            "save_every": 5,
+            "eval_every": 0,
+            "behavior_if_log_dir_exists": "resume",
+        },
+    },
+    "sl_loop": {"module": "sl_loop", "options": {"batch_size": 16, "max_length": 256, "save_every": 5}},
+    "rl_loop": {
+        "module": "rl_loop",
+        "options": {"batch_size": 12, "group_size": 8, "max_tokens": 12, "loss_fn": "importance_sampling"},
+    },
+    "guess_number": {
+        "module": "multiplayer_rl.guess_number.train",
+        "options": {
+            "renderer_name": "qwen3",
+            "group_size": 4,
+            "batch_size": 8,
+            "max_tokens": 10,
+            "eval_every": 0,
+            "behavior_if_log_dir_exists": "resume",
+        },
+    },
+}
+"""Recipe -> module, and options away from its defaults. Rank and learning rate are those of all."""
+STEPS = {"math_rl": 60, "sl_loop": 12, "rl_loop": 10, "guess_number": 8}
+RANKS = (4, 8, 16, 24, 32, 40, 48, 64)
+LENGTHS = (16, 64, 256)
+_REWARDS = ("env/all/reward/total", "reward/total")
+_BUDGET = 2048
+"""Tokens of a micro-batch, by which passes are filled."""
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The address of a server on the model of the folder."""
+    command = [
+        *(sys.executable, "-m", "rl_backend.cli", "serve", "--model", str(folder / NAME), "--name", NAME, "--port", "0"),
+        *("--state", str(folder / "state"), "--dtype", "float32", "--max-tokens", str(_BUDGET), "--max-model-len", "512"),
+        *("--kv-cache-gib", "0.25"),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        assert server.stdout is not None
+        said: list[str] = []
+        for line in server.stdout:
+            said.append(line)
+            if found := re.search(r"^serving (\S+) at (http://\S+)", line):
+                break
+        else:
+            raise SystemExit("".join(said))
+        # What it says later would fill the pipe.
+        drained = threading.Thread(target=lambda: said.extend(server.stdout or ()), daemon=True)
+        drained.start()
+        try:
+            yield found[2]
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def run_recipe(
+    name: str, url: str, folder: Path, log: Path, steps: int, changed: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """The metrics that a recipe writes, a mapping for each step. ``changed`` goes before the options of the table."""
+    recipe = RECIPES[name]
+    options = {"model_name": NAME, "max_steps": steps, "log_path": log, "learning_rate": _LEARNING_RATE}
+    options |= {} if name == "guess_number" else {"lora_rank": 8}
+    environment = {
+        **os.environ,
+        "TINKER_BASE_URL": url,
+        "TINKER_API_KEY": KEY,
+        "TINKER_TELEMETRY": "0",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(str(FOLDER / each) for each in ("cookbook", "recipes")),
+        "PYTHONWARNINGS": "ignore",
+    }
+    arguments = [f"{key}={value}" for key, value in {**options, **recipe["options"], **(changed or {})}.items()]
+    command = [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe['module']}", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    return [json.loads(line) for line in (log / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def learned(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Reward, or loss, of the first and of the last steps, and what the recipe itself measures of log-probs.
+
+    A run that was interrupted, and resumed from its checkpoint, has written steps again; the last line of each counts.
+    """
+    rows = list({row["step"]: row for row in rows if "step" in row}.values())
+    key = next((each for each in ("train_mean_nll", *_REWARDS) if each in rows[0]), None)
+    if key is None:
+        raise SystemExit(f"{name}: none of {', '.join(_REWARDS)} is among {', '.join(rows[0])}")
+    curve = [row[key] for row in rows if key in row]
+    found: dict[str, Any] = {"steps": len(curve), "metric": key, "curve": [round(each, 4) for each in curve]}
+    found |= {"first": statistics.mean(curve[:3]), "last": statistics.mean(curve[-3:])}
+    for version in ("v1", "v2"):
+        values = [abs(row[of]) for row in rows if (of := f"optim/kl_sample_train_{version}") in row]
+        if values:
+            found[f"largest_kl_sample_train_{version}"] = max(values)
+    return found
+
+
+def recipe_part(name: str, runs: int, steps: int | None) -> Callable[[str, Path], dict[str, Any]]:
+    def measure(url: str, folder: Path) -> dict[str, Any]:
+        found = []
+        for run in range(runs):
+            rows = run_recipe(name, url, folder, folder / "logs" / f"{name}-{run}", steps or STEPS[name])
+            found.append(learned(name, rows))
+            print(name, json.dumps(found[-1]), flush=True)
+        return {"options": dict(RECIPES[name]["options"]), "learning_rate": _LEARNING_RATE, "runs": found}
+
+    return measure
+
+
+def throughput(url: str, _: Path) -> dict[str, Any]:
+    """Eight clients with ranks, rates and losses of their own, one by one and at one time, on rows of a length."""
+    vocabulary = _vocabulary(url)
+    found = {}
+    for length in LENGTHS:
+        clients = [Client(number, rank, length) for number, rank in enumerate(RANKS)]
+        if length == LENGTHS[0]:
+            train(url, NAME, clients[0], vocabulary)  # what is loaded and compiled once
+        alone = [train(url, NAME, client, vocabulary) for client in clients]
+        found[str(length)] = compared(alone, train_together(url, NAME, clients, vocabulary))
+        print("rows of", length, json.dumps(found[str(length)]), flush=True)
+    return {"ranks": RANKS, "rows": clients[0].rows, "steps": clients[0].steps, "by_length": found}
+
+
+def compared(alone: Sequence[Trained], together: Sequence[Trained]) -> dict[str, Any]:
+    one_by_one = sum(each.seconds for each in alone)
+    side_by_side = max(each.seconds for each in together)
+    return {
+        "seconds_one_by_one": round(one_by_one, 3),
+        "seconds_together": round(side_by_side, 3),
+        "throughput_over_one_by_one": round(one_by_one / side_by_side, 2),
+        "equal_bit_for_bit": sum(one.equals(two) for one, two in zip(alone, together, strict=True)),
+        "clients": len(alone),
+    }
+
+
+def fairness(url: str, _: Path) -> dict[str, Any]:
+    """How long one short row waits while a large client always has a request open, in passes of the token budget."""
+    from tinker import types
+
+    def datum(length: int) -> Any:
+        ids = [(7 * at) % 100 for at in range(length)]
+        inputs = {"target_tokens": ids, "weights": [1.0] * length}
+        return types.Datum(model_input=types.ModelInput.from_ints(ids), loss_fn_inputs=inputs)
+
+    large, small = (service(url).create_lora_training_client(base_model=NAME, rank=8, seed=seed).result() for seed in (1, 2))
+    budgets = 4
+    many = [datum(256)] * (budgets * _BUDGET // 256)
+    times = []
+    for _attempt in range(3):
+        started = time.perf_counter()
+        large.forward_backward(many, "cross_entropy").result()
+        times.append((time.perf_counter() - started) / budgets)
+    waits, over = [], threading.Event()
+
+    def load() -> None:
+        while not over.is_set():
+            large.forward_backward(many, "cross_entropy").result()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    for _attempt in range(20):
+        started = time.perf_counter()
+        small.forward_backward([datum(16)], "cross_entropy").result()
+        waits.append(time.perf_counter() - started)
+    over.set()
+    thread.join()
+    one_pass, p95 = statistics.median(times), sorted(waits)[18]
+    return {
+        "seconds_of_one_budget": round(one_pass, 3),
+        "p95_wait_seconds": round(p95, 3),
+        "p95_wait_in_passes": round(p95 / one_pass, 2),
+    }
+
+
+def idle(_: str, __: Path) -> dict[str, Any]:
+    """Per cent of a core that a server takes which nobody asks anything: its process, and all that it has started."""
+    (server,) = psutil.Process().children()
+    tree = [server, *server.children(recursive=True)]
+
+    def used(processes: Sequence[psutil.Process]) -> float:
+        return sum(sum(each.cpu_times()[:2]) for each in processes)
+
+    seconds, before = 20.0, (used([server]), used(tree))
+    time.sleep(seconds)
+    of_server, of_all = (100 * (used(each) - past) / seconds for each, past in zip(([server], tree), before, strict=True))
+    return {"seconds": seconds, "per_cent_of_a_core": round(of_server, 2), "with_ray_and_engine": round(of_all, 2)}
+
+
+def _vocabulary(url: str) -> int:
+    return len(service(url).create_sampling_client(base_model=NAME).result().get_tokenizer())
+
+
+PARTS: Mapping[str, Callable[[str, Path], dict[str, Any]]] = {"throughput": throughput, "fairness": fairness, "idle": idle}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*RECIPES, *PARTS], help="default: all")
+    parser.add_argument("--folder", type=Path, default=Path("runs/tinker"), help="model and data, made once, and logs")
+    parser.add_argument("--warm-start-steps", type=int, default=1000)
+    parser.add_argument("--runs", type=int, default=1, help="of each recipe; adapters begin with another seed each")
+    parser.add_argument("--steps", type=int, help=f"of each recipe (default {STEPS})")
+    arguments = parser.parse_args()
+    cookbook()
+    folder = arguments.folder.resolve()
+    if not (folder / "names.json").is_file():
+        losses = write_names(folder, 0, arguments.warm_start_steps)
+        kept = {"warm_start_steps": len(losses), "warm_start_loss": statistics.mean(losses[-20:])}
+        (folder / "names.json").write_text(json.dumps(kept), encoding="utf-8")
+    # Hugging Face's libraries and the SDK find the tokenizer by its name from here.
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.chdir(folder)
+    parts = {name: recipe_part(name, arguments.runs, arguments.steps) for name in RECIPES} | dict(PARTS)
+    chosen = arguments.parts or list(parts)
+    signal.signal(signal.SIGTERM, _leave)
+    with serving(folder) as url:
+        for name in chosen:
+            record({name: {**parts[name](url, folder), "machine": machine()}}, folder)
+
+
+def _leave(*_: object) -> None:
+    """Ends server and recipe; threads of clients would wait for a server that is gone."""
+    for child in psutil.Process().children():
+        child.terminate()
+    os._exit(143)
+
+
+def record(found: Mapping[str, Any], folder: Path) -> None:
+    """Writes sections, and which have never been written."""
+    missing = [name for name in (*RECIPES, *PARTS) if name not in {**read_result("tinker"), **found}]
+    model = {"model": "the demo's Qwen3 with a head of its own", **json.loads((folder / "names.json").read_text("utf-8"))}
+    data = "made here; No Robots and GSM8K in name and form alone"
+    update_result("tinker", {**found, "model": model, "data": data, "not_run": missing})
+
+
+if __name__ == "__main__":
+    main()

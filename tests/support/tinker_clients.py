@@ -1,0 +1,104 @@
+"""Clients of Tinker's SDK with fixed data, each with a rank, a rate and a loss of its own, alone or at one time."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+KEY = "tml-local"
+_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+_OPTIONS = {"dro": {"beta": 0.05}, "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}}
+
+
+@dataclass(frozen=True)
+class Client:
+    """What one client does: ``steps`` of a pass over ``rows`` rows of about ``length`` tokens and an optimizer step."""
+
+    number: int
+    rank: int
+    length: int
+    rows: int = 4
+    steps: int = 3
+
+    @property
+    def loss(self) -> str:
+        return _LOSSES[self.number % len(_LOSSES)]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Of one client: log-probs of every row in every step, then after the last one; losses, gradient norms and seconds."""
+
+    log_probs: Sequence[np.ndarray]
+    losses: Sequence[float]
+    grad_norms: Sequence[float]
+    seconds: float
+
+    def equals(self, other: Trained) -> bool:
+        """Bit for bit."""
+        arrays = zip(self.log_probs, other.log_probs, strict=True)
+        same = all(np.array_equal(one.view(np.int32), two.view(np.int32)) for one, two in arrays)
+        return same and (self.losses, self.grad_norms) == (other.losses, other.grad_norms)
+
+
+def service(url: str, key: str = KEY) -> Any:
+    import tinker
+
+    return tinker.ServiceClient(base_url=url, api_key=key)
+
+
+def train(url: str, model: str, client: Client, vocabulary: int, ready: Callable[[], object] = lambda: None) -> Trained:
+    """A new run of the client; ``ready`` is called between its creation, which no seconds count, and its first pass."""
+    from tinker import types
+
+    training = service(url).create_lora_training_client(base_model=model, rank=client.rank, seed=client.number).result()
+    adam = types.AdamParams(learning_rate=1e-3 * (1 + client.number))
+    log_probs: list[np.ndarray] = []
+    losses, grad_norms = [], []
+    ready()
+    started = time.perf_counter()
+    for step in range(client.steps):
+        data = [_datum(client, vocabulary, step, row) for row in range(client.rows)]
+        passed = training.forward_backward(data, client.loss, _OPTIONS.get(client.loss))
+        stepped = training.optim_step(adam)
+        found = passed.result()
+        losses.append(found.metrics["loss:sum"])
+        log_probs += [np.array(each["logprobs"].data, np.float32) for each in found.loss_fn_outputs]
+        grad_norms.append(stepped.result().metrics["grad_norm"])
+    seconds = time.perf_counter() - started
+    last = training.forward([_datum(client, vocabulary, 0, row) for row in range(client.rows)], client.loss).result()
+    log_probs += [np.array(each["logprobs"].data, np.float32) for each in last.loss_fn_outputs]
+    return Trained(log_probs, losses, grad_norms, seconds)
+
+
+def train_together(url: str, model: str, clients: Sequence[Client], vocabulary: int) -> list[Trained]:
+    """All at one time: they wait for each other before their first pass."""
+    all_ready = threading.Barrier(len(clients))
+    with ThreadPoolExecutor(len(clients)) as pool:
+        return list(pool.map(lambda client: train(url, model, client, vocabulary, all_ready.wait), clients))
+
+
+def _datum(client: Client, vocabulary: int, step: int, row: int) -> Any:
+    from tinker import types
+
+    generator = random.Random(f"{client.number} {step} {row}")
+    # Unequal lengths, and the same number of tokens for every client.
+    length = client.length + (row % 2 * 2 - 1) * (client.length // 4)
+    ids = [generator.randrange(vocabulary) for _ in range(length + 1)]
+    columns: dict[str, list[float]] = {}
+    if client.loss == "cross_entropy":
+        columns["weights"] = [generator.choice((0.0, 0.5, 1.0)) for _ in range(length)]
+    else:
+        columns["logprobs"] = [-4.0 - generator.random() for _ in range(length)]
+        columns["advantages"] = [generator.choice((-1.0, 0.0, 0.5)) for _ in range(length)]
+    if client.loss == "gspo":
+        columns["sequence_ratio_mask"] = [float(at > 2) for at in range(length)]
+    inputs = types.ModelInput.from_ints(ids[:-1])
+    return types.Datum(model_input=inputs, loss_fn_inputs={"target_tokens": ids[1:], **columns})

@@ -1,0 +1,56 @@
+"""A server that ends is started again in a new process, at the port of the one before."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from actors.serve.restarts import ServerLostError, keep_serving
+from rl_backend.contracts import ConfigError
+
+
+def serves(listener: socket.socket, options: argparse.Namespace, up: Callable[[], None]) -> None:
+    """Says who it is to whoever connects; the first one until it is killed, the second loses its ranks, the third ends."""
+    number = len(list(options.folder.iterdir()))
+    (options.folder / f"{number}").write_text(str(os.getpid()))
+    listener.listen()
+    up()
+    if number == 1:
+        raise ServerLostError("a rank has ended")
+    connection, _ = listener.accept()
+    with connection:
+        connection.sendall(str(number).encode())
+    if number == 0:
+        time.sleep(600)
+
+
+def is_wrong(listener: socket.socket, options: argparse.Namespace, up: Callable[[], None]) -> None:
+    raise ConfigError("port: taken")
+
+
+def test_a_server_is_started_again_until_one_ends_on_its_own_accord(tmp_path: Path) -> None:
+    options = argparse.Namespace(folder=tmp_path)
+    statuses: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=lambda: statuses.append(keep_serving(serves, listener, options)), daemon=True)
+        thread.start()
+        address = listener.getsockname()
+        with socket.create_connection(address, 60) as first:
+            assert first.recv(1) == b"0"
+        os.kill(int((tmp_path / "0").read_text()), signal.SIGKILL)
+        # Nobody serves now; the connection waits in the port.
+        with socket.create_connection(address, 60) as second:
+            assert second.recv(1) == b"2"
+        thread.join(60)
+    assert statuses == [0]
+
+
+def test_a_server_that_cannot_start_is_not_started_again(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert keep_serving(is_wrong, listener, argparse.Namespace(folder=tmp_path)) == 2

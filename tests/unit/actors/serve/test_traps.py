@@ -1,0 +1,196 @@
+"""What hangs or ends servers of this API: requests out of order, too large, malformed, of others, of the silent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import zstandard
+
+from actors.serve import app
+from actors.serve.store import RUNS
+from actors.serve.wire import Datum, PassRequest, read_answer, read_pass, write_request
+from rl_backend.contracts import BatchError
+from tests.support.actors_in_process import until
+from tests.support.libraries import cookbook
+from tests.support.serve_fuzzer import fuzz
+from tests.support.served import VOCABULARY, served
+from tests.support.tinker_clients import Client, train, train_together
+
+IDS = np.array([5, 9, 3, 7, 21])
+
+
+class Wire:
+    """Requests without the SDK."""
+
+    def __init__(self, url: str, key: str = "tml-local") -> None:
+        self._client = httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=60)
+
+    def post(self, route: str, **body: Any) -> httpx.Response:
+        return self._client.post(f"/{route}", json=body)
+
+    def get(self, route: str) -> httpx.Response:
+        return self._client.get(f"/{route}")
+
+    def run(self, model: Path) -> tuple[str, str]:
+        """A session and a run in it, which is there."""
+        session = self.post("create_session").json()["session_id"]
+        made = self.post(
+            "create_model", session_id=session, model_seq_id=0, base_model=str(model), lora_config={"rank": 2, "seed": 1}
+        ).json()
+        assert "error" not in self.answer(made).json()
+        return session, made["model_id"]
+
+    def data(self, run: str, seq_id: int, *, rows: int = 1, zstd: bool = False) -> httpx.Response:
+        body = write_request(PassRequest(run, seq_id, [_datum()] * rows, "cross_entropy", {}, False))
+        return self.raw(zstandard.compress(body) if zstd else body, zstd=zstd)
+
+    def raw(self, body: bytes, *, zstd: bool = False) -> httpx.Response:
+        return self._client.post("/forward_backward", content=body, headers={"Content-Encoding": "zstd"} if zstd else {})
+
+    def answer(self, accepted: httpx.Response | dict[str, Any]) -> httpx.Response:
+        found = accepted if isinstance(accepted, dict) else accepted.json()
+        return self.post("retrieve_future", request_id=found["request_id"])
+
+
+def _datum() -> Datum:
+    return Datum(IDS, {"target_tokens": np.roll(IDS, -1), "weights": np.ones(5, np.float32)})
+
+
+def test_a_first_chunk_that_arrives_last_is_computed_first_and_gradients_of_all_chunks_add_up(
+    running: SimpleNamespace, model: Path
+) -> None:
+    wire = Wire(running.url)
+    norms = []
+    for chunks in ((1,), (3, 2, 1)):
+        _, run = wire.run(model)
+        accepted = [wire.data(run, chunk, rows=1 if len(chunks) > 1 else 3, zstd=chunk == 2) for chunk in chunks]
+        found = [read_answer(wire.answer(each).content) for each in accepted]
+        assert sum(len(log_probs) for log_probs, _ in found) == 3
+        step = wire.post("optim_step", model_id=run, seq_id=len(chunks) + 1, adam_params={"learning_rate": 1e-3, "new": 1})
+        norms.append(wire.answer(step).json()["metrics"]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_bodies_that_are_too_large_or_are_nothing_fail_through_their_futures_and_the_run_goes_on(
+    running: SimpleNamespace, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = Wire(running.url)
+    _, run = wire.run(model)
+    head = write_request(PassRequest(run, 1, [], "cross_entropy", {}, False))
+    monkeypatch.setattr(app, "MOST_BODY", 1 << 16)
+    bomb = zstandard.compress(head + bytes(1 << 20))
+    assert len(bomb) < 1 << 10
+    large = wire.raw(write_request(PassRequest(run, 2, [_datum()] * 2000, "cross_entropy", {}, False)))
+    for accepted in (wire.raw(bomb, zstd=True), large):
+        assert "larger than" in wire.answer(accepted).json()["error"]
+    garbage = wire.raw(write_request(PassRequest(run, 3, [], "cross_entropy", {}, False)) + b"\xff\xff\xff")
+    assert "no ForwardBackwardRequest" in wire.answer(garbage).json()["error"]
+    assert read_answer(wire.answer(wire.data(run, 4)).content)[1]["loss:sum"] > 0
+    for wrong in ({"seq_id": 0}, {"seq_id": -1}, {"seq_id": "5"}, {"seq_id": 2**70}, {"model_id": {}}, {"model_id": None}):
+        assert wire.post("optim_step", **{"model_id": run, "seq_id": 5, "adam_params": {}, **wrong}).status_code == 400
+
+
+def test_sparse_arrays_that_would_fill_the_memory_are_refused() -> None:
+    from actors.serve.wire import _MESSAGES
+
+    message = _MESSAGES["ForwardBackwardRequest"](model_id="m", seq_id=1)
+    tensor = message.data.add().loss_fn_inputs["target_tokens"]
+    tensor.dtype = 2
+    tensor.sparse_csr.crow_indices = np.zeros(2, "<i8").tobytes()
+    tensor.shape.extend((1, 1 << 40))
+    with pytest.raises(BatchError, match="cells"):
+        read_pass(message.SerializeToString())
+    tensor.shape[:] = (1, -3)
+    with pytest.raises(BatchError, match="negative"):
+        read_pass(message.SerializeToString())
+    tensor.shape[:] = (1, 3)
+    assert read_pass(message.SerializeToString()).data[0].inputs["target_tokens"].tolist() == [[0, 0, 0]]
+
+
+def test_what_waits_is_bounded_and_what_is_next_always_comes_in(model: Path, tmp_path: Path) -> None:
+    with served(model, tmp_path, waiting_bytes=400) as small:
+        wire = Wire(small.url)
+        _, run = wire.run(model)
+        early = [wire.data(run, seq_id).status_code for seq_id in (3, 4, 5, 6, 7)]
+        assert early[0] == 200 and early[-1] == 429
+        assert wire.data(run, 2).status_code == 429
+        for seq_id in (1, 2):
+            assert b"loss:sum" in wire.answer(wire.data(run, seq_id)).content
+        assert b"loss:sum" in wire.answer(wire.data(run, 3)).content
+
+
+def test_a_silent_session_frees_its_runs_and_its_named_checkpoints_live_for_their_time(model: Path, tmp_path: Path) -> None:
+    with served(model, tmp_path, session_timeout=0.8) as strict:
+        wire = Wire(strict.url)
+        session, run = wire.run(model)
+        short = wire.post("save_weights", model_id=run, seq_id=1, path="short", ttl_seconds=0.1)
+        kept = wire.post("save_weights", model_id=run, seq_id=2, path="kept", ttl_seconds=3600)
+        assert wire.answer(short).json()["path"].endswith("short")
+        path = wire.answer(kept).json()["path"]
+        until(lambda: not strict.training.waiting)
+        assert [each["tinker_path"] for each in wire.get("checkpoints").json()["checkpoints"]] == [path]
+        over = wire.post("optim_step", model_id=run, seq_id=3, adam_params={})
+        assert "no heartbeat" in wire.answer(over).json()["error"]
+        assert wire.post("session_heartbeat", session_id=session).status_code == 410
+        later = wire.post("create_session").json()["session_id"]
+        loaded = wire.post("load_weights", session_id=later, model_seq_id=0, path=path, optimizer=False)
+        assert wire.answer(loaded).json()["path"] == path
+
+
+def test_a_key_never_sees_what_another_has(model: Path, tmp_path: Path) -> None:
+    with served(model, tmp_path) as shared:
+        ann, bob = (Wire(shared.url, shared.store.make_key(name)) for name in ("ann", "bob"))
+        session, run = ann.run(model)
+        accepted = ann.post("save_weights", model_id=run, seq_id=1, path="hers").json()
+        path = ann.answer(accepted).json()["path"]
+        other, _ = bob.run(model)
+        sampler = ann.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=str(model))
+        of_hers = [
+            bob.answer(accepted),
+            bob.data(run, 2),
+            bob.post("get_info", model_id=run),
+            bob.post("optim_step", model_id=run, seq_id=2, adam_params={}),
+            bob.post("save_weights", model_id=run, seq_id=2, path="his"),
+            bob.post("weights_info", tinker_path=path),
+            bob.post("session_heartbeat", session_id=session),
+            bob.post("create_model", session_id=session, model_seq_id=1, base_model=str(model)),
+            bob.post("create_sampling_session", session_id=other, sampling_session_seq_id=0, model_path=path),
+            bob.post("asample", sampling_session_id=sampler.json()["sampling_session_id"], prompt={}),
+            bob.post(f"sessions/{session}/finish"),
+            *(bob.get(f"{kind}/{name}") for kind, name in (("training_runs", run), ("sessions", session))),
+            bob.get(f"training_runs/{run}/checkpoints"),
+            bob.get(f"samplers/{sampler.json()['sampling_session_id']}"),
+        ]
+        assert {each.status_code for each in of_hers} <= {404, 410}
+        stolen = bob.post("load_weights", session_id=other, model_seq_id=5, path=path, optimizer=True)
+        assert "no training checkpoint" in bob.answer(stolen).json()["error"]
+        for listed in ("training_runs", "checkpoints", "sessions"):
+            assert run not in bob.get(listed).text and session not in bob.get(listed).text
+        assert Wire(shared.url, "tml-other").get("sessions").status_code == 401
+        assert ann.get("checkpoints").json()["checkpoints"][0]["tinker_path"] == path
+
+
+def test_nothing_that_is_sent_ends_the_server(running: SimpleNamespace, model: Path) -> None:
+    wire = Wire(running.url)
+    session, run = wire.run(model)
+    seen = fuzz(running.url, session, run, 400, seed=1)
+    assert max(seen) < 500 and seen[200] > 20 and seen[400] > 20, seen
+    assert wire.get("healthz").status_code == 200
+    assert read_answer(wire.answer(wire.data(wire.run(model)[1], 1)).content)[1]["loss:sum"] > 0
+    assert running.store.get(RUNS, id=run) is not None
+
+
+def test_clients_at_one_time_get_the_bits_that_each_has_alone(running: SimpleNamespace, model: Path) -> None:
+    cookbook()
+    clients = [Client(number, rank, 12) for number, rank in enumerate((4, 2, 8, 3, 16))]
+    alone = [train(running.url, str(model), client, VOCABULARY) for client in clients]
+    passes = len(running.group.passes)
+    together = train_together(running.url, str(model), clients, VOCABULARY)
+    assert any(len(set(shared)) > 1 for shared in running.group.passes[passes:])
+    for one, two in zip(alone, together, strict=True):
+        assert one.equals(two)
