@@ -169,7 +169,13 @@ def test_a_run_prints_and_logs_warnings_and_measures_speed_and_memory(
         model=str(tmp_path), dataset="d", dtype="float32", run_dir=str(tmp_path / "run"), steps=8, metrics_to=None
     )
     group: Any = SimpleNamespace(
-        config=config.runtime_config(), num_ranks=1, ranks=(), peak_memory=3 * 2**29, run_on_ranks=lambda *_: []
+        config=config.runtime_config(),
+        num_ranks=1,
+        ranks=(),
+        peak_memory=3 * 2**29,
+        run_on_ranks=lambda *_: [],
+        say_recoveries=lambda say: None,
+        recoveries=[],
     )
     model = GroupModel(group, None)  # type: ignore[arg-type]
     with Run(config, Session([group]), label="mine ") as run:
