@@ -63,7 +63,7 @@ def test_an_adapter_goes_where_no_memory_is_shared(served: ServedTenants, monkey
     served.assert_served(["wide"] * len(PROMPTS), served.versions())
     served.step("wide", 87)
     with monkeypatch.context() as patch:
-        patch.setattr(served.train, "run_on_ranks", interrupted)
+        patch.setattr("actors.train.group.PinnedRanks.run_on_ranks", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sync.push()
     assert not rollout.lora.memory._in_use.keys() - {
