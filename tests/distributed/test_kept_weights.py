@@ -32,7 +32,7 @@ def test_several_ranks_save_what_is_kept_and_all_refuse_a_source_that_is_gone(ra
     source = write_towered(tmp_path / "source", sharded=True)
     expected = stored_bytes(source)
     for message in ranks.run(save_job, str(source), str(tmp_path / "out")):
-        assert f"{source} is gone" in message
+        assert f"{source}/config.json cannot be read" in message
     assert stored_bytes(tmp_path / "out") == expected
     require_index(tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "source-elsewhere"]
