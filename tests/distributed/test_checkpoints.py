@@ -240,7 +240,7 @@ def extra_job(model: str, folder: str) -> None:
                 runtime.save_checkpoint(handle, path, extra=extra)
         with pytest.raises(CheckpointError, match=r"saved: extra="):
             runtime.save_checkpoint(handle, path, extra={"path": path} if dist.get_rank() == 0 else None)
-        with pytest.raises(ConfigError, match="a Hugging Face directory is .* no place for extra"):
+        with pytest.raises(ConfigError, match=r"a Hugging Face directory is .* no place for extra"):
             runtime.save_checkpoint(handle, path, hf=True, extra=kept)
         runtime.save_checkpoint(handle, path, asynchronous=True, extra=kept)
         while runtime.checkpoint_is_pending(handle):
