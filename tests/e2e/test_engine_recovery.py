@@ -221,7 +221,7 @@ def test_a_stopped_engine_is_ended_within_seconds_and_a_busy_one_is_not(
         busy = group.engine_set.living()[0].hold_gil.remote(8.0)
         began = time.monotonic()
         os.kill(old.pid, signal.SIGSTOP)
-        assert heard.wait("hung") - began < (20 if elsewhere else 10)
+        assert heard.wait("hung") - began < (60 if elsewhere else 20)  # processes of the other lane slow the looks
         assert len(pending.result()) == 2
         heard.wait("replaced")
         until(lambda: old.has_ended)

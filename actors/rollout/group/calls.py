@@ -91,7 +91,7 @@ class SamplingCalls:
         that took longer than the limit, with the error.
 
         Raises:
-            RolloutError: none has, within ``timeout`` seconds.
+            TimeoutError: none has, within ``timeout`` seconds; they may be waited for again.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -104,7 +104,7 @@ class SamplingCalls:
             if done:
                 return done[0], None
             if time.monotonic() >= deadline and timeout is not None:
-                raise RolloutError(f"no engine answered for {timeout:g} s", timeout=timeout)
+                raise TimeoutError(f"no engine answered for {timeout:g} s")
             with self._lock:
                 overdue = [engine for engine in left if self._left(engine) <= 0]
             for call, engine in calls.items():

@@ -128,7 +128,7 @@ def test_a_caller_that_waits_no_longer_may_wait_again(ray: Ray) -> None:
     answer = Generated([response(1), response(2)], None)
     late = Call(Generated([response(3), response(4)] * 2, None), done=False)
     pending = Pending(late, Call(answer))
-    with pytest.raises(RolloutError, match="no engine answered for 5 s"):
+    with pytest.raises(TimeoutError, match="no engine answered for 5 s"):
         pending.samples.result(5.0)
     assert ray.now == 1005.0 and not pending.noted
     late.done = True
