@@ -22,7 +22,7 @@ import pytest
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.libraries import cookbook
 from tests.support.models import write_tiny
-from tests.support.tinker_clients import Client, service, train, train_together
+from tests.support.tinker_clients import Client, close_services, service, train, train_together
 
 PROMPT = [5, 9, 3, 7, 21]
 VOCABULARY = 512
@@ -85,11 +85,14 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ad
 @pytest.fixture
 def client(served: Address, monkeypatch: pytest.MonkeyPatch) -> Any:
     cookbook()
-    for name, value in {"BASE_URL": served.url, "API_KEY": "tml-local", "TELEMETRY": "0"}.items():
-        monkeypatch.setenv(f"TINKER_{name}", value)
-    import tinker
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    return service(served.url, "tml-local")
 
-    return tinker.ServiceClient()
+
+@pytest.fixture(autouse=True)
+def clients_are_closed() -> Iterator[None]:
+    yield
+    close_services()
 
 
 @pytest.mark.shows(

@@ -48,10 +48,21 @@ class Trained:
         return same and (self.losses, self.grad_norms) == (other.losses, other.grad_norms)
 
 
+_SERVICES: list[Any] = []
+
+
 def service(url: str, key: str = KEY) -> Any:
+    """A client of the SDK, until :func:`close_services`."""
     import tinker
 
-    return tinker.ServiceClient(base_url=url, api_key=key)
+    _SERVICES.append(tinker.ServiceClient(base_url=url, api_key=key))
+    return _SERVICES[-1]
+
+
+def close_services() -> None:
+    """Ends the threads of all clients, which else send heartbeats to servers that are gone for the rest of the process."""
+    while _SERVICES:
+        _SERVICES.pop().holder.close()
 
 
 def train(url: str, model: str, client: Client, vocabulary: int, ready: Callable[[], object] = lambda: None) -> Trained:

@@ -75,16 +75,18 @@ class Heartbeats:
         error = EngineDeadError(f"{name} is dead: {problem} and is ended; restart it", engine=name, hung=True)
         self._engines.note(engine, error, beat.actor)
         # Ray asks a process to end, which a stopped one does not hear before it continues.
+        process = Process(info.pid, info.started)
         if info.host == host_identity():
-            Process(info.pid, info.started).kill()
+            process.kill()
+        else:
+            _on_its_node(info, Process.kill)
 
     def _is_stopped(self, info: EngineInfo, beat: _Beat) -> bool:
         process = Process(info.pid, info.started)
         if info.host == host_identity():
             return process.is_stopped
         if beat.look is None:
-            there = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
-            beat.look = ray.remote(num_cpus=0, max_retries=0)(end_stopped).options(scheduling_strategy=there).remote(process)
+            beat.look = _on_its_node(info, remains_stopped)
         if not ray.wait([beat.look], num_returns=1, timeout=0)[0]:
             return False
         found = outcome_of(beat.look, info.name)
@@ -94,11 +96,16 @@ class Heartbeats:
         return found is True
 
 
-def end_stopped(process: Process, wait: Callable[[float], None] = time.sleep) -> bool:
-    """Whether a process of this host is stopped, and remains so; it is then ended."""
+def _on_its_node(info: EngineInfo, function: Callable[[Process], object]) -> Any:
+    there = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+    return task.options(scheduling_strategy=there).remote(Process(info.pid, info.started))
+
+
+def remains_stopped(process: Process, wait: Callable[[float], None] = time.sleep) -> bool:
+    """Whether a process of this host is stopped, and is so a while later."""
     for _ in range(STOPPED_LOOKS):
         if not process.is_stopped:
             return False
         wait(BEAT_SECONDS)
-    process.kill()
     return True

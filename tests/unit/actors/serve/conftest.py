@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.models import write_tiny_qwen3
 from tests.support.served import served
+from tests.support.tinker_clients import close_services
 
 
 @pytest.fixture(scope="package")
@@ -21,3 +22,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     with served(model, tmp_path_factory.mktemp("state")) as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def clients_are_closed() -> Iterator[None]:
+    yield
+    close_services()

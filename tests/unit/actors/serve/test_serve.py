@@ -31,12 +31,8 @@ HEADERS = {"X-API-Key": "tml-local"}
 @pytest.fixture
 def client(running: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     cookbook()
-    monkeypatch.setenv("TINKER_BASE_URL", running.url)
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    import tinker
-
-    return tinker.ServiceClient()
+    return service(running.url, "tml-local")
 
 
 def datum(targets: list[int], **columns: list[float]) -> Any:

@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError
 from actors.cluster.processes import Process
 from actors.rollout.config import RolloutConfig
 from actors.rollout.group.engines import EngineSet
-from actors.rollout.group.heartbeats import LATE_BEATS, STOPPED_LOOKS, Heartbeats, end_stopped
+from actors.rollout.group.heartbeats import LATE_BEATS, STOPPED_LOOKS, Heartbeats, remains_stopped
 from actors.wire.segment import host_identity
 from rl_backend.contracts import EngineDeadError, EngineDirtyError
 from tests.support.actors_in_process import Actor, RayInProcess, until, use
@@ -111,8 +111,7 @@ def test_a_busy_process_has_the_whole_time_and_one_that_was_stopped_for_a_moment
 
 def test_a_process_is_looked_at_before_it_is_ended(child: Process) -> None:
     waits: list[float] = []
-    assert not end_stopped(child, waits.append) and not waits
+    assert not remains_stopped(child, waits.append) and not waits
     os.kill(child.pid, signal.SIGSTOP)
     until(lambda: child.is_stopped)
-    assert end_stopped(child, waits.append) and len(waits) == STOPPED_LOOKS
-    until(lambda: child.has_ended)
+    assert remains_stopped(child, waits.append) and len(waits) == STOPPED_LOOKS and not child.has_ended
