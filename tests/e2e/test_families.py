@@ -145,6 +145,7 @@ def policies(group: TrainGroup, paths: dict[str, Path]) -> dict[str, HandleRef]:
     return {family: group.build_model(hf_path=paths[family], name=family) for family in MODELS}
 
 
+@pytest.mark.long
 @pytest.mark.shows("export: vLLM loads what was exported and samples the tokens that it samples after a push")
 def test_vllm_samples_from_an_exported_model_what_it_samples_after_a_push(
     group: TrainGroup, engines: dict[str, Future[RolloutGroup]], exported_model: Path

@@ -79,6 +79,7 @@ def kill(group: RolloutGroup, engine: int) -> None:
     os.kill(group.infos[engine].pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.shows(
     "weight sync: a dead engine is named within seconds; a restarted one has the weights that were pushed last, or waits "
     "for the next push"
@@ -314,6 +315,7 @@ def test_more_gpus_than_are_free_are_refused_at_once_with_both_numbers(
         RolloutGroup(config)
 
 
+@pytest.mark.long
 def test_an_engine_without_a_model_does_not_start_and_says_why(
     ray_cluster: None, untied_model: Path, tmp_path: Path
 ) -> None:

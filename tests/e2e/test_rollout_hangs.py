@@ -59,6 +59,7 @@ def ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", [*(pytest.param(who, marks=pytest.mark.long) for who in ("describe", "result")), "push"])
 def test_an_engine_that_hangs_while_it_samples_is_named_and_ended(group: RolloutGroup, who: str) -> None:
     sync = WeightSync(WeightSource({"a": torch.zeros(3)}), group)

@@ -203,6 +203,7 @@ def test_turns_that_pause_for_the_same_weights_are_what_they_are_without_a_push(
     assert len(late.token_ids) == 4 and len(set(turns[0].versions)) == 1 and "turns" in seconds
 
 
+@pytest.mark.long
 @pytest.mark.shows(
     "turns: kill -9 of an engine in mid-episode: its turns are asked again of another, with the same tokens; others go on"
 )

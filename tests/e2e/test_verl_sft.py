@@ -61,6 +61,7 @@ def assert_same_on_two_ranks(backend: str, task: Path, expected: Metrics, tmp_pa
     assert found[STEPS]["train/loss"] < found[1]["train/loss"]
 
 
+@pytest.mark.long
 @pytest.mark.shows("verl: a resumed sft_trainer has the losses and learning rates of one that was not stopped")
 def test_a_resumed_run_goes_on_as_if_never_stopped(task: Path, on_one_rank: tuple[Path, Metrics], tmp_path: Path) -> None:
     run_dir, expected = on_one_rank
