@@ -27,7 +27,7 @@ FAULTS = [
     Fault(
         "a-replaced-engine-wakes-up",
         f"{_HEARTBEATS}._be_late",
-        "Process(info.pid, info.started).kill()",
+        "process.kill()",
         "pass",
         ("test_a_stopped_process_is_dead_within_seconds_and_ended",),
         "a stopped engine that was replaced would keep its memory and cores, and continue with SIGCONT",
