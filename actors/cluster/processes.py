@@ -1,12 +1,16 @@
-"""Processes of this host, told apart from later ones that have the same number."""
+"""Processes of a host, told apart from later ones that have the same number, and tasks beside those of other nodes."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _ENDED, _STOPPED = ("Z", "X", "x"), ("T", "t")
 
@@ -36,6 +40,12 @@ class Process(NamedTuple):
         if not self.has_ended:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
+
+
+def call_on_node(node_id: str, function: Callable[..., object], *arguments: Any) -> Any:
+    """Calls a function in a task of that node alone, once; a reference to its result."""
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+    return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(*arguments)
 
 
 def start_time(pid: int) -> str:

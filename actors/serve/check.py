@@ -63,7 +63,7 @@ class _Client:
         self.ids = np.array([[generator.randrange(1, 48) for _ in range(_LENGTH + 1)] for _ in range(_ROWS)])
 
     def create(self, number: int, **load: Any) -> str:
-        # A head that is tied to its embedding has no adapter of its own.
+        # On a CPU engines of mixtures have no adapters on the head.
         new = {"base_model": self.model, "lora_config": {"rank": 4, "seed": 1, "train_unembed": False}}
         route = "load_weights" if load else "create_model"
         made = self.post(route, session_id=self.session, model_seq_id=number, **(load or new))

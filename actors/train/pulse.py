@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster.processes import Process
+from actors.cluster.processes import Process, call_on_node
 from actors.train.outcome import RankInfo
 
 LOOK_SECONDS = 1.0
@@ -118,9 +117,7 @@ def end_processes(infos: Sequence[RankInfo]) -> None:
         if info.node_id == _here():
             end_process(info.pid, info.started)
         else:
-            where = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
-            task = ray.remote(num_cpus=0, max_retries=0)(end_process).options(scheduling_strategy=where)
-            waiting.append(task.remote(info.pid, info.started))
+            waiting.append(call_on_node(info.node_id, end_process, info.pid, info.started))
     if waiting:
         ray.wait(waiting, num_returns=len(waiting), timeout=_END_SECONDS)
 

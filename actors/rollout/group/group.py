@@ -132,8 +132,8 @@ class RolloutGroup:
             ConfigError: stop strings, and engines without a tokenizer.
             EngineDeadError, EngineDirtyError: an engine was lost and is not replaced, or was too often, or the others
                 were given other weights since.
-            RolloutError: a tenant that has not been pushed, or weights with an adapter merged into them; no answer within
-                ``timeout`` seconds.
+            RolloutError: a tenant that has not been pushed, or weights with an adapter merged into them.
+            TimeoutError: no answer within ``timeout`` seconds.
             WeightVersionError: an engine's weights are older than ``require_version``.
         """
         pending = self.submit(prompts, sampling, seeds=seeds, require_version=require_version, adapter=adapter)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster.processes import Process
+from actors.cluster.processes import Process, call_on_node
 from actors.rollout.group.calls import outcome_of
 from actors.rollout.group.engines import EngineSet, engine_name
 from actors.rollout.messages import EngineInfo
@@ -79,14 +78,14 @@ class Heartbeats:
         if info.host == host_identity():
             process.kill()
         else:
-            _on_its_node(info, Process.kill)
+            call_on_node(info.node_id, Process.kill, process)
 
     def _is_stopped(self, info: EngineInfo, beat: _Beat) -> bool:
         process = Process(info.pid, info.started)
         if info.host == host_identity():
             return process.is_stopped
         if beat.look is None:
-            beat.look = _on_its_node(info, remains_stopped)
+            beat.look = call_on_node(info.node_id, remains_stopped, process)
         if not ray.wait([beat.look], num_returns=1, timeout=0)[0]:
             return False
         found = outcome_of(beat.look, info.name)
@@ -94,12 +93,6 @@ class Heartbeats:
         if found is True:
             beat.stopped = STOPPED_LOOKS
         return found is True
-
-
-def _on_its_node(info: EngineInfo, function: Callable[[Process], object]) -> Any:
-    there = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
-    task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
-    return task.options(scheduling_strategy=there).remote(Process(info.pid, info.started))
 
 
 def remains_stopped(process: Process, wait: Callable[[float], None] = time.sleep) -> bool:
