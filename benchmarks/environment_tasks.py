@@ -62,28 +62,32 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
+def qwen3_config(tokenizer: PreTrainedTokenizerFast, **changed: Any) -> Any:
+    """A small Qwen3 for a tokenizer."""
+    config = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return AutoConfig.for_model("qwen3", **config | changed)
+
+
 def write_task(folder: Path, task: Task, seed: int = 0) -> Path:
     """``model/`` (random weights and the tokenizer), ``demonstrations.jsonl``, ``train.jsonl`` and ``held_out.jsonl``."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = bpe_tokenizer()
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
     torch.manual_seed(seed)
     disable_progress_bar()
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    AutoModelForCausalLM.from_config(qwen3_config(tokenizer)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rows, demonstrations = (_guess if task == "guess" else _calculator)(random.Random(seed))
     write_jsonl(folder / "train.jsonl", rows[HELD_OUT:])

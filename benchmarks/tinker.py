@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ import psutil
 from benchmarks.report import machine, read_result, update_result
 from benchmarks.tinker_task import NAME, write_names
 from tests.support.libraries import FOLDER, ROOT, cookbook
+from tests.support.serve_process import serve_command, serving
 from tests.support.tinker_clients import KEY, Client, Trained, service, train, train_together
 
 _LEARNING_RATE = 1e-3
@@ -72,31 +71,13 @@ _BUDGET = 2048
 """Tokens of a micro-batch, by which passes are filled."""
 
 
-@contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """The address of a server on the model of the folder."""
-    command = [
-        *(sys.executable, "-m", "rl_backend.cli", "serve", "--model", str(folder / NAME), "--name", NAME, "--port", "0"),
-        *("--state", str(folder / "state"), "--dtype", "float32", "--max-tokens", str(_BUDGET), "--max-model-len", "512"),
-        *("--kv-cache-gib", "0.25"),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
-        assert server.stdout is not None
-        said: list[str] = []
-        for line in server.stdout:
-            said.append(line)
-            if found := re.search(r"^serving (\S+) at (http://\S+)", line):
-                break
-        else:
-            raise SystemExit("".join(said))
-        # What it says later would fill the pipe.
-        drained = threading.Thread(target=lambda: said.extend(server.stdout or ()), daemon=True)
-        drained.start()
-        try:
-            yield found[2]
-        finally:
-            server.terminate()
-            server.wait(60)
+def server_command(folder: Path) -> list[str]:
+    """Of a server on the model of the folder."""
+    return serve_command(
+        folder / NAME,
+        *("--name", NAME, "--state", str(folder / "state"), "--dtype", "float32", "--max-tokens", str(_BUDGET)),
+        *("--max-model-len", "512", "--kv-cache-gib", "0.25"),
+    )
 
 
 def run_recipe(
@@ -260,9 +241,9 @@ def main() -> None:
     parts = {name: recipe_part(name, arguments.runs, arguments.steps) for name in RECIPES} | dict(PARTS)
     chosen = arguments.parts or list(parts)
     signal.signal(signal.SIGTERM, _leave)
-    with serving(folder) as url:
+    with serving(server_command(folder)) as served:
         for name in chosen:
-            record({name: {**parts[name](url, folder), "machine": machine()}}, folder)
+            record({name: {**parts[name](served.url, folder), "machine": machine()}}, folder)
 
 
 def _leave(*_: object) -> None:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.environment_tasks import qwen3_config
 
 NAME = "Qwen/Qwen3-8B"
 """The recipes know the form of its chats by this name."""
@@ -145,22 +147,7 @@ def _write_model(
 ) -> list[float]:
     """The demo's Qwen3 with a head of its own and more positions, after a warm start on the answers of the rows."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        # The recipes train the output side, which a tied model shares with its input.
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    config = qwen3_config(tokenizer, max_position_embeddings=1024, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config)
     data = [_labelled(tokenizer, row) for row in rows]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import openai
 import psutil
@@ -22,15 +19,11 @@ import pytest
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.libraries import cookbook
 from tests.support.models import write_tiny
+from tests.support.serve_process import Served, serve_command, serving
 from tests.support.tinker_clients import Client, close_services, service, train, train_together
 
 PROMPT = [5, 9, 3, 7, 21]
 VOCABULARY = 512
-
-
-class Address(NamedTuple):
-    url: str
-    model: str
 
 
 @pytest.fixture(scope="module")
@@ -49,41 +42,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command_of(model: Path, *options: str) -> list[str]:
     limits = ("--dtype", "float32", "--max-rank", "16", "--max-model-len", "256", "--kv-cache-gib", "0.1")
-    return [sys.executable, "-m", "rl_backend.cli", "serve", "--model", str(model), "--port", "0", *limits, *options]
+    return serve_command(model, *limits, *options)
 
 
 @contextmanager
-def serving(model: Path, *options: str) -> Iterator[tuple[Address, subprocess.Popen[str], list[str]]]:
-    """A server, its process, and the lines that it says."""
-    process = subprocess.Popen(command_of(model, *options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    with process as server:
-        assert server.stdout is not None
-        said: list[str] = []
-        for line in server.stdout:
-            said.append(line)
-            if found := re.search(r"^serving (\S+) at (http://\S+)", line):
-                break
-        else:
-            pytest.fail("".join(said))
-        reader = threading.Thread(target=said.extend, args=(server.stdout,))
-        reader.start()
-        try:
-            yield Address(found[2], found[1]), server, said
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(timeout=60)
-            reader.join()
-    assert server.returncode in (0, 130, 143)
+def ending(command: list[str]) -> Iterator[Served]:
+    """A server that ends as it is told."""
+    with serving(command) as found:
+        yield found
+    assert found.process.returncode in (0, 130, 143)
 
 
 @pytest.fixture(scope="module")
-def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
-    with serving(model, "--state", str(tmp_path_factory.mktemp("state"))) as (address, _, _):
-        yield address
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with ending(command_of(model, "--state", str(tmp_path_factory.mktemp("state")))) as found:
+        yield found
 
 
 @pytest.fixture
-def client(served: Address, monkeypatch: pytest.MonkeyPatch) -> Any:
+def client(served: Served, monkeypatch: pytest.MonkeyPatch) -> Any:
     cookbook()
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     return service(served.url, "tml-local")
@@ -98,7 +75,7 @@ def clients_are_closed() -> Iterator[None]:
 @pytest.mark.shows(
     "server: Tinker's SDK trains, and samples of every snapshot have the trainer's log-probs, to 1e-5 in float32"
 )
-def test_snapshots_sample_with_the_log_probs_of_the_weights_that_they_are_of(served: Address, client: Any) -> None:
+def test_snapshots_sample_with_the_log_probs_of_the_weights_that_they_are_of(served: Served, client: Any) -> None:
     from tinker import types
 
     def datum(ids: list[int], **columns: list[float]) -> Any:
@@ -139,7 +116,7 @@ def test_snapshots_sample_with_the_log_probs_of_the_weights_that_they_are_of(ser
 
 
 @pytest.mark.shows("server: openai's package completes and chats with the base and with adapters, in pieces as well")
-def test_the_openai_package_talks_to_what_is_trained(served: Address, client: Any) -> None:
+def test_the_openai_package_talks_to_what_is_trained(served: Served, client: Any) -> None:
     training = client.create_lora_training_client(base_model=served.model, rank=4)
     path = training.save_weights_for_sampler("talk").result().path
     door = openai.OpenAI(base_url=f"{served.url}/v1", api_key="tml-local")
@@ -156,7 +133,7 @@ def test_the_openai_package_talks_to_what_is_trained(served: Address, client: An
             assert text in answer.read().decode()
 
 
-def test_a_second_server_does_not_take_the_port(served: Address, tmp_path: Path) -> None:
+def test_a_second_server_does_not_take_the_port(served: Served, tmp_path: Path) -> None:
     port = served.url.rpartition(":")[2]
     command = (sys.executable, "-m", "rl_backend.cli", "serve", "--model", served.model, "--port", port, "--state", tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=dict(os.environ))
@@ -165,7 +142,7 @@ def test_a_second_server_does_not_take_the_port(served: Address, tmp_path: Path)
 
 @pytest.mark.long
 @pytest.mark.shows("server: each of eight clients at one time gets the bits that it has alone")
-def test_eight_clients_at_one_time_get_the_bits_that_each_has_alone(served: Address) -> None:
+def test_eight_clients_at_one_time_get_the_bits_that_each_has_alone(served: Served) -> None:
     cookbook()
     clients = [Client(number, rank, 24) for number, rank in enumerate((4, 16, 8, 2, 12, 6, 16, 1))]
     alone = [train(served.url, served.model, each, VOCABULARY) for each in clients]
@@ -189,14 +166,16 @@ def test_a_server_that_is_killed_serves_again_and_a_client_continues(model: Path
 
     ids = types.ModelInput.from_ints(PROMPT)
     data = [types.Datum(model_input=ids, loss_fn_inputs={"target_tokens": [*PROMPT[1:], 3], "weights": [1.0] * 5})]
-    with serving(model, "--state", str(tmp_path), "--restart") as (address, supervisor, said):
-        mine = service(address.url)
-        training = mine.create_lora_training_client(base_model=address.model, rank=4)
+    with ending(command_of(model, "--state", str(tmp_path), "--restart")) as supervised:
+        mine = service(supervised.url)
+        training = mine.create_lora_training_client(base_model=supervised.model, rank=4)
         training.forward_backward(data, "cross_entropy").result()
         training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         path = training.save_state("kept").result().path
         before = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
-        (server,) = (each for each in psutil.Process(supervisor.pid).children() if "spawn_main" in " ".join(each.cmdline()))
+        (server,) = (
+            each for each in psutil.Process(supervised.process.pid).children() if "spawn_main" in " ".join(each.cmdline())
+        )
         server.kill()
         killed = time.monotonic()
         # Asked of a server that is not there: the connection waits in the port.
@@ -205,4 +184,4 @@ def test_a_server_that_is_killed_serves_again_and_a_client_continues(model: Path
         assert time.monotonic() - killed < 120
         resumed = mine.create_training_client_from_state_with_optimizer(path)
         assert resumed.forward(data, "cross_entropy").result().metrics["loss:sum"] == before
-    assert sum(line.startswith("serving ") for line in said) == 2, "".join(said)
+    assert sum(line.startswith("serving ") for line in supervised.said) == 2, "".join(supervised.said)
