@@ -24,6 +24,7 @@ from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.backward import with_added_loss
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
 from rl_backend.primitive.norm import NormSpec
+from rl_backend.primitive.prefix_tree import take_rows
 from rl_backend.primitive.rope import Rotations
 from rl_backend.primitive.value_head import ValueHead, labels_without_values, values_of_tenants
 
@@ -222,6 +223,7 @@ class Decoder(nn.Module):
             adapters=inputs.adapters,
             top=inputs.num_top,
             cuts=inputs.cuts,
+            of_rows=inputs.of_rows,
         )
         if self.mtp is not None and torch.is_grad_enabled():
             added = self._mtp_loss(self.mtp, hidden, inputs, rotations, head)
@@ -261,6 +263,7 @@ class Decoder(nn.Module):
         """(T,), where they are wanted: of the model's head and of those of tenants."""
         if self.score is not None:
             values: Tensor = self.score(hidden)
+            values = values if inputs.of_rows is None else take_rows(values, inputs.of_rows)
         elif "values" in inputs.heads:
             dtype = torch.promote_types(hidden.dtype, torch.float32)
             values = hidden.new_zeros(inputs.labels.shape[0], dtype=dtype)

@@ -243,7 +243,7 @@ class Segments(NamedTuple):
         return cls(lengths, lengths, cu_seqlens, cu_seqlens)
 
     @classmethod
-    def of_tree(cls, tree: PrefixTree, device: torch.device) -> Self:
+    def of_tree(cls, tree: PrefixTree, device: torch.device | None = None) -> Self:
         """Each run of ``tree`` with the keys of its whole path."""
         cumulative = (torch.tensor((0, *accumulate(lens)), dtype=torch.int32) for lens in (tree.query_lens, tree.key_lens))
         starts = [each.to(device) for each in cumulative]
