@@ -364,6 +364,7 @@ def decoder_family(
         float32_head=True,
         kept_weights=kept_weights,
         configured=DecoderSpec.configured,
+        why_unshared=DecoderSpec.why_unshared,
     )
 
 
