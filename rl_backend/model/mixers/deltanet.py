@@ -58,6 +58,10 @@ class DeltaNetSpec(MixerSpec):
             )
 
     @property
+    def shares_prefixes(self) -> bool:
+        return True
+
+    @property
     def features(self) -> tuple[int, int, int]:
         """Numbers of those of queries, keys and values."""
         keys = self.num_key_heads * self.key_dim
