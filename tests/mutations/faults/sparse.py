@@ -6,7 +6,6 @@ from tests.mutations.fault import Fault
 
 _FORMULAS = ("test_packed_sequences_equal_the_formulas_one_by_one",)
 _ITSELF = ("test_the_module_equals_the_formulas_and_lets_nothing_flow_back",)
-
 _TREES = "test_keys_are_chosen_along_paths_and_rows_teach_as_often_as_sequences_have_them"
 
 FAULTS = [
