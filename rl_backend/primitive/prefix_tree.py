@@ -29,6 +29,12 @@ class PrefixTree(NamedTuple):
         return sum(self.lengths)
 
     @property
+    def num_tokens(self) -> int:
+        """Of the caller's sequences."""
+        key_lens = self.key_lens
+        return sum(key_lens[end] for end in self.ends)
+
+    @property
     def shares(self) -> bool:
         """Whether any row is of more than one token."""
         return len(set(self.ends)) < len(self.ends) or max(self.parents) >= 0
@@ -68,6 +74,15 @@ class PrefixTree(NamedTuple):
         while self.parents[path[-1]] >= 0:
             path.append(self.parents[path[-1]])
         return tuple(reversed(path))
+
+    @property
+    def row_counts(self) -> Tensor:
+        """(rows,) int64: how many of the caller's sequences each row is of; 0 for rows that fill up."""
+        counts = [self.ends.count(run) for run in range(len(self.lengths))]
+        for run in reversed(range(len(counts))):
+            if self.parents[run] >= 0:
+                counts[self.parents[run]] += counts[run]
+        return torch.tensor(counts).repeat_interleave(torch.tensor(self.lengths))
 
     @property
     def position_ids(self) -> Tensor:
