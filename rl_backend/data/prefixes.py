@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import PackedBatch
-from rl_backend.contracts.replay import ROUTES, ROUTES_MASK
+from rl_backend.contracts.replay import KEYS, ROUTES, ROUTES_MASK
 from rl_backend.data.balance import ATTENTION_CROSSOVER_TOKENS, MicroBatchPlan, fewest_micro_batches
 from rl_backend.primitive.prefix_tree import PrefixTree
 
@@ -18,15 +18,19 @@ SHORTEST_RUN = 32
 def shared_prefixes(batch: PackedBatch, *, replays: bool) -> PrefixTree | None:
     """The tree of a micro-batch; None where no sequences begin with the same :data:`SHORTEST_RUN` tokens.
 
-    ``replays``: routes are replayed, and tokens with other routes are other tokens.
+    ``replays``: routes are replayed, and tokens with other routes are other tokens. With recorded keys nothing is shared.
     """
     tokens = compared_tokens(batch.input_ids, batch.token_fields, replays=replays)
+    if tokens is None:
+        return None
     tree = grow(tokens.cpu().split(batch.seq_lens.tolist()))
     return tree if tree.shares else None
 
 
-def compared_tokens(input_ids: Tensor, token_fields: Mapping[str, Tensor], *, replays: bool) -> Tensor:
-    """(T,) or (T, C) int64: what a model computes with at each token."""
+def compared_tokens(input_ids: Tensor, token_fields: Mapping[str, Tensor], *, replays: bool) -> Tensor | None:
+    """(T,) or (T, C) int64: what a model computes with at each token; None where that is too much to compare."""
+    if KEYS in token_fields:
+        return None
     if not replays or ROUTES not in token_fields:
         return input_ids
     fields = [token_fields[name] for name in (ROUTES, ROUTES_MASK) if name in token_fields]

@@ -162,16 +162,16 @@ class DecoderSpec:
             return self
         return replace(self, mtp=replace(self.mtp, training=chosen.mtp, loss_weight=chosen.mtp_loss_weight))
 
-    def why_unshared(self, options: ModelOptions | None) -> str:
+    def why_unshared(self, given: ModelOptions | None) -> str:
         """What keeps shared prefixes from being computed once; empty where nothing does."""
-        chosen = DecoderOptions.of(options)
-        losses = ("router_aux_loss_coef", "router_z_loss_coef", "router_sequence_loss_coef", "expert_bias_rate")
-        # They count tokens, and a shared row stands for several.
-        counting = [f"model_cfg.{name}={value}" for name, value in chosen.changed().items() if name in losses]
+        chosen = DecoderOptions.of(given)
+        # They count tokens, and a shared row stands for several; the kernel starts every sequence from an empty state.
+        names = ("router_aux_loss_coef", "router_z_loss_coef", "router_sequence_loss_coef", "expert_bias_rate", "delta_kernel")
+        options = [f"model_cfg.{name}={value!r}" for name, value in chosen.changed().items() if name in names]
         mixers = sorted({type(layer.mixer).__name__ for layer in self.layers if not layer.mixer.shares_prefixes})
         if self.mtp is not None and self.mtp.is_trained:
-            counting.append(f"model_cfg.mtp={self.mtp.training!r}")
-        return ", ".join((*mixers, *counting))
+            options.append(f"model_cfg.mtp={self.mtp.training!r}")
+        return ", ".join((*mixers, *options))
 
     def require_stage(self, layers: range) -> None:
         """Raises :class:`~rl_backend.contracts.ConfigError` for a stage that begins with a layer which follows another."""

@@ -76,7 +76,9 @@ def test_replayed_tokens_are_shared_where_their_routes_are_equal(monkeypatch: py
     tree = shared_prefixes(batch, replays=True)
     assert tree is not None and tree.num_rows == 11
     # Malformed routes are refused elsewhere.
-    assert compared_tokens(torch.arange(3), {"routed_experts": torch.zeros(3)}, replays=True).shape == (3, 2)
+    compared = compared_tokens(torch.arange(3), {"routed_experts": torch.zeros(3)}, replays=True)
+    assert compared is not None and compared.shape == (3, 2)
+    assert compared_tokens(torch.arange(3), {"indexed_keys": torch.zeros(3, 1, 1)}, replays=False) is None
 
 
 def group(prompt: int, count: int, length: int = 40, answer: int = 10) -> list[Tensor]:
