@@ -90,25 +90,14 @@ def plan_shared(
     None where nothing is shared, or no such plan is found.
     """
     tree = grow(sequences)
-    if not tree.shares:
-        return None
-    # In the order of the tree: neighbours share most.
-    waiting, parts = [sorted(group, key=lambda index: (tree.ends[index], index)) for group in _by_root(tree)], list[_Part]()
-    while waiting:
-        part = _Part.of(sequences, waiting.pop())
-        if part.rows > max_tokens and len(part.members) == 1:
-            return None
-        if part.rows > max_tokens:
-            waiting += part.halves
-        else:
-            parts.append(part)
-    best: tuple[float, tuple[tuple[tuple[int, ...], ...], ...]] | None = None
-    while True:
+    parts = _fitting_parts(sequences, tree, max_tokens) if tree.shares else []
+    best: tuple[float, _MicroBatches] | None = None
+    while parts:
         work = [part.work for part in parts]
         found = fewest_micro_batches([part.rows for part in parts], work, dp_size, max_tokens, multiple_of)
         if found is not None:
             # Ranks wait for each other after every micro-batch.
-            cost = sum(max(sum(work[index] for index in of_rank) for of_rank in column) for column in zip(*found, strict=True))
+            cost = sum(max(sum(work[part] for part in of_rank) for of_rank in column) for column in zip(*found, strict=True))
             if best is not None and cost >= best[0]:
                 break
             best = cost, _members(found, parts)
@@ -117,13 +106,12 @@ def plan_shared(
             break
         parts.remove(largest)
         parts += [_Part.of(sequences, half) for half in largest.halves]
-    if best is None:
-        return None
-    # What parts share with each other in a micro-batch is not counted above, and may end runs earlier than in each.
-    fits = all(
-        grow([sequences[index] for index in micro_batch]).num_rows <= max_tokens for rank in best[1] for micro_batch in rank
-    )
-    return MicroBatchPlan(best[1]) if fits else None
+    # What parts of one group share in a micro-batch is not counted above, and may end runs earlier than in each.
+    rows = [grow([sequences[index] for index in each]).num_rows for rank in (best[1] if best else ()) for each in rank]
+    return None if best is None or max(rows) > max_tokens else MicroBatchPlan(best[1])
+
+
+type _MicroBatches = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class _Part(NamedTuple):
@@ -145,16 +133,26 @@ class _Part(NamedTuple):
         return [self.members[:middle], self.members[middle:]]
 
 
-def _by_root(tree: PrefixTree) -> list[list[int]]:
+def _fitting_parts(sequences: Sequence[Tensor], tree: PrefixTree, max_tokens: int) -> list[_Part]:
+    """Those that share anything, together as far as there is room; none where a sequence alone has no room."""
     groups: dict[int, list[int]] = {}
     for index, end in enumerate(tree.ends):
         groups.setdefault(tree.path(end)[0], []).append(index)
-    return list(groups.values())
+    # In the order of the tree: neighbours share most.
+    waiting = [sorted(group, key=lambda index: (tree.ends[index], index)) for group in reversed(groups.values())]
+    parts = list[_Part]()
+    while waiting:
+        part = _Part.of(sequences, waiting.pop())
+        if part.rows <= max_tokens:
+            parts.append(part)
+        elif len(part.members) > 1:
+            waiting += reversed(part.halves)
+        else:
+            return []
+    return parts
 
 
-def _members(
-    plan: Sequence[Sequence[Sequence[int]]], parts: Sequence[_Part]
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _members(plan: _MicroBatches, parts: Sequence[_Part]) -> _MicroBatches:
     return tuple(
         tuple(tuple(sorted(index for part in of_parts for index in parts[part].members)) for of_parts in rank)
         for rank in plan

@@ -15,7 +15,7 @@ from tests.support.layouts import layouts
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import assert_near, full, gradients, open_in_float64, token_loss
-from tests.support.prefixes import sequences_of_a_tree
+from tests.support.random_trees import sequences_of_a_tree
 from tests.support.rank_pool import RankPool
 
 STEPS = 2

@@ -84,3 +84,17 @@ def require_same(found: Tensor, expected: Tensor, leaves: Sequence[Tensor], tole
             continue
         assert one is not None and other is not None
         assert float((one - other).norm()) <= tolerance * float(other.norm())
+
+
+def sequences_of_a_tree(seed: int, *, vocab_size: int = 128) -> list[Tensor]:
+    """Token ids of a tree drawn at random, and those of its first sequence with one more: two begin alike in each."""
+    tree, generator = random_tree(seed, (1, 1, 2, 5, 9)), torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab_size, (tree.num_rows + 1,), generator=generator)
+    lengths = [tree.key_lens[end] for end in tree.ends]
+    found = list(ids[tree.rows_of_tokens].split(lengths))
+    return [*found, torch.cat((found[0], ids[-1:]))]
+
+
+def distinct_beginnings(sequences: Sequence[Tensor]) -> int:
+    """How many tokens there are when those with equal ones before them, and equal themselves, are one."""
+    return len({tuple(ids[: end + 1].tolist()) for ids in sequences for end in range(len(ids))})

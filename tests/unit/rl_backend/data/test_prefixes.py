@@ -15,7 +15,7 @@ from rl_backend.data import plan_micro_batches, plan_shared, prefixes
 from rl_backend.data.balance import MicroBatchPlan
 from rl_backend.data.prefixes import compared_tokens, grow, shared_prefixes
 from rl_backend.primitive.prefix_tree import PrefixTree
-from tests.support.prefixes import distinct_beginnings, sequences_of_a_tree
+from tests.support.random_trees import distinct_beginnings, sequences_of_a_tree
 
 
 def check(tree: PrefixTree, sequences: Sequence[Tensor]) -> None:

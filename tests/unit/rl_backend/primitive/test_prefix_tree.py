@@ -9,7 +9,7 @@ from torch import Tensor
 from rl_backend.data import prefixes
 from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
-from tests.support.prefixes import sequences_of_a_tree
+from tests.support.random_trees import sequences_of_a_tree
 
 TREE = PrefixTree(lengths=(3, 2, 1, 4), parents=(-1, 0, 0, -1), ends=(1, 2, 0, 3, 1))
 """Two sequences that are identical, one that continues the same prefix, the prefix itself, and one alone."""

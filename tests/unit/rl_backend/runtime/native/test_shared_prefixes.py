@@ -17,7 +17,7 @@ from rl_backend.model.input import each_prediction_once
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import assert_near, gradients, open_in_float64, open_runtime
-from tests.support.prefixes import distinct_beginnings, sequences_of_a_tree
+from tests.support.random_trees import distinct_beginnings, sequences_of_a_tree
 from tests.support.variants import write_variant
 
 
