@@ -35,8 +35,8 @@ class HandleRef:
         source_ranks: data-parallel rank -> the rank that has its outputs.
         head: ``log_probs``, or ``values`` of a critic.
         micro_batch_multiple: ``forward_backward`` gets a multiple of so many micro-batches on each rank.
-        shares_prefixes: sequences that begin with the same tokens are kept together, which are computed once.
         lora_id: of a LoRA tenant, for the sequence field of :data:`~rl_backend.contracts.lora.LORA_FIELD`; -1 for a model.
+        shares_prefixes: sequences that begin with the same tokens are kept together; these are computed once.
     """
 
     group_id: str
@@ -47,8 +47,8 @@ class HandleRef:
     source_ranks: tuple[int, ...]
     head: Head = "log_probs"
     micro_batch_multiple: int = 1
-    shares_prefixes: bool = False
     lora_id: int = -1
+    shares_prefixes: bool = False
 
     @classmethod
     def of(cls, group_id: str, built: Sequence[BuiltModel]) -> HandleRef:

@@ -19,7 +19,7 @@ class PlainHandle:
     data_parallel_size: int
     head: Head = "log_probs"
     micro_batch_multiple: int = 1
-    shares_prefixes: bool = False
     base: ModelHandle | None = None
     lora_id: int = -1
     kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shares_prefixes: bool = False

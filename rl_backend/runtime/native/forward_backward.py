@@ -148,9 +148,7 @@ def _rank_batch(
 ) -> RankBatch:
     runs = partial(request.runs, index, batch)
     tree = request.prefix_tree(handle, index)
-    return lay_out(
-        batch, handle.groups, len(request.data), replayed, runs, request.heads, handle.trains_second, tree
-    )
+    return lay_out(batch, handle.groups, len(request.data), replayed, runs, request.heads, handle.trains_second, tree)
 
 
 def _computed(handle: NativeHandle, rank_batch: RankBatch) -> int | None:
