@@ -15,15 +15,23 @@ SHORTEST_RUN = 32
 """Tokens. To share fewer saves less than one more run costs."""
 
 
-def shared_prefixes(batch: PackedBatch, *, replays: bool) -> PrefixTree | None:
+def shared_prefixes(batch: PackedBatch, *, replays: bool, owners: Sequence[int] = ()) -> PrefixTree | None:
     """The tree of a micro-batch; None where no sequences begin with the same :data:`SHORTEST_RUN` tokens.
 
-    ``replays``: routes are replayed, and tokens with other routes are other tokens. With recorded keys nothing is shared.
+    With recorded keys nothing is shared.
+
+    Args:
+        replays: routes are replayed, and tokens with other routes are other tokens.
+        owners: of each sequence; those of another share nothing. Empty where all may.
     """
     tokens = compared_tokens(batch.input_ids, batch.token_fields, replays=replays)
     if tokens is None:
         return None
-    tree = grow(tokens.cpu().split(batch.seq_lens.tolist()))
+    tokens = tokens.cpu()
+    if owners:
+        owner = torch.tensor(owners).repeat_interleave(batch.seq_lens)
+        tokens = torch.cat((owner[:, None], tokens.view(len(owner), -1)), dim=1)
+    tree = grow(tokens.split(batch.seq_lens.tolist()))
     return tree if tree.shares else None
 
 

@@ -215,12 +215,12 @@ class Decoder(nn.Module):
         found = self.next_token_log_probs(
             hidden,
             head.weight,
-            labels_without_values(inputs.labels, inputs.adapters) if inputs.adapters else inputs.labels,
+            labels_without_values(inputs.labels, inputs.head_adapters) if inputs.head_adapters else inputs.labels,
             bias=head.bias if isinstance(head, nn.Linear) else None,
             temperature=inputs.temperature / self.spec.logit_scale,
             chunk_tokens=self.log_prob_chunk_tokens,
             calculate_entropy=inputs.calculate_entropy,
-            adapters=inputs.adapters,
+            adapters=inputs.head_adapters,
             top=inputs.num_top,
             cuts=inputs.cuts,
             of_rows=inputs.of_rows,
@@ -263,13 +263,13 @@ class Decoder(nn.Module):
         """(T,), where they are wanted: of the model's head and of those of tenants."""
         if self.score is not None:
             values: Tensor = self.score(hidden)
-            values = values if inputs.of_rows is None else take_rows(values, inputs.of_rows)
         elif "values" in inputs.heads:
             dtype = torch.promote_types(hidden.dtype, torch.float32)
-            values = hidden.new_zeros(inputs.labels.shape[0], dtype=dtype)
+            values = hidden.new_zeros(inputs.input_ids.shape[0], dtype=dtype)
         else:
             return None
-        return self.values_of_tenants(hidden, values, inputs.adapters)
+        values = self.values_of_tenants(hidden, values, inputs.adapters)
+        return values if inputs.of_rows is None else take_rows(values, inputs.of_rows)
 
     def _embed(self, inputs: ModelInput) -> Tensor:
         if self.embed_tokens is None:

@@ -24,8 +24,8 @@ class TokenLayout:
         places: (T,) int64, where each token is in the N rows of every rank, one rank's after the other's.
         padding: (N,) bool, None where there is none.
         segments: which of the keys of all ranks the N tokens attend to.
-        sequence_rows: how many of the N rows each sequence has, padding included; those at the end belong to none. Empty of
-            a prefix tree.
+        sequence_rows: how many of the N rows each sequence has, padding included; those at the end belong to none.
+            Of a prefix tree, the rows that several share are the first one's.
     """
 
     index: Tensor
@@ -123,7 +123,7 @@ def lay_out_tree(tree: PrefixTree, *, multiple: int = 1, device: torch.device | 
         places=places.to(device),
         padding=padding.to(device) if bool(padding.any()) else None,
         segments=Segments.of_tree(whole, device),
-        sequence_rows=(),
+        sequence_rows=tree.sequence_rows,
     )
 
 

@@ -85,6 +85,19 @@ class PrefixTree(NamedTuple):
         return torch.tensor(counts).repeat_interleave(torch.tensor(self.lengths))
 
     @property
+    def sequence_rows(self) -> tuple[int, ...]:
+        """How many rows each sequence has, those that others share counted with the first; rows that fill up are nobody's.
+
+        In the order of the rows where roots are in the order of their first sequences.
+        """
+        roots: list[int] = []
+        rows: dict[int, int] = {}
+        for run, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
+            roots.append(run if parent < 0 else roots[parent])
+            rows[roots[run]] = rows.get(roots[run], 0) + length
+        return tuple(rows.pop(roots[end], 0) for end in self.ends)
+
+    @property
     def position_ids(self) -> Tensor:
         """(rows,) int64: the place of each row in its sequences."""
         places = [torch.arange(keys - own, keys) for own, keys in zip(self.lengths, self.key_lens, strict=True)]

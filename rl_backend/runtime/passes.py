@@ -49,6 +49,10 @@ class PassAdapters(Protocol):
         """Which adapters work on which rows of micro-batch ``index``; each sequence has ``sequence_rows`` on this rank."""
         ...
 
+    def sharing(self, batch: PackedBatch) -> Sequence[int]:
+        """A number for each sequence; those with another share no prefix with it."""
+        ...
+
     def problem(self, data: Sequence[PackedBatch]) -> BatchError | None:
         """Why these adapters cannot work on this rank's micro-batches."""
         ...
@@ -82,8 +86,9 @@ class PassRequest(NamedTuple):
         """What the sequences of a micro-batch share and ``handle`` computes once; None where that is nothing."""
         if not handle.shares_prefixes:
             return None
-        assert self.adapters is None, "a model that takes them shares nothing"
-        return shared_prefixes(self.data[index], replays=self.router_replay == "replay")
+        batch = self.data[index]
+        owners = () if self.adapters is None else self.adapters.sharing(batch)
+        return shared_prefixes(batch, replays=self.router_replay == "replay", owners=owners)
 
     @property
     def heads(self) -> Sequence[Head]:

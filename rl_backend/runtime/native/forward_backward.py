@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -100,6 +100,7 @@ def lay_out(
         following, total = batch.next_ids, sum(max(length - 2, 0) for length in seq_lens)
         second = SecondTokens(take(following, -100), take(second_labels(following), -100), total)
     wanted = _predictions(batch, layout, shared=tree is not None)
+    adapters = () if runs is None else runs(rows)
     inputs = ModelInput(
         input_ids=take(batch.input_ids, 0),
         position_ids=position_ids,
@@ -110,7 +111,8 @@ def lay_out(
         routes=None if routes is None else share(take(routes, -1)),
         keys=None if keys is None else take(keys, -1),
         sequences=RowSequences(share(take(batch.sequence_ids, 0)), len(seq_lens)),
-        adapters=() if runs is None else runs(rows),
+        adapters=adapters,
+        head_adapters=adapters if wanted.of_rows is None else _at_predictions(adapters, wanted.of_rows),
         of_rows=wanted.of_rows,
         second=second,
         longest=max(seq_lens),
@@ -141,6 +143,13 @@ def _predictions(batch: PackedBatch, layout: TokenLayout | None, *, shared: bool
         return each_prediction_once(layout.places, labels, temperature)
     divisors = layout.take(temperature, 1.0) if isinstance(temperature, Tensor) else temperature
     return Predictions(layout.take(labels, -100), divisors)
+
+
+def _at_predictions(runs: Sequence[AdapterRun], of_rows: Tensor) -> tuple[AdapterRun, ...]:
+    edges = torch.tensor([edge for run in runs for edge in (run.start, run.stop)], dtype=torch.int64, device=of_rows.device)
+    # Ascending, so that those of a run are neighbours too.
+    places = torch.searchsorted(of_rows, edges).tolist()
+    return tuple(replace(run, start=start, stop=stop) for run, start, stop in zip(runs, places[::2], places[1::2], strict=True))
 
 
 def _rank_batch(

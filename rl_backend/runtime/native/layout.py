@@ -85,15 +85,12 @@ def micro_batch_multiple(config: NativeConfig) -> int:
     return max(found.micro_batches_per_rank, int(found.whole_groups)) * config.parallel.pp or 1
 
 
-def shares_prefixes(
-    name: str, family: ModelFamily, architecture: Any, config: NativeConfig, *, adaptable: bool = False
-) -> bool:
+def shares_prefixes(name: str, family: ModelFamily, architecture: Any, config: NativeConfig) -> bool:
     """Whether the model called ``name`` computes shared prefixes once; a warning says why it does not where that is asked."""
     if config.share_prefixes == "off":
         return False
     reasons = {
         f"cp={config.parallel.cp}": config.parallel.cp > 1,
-        "LoRA": adaptable,
         f"model={family.name!r}": family.why_unshared is None,
     }
     found = [reason for reason, holds in reasons.items() if holds]

@@ -28,6 +28,7 @@ def test_rows_of_runs_paths_and_tokens() -> None:
     alone = PrefixTree.unshared((2, 3))
     assert TREE.shares and not alone.shares and alone._replace(ends=(0, 1, 1)).shares
     assert alone.rows_of_tokens.tolist() == alone.key_rows.tolist() == [0, 1, 2, 3, 4]
+    assert (TREE.sequence_rows, padded.sequence_rows, alone.sequence_rows) == ((6, 0, 0, 4, 0), (6, 0, 0, 4, 0), (2, 3))
 
 
 def test_gradients_of_a_row_are_those_of_all_that_take_it() -> None:

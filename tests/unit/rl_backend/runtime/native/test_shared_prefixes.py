@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import TARGET_IDS, BatchError, ForwardResult, MetricValue, ModelOutput, PackedBatch, TokenSequence
+from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.data import pack, prefixes
 from rl_backend.model.input import each_prediction_once
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import assert_near, gradients, open_in_float64, open_runtime
 from tests.support.random_trees import distinct_beginnings, sequences_of_a_tree
+from tests.support.tenants import LOSSES, copied, create, nll
 from tests.support.variants import write_variant
 
 
@@ -219,3 +221,43 @@ def test_a_row_predicts_once_for_each_label_and_temperature() -> None:
     assert two.of_rows.tolist() == [0, 0, 1, 1, 1, 2, 3] and two.labels.shape == (7, 2)
     assert torch.equal(two.temperature[two.of_tokens], temperatures) and torch.equal(two.of_rows[two.of_tokens], rows)
     assert torch.equal(two.labels[two.of_tokens][:, 1], labels)
+
+
+NAMES = ("narrow", "middle", "critic")
+
+
+def train_tenants(model: Path, share: str, present: Sequence[str] = NAMES) -> dict[str, Mapping[str, Tensor]]:
+    """Factors of each after two steps on sequences of those ``present``, and their outputs before."""
+    with open_runtime(model, share_prefixes=share) as runtime:
+        base = runtime.build_model(trainable=False)
+        tenants = create(runtime, base, NAMES, {"middle": {"dropout": 0.2}})
+        found: dict[str, Mapping[str, Tensor]] = {}
+        for step in range(2):
+            rows, facts = [], {}
+            for number, name in enumerate(NAMES):
+                if name in present:
+                    owner = {LORA_FIELD: torch.tensor(tenants[name].lora_id)}
+                    # The same tokens of all tenants, and others of each.
+                    for ids in (*sequences_of_a_tree(step), *sequences_of_a_tree(10 + number)):
+                        rows.append(TokenSequence(ids, {}, owner))
+                    facts[tenants[name].lora_id] = {"batch_num_tokens": 100.0}
+            batch = pack(rows, {"tenants": facts, "dp_size": 1})
+            result = runtime.forward_backward(base, [batch], {name: LOSSES.get(name, nll) for name in present})
+            assert (result.metrics["tokens_computed"].mean < 0.9) if share == "auto" else "tokens_computed" not in result.metrics
+            for name in present:
+                outputs = {each: torch.cat(list(values)) for each, values in result.tenants[name].outputs.items()}
+                found[name] = {**found.get(name, {}), **{f"{step}.{each}": value for each, value in outputs.items()}}
+            runtime.optimizer_step([tenants[name] for name in present])
+            runtime.zero_grad([tenants[name] for name in present])
+        return {name: {**found[name], **copied(runtime.export_lora_adapter(tenants[name]))} for name in present}
+
+
+@pytest.mark.usefixtures("every_run")
+def test_tenants_share_among_their_own_sequences_and_change_no_bit_of_others(models: Mapping[str, Path]) -> None:
+    alone, shared = (train_tenants(models["qwen3"], share) for share in ("off", "auto"))
+    for name in NAMES:
+        assert_near(shared[name], alone[name], 1e-4)
+    # What dropout drops is drawn for whole sequences.
+    assert all(torch.equal(value, alone["middle"][each]) for each, value in shared["middle"].items())
+    by_itself = train_tenants(models["qwen3"], "auto", ["narrow"])["narrow"]
+    assert all(torch.equal(value, shared["narrow"][each]) for each, value in by_itself.items())
