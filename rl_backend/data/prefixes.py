@@ -46,7 +46,7 @@ def compared_tokens(input_ids: Tensor, token_fields: Mapping[str, Tensor], *, re
 
 
 def grow(sequences: Sequence[Tensor]) -> PrefixTree:
-    """The tree of sequences of (L,) or (L, C) integers on the CPU, whose shared runs have :data:`SHORTEST_RUN` rows or more."""
+    """The tree of sequences of (L,) or (L, C) integers on the CPU; shared runs have :data:`SHORTEST_RUN` rows or more."""
     lengths, parents, ends = list[int](), list[int](), [-1] * len(sequences)
     # Groups of sequences that are equal for a run from a place on; a stack, as deep as a tree may be.
     waiting = [(group, 0, -1) for group in reversed(_alike(sequences, range(len(sequences)), 0))]

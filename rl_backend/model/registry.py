@@ -58,8 +58,8 @@ class ModelFamily:
         stored_buffers: endings of Hugging Face names that directories hold and no parameter has; they are not read.
         kept_weights: architecture -> beginnings of Hugging Face names of weights that nothing here trains or computes with,
             such as a vision tower. A saved model has them byte for byte from the directory that it was built from.
-        why_unshared: (architecture, options) -> what keeps models from taking a prefix tree in ``ModelInput.segments``; empty
-            where nothing does. None where they take none.
+        why_unshared: (architecture, options) -> what keeps models from taking a prefix tree in ``ModelInput.segments``;
+            empty where nothing does. None where they take none.
     """
 
     name: str

@@ -245,9 +245,9 @@ class Segments(NamedTuple):
     @classmethod
     def of_tree(cls, tree: PrefixTree, device: torch.device | None = None) -> Self:
         """Each run of ``tree`` with the keys of its whole path."""
-        cumulative = (torch.tensor((0, *accumulate(lens)), dtype=torch.int32) for lens in (tree.query_lens, tree.key_lens))
-        starts = [each.to(device) for each in cumulative]
-        return cls(tree.query_lens, tree.key_lens, *starts, tree.key_rows.to(device), tree)
+        lens = tree.query_lens, tree.key_lens
+        queries, keys = (torch.tensor((0, *accumulate(each)), dtype=torch.int32).to(device) for each in lens)
+        return cls(*lens, queries, keys, tree.key_rows.to(device), tree)
 
 
 def packed_attention(

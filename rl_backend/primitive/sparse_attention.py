@@ -163,13 +163,14 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, segments: Segments, chose
 
 def _part(segments: Segments, indices: list[int]) -> Segments:
     # Made on the device, so that nothing waits for it.
-    starts = []
+    starts: list[Tensor] = []
     for boundaries in (segments.cu_queries, segments.cu_keys):
         lengths = boundaries.diff()
         chosen = torch.cat([lengths[index : index + 1] for index in indices])
         starts.append(F.pad(chosen.cumsum(0, dtype=boundaries.dtype), (1, 0)))
     query_lens, key_lens = (tuple(each[index] for index in indices) for each in segments[:2])
-    return Segments(query_lens, key_lens, *starts)
+    queries, keys = starts
+    return Segments(query_lens, key_lens, queries, keys)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

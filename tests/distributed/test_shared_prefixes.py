@@ -44,7 +44,9 @@ def train_job(model: str, layout: Mapping[str, int], settings: Mapping[str, Any]
                     TokenSequence(ids, {"loss_mask": (torch.arange(len(ids)) < len(ids) - 1).double()})
                     for ids in sequences_of_a_tree(seed + micro_batch)
                 ]
-                batches.append(pack(rows, {"batch_num_tokens": 100.0, "dp_size": handle.data_parallel_size, "temperature": 0.7}))
+                batches.append(
+                    pack(rows, {"batch_num_tokens": 100.0, "dp_size": handle.data_parallel_size, "temperature": 0.7})
+                )
             run = Run([], [], {}, {}, 1.0)
             for step in range(STEPS):
                 runtime.zero_grad(handle)

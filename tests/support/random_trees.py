@@ -71,7 +71,7 @@ def unshared(tree: PrefixTree) -> Unshared:
             rows = own[run] + rows
             run = tree.parents[run]
         sequences.append(rows)
-    return Unshared(torch.tensor(sum(sequences, [])), tuple(map(len, sequences)))
+    return Unshared(torch.tensor([row for rows in sequences for row in rows]), tuple(map(len, sequences)))
 
 
 def require_same(found: Tensor, expected: Tensor, leaves: Sequence[Tensor], tolerance: float = 1e-12) -> None:

@@ -161,7 +161,9 @@ def _at_predictions(runs: Sequence[AdapterRun], of_rows: Tensor) -> tuple[Adapte
     edges = torch.tensor([edge for run in runs for edge in (run.start, run.stop)], dtype=torch.int64, device=of_rows.device)
     # Ascending, so that those of a run are neighbours too.
     places = torch.searchsorted(of_rows, edges).tolist()
-    return tuple(replace(run, start=start, stop=stop) for run, start, stop in zip(runs, places[::2], places[1::2], strict=True))
+    return tuple(
+        replace(run, start=start, stop=stop) for run, start, stop in zip(runs, places[::2], places[1::2], strict=True)
+    )
 
 
 def _rank_batch(

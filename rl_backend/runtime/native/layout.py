@@ -86,7 +86,7 @@ def micro_batch_multiple(config: NativeConfig) -> int:
 
 
 def shares_prefixes(name: str, family: ModelFamily, architecture: Any, config: NativeConfig) -> bool:
-    """Whether the model called ``name`` computes shared prefixes once; a warning says why it does not where that is asked."""
+    """Whether the model called ``name`` computes shared prefixes once; a warning says why not where that is asked."""
     if config.share_prefixes == "off":
         return False
     reasons = {

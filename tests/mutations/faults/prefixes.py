@@ -21,7 +21,7 @@ FAULTS = [
         "gradient-of-a-shared-row-counted-once",
         "rl_backend.primitive.prefix_tree:take_rows",
         "return x[rows] if x.is_cuda else x.index_select(0, rows)",
-        "return x.detach()[rows] + ((x - x.detach()).index_select(0, rows).transpose(0, -1) / rows.bincount()[rows]).transpose(0, -1)",
+        "return x.detach()[rows] + (x - x.detach())[rows] / rows.bincount()[rows].view(-1, *(1,) * (x.dim() - 1))",
         ("test_gradients_of_a_row_are_those_of_all_that_take_it",),
         "a prompt would be trained by the mean of its answers",
     ),

@@ -44,7 +44,10 @@ def test_shared_runs_are_long_enough_to_be_worth_it(monkeypatch: pytest.MonkeyPa
         sequences = sequences_of_a_tree(seed, vocab_size=4)
         tree = grow(sequences)
         check(tree, sequences)
-        users = [set(range(len(sequences))) & {b for b, end in enumerate(tree.ends) if run in tree.path(end)} for run in range(len(tree.lengths))]
+        users = [
+            set(range(len(sequences))) & {b for b, end in enumerate(tree.ends) if run in tree.path(end)}
+            for run in range(len(tree.lengths))
+        ]
         rows = torch.empty(tree.num_rows, dtype=torch.int64)
         rows[tree.rows_of_tokens] = torch.cat(sequences)
         beginnings = [rows[start : start + 3].tolist() for start in tree.starts]
@@ -69,7 +72,9 @@ def test_replayed_tokens_are_shared_where_their_routes_are_equal(monkeypatch: py
     routes = torch.zeros(12, 2, 1, dtype=torch.uint8)
     routes[8] = 1  # the third token of the second sequence
     mask = torch.ones(12, dtype=torch.bool)
-    batch = PackedBatch(torch.arange(6).repeat(2), torch.tensor([6, 6]), {"routed_experts": routes, "routed_experts_mask": mask})
+    batch = PackedBatch(
+        torch.arange(6).repeat(2), torch.tensor([6, 6]), {"routed_experts": routes, "routed_experts_mask": mask}
+    )
     trees = [shared_prefixes(batch, replays=replays) for replays in (False, True)]
     assert [tree and tree.num_rows for tree in trees] == [6, 10]
     mask[7] = False
@@ -88,7 +93,9 @@ def group(prompt: int, count: int, length: int = 40, answer: int = 10) -> list[T
 
 
 def computed(plan: MicroBatchPlan, sequences: Sequence[Tensor]) -> list[list[int]]:
-    return [[grow([sequences[index] for index in micro_batch]).num_rows for micro_batch in rank] for rank in plan.micro_batches]
+    return [
+        [grow([sequences[index] for index in micro_batch]).num_rows for micro_batch in rank] for rank in plan.micro_batches
+    ]
 
 
 def test_groups_stay_together_and_count_what_is_computed() -> None:
@@ -125,7 +132,10 @@ def test_any_shared_plan_has_every_sequence_once_within_the_budget(dp_size: int)
     drawn = random.Random(dp_size)
     found = 0
     for _ in range(40):
-        groups = [group(prompt, drawn.randint(1, 6), drawn.randint(20, 60), drawn.randint(1, 40)) for prompt in range(drawn.randint(1, 5))]
+        groups = [
+            group(prompt, drawn.randint(1, 6), drawn.randint(20, 60), drawn.randint(1, 40))
+            for prompt in range(drawn.randint(1, 5))
+        ]
         sequences = [ids for each in groups for ids in each]
         drawn.shuffle(sequences)
         most = drawn.randint(100, 400)

@@ -70,10 +70,10 @@ class Computed(NamedTuple):
     gradients: Mapping[str, Tensor]
 
 
-def compute(model: Path, batches: Sequence[PackedBatch], head: Any = "log_probs", **settings: Any) -> list[Computed]:
+def compute(path: Path, batches: Sequence[PackedBatch], head: Any = "log_probs", **settings: Any) -> list[Computed]:
     """Each batch by itself, forward and backward, in float64."""
     found = []
-    with open_in_float64(model, **settings) as runtime:
+    with open_in_float64(path, **settings) as runtime:
         handle = runtime.build_model(head=head)
         for batch in batches:
             runtime.zero_grad(handle)
@@ -220,7 +220,10 @@ def test_what_shares_nothing_says_why(models: Mapping[str, Path], caplog: pytest
         "share_prefixes='auto': 'policy' computes every sequence by itself, because of cp=2, model='qwen3'"
     )
     spec = describe_model(models["qwen3"], NativeConfig(), "log_probs").architecture
-    assert spec.why_unshared(None) == "" and spec.why_unshared(DecoderOptions(delta_kernel="fla")) == "model_cfg.delta_kernel='fla'"
+    assert (
+        spec.why_unshared(None) == ""
+        and spec.why_unshared(DecoderOptions(delta_kernel="fla")) == "model_cfg.delta_kernel='fla'"
+    )
     trained = dataclasses.replace(spec, mtp=MTPSpec(spec.layers[0], MTPNames("mtp", "mtp.layer"), "joint"))
     assert trained.why_unshared(None) == "model_cfg.mtp='joint'"
 
@@ -256,7 +259,11 @@ def test_a_row_predicts_once_for_each_label_and_temperature() -> None:
     labels = torch.tensor([5, 6, -100, 5, 7, -100, 5, 6])
     wanted = each_prediction_once(rows, labels, 0.5)
     assert wanted.of_rows is not None and wanted.of_tokens is not None
-    assert (wanted.of_rows.tolist(), wanted.labels.tolist(), wanted.temperature) == ([0, 1, 1, 2, 3], [5, 6, 7, -100, -100], 0.5)
+    assert (wanted.of_rows.tolist(), wanted.labels.tolist(), wanted.temperature) == (
+        [0, 1, 1, 2, 3],
+        [5, 6, 7, -100, -100],
+        0.5,
+    )
     assert wanted.of_tokens.tolist() == [0, 1, 3, 0, 2, 4, 0, 1]
     temperatures = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5])
     two = each_prediction_once(rows, labels[:, None].expand(-1, 2), temperatures)
@@ -286,7 +293,11 @@ def train_tenants(model: Path, share: str, present: Sequence[str] = NAMES) -> di
                     facts[tenants[name].lora_id] = {"batch_num_tokens": 100.0}
             batch = pack(rows, {"tenants": facts, "dp_size": 1})
             result = runtime.forward_backward(base, [batch], {name: LOSSES.get(name, nll) for name in present})
-            assert (result.metrics["tokens_computed"].mean < 0.9) if share == "auto" else "tokens_computed" not in result.metrics
+            assert (
+                (result.metrics["tokens_computed"].mean < 0.9)
+                if share == "auto"
+                else "tokens_computed" not in result.metrics
+            )
             for name in present:
                 outputs = {each: torch.cat(list(values)) for each, values in result.tenants[name].outputs.items()}
                 found[name] = {**found.get(name, {}), **{f"{step}.{each}": value for each, value in outputs.items()}}
