@@ -165,9 +165,8 @@ class DecoderSpec:
     def why_unshared(self, given: ModelOptions | None) -> str:
         """What keeps shared prefixes from being computed once; empty where nothing does."""
         chosen = DecoderOptions.of(given)
-        # They count tokens, and a shared row stands for several; the kernel starts every sequence from an empty state.
-        names = ("router_aux_loss_coef", "router_z_loss_coef", "router_sequence_loss_coef", "expert_bias_rate", "delta_kernel")
-        options = [f"model_cfg.{name}={value!r}" for name, value in chosen.changed().items() if name in names]
+        # The kernel starts every sequence from an empty state.
+        options = ["model_cfg.delta_kernel='fla'"] if chosen.delta_kernel == "fla" else []
         mixers = sorted({type(layer.mixer).__name__ for layer in self.layers if not layer.mixer.shares_prefixes})
         if self.mtp is not None and self.mtp.is_trained:
             options.append(f"model_cfg.mtp={self.mtp.training!r}")

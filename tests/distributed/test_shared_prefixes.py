@@ -74,9 +74,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     }
 
 
-def check(ranks: RankPool, model: Path, world: int, layout: Mapping[str, int], **settings: Any) -> None:
+def check(ranks: RankPool, path: Path, world: int, layout: Mapping[str, int], **settings: Any) -> None:
     alone, shared = (
-        ranks.run(train_job, str(model), dict(layout), settings, share, world_size=world) for share in ("off", "auto")
+        ranks.run(train_job, str(path), dict(layout), settings, share, world_size=world) for share in ("off", "auto")
     )
     for found, expected in zip(shared, alone, strict=True):
         torch.testing.assert_close(found.losses, expected.losses, rtol=0.0, atol=1e-10)
@@ -104,7 +104,8 @@ def test_recomputed_layers_do_too(ranks: RankPool, models: Mapping[str, Path]) -
 def test_experts_on_other_ranks_do_too(
     ranks: RankPool, models: Mapping[str, Path], world: int, layout: dict[str, int]
 ) -> None:
-    check(ranks, models["mixture"], world, layout)
+    losses = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1, "router_sequence_loss_coef": 0.3}
+    check(ranks, models["mixture"], world, layout, model="qwen3_moe", model_cfg=losses)
 
 
 @pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("zb-h1", 1), ("zbv", 2)])

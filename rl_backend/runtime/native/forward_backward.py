@@ -110,7 +110,7 @@ def lay_out(
         padding=None if layout is None or layout.padding is None else share(layout.padding),
         routes=None if routes is None else share(take(routes, -1)),
         keys=None if keys is None else take(keys, -1),
-        sequences=RowSequences(share(take(batch.sequence_ids, 0)), len(seq_lens)),
+        sequences=_row_sequences(batch, layout, groups, shared=tree is not None),
         adapters=adapters,
         head_adapters=adapters if wanted.of_rows is None else _at_predictions(adapters, wanted.of_rows),
         of_rows=wanted.of_rows,
@@ -143,6 +143,18 @@ def _predictions(batch: PackedBatch, layout: TokenLayout | None, *, shared: bool
         return each_prediction_once(layout.places, labels, temperature)
     divisors = layout.take(temperature, 1.0) if isinstance(temperature, Tensor) else temperature
     return Predictions(layout.take(labels, -100), divisors)
+
+
+def _row_sequences(batch: PackedBatch, layout: TokenLayout | None, groups: ParallelGroups, *, shared: bool) -> RowSequences:
+    sequences, number, tp = batch.sequence_ids, batch.num_sequences, groups.tp_group
+    if layout is None:
+        return RowSequences(sequences, number)
+    if not shared:
+        return RowSequences(torch.tensor_split(layout.take(sequences, 0), tp.size())[tp.rank()], number)
+    size = len(layout.index) // tp.size()
+    rows = layout.places - size * tp.rank()
+    mine = (rows >= 0) & (rows < size)
+    return RowSequences(sequences[mine], number, rows[mine])
 
 
 def _at_predictions(runs: Sequence[AdapterRun], of_rows: Tensor) -> tuple[AdapterRun, ...]:
@@ -200,7 +212,7 @@ def _run_one(handle: NativeHandle, request: PassRequest, index: int, routers: Pa
     work = {"micro_batch": index, "tokens": batch.num_tokens, "sequences": batch.num_sequences}
     with torch.set_grad_enabled(not request.forward_only), device_span(device, "forward", "micro_batch", **work):
         rank_batch = _rank_batch(handle, request, index, batch, routers.replayed)
-        with routers.forward(index, 0, rank_batch.layout, rank_batch.inputs.padding):
+        with routers.forward(index, 0, rank_batch.layout, rank_batch.inputs):
             output = handle.model(rank_batch.inputs)
         loss = results.add(index, batch, rank_batch.outputs(output, handle.groups), _computed(handle, rank_batch))
     if not request.forward_only:
@@ -257,7 +269,7 @@ class _Stages:
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
         rank_batch = self._rank_batches[micro_batch]
-        with self.routers.forward(micro_batch, stage, rank_batch.layout, rank_batch.inputs.padding):
+        with self.routers.forward(micro_batch, stage, rank_batch.layout, rank_batch.inputs):
             # All stages but the last return hidden states.
             output: Tensor | ModelOutput = self._handle.stages[stage](rank_batch.inputs._replace(hidden=hidden))
         if isinstance(output, Tensor):

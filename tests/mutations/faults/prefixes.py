@@ -98,6 +98,22 @@ FAULTS = [
         "a replay would take the routes of another sequence",
     ),
     Fault(
+        "shared-tokens-dropped-from-a-routers-loss",
+        "rl_backend.primitive.router:with_router_losses",
+        "experts=sequences.of_tokens(routing.experts)",
+        "experts=routing.experts",
+        ("test_losses_of_routers_count_every_token[router_aux_loss_coef]",),
+        "experts would be balanced as if a prompt came once",
+    ),
+    Fault(
+        "shared-tokens-dropped-from-loads",
+        "rl_backend.runtime.native.routers:PassRouters.forward.count",
+        "sequences.of_tokens(routing.experts)",
+        "routing.experts",
+        ("test_loads_of_experts_count_every_token",),
+        "biases would move by other counts than without sharing",
+    ),
+    Fault(
         "a-run-ends-one-token-late",
         "rl_backend.data.prefixes:_common",
         "length = int(differs.to(torch.uint8).argmax()) if bool(differs.any()) else length",

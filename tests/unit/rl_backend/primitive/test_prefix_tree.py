@@ -37,7 +37,7 @@ def test_gradients_of_a_row_are_those_of_all_that_take_it() -> None:
     assert gradient.tolist() == [[2, 2], [0, 0], [8, 8]]
 
 
-@pytest.mark.shows("attention over shared prefixes equals attention to whole sequences to 1e-12 in float64, gradients too")
+@pytest.mark.shows("model: attention over shared prefixes equals attention to whole sequences to 1e-12 in float64, gradients too")
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 4])
 def test_attention_over_a_tree_is_that_of_its_sequences(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,14 +12,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import TARGET_IDS, BatchError, ForwardResult, MetricValue, ModelOutput, PackedBatch, TokenSequence
+from rl_backend.contracts import (
+    TARGET_IDS,
+    BatchError,
+    ForwardResult,
+    MetricValue,
+    ModelOutput,
+    NativeConfig,
+    PackedBatch,
+    TokenSequence,
+)
 from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.data import pack, prefixes
+from rl_backend.model.decoder_spec import MTPNames, MTPSpec
 from rl_backend.model.input import each_prediction_once
+from rl_backend.model.options import DecoderOptions
+from rl_backend.runtime.native.layout import describe_model, shares_prefixes
 from tests.support.deepseek import write_latent
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
-from tests.support.native import assert_near, gradients, open_in_float64, open_runtime
+from tests.support.native import assert_near, gradients, open_in_float64, open_runtime, relative_difference
 from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
 from tests.support.random_trees import distinct_beginnings, sequences_of_a_tree
 from tests.support.sparse_models import write_sparse
@@ -91,7 +104,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         "gpt_oss": write_moe("gpt_oss", folder / "gpt_oss", sliding_window=6),
         "qwen3_next": write_qwen3_next(folder / "qwen3_next"),
         "qwen3_5": write_qwen3_5(folder / "qwen3_5"),
-        "deepseek_v3": write_latent("deepseek_v3", folder / "deepseek_v3"),
         "deepseek_v32": write_sparse(folder / "deepseek_v32", "deepseek_v32"),
         "glm_moe_dsa": write_sparse(folder / "glm_moe_dsa", "glm_moe_dsa"),
     }
@@ -219,21 +231,50 @@ def test_only_computed_tokens_count_and_without_shared_ones_nothing_changes(mode
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
 
 
-def test_what_shares_nothing_says_why(
-    models: Mapping[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    mixture = write_moe("qwen3_moe", tmp_path)
-    options = {"model": "qwen3_moe", "model_cfg": {"router_aux_loss_coef": 0.01}}
-    with caplog.at_level(logging.WARNING), open_runtime(mixture, share_prefixes="auto", **options) as runtime:
-        assert not runtime.build_model().shares_prefixes
-    (message,) = [record.getMessage() for record in caplog.records if "share_prefixes" in record.getMessage()]
-    assert message == (
-        "share_prefixes='auto': 'model' computes every sequence by itself, because of model_cfg.router_aux_loss_coef=0.01"
+def test_what_shares_nothing_says_why(models: Mapping[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    def shares(share: str = "auto", *, takes_trees: bool = True, **options: Any) -> bool:
+        native = NativeConfig(share_prefixes=share, **options)
+        family, architecture, *_ = describe_model(models["qwen3"], native, "log_probs")
+        family = family if takes_trees else dataclasses.replace(family, why_unshared=None)
+        return shares_prefixes("policy", family, architecture, native)
+
+    with caplog.at_level(logging.WARNING):
+        assert shares() and not shares("off", takes_trees=False) and not caplog.records
+        assert not shares(parallel={"cp": 2}, takes_trees=False)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "share_prefixes='auto': 'policy' computes every sequence by itself, because of cp=2, model='qwen3'"
     )
-    caplog.clear()
-    with caplog.at_level(logging.WARNING), open_runtime(models["qwen3"]) as runtime:
-        assert not runtime.build_model().shares_prefixes
-    assert not [record for record in caplog.records if "share_prefixes" in record.getMessage()]
+    spec = describe_model(models["qwen3"], NativeConfig(), "log_probs").architecture
+    assert spec.why_unshared(None) == "" and spec.why_unshared(DecoderOptions(delta_kernel="fla")) == "model_cfg.delta_kernel='fla'"
+    trained = dataclasses.replace(spec, mtp=MTPSpec(spec.layers[0], MTPNames("mtp", "mtp.layer"), "joint"))
+    assert trained.why_unshared(None) == "model_cfg.mtp='joint'"
+
+
+@pytest.mark.usefixtures("every_run")
+@pytest.mark.parametrize("loss", ["router_aux_loss_coef", "router_z_loss_coef", "router_sequence_loss_coef"])
+def test_losses_of_routers_count_every_token(models: Mapping[str, Path], loss: str) -> None:
+    batches = [batch_of(sequences_of_a_tree(seed), seed) for seed in range(4)]
+    options = {"model": "gpt_oss", "model_cfg": {loss: 3.0}}
+    expected, without = compute(models["gpt_oss"], batches, **options), compute(models["gpt_oss"], batches)
+    assert_same(compute(models["gpt_oss"], batches, share_prefixes="auto", **options), expected, batches)
+    name = "layers.1.mlp.gate.weight"
+    assert relative_difference(without[0].gradients[name], expected[0].gradients[name]) > 1e-3
+
+
+@pytest.mark.usefixtures("every_run")
+def test_loads_of_experts_count_every_token(tmp_path: Path) -> None:
+    path = write_latent("deepseek_v3", tmp_path)
+    batch, found = batch_of(sequences_of_a_tree(1)), []
+    for share in ("off", "auto"):
+        options = {"model": "deepseek_v3", "model_cfg": {"expert_bias_rate": 0.1}, "share_prefixes": share}
+        with open_in_float64(path, **options) as runtime:
+            handle = runtime.build_model()
+            result = runtime.forward_backward(handle, [batch], weighted_loss)
+            assert ("tokens_computed" in result.metrics) == handle.shares_prefixes == (share == "auto")
+            assert handle.optimizer is not None and handle.optimizer.balance is not None
+            found.append([counts.tolist() for counts in handle.optimizer.balance._counts.values()])
+    assert found[0] == found[1] and found[0] and sum(found[0][0]) % batch.num_tokens == 0
 
 
 def test_a_row_predicts_once_for_each_label_and_temperature() -> None:
