@@ -72,7 +72,7 @@ class Computed(NamedTuple):
     gradients: Mapping[str, Tensor]
 
 
-def compute(model: Path, batches: Sequence[PackedBatch], head: Any = "log_probs", **settings: Any) -> list[Computed]:
+def compute(model: Path, batches: Sequence[PackedBatch], /, head: Any = "log_probs", **settings: Any) -> list[Computed]:
     """Each batch by itself, forward and backward, in float64."""
     found = []
     with open_in_float64(model, **settings) as runtime:
@@ -104,6 +104,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         "gpt_oss": write_moe("gpt_oss", folder / "gpt_oss", sliding_window=6),
         "qwen3_next": write_qwen3_next(folder / "qwen3_next"),
         "qwen3_5": write_qwen3_5(folder / "qwen3_5"),
+        "deepseek_v3": write_latent("deepseek_v3", folder / "deepseek_v3"),
         "deepseek_v32": write_sparse(folder / "deepseek_v32", "deepseek_v32"),
         "glm_moe_dsa": write_sparse(folder / "glm_moe_dsa", "glm_moe_dsa"),
     }
@@ -128,7 +129,7 @@ def test_shared_prefixes_train_as_whole_sequences(models: Mapping[str, Path], fa
 
 
 @pytest.mark.usefixtures("every_run")
-@pytest.mark.shows("runtime: so they do in Qwen3-Next, Qwen3.5, DeepSeek-V3, -V3.2, whose indexer learns beside it, and GLM-5")
+@pytest.mark.shows("runtime: so they do in Qwen3-Next, Qwen3.5, DeepSeek-V3, -V3.2 with an indexer that learns, and GLM-5")
 @pytest.mark.parametrize(
     ("family", "options"),
     [
