@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from rl_backend.data import prefixes
+from tests.support.deepseek import write_latent
 from tests.support.layouts import layouts
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import assert_near, full, gradients, open_in_float64, token_loss
+from tests.support.qwen3_5 import write_qwen3_next
 from tests.support.random_trees import sequences_of_a_tree
 from tests.support.rank_pool import RankPool
 
@@ -69,6 +71,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return {
         "dense": write_tiny("qwen3", folder / "dense", num_hidden_layers=4),
         "mixture": write_moe("qwen3_moe", folder / "mixture"),
+        "recurrent": write_qwen3_next(folder / "recurrent"),
+        "latent": write_latent("deepseek_v3", folder / "latent", num_hidden_layers=4),
     }
 
 
@@ -109,3 +113,11 @@ def test_experts_on_other_ranks_do_too(
 @pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("zb-h1", 1), ("zbv", 2)])
 def test_pipelines_do_too(ranks: RankPool, models: Mapping[str, Path], schedule: str, vpp: int) -> None:
     check(ranks, models["dense"], 2, {"pp": 2, "vpp": vpp}, pipeline_schedule=schedule)
+
+
+@pytest.mark.parametrize(("world", "layout"), layouts({2: [{"tp": 2, "ep": 2}, {"pp": 2}]}))
+@pytest.mark.parametrize("model", ["recurrent", "latent"])
+def test_states_and_latents_do_too(
+    ranks: RankPool, models: Mapping[str, Path], model: str, world: int, layout: dict[str, int]
+) -> None:
+    check(ranks, models[model], world, layout)

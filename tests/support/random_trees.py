@@ -76,7 +76,8 @@ def unshared(tree: PrefixTree) -> Unshared:
 
 def require_same(found: Tensor, expected: Tensor, leaves: Sequence[Tensor], tolerance: float = 1e-12) -> None:
     """Values and, for a random mix of them, gradients of ``leaves``, relative to the largest value and to norms."""
-    assert float((found - expected).abs().max()) <= tolerance * max(1.0, float(expected.abs().max()))
+    difference, largest = (found - expected).detach().abs().max(), expected.detach().abs().max()
+    assert float(difference) <= tolerance * max(1.0, float(largest))
     mix = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9), dtype=expected.dtype)
     gradients = [torch.autograd.grad((each * mix).sum(), leaves, allow_unused=True) for each in (found, expected)]
     for one, other in zip(*gradients, strict=True):

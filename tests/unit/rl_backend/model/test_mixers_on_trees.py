@@ -64,9 +64,7 @@ def rotation(spec: MixerSpec, position_ids: Tensor) -> Rotation | None:
     return None if spec.rotary is None else rotary_cos_sin(position_ids, spec.rotary, torch.float64)
 
 
-@pytest.mark.shows(
-    "model: DeltaNet and latent attention on a tree of prefixes equal whole sequences to 1e-12, gradients too"
-)
+@pytest.mark.shows("model: DeltaNet and latent attention on a tree of prefixes equal whole sequences to 1e-12")
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_mixer_is_that_of_whole_sequences(name: str, seed: int) -> None:

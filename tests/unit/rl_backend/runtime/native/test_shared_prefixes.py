@@ -32,7 +32,9 @@ from tests.support.deepseek import write_latent
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import assert_near, gradients, open_in_float64, open_runtime, relative_difference
+from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
 from tests.support.random_trees import distinct_beginnings, sequences_of_a_tree
+from tests.support.sparse_models import write_sparse
 from tests.support.tenants import LOSSES, copied, create, nll
 from tests.support.variants import write_variant
 
@@ -70,7 +72,7 @@ class Computed(NamedTuple):
     gradients: Mapping[str, Tensor]
 
 
-def compute(path: Path, batches: Sequence[PackedBatch], head: Any = "log_probs", **settings: Any) -> list[Computed]:
+def compute(path: Path, batches: Sequence[PackedBatch], /, head: Any = "log_probs", **settings: Any) -> list[Computed]:
     """Each batch by itself, forward and backward, in float64."""
     found = []
     with open_in_float64(path, **settings) as runtime:
@@ -100,6 +102,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         "qwen3": write_tiny("qwen3", folder / "qwen3"),
         "starcoder2": write_variant("starcoder2", folder / "starcoder2", sliding_window=6),
         "gpt_oss": write_moe("gpt_oss", folder / "gpt_oss", sliding_window=6),
+        "qwen3_next": write_qwen3_next(folder / "qwen3_next"),
+        "qwen3_5": write_qwen3_5(folder / "qwen3_5"),
+        "deepseek_v3": write_latent("deepseek_v3", folder / "deepseek_v3"),
+        "deepseek_v32": write_sparse(folder / "deepseek_v32", "deepseek_v32"),
+        "glm_moe_dsa": write_sparse(folder / "glm_moe_dsa", "glm_moe_dsa"),
     }
 
 
@@ -119,6 +126,26 @@ def test_shared_prefixes_train_as_whole_sequences(models: Mapping[str, Path], fa
     batches = [batch_of(sequences_of_a_tree(seed), seed) for seed in range(30 if family == "qwen3" else 8)]
     expected = compute(models[family], batches)
     assert_same(compute(models[family], batches, share_prefixes="auto"), expected, batches)
+
+
+@pytest.mark.usefixtures("every_run")
+@pytest.mark.shows("runtime: so they do in Qwen3-Next, Qwen3.5, DeepSeek-V3, -V3.2 with an indexer that learns, and GLM-5")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_next", {}),
+        ("qwen3_5", {"activation_checkpointing": "full"}),
+        ("deepseek_v3", {}),
+        ("deepseek_v32", {"model": "deepseek_v32", "model_cfg": {"indexer": "sparse"}}),
+        ("glm_moe_dsa", {"activation_checkpointing": "full"}),
+    ],
+)
+def test_states_latents_and_chosen_keys_are_those_of_whole_sequences(
+    models: Mapping[str, Path], family: str, options: Mapping[str, Any]
+) -> None:
+    batches = [batch_of(sequences_of_a_tree(seed), seed) for seed in range(3)]
+    expected = compute(models[family], batches, **options)
+    assert_same(compute(models[family], batches, share_prefixes="auto", **options), expected, batches)
 
 
 @pytest.mark.usefixtures("every_run")
