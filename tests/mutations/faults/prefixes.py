@@ -100,8 +100,8 @@ FAULTS = [
     Fault(
         "shared-tokens-dropped-from-a-routers-loss",
         "rl_backend.primitive.router:with_router_losses",
-        "experts=sequences.of_tokens(routing.experts)",
-        "experts=routing.experts",
+        "sequences.of_tokens(routing.experts)",
+        "routing.experts",
         ("test_losses_of_routers_count_every_token[router_aux_loss_coef]",),
         "experts would be balanced as if a prompt came once",
     ),
