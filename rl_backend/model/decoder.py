@@ -211,16 +211,17 @@ class Decoder(nn.Module):
             return ModelOutput(values=values)
         head = self.language_head
         assert head is not None, "of a last stage without a critic's head"
+        adapters = inputs.adapters if inputs.head_adapters is None else inputs.head_adapters
         # Here and not in the loss: with FSDP the head's weight is whole only during this forward.
         found = self.next_token_log_probs(
             hidden,
             head.weight,
-            labels_without_values(inputs.labels, inputs.head_adapters) if inputs.head_adapters else inputs.labels,
+            labels_without_values(inputs.labels, adapters) if adapters else inputs.labels,
             bias=head.bias if isinstance(head, nn.Linear) else None,
             temperature=inputs.temperature / self.spec.logit_scale,
             chunk_tokens=self.log_prob_chunk_tokens,
             calculate_entropy=inputs.calculate_entropy,
-            adapters=inputs.head_adapters,
+            adapters=adapters,
             top=inputs.num_top,
             cuts=inputs.cuts,
             of_rows=inputs.of_rows,

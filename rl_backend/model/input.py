@@ -48,7 +48,8 @@ class ModelInput(NamedTuple):
             for the rows for which they choose. None where they choose for all.
         keys: (T, layers with an indexer of the whole model, top_k) integers, the keys that these layers must attend to, by
             their places in the sequence; -1 alone for the tokens for which they choose. None where they choose for all.
-        adapters, head_adapters: which adapters work on which of the T tokens, and on which labels.
+        adapters: which adapters work on which of the T tokens.
+        head_adapters: and on which of the W labels; None where these are the tokens'.
         heads: the outputs that are wanted; empty asks for those of the model's own head. Rows of tenants with a value head
             have no log-probs, and the others no values: they are 0 there.
         sequences: which sequence each row between this rank's blocks is from; None where there is one.
@@ -71,7 +72,7 @@ class ModelInput(NamedTuple):
     routes: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     adapters: Sequence[AdapterRun] = ()
-    head_adapters: Sequence[AdapterRun] = ()
+    head_adapters: Sequence[AdapterRun] | None = None
     heads: Sequence[Head] = ()
     sequences: RowSequences | None = None
     of_rows: torch.Tensor | None = None

@@ -112,7 +112,7 @@ def lay_out(
         keys=None if keys is None else take(keys, -1),
         sequences=_row_sequences(batch, layout, groups, shared=tree is not None),
         adapters=adapters,
-        head_adapters=adapters if wanted.of_rows is None else _at_predictions(adapters, wanted.of_rows),
+        head_adapters=None if wanted.of_rows is None else _at_predictions(adapters, wanted.of_rows),
         of_rows=wanted.of_rows,
         second=second,
         longest=max(seq_lens),

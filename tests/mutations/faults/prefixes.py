@@ -84,8 +84,8 @@ FAULTS = [
     Fault(
         "adapters-of-heads-on-rows",
         "rl_backend.runtime.native.forward_backward:lay_out",
-        "head_adapters=adapters if wanted.of_rows is None else _at_predictions(adapters, wanted.of_rows),",
-        "head_adapters=adapters,",
+        "head_adapters=None if wanted.of_rows is None else _at_predictions(adapters, wanted.of_rows),",
+        "head_adapters=None,",
         ("test_tenants_share_among_their_own_sequences_and_change_no_bit_of_others",),
         "log-probs of a critic's rows, and none of others'",
     ),
