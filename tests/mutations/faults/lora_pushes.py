@@ -184,8 +184,8 @@ FAULTS = [
     Fault(
         "requests-lose-their-adapter",
         "actors.rollout.engine.stepper:VllmStepper.add",
-        "lora_request=lora_request(request.adapter)",
-        "lora_request=None",
+        "lora_request(request.adapter)",
+        "lora_request(None)",
         ("test_tenants_in_one_batch_are_the_trainers_after_every_push",),
         "a user would be answered by the base",
     ),

@@ -162,8 +162,8 @@ FAULTS = [
     Fault(
         "calls-wait-for-engines-that-sleep",
         "actors.rollout.engine.engine:TurnQueue.start",
-        "if request.waits or self._accepts(turn)",
-        "if True",
+        "request.waits or self._accepts(turn)",
+        "True",
         ("test_requests_of_calls_are_refused_where_turns_wait",),
         "a call of sleeping engines would stand still without a word",
     ),

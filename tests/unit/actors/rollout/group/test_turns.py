@@ -409,9 +409,11 @@ def test_what_no_engine_can_answer_now_waits_for_one_that_is_replaced_and_not_fo
     group.ask(1)
     group.has(e0=[1])
     dead = EngineDeadError("killed")
+    until(lambda: bool(group.made[0].open))
     for engine in (0, 1, 4):
         group.engines.note(engine, dead, group.made[engine])
     group.made[0].die()
+    until(lambda: bool(group.turns._waiting))
     futures = group.ask(2, 3)
     old = group.made[0]
     group.start(0, "new actor 0")
