@@ -188,7 +188,8 @@ class RolloutEngine:
         """What the weights alone answer, and what they answer with the adapter; None where the engine does not serve."""
         if self._vllm.serving.state != "serving" or self._vllm.serving.lacks_weights:
             return None
-        completions = self._vllm.loop.run([replace(request, adapter=None), request])
+        answers = self._vllm.loop.submit([replace(request, adapter=None), request]).values()
+        completions = [answer.result() for answer in answers]
         return [Response.of(each.output, self._vllm.name, spans=each.spans) for each in completions]
 
     def seconds_without_progress(self) -> float:

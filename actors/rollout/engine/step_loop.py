@@ -165,15 +165,6 @@ class StepLoop:
         self._commands.put(partial(self._queue, entries))
         return {entry.key: entry.result for entry in entries}
 
-    def run(self, requests: Sequence[Request]) -> list[Completion]:
-        """Waits for all responses; raises the first error, and gives the others up then."""
-        submitted = self.submit(requests)
-        try:
-            return [result.result() for result in submitted.values()]
-        except BaseException:
-            self.give_up(submitted)
-            raise
-
     def give_up(self, keys: Iterable[int]) -> None:
         self._commands.put(partial(self._give_up, set(keys)))
 

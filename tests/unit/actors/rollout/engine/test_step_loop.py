@@ -309,14 +309,3 @@ def test_adapters_beyond_the_slots_wait_in_order_and_others_pass_them(loop: Step
     assert not third.done() and not again.done()
     stepper.allow(20)
     assert [len(tokens(each)) for each in (first, second, third, again)] == [5, 5, 2, 2]
-
-
-def test_all_wait_for_each_other_in_a_call_that_waits_and_an_error_gives_up_the_rest(
-    loop: StepLoop, stepper: CountingStepper
-) -> None:
-    stepper.allow(3)
-    assert [each.output.token_ids for each in loop.run([job(1, 1), job(5, 2)])] == [[1], [5, 6]]
-    with pytest.raises(ValueError, match="a bad request"):
-        loop.run([job(BAD_SEED, 1), job(1, 100)])
-    stepper.allow(2)
-    wait_until(lambda: not stepper.tokens)
