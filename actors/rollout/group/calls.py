@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import ray
@@ -73,6 +73,18 @@ class PendingSamples:
         """Whether :meth:`result` has something to return, or to raise, at once."""
         answers = list(chain.from_iterable(self._answers))
         return self._error is not None or all(each.done() for each in answers) or _first_error(answers) is not None
+
+    def when_answered(self, call: Callable[[], None]) -> None:
+        """Calls it once for each prompt whose samples have all been made or have failed; in any thread."""
+
+        def answered(left: count[int]) -> None:
+            if next(left) == 0:
+                call()
+
+        for of_prompt in self._answers:
+            left = count(1 - len(of_prompt))
+            for answer in of_prompt:
+                answer.add_done_callback(lambda _, left=left: answered(left))  # type: ignore[misc]
 
     def result(self, timeout: float | None = None) -> list[Sample]:
         """The samples, in the caller's order; raises what ``RolloutGroup.generate`` raises, as soon as it is known."""

@@ -143,3 +143,17 @@ def test_every_call_has_an_outcome_and_who_does_not_answer_is_dead(ray: Ray) -> 
     assert list(found) == [2, 5] and found[5] == "answer" and ray.now == 1030.0
     assert isinstance(found[2], EngineDeadError) and "engine 2 did not answer for 30 s" in str(found[2])
     assert collect({}, {}, 30.0) == {}
+
+
+def test_each_prompt_is_told_of_once_when_all_its_samples_are_there_or_have_failed() -> None:
+    pending, told = Pending(), list[str]()
+    pending.answer(range(1), response(1))
+    pending.samples.when_answered(lambda: told.append("prompt"))
+    assert not told
+    pending.answer(range(1, 3), response(2), response(3))
+    assert len(told) == 1
+    pending.answers[3].set_exception(BatchError("too long"))
+    pending.answers[4].cancel()
+    assert len(told) == 2
+    pending.answers[5].cancel()
+    assert len(told) == 3
