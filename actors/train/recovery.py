@@ -36,8 +36,9 @@ MOST_KEPT_BYTES = 2**30
 # Deaths in one operation, and starts of ranks in one recovery.
 MOST_DEATHS, MOST_STARTS = 2, 3
 _PAUSE_SECONDS = 2.0
-# For a state that ranks have written, until it has reached whoever keeps it.
-_TAKE_SECONDS = 10.0
+# For a state that ranks have written, until it has reached whoever keeps it: after the next step, while its pass runs; and
+# before what came since is run again, or given up.
+_NEAR_SECONDS, _TAKE_SECONDS = 0.5, 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class Recovery[R: Ranks]:
         with self._lock:
             if self._memory is None or self._off:
                 return
-            self._take_boundaries(_TAKE_SECONDS if self.wants_boundary else 0.0)
+            self._take_boundaries(_TAKE_SECONDS if self.wants_boundary else _NEAR_SECONDS)
             wanted = {handle.key: handle for handle in (*handles, *self._memory.lost())}
             for key, handle in wanted.items():
                 if not self._kept.is_saving(key) and not self._kept.has_gradients(key):

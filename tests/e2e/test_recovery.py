@@ -120,7 +120,7 @@ def test_a_run_of_the_bridge_goes_on_when_a_rank_is_killed(ray_cluster: None, ta
 
 @pytest.mark.shows(
     "recovery: with recover=memory and no checkpoint a run whose rank or whose holder of states is killed is the "
-    "undisturbed run in every bit, and at most one step runs again"
+    "undisturbed run in every bit, and at most two steps run again"
 )
 def test_a_run_goes_on_from_memory(ray_cluster: None, task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     changes = {"save_every": 0, "recover": "memory"}
@@ -136,7 +136,8 @@ def test_a_run_goes_on_from_memory(ray_cluster: None, task: Path, tmp_path: Path
     same_run(other, expected)
     same_run(found, expected)
     (told,) = recoveries(found)
-    assert told["recovery/steps_repeated"] <= 1
+    # One; another where its state has not reached the holder when the next, of a tenth of a second, begins.
+    assert told["recovery/steps_repeated"] <= 2
     (line,) = [line for line in capfd.readouterr().out.splitlines() if "in memory was lost" in line]
     assert "another one is started" in line
     until_gone(Path("/proc"), "rl_backend_boundary")
@@ -194,7 +195,7 @@ def test_a_run_of_the_bridge_goes_on_from_memory(ray_cluster: None, task: Path, 
         found = run(config_of(task, tmp_path / "killed", **changes), session, kill(1))
         assert session.groups[0].epoch == 1
     same_run(found, expected)
-    assert recoveries(found)[0]["recovery/steps_repeated"] <= 1
+    assert recoveries(found)[0]["recovery/steps_repeated"] <= 2
 
 
 def kill_in_a_save(folder: Path) -> Disturb:
