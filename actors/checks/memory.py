@@ -216,6 +216,8 @@ def _bytes(config: RunConfig, plans: dict[RunModel, Plan], gpus: int, *, held: b
         peaks = [rank.total("training", ()) - rank.total("rollout", ()) for _, rank in sizes]
         groups[group] += max(size for size, _ in sizes) if gpus else copies * sum(size for size, _ in sizes)
         passes[group] = max(passes[group], max(peaks) if gpus else copies * sum(peaks))
+        if config.recover == "memory" and not gpus and not model.forward_only:
+            groups[group] += 2 * plan.state_bytes
     if not held:
         groups = [size + work for size, work in zip(groups, passes, strict=True)]
     if gpus:

@@ -122,6 +122,10 @@ def instead_of(names: Collection[str]) -> str:
 
 _OPTIMIZER = f"{BACKEND}.optimizer"
 _SAVES = HasEffect(lambda config: config.save_every, "save_every=0 saves no checkpoints; set it too")
+_RECOVERS = HasEffect(
+    lambda config: config.save_every or config.recover == "memory",
+    "save_every=0 saves no checkpoints; set it too, or recover=memory",
+)
 
 
 class RunModel(NamedTuple):
@@ -231,10 +235,11 @@ class TrainingOptions(BaseModel):
     async_save: Annotated[bool, MAY_CHANGE, _SAVES] = Field(
         default=True, description="train on while a checkpoint is written"
     )
-    recover: Annotated[Recover, MAY_CHANGE, _SAVES] = Field(
+    recover: Annotated[Recover, MAY_CHANGE, _RECOVERS] = Field(
         default="checkpoint",
         description="what the death of a training rank does. checkpoint: other ranks go on from the newest checkpoint, and "
-        "what came since runs again; off: the run ends, see docs/reliability.md",
+        "what came since runs again; memory: they go on from the last step, of which the state is kept in memory outside of "
+        "the ranks, also without checkpoints; off: the run ends, see docs/reliability.md",
     )
     rank_silence: Annotated[float, MAY_CHANGE] = Field(
         default=BOUNDS.silence, gt=0, description="seconds without a sign of life after which a training rank counts as dead"

@@ -164,7 +164,7 @@ def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Se
                         share.gpus,
                         placement=config.placement,
                         bounds=WaitBounds(config.rank_silence, config.operation_timeout),
-                        recover=config.recover if config.save_every else "off",
+                        recover=config.recover if config.save_every or config.recover == "memory" else "off",
                     )
                 )
                 for _ in range(config.training_groups)

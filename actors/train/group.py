@@ -154,7 +154,9 @@ class TrainGroup:
         recover: with ``checkpoint`` a rank that dies, or fails while its peers are in a collective, does not end the group.
             Other ranks take the place of all, build the models, load what :meth:`bound` was told of last, and run the
             operations since then again with the same data, which this process keeps until the next; references and futures
-            stay valid. An operation in which ranks die twice ends the group.
+            stay valid. An operation in which ranks die twice ends the group. With ``memory`` they load what each model was
+            after its last optimizer step, which a process on another node, or beside the ranks, keeps in memory; that needs
+            no checkpoint.
 
     Raises:
         ConfigError: numbers, or a device in ``config``, that do not go together, or Ray is not initialised.
@@ -193,7 +195,7 @@ class TrainGroup:
         )
         ranks = start()
         ranks.bounds = bounds
-        recovery = Recovery(ranks, start) if recover == "checkpoint" else None
+        recovery = None if recover == "off" else Recovery(ranks, start, in_memory=recover == "memory")
         finalizer = weakref.finalize(self, ranks.members.kill if recovery is None else recovery.kill)
         self._over(config, ranks, finalizer, recovery)
 
@@ -296,7 +298,7 @@ class TrainGroup:
             self._finalizer.detach()
         return (_copy, (self.config, self._ranks.members, self._ranks.infos, self._ranks.operator, self.journal))
 
-    # Recovery: with recover="checkpoint" a death does not end the group.
+    # Recovery: with recover="checkpoint" or "memory" a death does not end the group.
 
     @property
     def epoch(self) -> int:
@@ -512,9 +514,14 @@ class TrainGroup:
                 return made
             if atom.frees:
                 self._ranks.forget(arguments["handle"].key)
+                if self._recovery is not None:
+                    self._recovery.forget(arguments["handle"])
             return any(values) if atom.join == "any" else values[0]
 
-        return self._on_ranks(atom.name, operation, finish, facts_of(operation))
+        future = self._on_ranks(atom.name, operation, finish, facts_of(operation))
+        if atom.name == "optimizer_step" and self._recovery is not None:
+            self._recovery.stepped(list(refs_in(arguments.values())))
+        return future
 
     def _require_mine(self, arguments: Iterable[Any]) -> None:
         for each in refs_in(arguments):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
@@ -69,6 +70,7 @@ class Kept:
         calls: pickled, one for each rank; those of ranks with the same data are one object.
         models: keys of the models that it works on; empty where that is not known.
         saves_to: where it writes a checkpoint.
+        boundary: of a load, the state in memory that it loads.
         refs: what each rank answers, and what it stores.
         ranks: those that it was sent to last.
         answered: its result has come, or its error; ``digest`` is that of a result that new ranks must have again.
@@ -87,6 +89,7 @@ class Kept:
     failed: bool = False
     digest: str = ""
     deaths: int = 0
+    boundary: Any = None
 
     @property
     def number(self) -> int:
@@ -112,19 +115,22 @@ class Kept:
         if self.digest and found != self.digest:
             raise RLBackendError(
                 f"{self.title} has another result on the new ranks than it had on those that died: what was trained since "
-                "the last checkpoint cannot be computed again in the same bits; continue from that checkpoint with "
-                "resume=auto, and set recover=off where kernels do not repeat their results",
+                "the state that they loaded cannot be computed again in the same bits; continue from the newest checkpoint "
+                "with resume=auto, and set recover=off where kernels do not repeat their results",
                 number=self.number,
             )
         self.answered, self.digest = True, found
 
 
 class KeptOperations:
-    """In the order of their numbers. A boundary of a model is a checkpoint of it: what came before need not run again."""
+    """In the order of their numbers. A boundary of a model is its state on disk or in memory: what came before need not run
+    again.
+    """
 
     def __init__(self) -> None:
         self._kept: list[Kept] = []
         self._boundaries: dict[int, int] = {}
+        self._gone = set[int]()
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -156,29 +162,53 @@ class KeptOperations:
         It is no boundary where gradients were left when it was saved: a checkpoint has none.
         """
         found = [kept for kept in self._kept if kept.saves_to == saved and handle.key in kept.models]
-        if not found or self._has_gradients(handle.key, found[-1].number):
+        if not found or self.has_gradients(handle.key, found[-1].number):
             return
         save = found[-1]
         load = Operation("load_checkpoint", {"handle": handle, "path": committed})
         # In its place: what others did before and after it stays in order.
         save.calls, save.saves_to, save.digest = [cloudpickle.dumps(load)] * len(save.calls), None, ""
         save.header, save.answered = replace(save.header, name=load.name), True
-        self._boundaries[handle.key] = save.number
-        self._kept = [kept for kept in self._kept if kept is save or not self._is_over(kept)]
+        self._bounded(handle.key, save)
+
+    def bound_in_memory(self, load: Kept) -> None:
+        """``load`` brings back a model as it was after an operation of its number: a step that left no gradients."""
+        (model,) = load.models
+        self._kept = sorted([*self._kept, load], key=lambda kept: kept.number)
+        self._bounded(model, load)
+
+    def boundaries(self) -> list[Any]:
+        return [kept.boundary for kept in self._kept if kept.boundary is not None]
+
+    def is_saving(self, model: int) -> bool:
+        """Whether a checkpoint is being written, which ranks that die now must write again, from the state that it had."""
+        saves = (kept.saves_to for kept in self._kept if model in kept.models)
+        return any(path is not None and not path.exists() for path in saves)
+
+    def forget_model(self, model: int) -> None:
+        """It is freed: what only it was asked need not run again."""
+        self._gone.add(model)
+        self._boundaries.pop(model, None)
+
+    def _bounded(self, model: int, load: Kept) -> None:
+        self._boundaries[model] = load.number
+        known = {*self._boundaries}.union(*(kept.models for kept in self._kept if kept.role == "changes")) - self._gone
+        self._kept = [kept for kept in self._kept if kept is load or not self._is_over(kept, known)]
         self.nbytes = sum(kept.nbytes for kept in self._kept)
 
-    def _is_over(self, kept: Kept) -> bool:
+    def _is_over(self, kept: Kept, known: Set[int]) -> bool:
         # A result that nobody has read yet stays where it is.
         if kept.role == "builds" or not (kept.answered or kept.ranks.ready(kept.outcomes)):
             return False
-        bounds = [self._boundaries.get(model, -1) for model in kept.models] or list(self._boundaries.values())
         # The load of a boundary itself is over with the next one.
-        return all(kept.number < bound for bound in bounds)
+        models = kept.models - self._gone if kept.models else known
+        return all(kept.number < self._boundaries.get(model, -1) for model in models)
 
-    def _has_gradients(self, model: int, number: int) -> bool:
+    def has_gradients(self, model: int, before: float = math.inf) -> bool:
+        """Whether a model is left with gradients by operations of smaller numbers."""
         left = False
         for kept in self._kept:
-            if kept.number < number and kept.role == "changes" and (model in kept.models or not kept.models):
+            if kept.number < before and kept.role == "changes" and (model in kept.models or not kept.models):
                 left = kept.header.name == "forward_backward" or (left and kept.header.name not in _WITHOUT_GRADIENTS)
         return left
 

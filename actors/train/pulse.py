@@ -36,8 +36,9 @@ class WaitBounds:
 
 BOUNDS = WaitBounds()
 
-type Recover = Literal["checkpoint", "off"]
-"""What the death of a rank does: its group recovers from the last checkpoint, or it ends."""
+type Recover = Literal["checkpoint", "memory", "off"]
+"""What the death of a rank does: its group recovers from the last checkpoint, or from the state after the last step, which
+is kept in memory outside of the ranks, or it ends."""
 
 
 @dataclass

@@ -15,6 +15,7 @@ from actors.cluster import prometheus
 from actors.train.context import HandleRef, RankContext, RankFunction
 from actors.train.kept import Facts, Kept, KeptOperations, Ranks
 from actors.train.loss import SentLoss
+from actors.train.memory_boundary import MemoryBoundaries, load_call
 from actors.train.order import Driver, OperationHeader
 from actors.train.outcome import AFTERWARDS
 from actors.train.pulse import end_processes
@@ -35,6 +36,9 @@ MOST_KEPT_BYTES = 2**30
 # Deaths in one operation, and starts of ranks in one recovery.
 MOST_DEATHS, MOST_STARTS = 2, 3
 _PAUSE_SECONDS = 2.0
+# For a state that ranks have written, until it has reached whoever keeps it: after the next step, while its pass runs; and
+# before what came since is run again, or given up.
+_NEAR_SECONDS, _TAKE_SECONDS = 0.5, 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +75,12 @@ class Recovery[R: Ranks]:
 
     Args:
         start: other ranks of the same group.
+        in_memory: the state of each model is kept in memory after each of its optimizer steps.
     """
 
-    def __init__(self, ranks: R, start: StartRanks[R], most_bytes: int = MOST_KEPT_BYTES) -> None:
+    def __init__(
+        self, ranks: R, start: StartRanks[R], most_bytes: int = MOST_KEPT_BYTES, *, in_memory: bool = False
+    ) -> None:
         self.ranks = ranks
         self.epoch = 0
         self.events: list[Recovered] = []
@@ -84,6 +91,10 @@ class Recovery[R: Ranks]:
         self._number = 0
         self._off = ""
         self._lock = threading.RLock()
+        self._memory: MemoryBoundaries | None = None
+        if in_memory:
+            self._memory = MemoryBoundaries(lambda text: self.on_recovered(text))
+            self._memory.place(ranks.infos)
 
     @property
     def wants_boundary(self) -> bool:
@@ -93,14 +104,36 @@ class Recovery[R: Ranks]:
         with self._lock:
             self._kept.bound(handle, saved, committed)
 
+    def stepped(self, handles: Sequence[HandleRef]) -> None:
+        """The optimizer step of these models was sent just now."""
+        with self._lock:
+            if self._memory is None or self._off:
+                return
+            self._take_boundaries(_TAKE_SECONDS if self.wants_boundary else _NEAR_SECONDS)
+            wanted = {handle.key: handle for handle in (*handles, *self._memory.lost())}
+            for key, handle in wanted.items():
+                if not self._kept.is_saving(key) and not self._kept.has_gradients(key):
+                    self._number = self._memory.make(handle, self.ranks) or self._number
+
+    def forget(self, handle: HandleRef) -> None:
+        """The model is freed."""
+        with self._lock:
+            self._kept.forget_model(handle.key)
+            if self._memory is not None:
+                self._memory.forget(handle.key)
+
     def stop(self, why: str) -> None:
         """From now on a death ends the group."""
         with self._lock:
             self._off = self._off or why
             self._kept.clear()
+            if self._memory is not None:
+                self._memory.close()
 
     def kill(self) -> None:
         self.ranks.members.kill()
+        if self._memory is not None:
+            self._memory.close()
 
     def send(
         self,
@@ -129,7 +162,7 @@ class Recovery[R: Ranks]:
             if not self._off:
                 self._kept.add(kept)
                 if self._kept.nbytes > 2 * self._most_bytes:
-                    self.stop("more was asked since the last checkpoint than the driver keeps")
+                    self.stop("more was asked since the last checkpoint or state in memory than the driver keeps")
                     logger.warning("training group %r cannot recover from now on: %s", ranks.members.name, self._off)
             return kept
 
@@ -170,6 +203,7 @@ class Recovery[R: Ranks]:
                 raise error
             began, reason = time.monotonic(), error.message.removesuffix(f"; {AFTERWARDS}")
             self._blame(self._running(), error)
+            self._require_boundaries(error)
             with span("recover", "operation") as traced:
                 repeated = self._try_to_replace(error)
                 traced.update(reason=reason, operations=len(repeated))
@@ -193,6 +227,31 @@ class Recovery[R: Ranks]:
             except BaseException:
                 self.stop("a recovery was interrupted")
                 raise
+
+    def _take_boundaries(self, timeout: float) -> None:
+        """What is in memory by now need not run again."""
+        assert self._memory is not None, "asked by those that have one"
+        for made in self._memory.made(self.ranks.infos, timeout):
+            header = OperationHeader(made.number, "load_held_state")
+            models = frozenset({made.handle.key})
+            load = Kept(header, (), None, "changes", models, None, (), self.ranks, answered=True, boundary=made)
+            self._kept.bound_in_memory(load)
+
+    def _require_boundaries(self, error: GroupFailedError) -> None:
+        """Raises where the last state in memory was lost with the ranks."""
+        if self._memory is None:
+            return
+        self._take_boundaries(_TAKE_SECONDS)
+        for boundary in self._kept.boundaries():
+            if self._memory.choose(boundary) is None:
+                self.stop("the state in memory was lost")
+                message = error.message.removesuffix(f"; {AFTERWARDS}")
+                raise GroupFailedError(
+                    f"{message}; the process that kept the state of {boundary.handle.name!r} in memory died too, before "
+                    "another one had it; all ranks were stopped. Continue from the newest checkpoint with resume=auto; "
+                    "save_every=0 leaves none",
+                    **error.details,
+                ) from error
 
     def _running(self) -> Kept | None:
         return next((kept for kept in self._kept.unanswered() if not kept.ranks.has_answered(kept.outcomes)), None)
@@ -218,6 +277,8 @@ class Recovery[R: Ranks]:
         fresh = self._start(driver=lost.driver, epoch=self.epoch + 1)
         self.ranks, self.epoch, self._number = fresh, self.epoch + 1, self._number + 1
         fresh.take_place_of(lost, self._number)
+        if self._memory is not None:
+            self._memory.place(fresh.infos)
         return self._repeat(fresh)
 
     def _repeat(self, fresh: R) -> list[Kept]:
@@ -225,8 +286,7 @@ class Recovery[R: Ranks]:
         for kept in self._kept.to_repeat():
             if kept.role == "pinned" or (kept.role == "reads" and kept.ranks.has_answered(kept.outcomes)):
                 continue
-            calls = kept.calls if kept.saves_to is None else _calls_of_save(kept, kept.saves_to)
-            kept.refs, kept.ranks = fresh.repeat(kept.header, calls, kept.loss, last), fresh
+            kept.refs, kept.ranks = fresh.repeat(kept.header, self._calls(kept, fresh), kept.loss, last), fresh
             last = kept.number
             repeated.append(kept)
             if kept.answered:
@@ -241,6 +301,14 @@ class Recovery[R: Ranks]:
             self._blame(self._running(), error)
             raise
         return repeated
+
+    def _calls(self, kept: Kept, fresh: R) -> Sequence[bytes]:
+        if kept.boundary is not None and self._memory is not None:
+            copies = self._memory.choose(kept.boundary)
+            if copies is None:
+                fresh.fail(f"the state of {kept.boundary.handle.name!r} in memory was lost while ranks were replaced")
+            return [load_call(kept.boundary, copies)] * len(fresh.members.workers)
+        return kept.calls if kept.saves_to is None else _calls_of_save(kept, kept.saves_to)
 
     def _compare(self, fresh: R, kept: Kept) -> None:
         try:

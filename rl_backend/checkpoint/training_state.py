@@ -22,7 +22,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
@@ -183,10 +190,7 @@ class TensorsReader(FileSystemReader):
                 with file.open("rb") as stream:
                     for item in items:
                         piece = self._piece(stream, item.storage_index, stored[item.storage_index])
-                        part = zip(item.storage_offsets, item.lengths, strict=True)
-                        target = planner.resolve_tensor(item)
-                        target.detach().copy_(piece[tuple(slice(start, start + length) for start, length in part)])
-                        planner.commit_tensor(item, target)
+                        fill(planner, item, piece)
             except Exception as error:
                 raise CheckpointError(
                     f"{file} is refused, {load_problem(error)}; take an earlier checkpoint", path=str(self.path), name=name
@@ -208,6 +212,14 @@ class TensorsReader(FileSystemReader):
 
 def _described(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{name_of_dtype(dtype)} {tuple(shape)}"
+
+
+def fill(planner: LoadPlanner, item: ReadItem, piece: Tensor) -> None:
+    """Copies the part of a stored piece that a planner asks for to where it belongs."""
+    part = zip(item.storage_offsets, item.lengths, strict=True)
+    target = planner.resolve_tensor(item)
+    target.detach().copy_(piece[tuple(slice(start, start + length) for start, length in part)])
+    planner.commit_tensor(item, target)
 
 
 class TensorPieces:

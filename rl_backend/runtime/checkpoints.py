@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from rl_backend.checkpoint.durable_commit import discard_draft
 from rl_backend.checkpoint.hf_writer import critic_config, write_hf_directory
 from rl_backend.checkpoint.manifest import TrainingManifest, read_manifest
+from rl_backend.checkpoint.state_in_memory import StateInMemory, StateSource
 from rl_backend.checkpoint.training_state import (
     RANDOM,
     HostBuffers,
@@ -235,14 +236,14 @@ def training_manifest(handle: GuardedHandle, **progress: Any) -> TrainingManifes
 
 def load_state[H: GuardedHandle](
     handle: H,
-    path: Path,
+    source: StateSource,
     tensors: Callable[[H], StateTensors],
     *,
     check: Callable[[TrainingManifest], None] = lambda manifest: None,
     differs: Callable[[str], Differs] = lambda name: "replicas",
     earlier: Callable[[str], str] = lambda name: name,
 ) -> tuple[TrainingManifest, StateTensors]:
-    """Fills ``tensors(handle)`` from ``path`` and sets the weight version; the caller restores the rest. A collective.
+    """Fills ``tensors(handle)`` from ``source`` and sets the weight version; the caller restores the rest. A collective.
 
     Args:
         tensors: called when the checkpoint is known to be complete and of this model.
@@ -253,9 +254,9 @@ def load_state[H: GuardedHandle](
     Raises:
         CheckpointError: on every rank.
     """
-    group = handle.groups.host_group
+    group, path = handle.groups.host_group, Path(source)
     with on_every_rank(group, f"{path} cannot be read"):
-        manifest = read_manifest(path)
+        manifest = source.manifest if isinstance(source, StateInMemory) else read_manifest(path)
         check(manifest)
         manifest.require_model(_model_type(handle), handle.saved_shapes, handle.head, path)
         manifest.require_readable_by(handle.config.backend, path)
@@ -263,7 +264,7 @@ def load_state[H: GuardedHandle](
         # Each rank reads its share of the files, so that together they read everything once.
         for name in sorted(manifest.files)[dist.get_rank(group) :: dist.get_world_size(group)]:
             require_written(path, name, manifest.files[name])
-        reader = TensorsReader(path, manifest.files)
+        reader = source.reader() if isinstance(source, StateInMemory) else TensorsReader(path, manifest.files)
     saved = reader.metadata.state_dict_metadata
     filled = tensors(handle)
     origins = _origins(handle, manifest, filled, differs)

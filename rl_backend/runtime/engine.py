@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from rl_backend import contracts
 from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.state_in_memory import StateSource
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.parallel.groups import RankGroups
 from rl_backend.parallel.shards import chunk
@@ -83,7 +83,7 @@ class Engine[H: GuardedHandle](ABC):
         """What a checkpoint holds."""
 
     @abstractmethod
-    def load_training_state(self, handle: H, path: Path) -> TrainingManifest:
+    def load_training_state(self, handle: H, path: StateSource) -> TrainingManifest:
         """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
 
     @abstractmethod

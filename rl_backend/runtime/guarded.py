@@ -14,7 +14,10 @@ from torch import Tensor
 from rl_backend.checkpoint.hf_reader import require_float_weights
 from rl_backend.checkpoint.hf_weights import LM_HEAD
 from rl_backend.checkpoint.kept_weights import STALE, describe_kept
+from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.peft_files import fitted_to, read_peft_directory
+from rl_backend.checkpoint.state_in_memory import StateInMemory
+from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import (
     BatchError,
     ConfigError,
@@ -266,7 +269,13 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         return self._writer.is_pending(handle)
 
     @guarded
-    def load_checkpoint(self, handle: AnyHandle, path: Path | str, *, optimizer: bool = True) -> dict[str, Any]:
+    def training_state(self, handle: AnyHandle) -> tuple[StateTensors, TrainingManifest]:
+        return self._engine_of(handle).training_state(handle)
+
+    @guarded
+    def load_checkpoint(
+        self, handle: AnyHandle, path: Path | StateInMemory | str, *, optimizer: bool = True
+    ) -> dict[str, Any]:
         """See the base class. Random state is that of :func:`~rl_backend.runtime.checkpoints.source_rank`; without one it
         stays.
         """
@@ -279,10 +288,11 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
                 "weights that it has; load it before create_lora_adapter",
                 handle=handle.name,
             )
+        source = path if isinstance(path, StateInMemory) else Path(path)
         if optimizer:
-            manifest = self._engine_of(handle).load_training_state(handle, Path(path))
+            manifest = self._engine_of(handle).load_training_state(handle, source)
         elif handle in self._tenants:
-            manifest = self._tenants.load_training_state(handle, Path(path), optimizer=False)
+            manifest = self._tenants.load_training_state(handle, source, optimizer=False)
         else:
             raise UnsupportedError(
                 f"load_checkpoint(optimizer=False) on {handle.name!r}: only LoRA tenants load without their optimizer"

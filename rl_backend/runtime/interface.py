@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend import contracts
+from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.state_in_memory import StateInMemory
+from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts.atoms import ANY_STATE, ITS_WEIGHTS, TRAINED, Atom, Needs
 from rl_backend.contracts.lora import LoRAConfig, LoRAInfo
 from rl_backend.contracts.result import BackendInfo, OptimizerState, OptimizerStateInfo
@@ -301,15 +304,23 @@ class Runtime[H](ABC):
         again, on every rank, by what waits for the save next.
         """
 
+    @Atom(Needs(("model", "optimizer"), trained=True), join=None)
+    @_optional
+    def training_state(self, handle: H) -> tuple[StateTensors, TrainingManifest]:
+        """What :meth:`save_checkpoint` would write: this rank's tensors themselves, valid until the model changes, and the
+        facts beside them, of use on rank 0.
+        """
+
     @Atom(Needs(("model", "optimizer"), weights=False))
     @abstractmethod
-    def load_checkpoint(self, handle: H, path: Path | str, *, optimizer: bool = True) -> dict[str, Any]:
+    def load_checkpoint(self, handle: H, path: Path | StateInMemory | str, *, optimizer: bool = True) -> dict[str, Any]:
         """Restores what ``save_checkpoint`` wrote, in any layout: weights, optimizer, schedules, random state, weight
         version.
 
         A forward-only handle takes the weights and their version. Gradients are dropped. Returns the ``extra`` of the save.
 
         Args:
+            path: a directory, or what ranks have copied of :meth:`training_state` to memory.
             optimizer: False begins the optimizer and schedules of a LoRA tenant anew; the seed and dropout of its
                 ``LoRAConfig`` may then be others than those saved.
 

@@ -86,6 +86,24 @@ def test_a_dense_model_goes_on_in_another_layout(
     check(loader, saver, load_in(ranks, dense, saves(dense, saver), tmp_path / "again", loader))
 
 
+@pytest.mark.shows("recovery: what ranks keep in memory goes on in another layout and runtime, as a checkpoint does")
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        (native(2), native(2)),
+        (native(2), native(1)),
+        (native(2), bridge(2, tp=2)),
+        (native(4, "zbv", pp=2, vpp=2), native(4, tp=2)),
+        (bridge(2, tp=2), native(4)),
+    ],
+    ids=str,
+)
+def test_a_state_in_memory_goes_on_in_another_layout(
+    ranks: RankPool, dense: Path, saves: Saves, tmp_path: Path, saver: Layout, loader: Layout
+) -> None:
+    check(loader, saver, load_in(ranks, dense, saves(dense, saver), tmp_path / "again", loader, in_memory=True))
+
+
 @pytest.mark.shows("checkpoints: a mixture of experts continues with another layout of its experts, on either runtime")
 @pytest.mark.parametrize(("saver", "loader"), from_one_to_another(MIXTURE))
 def test_a_mixture_goes_on_in_another_layout(

@@ -8,10 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import RayError
 from safetensors.torch import load_file
 
 from actors.cluster.processes import start_time
@@ -113,6 +116,86 @@ def test_a_run_of_the_bridge_goes_on_when_a_rank_is_killed(ray_cluster: None, ta
         found = run(config_of(task, tmp_path / "killed", **changes), session, kill(1))
         assert session.groups[0].epoch == 1
     same_run(found, expected)
+
+
+@pytest.mark.shows(
+    "recovery: with recover=memory and no checkpoint a run whose rank or whose holder of states is killed is the "
+    "undisturbed run in every bit, and at most two steps run again"
+)
+def test_a_run_goes_on_from_memory(ray_cluster: None, task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    changes = {"save_every": 0, "recover": "memory"}
+    config = config_of(task, tmp_path / "undisturbed", **changes)
+    killed: list[int] = []
+    with open_session(config) as session:
+        expected = run(config, session)
+        other = run(config_of(task, tmp_path / "holder", **changes), session, kill_holder(killed))
+        assert session.groups[0].epoch == 0 and start_time(killed[0]) == ""
+        until_replaced(session, killed[0])
+        found = run(config_of(task, tmp_path / "killed", **changes), session, kill(1))
+        assert session.groups[0].epoch == 1
+    same_run(other, expected)
+    same_run(found, expected)
+    (told,) = recoveries(found)
+    # One; another where its state has not reached the holder when the next, of a tenth of a second, begins.
+    assert told["recovery/steps_repeated"] <= 2
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "in memory was lost" in line]
+    assert "another one is started" in line
+    until_gone(Path("/proc"), "rl_backend_boundary")
+
+
+def holder_of(session: Session) -> Any:
+    recovery: Any = session.groups[0]._recovery
+    (holder,) = recovery._memory._holders.values()
+    return holder
+
+
+def kill_holder(killed: list[int]) -> Disturb:
+    def kill_it(session: Session) -> None:
+        killed.append(ray.get(holder_of(session).ping.remote())[0])
+        os.kill(killed[0], signal.SIGKILL)
+
+    return kill_it
+
+
+def until_replaced(session: Session, pid: int) -> None:
+    """Waits until another holder has started, and is asked to keep what that one had."""
+    recovery: Any = session.groups[0]._recovery
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        recovery.stepped([])
+        with suppress(RayError):
+            if ray.get(holder_of(session).ping.remote())[0] != pid:
+                return
+        time.sleep(0.1)
+    raise AssertionError("there is no other holder")
+
+
+def until_gone(processes: Path, name: str) -> None:
+    """Waits until no process has memory of this name open."""
+    deadline = time.monotonic() + 30
+    while any(name in target for target in map(target_of, processes.glob("[0-9]*/fd/*"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def target_of(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+@pytest.mark.long
+@pytest.mark.shows("recovery: the bridge's ranks go on from memory as the native ones, with the same bits")
+def test_a_run_of_the_bridge_goes_on_from_memory(ray_cluster: None, task: Path, tmp_path: Path) -> None:
+    changes = {"train": {"backend": "bridge"}, "save_every": 0, "recover": "memory"}
+    config = config_of(task, tmp_path / "undisturbed", **changes)
+    with open_session(config) as session:
+        expected = run(config, session)
+        found = run(config_of(task, tmp_path / "killed", **changes), session, kill(1))
+        assert session.groups[0].epoch == 1
+    same_run(found, expected)
+    assert recoveries(found)[0]["recovery/steps_repeated"] <= 2
 
 
 def kill_in_a_save(folder: Path) -> Disturb:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from rl_backend.checkpoint.state_in_memory import StateInMemory, write_state
 from rl_backend.contracts import OptimizerConfig
 from rl_backend.runtime import Runtime
 from tests.support.bridge_runs import open_bridge
@@ -111,17 +113,40 @@ def save_job(layout: Layout, model: str, path: str) -> Continued:
         handle = runtime.build_model()
         _train(runtime, handle, range(STEPS_BEFORE))
         runtime.save_checkpoint(handle, path, extra={"next_batch": STEPS_BEFORE})
+        copy_to_memory(runtime, handle, path)
         return _go_on(runtime, handle, {"next_batch": STEPS_BEFORE})
 
 
-def load_job(layout: Layout, model: str, path: str, again: str) -> Continued:
+def load_job(layout: Layout, model: str, path: str, again: str, in_memory: bool) -> Continued:
     """Loads into a model that has been trained on something else, saves that anew, and trains on."""
     with layout.open(model) as runtime:
         handle = runtime.build_model()
         _train(runtime, handle, [100])
-        extra = runtime.load_checkpoint(handle, path)
+        extra = runtime.load_checkpoint(handle, state_in_memory(path) if in_memory else path)
+        extra = {"next_batch": STEPS_BEFORE} if in_memory else extra
         runtime.save_checkpoint(handle, again, extra=extra)
         return _go_on(runtime, handle, extra)
+
+
+def copy_to_memory(runtime: Runtime[Any], handle: Any, path: str) -> None:
+    """Beside the checkpoint ``path``: what each rank would copy to memory, in a file."""
+    rank = dist.get_rank()
+
+    def room(nbytes: int) -> Tensor:
+        return torch.from_file(f"{path}.rank{rank}", shared=True, size=nbytes, dtype=torch.uint8)
+
+    table = write_state(*runtime.training_state(handle), room)
+    Path(f"{path}.table{rank}").write_text(json.dumps(table))
+
+
+def state_in_memory(path: str) -> StateInMemory:
+    files = sorted(Path(path).parent.glob(f"{Path(path).name}.table*"))
+    tables: list[tuple[int, int]] = [tuple(json.loads(file.read_text())) for file in files]
+
+    def read(rank: int, start: int, end: int) -> Tensor:
+        return torch.from_file(f"{path}.rank{rank}", shared=True, size=end, dtype=torch.uint8)[start:]
+
+    return StateInMemory("the state", tables, read)
 
 
 def _go_on(runtime: Runtime[Any], handle: Any, extra: dict[str, Any]) -> Continued:
@@ -170,14 +195,14 @@ def save_in(ranks: RankPool, model: Path, path: Path, saver: Layout) -> Saved:
     return Saved(path, whole, read_whole(path))
 
 
-def load_in(ranks: RankPool, model: Path, saved: Saved, again: Path, loader: Layout) -> float:
-    """Trains on in another layout, and saves to ``again`` before that.
+def load_in(ranks: RankPool, model: Path, saved: Saved, again: Path, loader: Layout, *, in_memory: bool = False) -> float:
+    """Trains on in another layout, from the disk or from memory, and saves to ``again`` before that.
 
     Returns the largest relative difference of the losses after the checkpoint to those of its saver. Weights, moments,
     counts, learning rates and ``extra`` must be the same in every digit after loading.
     """
     whole = saved.continued
-    part = ranks.run(load_job, loader, str(model), str(saved.path), str(again), world_size=loader.world_size)[0]
+    part = ranks.run(load_job, loader, str(model), str(saved.path), str(again), in_memory, world_size=loader.world_size)[0]
     assert part.weight_version == whole.weight_version == STEPS_BEFORE
     assert part.learning_rates == whole.learning_rates
     assert part.extra == whole.extra == {"next_batch": STEPS_BEFORE}

@@ -22,6 +22,9 @@ from rl_backend.runtime.registry import check_config
 GPUS_OF_A_NODE = 8
 GIB = 2**30
 
+# Of a weight and its moments, in float32; and of the token fields of a loss, roughly.
+_STATE_BYTES, _TOKEN_BYTES = 12, 32
+
 COLUMNS = "{:24}" + "{:>16}" * len(PHASES)
 
 
@@ -51,6 +54,20 @@ class Plan:
     @property
     def num_parameters(self) -> int:
         return self.sync_bytes // int(getattr(torch, self.workload.sync_dtype).itemsize)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of what is trained and its optimizer, on all ranks together: a checkpoint, or a boundary in memory."""
+        if self.workload.tenants:
+            # Three of the four numbers that a rank has of each weight: not the gradient.
+            return sum(rank.adapters for rank in self.ranks) * 3 // 4
+        return self.num_parameters * _STATE_BYTES
+
+    @property
+    def step_bytes(self) -> int:
+        """Of the data of a step, which a driver keeps to run it again."""
+        work = self.workload
+        return self.data_parallel_size * work.num_micro_batches * work.micro_batch_tokens * _TOKEN_BYTES
 
     def largest(self, phase: Phase) -> RankMemory:
         return max(self.ranks, key=lambda rank: rank.total(phase, self.workload.offload))
@@ -186,6 +203,10 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
         f"a weight sync sends {amount(plan.sync_bytes)} {unit} in {work.sync_dtype}; through shared memory "
         "or gloo it keeps as much of /dev/shm until it is closed"
     )
+    lines.append(
+        f"with recover=memory the ranks' nodes keep two states of {amount(plan.state_bytes)} {unit} in host memory, other "
+        f"nodes as much again, and the driver about {plan.step_bytes / 2**20:.1f} MiB of each step since"
+    )
     if plan.sequence_cache is not None:
         whole, tokens, state = (f"{size / 2**20:.2f}" for size in (sum(plan.sequence_cache), *plan.sequence_cache))
         parts = f": {tokens} of keys and values, {state} of states, which do not grow" if plan.sequence_cache.state else ""
@@ -220,6 +241,8 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
         "workload": plan.workload.model_dump(),
         "sync_bytes": plan.sync_bytes,
         "engine_slots": plan.engine_slots,
+        "state_bytes": plan.state_bytes,
+        "step_bytes": plan.step_bytes,
         "sequence_cache": None if plan.sequence_cache is None else plan.sequence_cache._asdict(),
         "peak": {phase: plan.peak(phase) for phase in PHASES},
         "ranks": [

@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.state_in_memory import StateSource
 from rl_backend.checkpoint.training_state import MOMENTS, WEIGHTS, StateTensors, TensorPieces
 from rl_backend.contracts import stored_tensors
 from rl_backend.parallel import fsdp
@@ -19,7 +19,7 @@ from rl_backend.runtime.native.handle import NativeHandle
 _STEP = "step"
 
 
-def load_training_checkpoint(handle: NativeHandle, path: Path) -> TrainingManifest:
+def load_training_checkpoint(handle: NativeHandle, path: StateSource) -> TrainingManifest:
     fsdp.reshard(handle.model)
     manifest, loaded = checkpoints.load_state(handle, path, all_tensors)
     _fill_copies(handle)

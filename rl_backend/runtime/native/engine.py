@@ -1,12 +1,12 @@
 """The engine of the native runtime: PyTorch, on one or several ranks."""
 
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.state_in_memory import StateSource
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import (
     ForwardResult,
@@ -76,7 +76,7 @@ class NativeEngine(Engine[NativeHandle]):
     def training_state(self, handle: NativeHandle) -> tuple[StateTensors, TrainingManifest]:
         return all_tensors(handle), training_manifest(handle)
 
-    def load_training_state(self, handle: NativeHandle, path: Path) -> TrainingManifest:
+    def load_training_state(self, handle: NativeHandle, path: StateSource) -> TrainingManifest:
         return load_training_checkpoint(handle, path)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.manifest import TenantFacts, TrainingManifest, read_manifest
+from rl_backend.checkpoint.state_in_memory import StateSource
 from rl_backend.checkpoint.training_state import MOMENTS, WEIGHTS, StateTensors, TensorPieces, on_every_rank
 from rl_backend.contracts import CheckpointError, Head
 from rl_backend.contracts.lora import LoRAConfig
@@ -37,7 +38,7 @@ def tenant_state(handle: TenantHandle) -> tuple[StateTensors, TrainingManifest]:
     return dict(_pieces(handle)), manifest
 
 
-def load_tenant_state(handle: TenantHandle, path: Path, *, optimizer: bool) -> TrainingManifest:
+def load_tenant_state(handle: TenantHandle, path: StateSource, *, optimizer: bool) -> TrainingManifest:
     """Restores a tenant from ``path``, whatever layout or runtime saved it; without ``optimizer`` that begins anew.
 
     Raises:

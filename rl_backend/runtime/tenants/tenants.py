@@ -1,13 +1,13 @@
 """LoRA tenants of a runtime: the list of them, and what the engine does for a model done for a tenant."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.state_in_memory import StateSource
 from rl_backend.checkpoint.training_state import StateTensors, on_every_rank
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
@@ -204,7 +204,7 @@ class Tenants:
     def training_state(self, handle: ModelHandle) -> tuple[StateTensors, TrainingManifest]:
         return tenant_state(self[handle])
 
-    def load_training_state(self, handle: ModelHandle, path: Path, *, optimizer: bool = True) -> TrainingManifest:
+    def load_training_state(self, handle: ModelHandle, path: StateSource, *, optimizer: bool = True) -> TrainingManifest:
         return load_tenant_state(self[handle], path, optimizer=optimizer)
 
     def mixed_pass(self, base: GuardedHandle, losses: Losses | None, *, forward_only: bool) -> PassTenants:

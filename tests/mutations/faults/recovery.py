@@ -7,8 +7,8 @@ from tests.mutations.fault import Fault
 FAULTS = [
     Fault(
         "steps-before-a-checkpoint-run-twice",
-        "actors.train.kept:KeptOperations.bound",
-        "self._kept = [kept for kept in self._kept if kept is save or not self._is_over(kept)]",
+        "actors.train.kept:KeptOperations._bounded",
+        "self._kept = [kept for kept in self._kept if kept is load or not self._is_over(kept, known)]",
         "pass",
         ("test_what_is_kept_is_bounded", "test_whatever_a_rank_dies_in_all_that_follows_is_the_same"),
         "what a driver keeps would grow for ever, and a recovery would repeat the whole run",
@@ -24,7 +24,7 @@ FAULTS = [
     Fault(
         "gradients-are-lost-with-a-checkpoint",
         "actors.train.kept:KeptOperations.bound",
-        "if not found or self._has_gradients(handle.key, found[-1].number):",
+        "if not found or self.has_gradients(handle.key, found[-1].number):",
         "if not found:",
         ("test_a_checkpoint_with_gradients_before_it_is_no_boundary",),
         "a step after a save in the middle of an accumulation would have a part of its gradients",
@@ -92,5 +92,37 @@ FAULTS = [
         "raise",
         ("test_a_push_begins_again_when_ranks_were_replaced_in_it",),
         "a rank that dies in a push would end the run",
+    ),
+    Fault(
+        "one-state-in-memory-is-both-written-and-whole",
+        "actors.train.memory_boundary:MemoryBoundaries.make",
+        "generation = 0 if last is None else 1 - last.generation",
+        "generation = 0",
+        ("test_a_copy_that_fails_in_the_middle_leaves_the_one_before",),
+        "a rank that dies while it copies would leave no state to go on from",
+    ),
+    Fault(
+        "a-mixed-pass-is-over-with-the-first-of-its-tenants",
+        "actors.train.kept:KeptOperations._is_over",
+        "models = kept.models - self._gone if kept.models else known",
+        "models = kept.models - self._gone if kept.models else frozenset(self._boundaries)",
+        ("test_what_may_concern_any_model_is_kept_until_each_has_a_boundary_after_it",),
+        "the gradients of a tenant that steps later would be lost with the ranks",
+    ),
+    Fault(
+        "a-checkpoint-that-is-being-written-is-forgotten",
+        "actors.train.recovery:Recovery.stepped",
+        "if not self._kept.is_saving(key) and not self._kept.has_gradients(key):",
+        "if not self._kept.has_gradients(key):",
+        ("test_what_a_checkpoint_in_the_background_has_to_write_can_be_written_again",),
+        "the run would end at its next commit, because the ranks that wrote the checkpoint are gone",
+    ),
+    Fault(
+        "memory-of-old-states-is-never-freed",
+        "actors.wire.held_memory:MemoryHolder.drop",
+        "os.close(self._files.pop(key))",
+        "pass",
+        ("test_memory_of_a_process_that_is_killed_stays_and_is_freed_with_the_holder",),
+        "a tenant that is gone, and a state of each step on another node, would stay until the run ends",
     ),
 ]

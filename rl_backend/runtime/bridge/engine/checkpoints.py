@@ -1,13 +1,13 @@
 """Checkpoints of the bridge: their contents, and loading one of either runtime into any layout."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from megatron.core.tensor_parallel import random as streams
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.state_in_memory import StateSource
 from rl_backend.checkpoint.training_state import MOMENTS, RANDOM, WEIGHTS, StateTensors, TensorPieces
 from rl_backend.contracts import CheckpointError
 from rl_backend.runtime import checkpoints
@@ -44,7 +44,7 @@ def training_manifest(handle: BridgeHandle) -> TrainingManifest:
     )
 
 
-def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManifest:
+def load_training_checkpoint(handle: BridgeHandle, path: StateSource) -> TrainingManifest:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version. Gradients are left alone."""
 
     def require_even_steps(manifest: TrainingManifest) -> None:

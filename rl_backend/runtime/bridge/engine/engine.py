@@ -2,13 +2,13 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.state_in_memory import StateSource
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import ForwardResult, Head, RuntimeConfig, export_dtype
 from rl_backend.parallel.groups import training_device
@@ -117,7 +117,7 @@ class BridgeEngine(Engine[BridgeHandle]):
     def training_state(self, handle: BridgeHandle) -> tuple[StateTensors, TrainingManifest]:
         return all_tensors(handle), training_manifest(handle)
 
-    def load_training_state(self, handle: BridgeHandle, path: Path) -> TrainingManifest:
+    def load_training_state(self, handle: BridgeHandle, path: StateSource) -> TrainingManifest:
         return load_training_checkpoint(handle, path)
 
     def close(self) -> None:

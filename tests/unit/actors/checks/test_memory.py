@@ -67,6 +67,17 @@ def test_memory_is_that_of_the_fullest_gpu_or_of_all_processes() -> None:
     assert memory._bytes(config_of(SFTConfig), {actor: plans[actor]}, 0, held=False) == each + 60 + 132
 
 
+def test_states_that_are_kept_in_memory_count_where_ranks_are_on_cpus() -> None:
+    policy, reference = RunModel("model", "m"), RunModel("model", "m", forward_only=True)
+    plans = {each: SimpleNamespace(**vars(plan(2, rank(1, 10, 40, 8))), state_bytes=100) for each in (policy, reference)}
+    sizes = {
+        (recover, gpus): memory._bytes(config_of(PPOConfig, recover=recover, **changes), plans, gpus, held=True)
+        for recover, changes in (("memory", {}), ("off", {"save_every": 2}))
+        for gpus in (0, 1)
+    }
+    assert sizes["memory", 0] == sizes["off", 0] + 200 and sizes["memory", 1] == sizes["off", 1]
+
+
 def per_token(held: float, mib: float, recomputed_mib: float = 0.25) -> Any:
     """Plans of a model: GiB that are held, and MiB of each token of a micro-batch."""
 

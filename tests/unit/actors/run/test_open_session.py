@@ -102,6 +102,15 @@ def test_a_run_that_samples_nothing_has_no_engines(events: list[Any]) -> None:
     assert events[:2] == [("ray", 1, 0), ("share", 1, 0, True)] and "engines closed" not in events
 
 
+def test_states_in_memory_need_no_checkpoints(events: list[Any]) -> None:
+    with open_session(SFTConfig(**OPTIONS, recover="memory")):
+        assert events[2][2]["recover"] == "memory"
+    with pytest.raises(
+        ConfigError, match=r"recover.*'off'.*save_every=0 saves no checkpoints; set it too, or recover=memory"
+    ):
+        SFTConfig(**OPTIONS, recover="off")
+
+
 def test_what_a_start_says_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert ray_is() == "starting on this machine"

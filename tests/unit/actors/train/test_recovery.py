@@ -3,107 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 
-from actors.train import recovery as module
 from actors.train.context import HandleRef, RankContext, RankFunction
 from actors.train.group import TrainGroup
-from actors.train.order import OperationHeader, OperationSequence
 from actors.train.outcome import RankInfo
-from actors.train.recovery import Recovery
-from actors.train.worker import run
 from rl_backend.algorithm import sft_loss
-from rl_backend.contracts import BatchError, GroupFailedError, RanksReplacedError, TokenSequence
-from rl_backend.contracts.atoms import Operation
+from rl_backend.contracts import BatchError, GroupFailedError, RanksReplacedError
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.models import write_tiny
-from tests.support.native import VOCAB_SIZE, open_runtime
-from tests.support.sft_batches import random_token_sequences
-
-DIES = "dies"
-
-
-class RankHere:
-    """The only rank of a group: an operation runs when it is sent. ``dies`` says in which it dies instead."""
-
-    def __init__(self, context: RankContext, dies: Callable[[OperationHeader], bool], number: int = 0) -> None:
-        self.context, self.dies, self.number = context, dies, number
-        self.members: Any = SimpleNamespace(id=context.group_id, name="ours", workers=[None], kill=lambda: None)
-        self.infos = (RankInfo(0, "here", "127.0.0.1", 1),)
-        self.sequence = OperationSequence()
-        self.driver, self.bounds, self.peak_memory, self.operator = "driver", None, 0, ""
-        self.journal: list[Operation] = []
-        self.ran: list[tuple[int, str]] = []
-        self.is_dead = self.ended = False
-
-    def dispatch(self, name: str, calls: Sequence[bytes], loss: Any = None) -> Any:
-        if self.is_dead:
-            raise GroupFailedError("rank 0 died between operations")
-        self.number += 1
-        header = OperationHeader(self.number, name)
-        return header, self._send(header, calls)
-
-    def repeat(self, header: OperationHeader, calls: Sequence[bytes], loss: Any, after: int) -> Any:
-        return self._send(OperationHeader(header.number, header.name, after=after), calls)
-
-    def take_place_of(self, lost: RankHere, number: int) -> None:
-        self.journal, self.number = list(lost.journal), number
-
-    def _send(self, header: OperationHeader, calls: Sequence[bytes]) -> Any:
-        self.is_dead = self.is_dead or self.dies(header)
-        if self.is_dead:
-            return [(DIES, None)]
-        self.sequence.start(header)
-        self.context.operation = header.number
-        self.ran.append((header.number, header.name))
-        answer: Any
-        try:
-            call = cloudpickle.loads(calls[0])
-            answer = run(self.context, call, sft_loss if header.name == "forward_backward" else None)
-        except Exception as error:  # noqa: BLE001, as on a rank
-            answer = error
-        self.sequence.finish(None)
-        return [(answer, None)]
-
-    def collect(self, title: str, number: int, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        if refs[0] is DIES:
-            raise GroupFailedError(f"rank 0 died during {title}; {module.AFTERWARDS}")
-        if isinstance(refs[0], Exception):
-            raise refs[0]
-        return list(refs)
-
-    def has_answered(self, refs: Sequence[Any]) -> bool:
-        return refs[0] is not DIES
-
-    def fail(self, message: str, *, cause: Exception) -> None:
-        raise GroupFailedError(message) from cause
-
-    def ready(self, refs: Sequence[Any]) -> bool:
-        return True
-
-    def end(self) -> None:
-        self.ended = self.is_dead = True
-
-    def keep(self, operation: Operation) -> None:
-        self.journal.append(operation)
-
-    def forget(self, key: int) -> None:
-        self.journal = [each for each in self.journal if each.number != key]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_ray() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("actors.train.loss.ray.put", lambda loss: loss)  # Ray would start
-        yield
+from tests.support.ranks_in_process import assert_same, group_that_recovers, sequences, use_ranks_here
 
 
 @pytest.fixture(scope="module")
@@ -111,38 +25,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("qwen3", tmp_path_factory.mktemp("recovery") / "model")
 
 
-@pytest.fixture(autouse=True)
-def ended(monkeypatch: pytest.MonkeyPatch) -> list[RankInfo]:
-    found: list[RankInfo] = []
-    monkeypatch.setattr(module, "end_processes", found.extend)
-    monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.0)
-    return found
-
-
-@contextmanager
-def group_that_recovers(model: Path, *deaths: int) -> Iterator[tuple[TrainGroup, list[RankHere]]]:
-    """Each number is an operation in which the rank of then dies, in this order."""
-    left, started = list(deaths), []
-    with ExitStack() as stack:
-
-        def dies(header: OperationHeader) -> bool:
-            if left and header.number == left[0]:
-                return bool(left.pop(0))
-            return False
-
-        def start(**_: Any) -> Any:
-            runtime = stack.enter_context(open_runtime(model))
-            started.append(RankHere(RankContext(runtime, "group", 0, 1), dies))
-            return started[-1]
-
-        first = start()
-        recovery = Recovery(first, start)
-        yield TrainGroup.__new__(TrainGroup)._over(first.context.runtime.config, first, None, recovery), started
-
-
-def sequences(step: int) -> list[TokenSequence]:
-    rows = random_token_sequences((9, 5, 12), VOCAB_SIZE, seed=step)
-    return [row.with_fields(token_fields={"loss_mask": (torch.arange(len(row)) < len(row) - 1).float()}) for row in rows]
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[list[RankInfo]]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield use_ranks_here(patch)[0]
 
 
 def trained(group: TrainGroup, folder: Path, *, after: Callable[[int], None] = lambda step: None) -> list[Any]:
@@ -176,11 +62,6 @@ def save(group: TrainGroup, folder: Path, handles: dict[str, HandleRef]) -> None
     (folder / "draft").rename(folder / "step")
     for name, handle in handles.items():
         group.bound(handle, folder / "draft" / name, folder / "step" / name)
-
-
-def assert_same(found: list[Any], expected: list[Any]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +100,7 @@ def test_a_rank_that_dies_while_another_catches_up_is_replaced_too(
     model: Path, tmp_path: Path, undisturbed: tuple[list[Any], list[tuple[int, str]]], ended: list[RankInfo]
 ) -> None:
     expected, ran = undisturbed
+    ended.clear()
     steps = [number for number, each in ran if each == "optimizer_step"]
     with group_that_recovers(model, steps[-1], steps[-2]) as (group, ranks):
         assert_same(trained(group, tmp_path / "checkpoint"), expected)

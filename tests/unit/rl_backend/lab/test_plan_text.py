@@ -102,6 +102,13 @@ def test_the_text_has_a_table_and_what_follows_from_it() -> None:
         "0.50 of states, which do not grow",
     ):
         assert f"\n{line}\n" in f"{text}\n"
+    kept = (
+        "with recover=memory the ranks' nodes keep two states of 180.00 MiB in host memory, other nodes as much again, "
+        "and the "
+    )
+    assert f"\n{kept}driver about 0.2 MiB of each step since" in as_text(plan(), None, None)
+    tenants = plan(rank(adapters=4 * MIB), rank(adapters=8 * MIB), workload={"tenants": 2})
+    assert "keep two states of 9.00 MiB in host memory" in as_text(tenants, None, None)
     assert "a weight sync sends 30.00 MiB in bfloat16; through shared memory or gloo" in text and "Megatron" not in text
 
 
@@ -134,6 +141,7 @@ def test_json_has_every_rank_and_phase() -> None:
     assert facts["ranks"][1]["phases"]["rollout"] == {"weights": 10 * MIB, "gradients": 20 * MIB, "total": 30 * MIB}
     assert facts["ranks"][0]["kept_per_micro_batch"] == {"0": 11, "2": 13}
     assert (facts["sequence_cache"], facts["engine_slots"], facts["sync_bytes"]) == ({"tokens": 5, "state": 7}, 9, 30 * MIB)
+    assert (facts["state_bytes"], facts["step_bytes"]) == (180 * MIB, 2 * 3 * 1024 * 32)
     assert facts["peak"] == {phase: made.peak(phase) for phase in PHASES} and facts["parallel"]["dp"] == 2
     assert (facts["fits"], facts["phases_over"], facts["device_bytes"]) == (False, ["training"], 128 * MIB)
     assert facts["suggestion"]["peak"]["training"] == 91 * MIB and facts["suggestion"]["suggestion"] is None

@@ -85,6 +85,7 @@ def calls(runtime: NativeRuntime, handle: Any, tmp_path: Path) -> dict[str, Any]
         "export_weights": lambda: runtime.export_weights(handle),
         "export_shards": lambda: runtime.export_shards(handle),
         "export_gradients": lambda: runtime.export_gradients(handle),
+        "training_state": lambda: runtime.training_state(handle),
         "activations": lambda: runtime.activations(handle, batches),
         "get_optimizer_state": lambda: runtime.get_optimizer_state(handle),
         "reset_optimizer": lambda: runtime.reset_optimizer(handle),

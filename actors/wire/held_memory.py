@@ -1,0 +1,103 @@
+"""Memory of a node that outlives the processes that wrote it: files without a name, which another process holds open.
+
+The kernel frees such a file when the last process that has it open ends, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+
+from actors.cluster.processes import start_time
+
+# Of what is sent from node to node at one time.
+_CHUNK = 32 * 2**20
+_THREADS = 16
+_MEMORY = "rl_backend_boundary"
+
+
+class Written(NamedTuple):
+    """A file without a name, which ``path`` reaches on its node while the process of that path has it open.
+
+    ``end`` bytes of it count; those from ``table`` on say what the rest is.
+    """
+
+    path: str
+    table: int
+    end: int
+
+
+def nameless_file(nbytes: int = 0) -> tuple[int, str]:
+    """Makes one of zeros; the descriptor is the caller's. Its memory is taken when it is written to."""
+    descriptor = os.memfd_create(_MEMORY)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor, path_of(descriptor)
+
+
+def path_of(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+class HeldKey(NamedTuple):
+    """What is held: the part that a rank has of a model, after the operation of that number."""
+
+    model: int
+    rank: int
+    number: int
+
+
+class MemoryHolder:
+    """Holds what ranks have written, for its node and for others."""
+
+    # Imports no torch: it starts at once and is small.
+    def __init__(self) -> None:
+        self._files: dict[HeldKey, int] = {}
+
+    def ping(self) -> tuple[int, str]:
+        """Its process: number, and when it started."""
+        return os.getpid(), start_time(os.getpid())
+
+    def keep(self, key: HeldKey, written: Written | str | None) -> Written | str | None:
+        """Holds what a process of this node has written; answers where it is now, or the problem that it was given."""
+        if not isinstance(written, Written):
+            return written
+        self._files[key] = descriptor = os.open(written.path, os.O_RDWR | os.O_CLOEXEC)
+        return written._replace(path=path_of(descriptor))
+
+    def pull(self, key: HeldKey, other: Any, written: Written | str | None) -> Written | str | None:
+        """Copies what a holder of another node holds."""
+        if not isinstance(written, Written):
+            return written
+        self._files[key] = descriptor = nameless_file(written.end)[0]
+        for start, chunk in _chunks(other, key, 0, written.end):
+            os.pwrite(descriptor, chunk, start)
+        return written._replace(path=path_of(descriptor))
+
+    def read(self, key: HeldKey, start: int, end: int) -> Any:
+        return np.frombuffer(os.pread(self._files[key], end - start, start), dtype=np.uint8)
+
+    def drop(self, model: int, before: float) -> None:
+        """Frees what is held of a model after operations of smaller numbers."""
+        for key in list(self._files):
+            if key.model == model and key.number < before:
+                os.close(self._files.pop(key))
+
+
+def fetch(holder: Any, key: HeldKey, start: int, end: int) -> Any:
+    """(end - start,) uint8 of what a holder of another node holds."""
+    found = np.empty(end - start, dtype=np.uint8)
+    for at, chunk in _chunks(holder, key, start, end):
+        found[at - start : at - start + len(chunk)] = chunk
+    return found
+
+
+def _chunks(holder: Any, key: HeldKey, start: int, end: int) -> Any:
+    for at in range(start, end, _CHUNK):
+        yield at, ray.get(holder.read.remote(key, at, min(at + _CHUNK, end)))
+
+
+# Two holders may pull from each other at the same time.
+HolderActor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_THREADS)(MemoryHolder)

@@ -1,0 +1,288 @@
+"""A group that keeps the state after each step in memory goes on from there, without a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actors.train import memory_boundary
+from actors.train.context import HandleRef, RankContext
+from actors.train.group import TrainGroup
+from actors.train.kept import Kept, KeptOperations
+from actors.train.order import OperationHeader
+from rl_backend.algorithm import sft_loss
+from rl_backend.contracts import GroupFailedError
+from rl_backend.contracts.lora import LoRAConfig
+from tests.support.models import write_tiny
+from tests.support.ranks_in_process import HolderHere, assert_same, group_that_recovers, sequences, use_ranks_here
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("qwen3", tmp_path_factory.mktemp("memory") / "model")
+
+
+@pytest.fixture
+def holders(monkeypatch: pytest.MonkeyPatch) -> list[HolderHere]:
+    return use_ranks_here(monkeypatch)[1]
+
+
+def train(group: TrainGroup, handle: HandleRef, step: int) -> list[Any]:
+    group.zero_grad.submit(handle)
+    passed = group.forward_backward.submit(handle, sequences(step), sft_loss)
+    stepped = group.optimizer_step.submit(handle)
+    group.lr_scheduler_step.submit(handle)
+    return [passed.result().losses, stepped.result()]
+
+
+def trained(group: TrainGroup, *, after: Callable[[int], None] = lambda step: None) -> list[Any]:
+    """Steps of a model and a tenant beside it, in turn; all that was computed."""
+    policy, base = group.build_model(name="policy"), group.build_model(name="base", trainable=False)
+    tenant = group.create_lora_adapter(base, LoRAConfig(rank=4, dropout=0.25))
+    found: list[Any] = []
+    for step in range(1, STEPS + 1):
+        found += [*train(group, policy, step), *train(group, tenant, step)]
+        after(step)
+    outputs = [torch.cat(list(group.forward(handle, sequences(0)).output("log_probs"))) for handle in (policy, tenant)]
+    return [*found, *outputs, group.weight_version(policy)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path) -> Iterator[tuple[list[Any], list[tuple[int, str]]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        use_ranks_here(patch)
+        with group_that_recovers(model, in_memory=True) as (group, (rank,)):
+            yield trained(group), rank.ran
+
+
+@pytest.mark.parametrize("nodes", [("here",), ("here", "there")], ids=["one node", "two nodes"])
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [("forward_backward", 0), ("forward_backward", 5), ("optimizer_step", 4), ("hold_state", 4), ("lr_scheduler_step", 7)],
+)
+def test_whatever_a_rank_dies_in_all_that_follows_is_the_same_and_a_step_at_most_runs_again(
+    name: str,
+    which: int,
+    nodes: Sequence[str],
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: tuple[list[Any], list[tuple[int, str]]],
+) -> None:
+    _, holders = use_ranks_here(monkeypatch, nodes)
+    expected, ran = undisturbed
+    death = [number for number, each in ran if each == name][which]
+    with group_that_recovers(model, death, in_memory=True) as (group, ranks):
+        assert_same(trained(group), expected)
+        (event,) = group.recoveries
+        assert len(ranks) == 2 and event.steps <= 1 and event.operations <= 12
+        # Of each model the last state, and the one before that where it is not freed yet.
+        assert {each.node_id for each in holders} == set(nodes)
+        assert all(len(each.holder._files) <= 4 for each in holders)
+    assert all(not each.holder._files for each in holders)
+
+
+def test_a_node_that_is_lost_leaves_the_copy_of_another(
+    model: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: tuple[list[Any], list[tuple[int, str]]]
+) -> None:
+    _, holders = use_ranks_here(monkeypatch, ["there", "here"])
+    expected, ran = undisturbed
+    death = [number for number, each in ran if each == "optimizer_step"][5]
+
+    def lose(step: int) -> None:
+        if step == 2:
+            next(each for each in holders if each.node_id == "here").die()
+
+    with group_that_recovers(model, death, in_memory=True) as (group, _):
+        assert_same(trained(group, after=lose), expected)
+        assert group.epoch == 1 and len(holders) == 3
+
+
+def test_a_holder_that_dies_is_started_again_and_the_next_step_is_kept_there(
+    model: Path, holders: list[HolderHere], undisturbed: tuple[list[Any], list[tuple[int, str]]]
+) -> None:
+    expected, ran = undisturbed
+    said: list[str] = []
+    death = [number for number, each in ran if each == "forward_backward"][-1]
+
+    def lose(step: int) -> None:
+        if step == 1:
+            holders[0].die()
+
+    with group_that_recovers(model, death, in_memory=True) as (group, _):
+        group.say_recoveries(said.append)
+        assert_same(trained(group, after=lose), expected)
+        assert group.epoch == 1 and len(holders) == 2 and group.recoveries[0].steps <= 1
+    assert [("memory was lost; another one is started" in line, "the run goes on" in line) for line in said] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_a_rank_and_the_only_holder_that_die_together_end_the_group_and_say_what_to_do(
+    model: Path, holders: list[HolderHere]
+) -> None:
+    with group_that_recovers(model, in_memory=True) as (group, ranks):
+        policy = group.build_model(name="policy")
+        train(group, policy, 1)
+        train(group, policy, 2)
+        holders[0].die()
+        ranks[0].is_dead = True
+        with pytest.raises(GroupFailedError, match=r"the state of 'policy' in memory died too.*resume=auto"):
+            group.zero_grad(policy)
+        assert len(ranks) == 1
+
+
+def test_only_what_came_since_the_last_step_is_kept(model: Path, holders: list[HolderHere]) -> None:
+    with group_that_recovers(model, in_memory=True) as (group, _):
+        kept: Any = group._recovery._kept  # type: ignore[union-attr]
+        policy = group.build_model(name="policy")
+        sizes = []
+        for _ in range(4):
+            train(group, policy, 1)
+            group.run_on_ranks(lambda context: None)
+            sizes.append((len(kept), kept.nbytes))
+        assert sizes[1] == sizes[2] == sizes[3]
+        (holder,) = holders
+        assert len(holder.holder._files) <= 2
+
+
+def test_a_state_that_cannot_be_kept_is_said_once_and_the_run_goes_on(
+    model: Path, holders: list[HolderHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_boundary, "read_memory", lambda: (2**30, 2**12))
+    said: list[str] = []
+    with group_that_recovers(model, in_memory=True) as (group, ranks):
+        group.say_recoveries(said.append)
+        policy = group.build_model(name="policy")
+        for step in range(3):
+            train(group, policy, step)
+        (line,) = said
+        assert "the state of 'policy' could not be kept in memory (MemoryError: it takes" in line
+        ranks[0].is_dead = True
+        group.zero_grad(policy)
+        assert group.recoveries[0].steps == 3
+
+
+def test_a_model_that_takes_no_step_any_more_is_kept_by_the_next_holder_too(model: Path, holders: list[HolderHere]) -> None:
+    with group_that_recovers(model, in_memory=True) as (group, ranks):
+        idle, other = group.build_model(name="idle"), group.build_model(name="other")
+        train(group, idle, 1)
+        train(group, other, 1)
+        expected = group.forward(idle, sequences(0)).output("log_probs")
+        holders[0].die()
+        for step in range(2, 5):
+            train(group, other, step)
+        ranks[0].is_dead = True
+        assert_same(list(group.forward(idle, sequences(0)).output("log_probs")), list(expected))
+        assert len(holders) == 2 and "build_model" in [name for _, name in ranks[1].ran]
+
+
+def test_a_copy_that_fails_in_the_middle_leaves_the_one_before(
+    model: Path, holders: list[HolderHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_state = memory_boundary.write_state
+
+    def fails(tensors: Any, manifest: Any, room: Callable[[int], torch.Tensor]) -> tuple[int, int]:
+        room(1000).fill_(3)
+        raise OSError("it was interrupted")
+
+    with group_that_recovers(model, in_memory=True) as (group, ranks):
+        policy = group.build_model(name="policy")
+        for step in (1, 2):
+            train(group, policy, step)
+        monkeypatch.setattr(memory_boundary, "write_state", fails)
+        for step in (3, 4):
+            train(group, policy, step)
+        monkeypatch.setattr(memory_boundary, "write_state", write_state)
+        expected = group.forward(policy, sequences(0)).output("log_probs")
+        ranks[0].is_dead = True
+        assert_same(list(group.forward(policy, sequences(0)).output("log_probs")), list(expected))
+        assert group.recoveries[0].steps == 2
+
+
+def test_ranks_that_die_of_the_copy_itself_are_not_killed_by_it_for_ever(model: Path, holders: list[HolderHere]) -> None:
+    said: list[str] = []
+    with group_that_recovers(model, in_memory=True) as (group, ranks):
+        group.say_recoveries(said.append)
+        for rank in ranks:
+            rank.dies = lambda header: header.name == "hold_state"
+        policy = group.build_model(name="policy")
+        for step in range(1, 5):
+            train(group, policy, step)
+            for rank in ranks:
+                rank.dies = lambda header: header.name == "hold_state"
+        assert len(ranks) == 3 and group.weight_version(policy) == 4
+        assert sum("none is kept any more" in line for line in said) == 1
+
+
+def test_memory_of_a_tenant_that_is_gone_is_freed(model: Path, holders: list[HolderHere]) -> None:
+    with group_that_recovers(model, in_memory=True) as (group, ranks):
+        base = group.build_model(name="base", trainable=False)
+        stays, goes = (group.create_lora_adapter(base, LoRAConfig(rank=2), name=name) for name in ("stays", "goes"))
+        for step in (1, 2):
+            train(group, stays, step)
+            train(group, goes, step)
+        group.remove_lora_adapter(goes)
+        assert {key.model for key in holders[0].holder._files} == {stays.key}
+        train(group, stays, 3)
+        ranks[0].is_dead = True
+        group.zero_grad(stays)
+        assert group.epoch == 1 and [each.name for each in group.list_lora_adapters(base)] == ["stays"]
+
+
+def test_what_a_checkpoint_in_the_background_has_to_write_can_be_written_again(
+    model: Path, holders: list[HolderHere], tmp_path: Path
+) -> None:
+    """Its state is older than the last step's, which would not bring it back."""
+    with group_that_recovers(model, in_memory=True) as (group, ranks):
+        policy = group.build_model(name="policy")
+        train(group, policy, 1)
+        train(group, policy, 2)
+        path = tmp_path / "saved"
+        group.save_checkpoint(policy, path, asynchronous=True)
+        group.wait_for_checkpoint(policy)
+        moved = path.rename(tmp_path / "elsewhere")  # as if it were not there yet
+        train(group, policy, 3)
+        train(group, policy, 4)
+        ranks[0].is_dead = True
+        group.zero_grad(policy)
+        assert "save_checkpoint" in [name for _, name in ranks[1].ran]
+        group.wait_for_checkpoint(policy)
+        assert path.is_dir() and moved.is_dir()
+
+
+def kept(number: int, models: Sequence[int], name: str = "forward_backward", **options: Any) -> Kept:
+    header = OperationHeader(number, name)
+    return Kept(header, [b"1"], None, "changes", frozenset(models), None, (), None, answered=True, **options)  # type: ignore[arg-type]
+
+
+def test_what_may_concern_any_model_is_kept_until_each_has_a_boundary_after_it() -> None:
+    operations = KeptOperations()
+    for each in (kept(1, [1, 2], "zero_grad"), kept(2, []), kept(3, [1], "optimizer_step")):
+        operations.add(each)
+
+    def numbers() -> list[int]:
+        return [each.number for each in operations.to_repeat()]
+
+    operations.bound_in_memory(kept(4, [1], "load_held_state", boundary="first"))
+    assert numbers() == [1, 2, 4] and operations.boundaries() == ["first"]
+    operations.add(kept(5, [2], "optimizer_step"))
+    operations.add(kept(7, [1]))
+    operations.bound_in_memory(kept(6, [2], "load_held_state", boundary="second"))
+    assert numbers() == [4, 6, 7]
+    operations.add(kept(8, []))
+    operations.forget_model(2)
+    operations.bound_in_memory(kept(9, [1], "load_held_state", boundary="third"))
+    assert numbers() == [9] and operations.nbytes == 1
+
+
+def test_a_rank_without_such_a_model_says_so(holders: list[HolderHere], model: Path) -> None:
+    context = RankContext(None, "group", 0, 1)  # type: ignore[arg-type]
+    answer = memory_boundary.hold_state(context, HandleRef("group", 3, "policy", False, (0,), (0,)), 0)
+    assert answer.value is None and answer.stored == "HandleError: model 'policy' was not built by this training group"

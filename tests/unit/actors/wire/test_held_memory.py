@@ -1,0 +1,72 @@
+"""Memory that outlives the process that wrote it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.wire import held_memory
+from actors.wire.held_memory import HeldKey, MemoryHolder, Written, fetch
+
+WRITER = """
+import os, sys
+from actors.wire.held_memory import nameless_file
+descriptor, path = nameless_file(5000)
+os.pwrite(descriptor, bytes(range(250)) * 20, 0)
+print(path, flush=True)
+sys.stdin.read()
+"""
+
+
+class Handle:
+    """A holder of this process, as an actor's handle."""
+
+    def __init__(self, holder: MemoryHolder) -> None:
+        self.holder = holder
+        self.read = SimpleNamespace(remote=holder.read)
+
+
+@pytest.fixture(autouse=True)
+def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_memory, "ray", SimpleNamespace(get=lambda value: value))
+    monkeypatch.setattr(held_memory, "_CHUNK", 1024)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_memory_of_a_process_that_is_killed_stays_and_is_freed_with_the_holder() -> None:
+    before, holder, key = open_files(), MemoryHolder(), HeldKey(3, 1, 17)
+    with subprocess.Popen([sys.executable, "-c", WRITER], stdin=-1, stdout=-1, text=True) as writer:
+        assert writer.stdout is not None
+        path = writer.stdout.readline().strip()
+        kept: Any = holder.keep(key, Written(path, 4000, 5000))
+        writer.kill()
+    assert not os.path.exists(path) and kept == Written(kept.path, 4000, 5000)
+    expected = bytes(range(250)) * 20
+    assert Path(kept.path).read_bytes() == expected and holder.read(key, 100, 300).tobytes() == expected[100:300]
+    other = MemoryHolder()
+    pulled: Any = other.pull(key, Handle(holder), kept)
+    holder.drop(3, 18)
+    assert Path(pulled.path).read_bytes() == expected
+    assert fetch(Handle(other), key, 999, 4999).tobytes() == expected[999:4999]
+    other.drop(4, 18)
+    other.drop(3, 17)
+    assert other.read(key, 0, 2).tolist() == [0, 1]
+    other.drop(3, 18)
+    assert open_files() == before and holder.ping()[0] == os.getpid()
+
+
+def test_a_problem_is_passed_on() -> None:
+    holder, key = MemoryHolder(), HeldKey(1, 0, 1)
+    assert [holder.keep(key, each) for each in ("no room", None)] == ["no room", None]
+    assert [holder.pull(key, None, each) for each in ("no room", None)] == ["no room", None]
+    with pytest.raises(FileNotFoundError):
+        holder.keep(key, Written("/proc/1/fd/no", 0, 0))
