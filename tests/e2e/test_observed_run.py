@@ -137,7 +137,7 @@ def test_arrows_lead_from_each_push_to_the_sampling_that_uses_its_weights(
     engine = spans(events, "engine 0")
     sampled = [span for span in engine if span["name"] == "generate"]
     assert [span["args"]["weight_version"] for span in sampled] == [last - 3, last - 2, last - 1]
-    assert [span["args"]["response_tokens"] for span in sampled] == [12, 12, 12]
+    assert [span["args"]["response_tokens"] for span in sampled] == [24, 24, 24]
     pushes = [span for span in spans(events, "driver") if span["name"] == "push"]
     assert [span["args"]["weight_version"] for span in pushes] == [last - 3, last - 2, last - 1, last]
     for push, generate in zip(pushes, sampled, strict=False):
