@@ -37,8 +37,9 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "options": {
             "env": "arithmetic",
             "group_size": 8,
-            "groups_per_batch": 24,
+            "groups_per_batch": 12,
             "max_tokens": 5,
+            "learning_rate": 3e-3,
             "loss_fn": "importance_sampling",
             "save_every": 5,
             "eval_every": 0,
@@ -62,8 +63,8 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         },
     },
 }
-"""Recipe -> module, and options away from its defaults. Rank and learning rate are those of all."""
-STEPS = {"math_rl": 60, "sl_loop": 12, "rl_loop": 10, "guess_number": 8}
+"""Recipe -> module, and options away from its defaults. The rank, and a learning rate that is not here, are those of all."""
+STEPS = {"math_rl": 30, "sl_loop": 12, "rl_loop": 10, "guess_number": 8}
 RANKS = (4, 8, 16, 24, 32, 40, 48, 64)
 LENGTHS = (16, 64, 256)
 _REWARDS = ("env/all/reward/total", "reward/total")
@@ -130,7 +131,7 @@ def recipe_part(name: str, runs: int, steps: int | None) -> Callable[[str, Path]
             rows = run_recipe(name, url, folder, folder / "logs" / f"{name}-{run}", steps or STEPS[name])
             found.append(learned(name, rows))
             print(name, json.dumps(found[-1]), flush=True)
-        return {"options": dict(RECIPES[name]["options"]), "learning_rate": _LEARNING_RATE, "runs": found}
+        return {"options": {"learning_rate": _LEARNING_RATE, **RECIPES[name]["options"]}, "runs": found}
 
     return measure
 

@@ -125,6 +125,7 @@ class KeptOperations:
     def __init__(self) -> None:
         self._kept: list[Kept] = []
         self._boundaries: dict[int, int] = {}
+        self._removed: set[int] = set()
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -139,6 +140,12 @@ class KeptOperations:
         if kept.role in ("reads", "pinned") and kept in self._kept:
             self._kept.remove(kept)
             self.nbytes -= kept.nbytes
+
+    def removed(self, model: int) -> None:
+        """Of a model that is gone only the operations that made and removed it are needed."""
+        self._boundaries.pop(model, None)
+        self._removed.add(model)
+        self._drop_what_is_over(model)
 
     def clear(self) -> None:
         self._kept.clear()
@@ -164,16 +171,26 @@ class KeptOperations:
         save.calls, save.saves_to, save.digest = [cloudpickle.dumps(load)] * len(save.calls), None, ""
         save.header, save.answered = replace(save.header, name=load.name), True
         self._boundaries[handle.key] = save.number
-        self._kept = [kept for kept in self._kept if kept is save or not self._is_over(kept)]
+        self._drop_what_is_over(handle.key)
+
+    def _drop_what_is_over(self, model: int) -> None:
+        self._kept = [kept for kept in self._kept if not self._is_over(kept)]
         self.nbytes = sum(kept.nbytes for kept in self._kept)
+        for kept in self._kept:
+            # A pass of several tenants stays for the others; the results of this one will not be those that it had.
+            if model in kept.models and kept.number < self._boundaries.get(model, kept.number + 1):
+                kept.digest = ""
 
     def _is_over(self, kept: Kept) -> bool:
         # A result that nobody has read yet stays where it is.
         if kept.role == "builds" or not (kept.answered or kept.ranks.ready(kept.outcomes)):
             return False
-        bounds = [self._boundaries.get(model, -1) for model in kept.models] or list(self._boundaries.values())
+        left = kept.models - self._removed
+        if kept.models and not left:
+            return True
+        bounds = [self._boundaries.get(model, -1) for model in left] or list(self._boundaries.values())
         # The load of a boundary itself is over with the next one.
-        return all(kept.number < bound for bound in bounds)
+        return bool(bounds) and all(kept.number < bound for bound in bounds)
 
     def _has_gradients(self, model: int, number: int) -> bool:
         left = False

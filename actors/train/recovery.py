@@ -154,6 +154,8 @@ class Recovery[R: Ranks]:
                 with self._lock:
                     kept.note(values)
                     self._kept.forget(kept)
+                    if kept.role == "builds" and kept.models:  # what makes a model has none before it
+                        self._kept.removed(*kept.models)
                 return values
 
     def _replaced(self, title: str) -> RanksReplacedError:

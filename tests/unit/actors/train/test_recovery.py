@@ -3,107 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 
 from actors.train import recovery as module
 from actors.train.context import HandleRef, RankContext, RankFunction
 from actors.train.group import TrainGroup
-from actors.train.order import OperationHeader, OperationSequence
 from actors.train.outcome import RankInfo
-from actors.train.recovery import Recovery
-from actors.train.worker import run
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import BatchError, GroupFailedError, RanksReplacedError, TokenSequence
-from rl_backend.contracts.atoms import Operation
-from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
 from tests.support.models import write_tiny
-from tests.support.native import VOCAB_SIZE, open_runtime
+from tests.support.native import VOCAB_SIZE
+from tests.support.recovering import group_that_recovers
 from tests.support.sft_batches import random_token_sequences
-
-DIES = "dies"
-
-
-class RankHere:
-    """The only rank of a group: an operation runs when it is sent. ``dies`` says in which it dies instead."""
-
-    def __init__(self, context: RankContext, dies: Callable[[OperationHeader], bool], number: int = 0) -> None:
-        self.context, self.dies, self.number = context, dies, number
-        self.members: Any = SimpleNamespace(id=context.group_id, name="ours", workers=[None], kill=lambda: None)
-        self.infos = (RankInfo(0, "here", "127.0.0.1", 1),)
-        self.sequence = OperationSequence()
-        self.driver, self.bounds, self.peak_memory, self.operator = "driver", None, 0, ""
-        self.journal: list[Operation] = []
-        self.ran: list[tuple[int, str]] = []
-        self.is_dead = self.ended = False
-
-    def dispatch(self, name: str, calls: Sequence[bytes], loss: Any = None) -> Any:
-        if self.is_dead:
-            raise GroupFailedError("rank 0 died between operations")
-        self.number += 1
-        header = OperationHeader(self.number, name)
-        return header, self._send(header, calls)
-
-    def repeat(self, header: OperationHeader, calls: Sequence[bytes], loss: Any, after: int) -> Any:
-        return self._send(OperationHeader(header.number, header.name, after=after), calls)
-
-    def take_place_of(self, lost: RankHere, number: int) -> None:
-        self.journal, self.number = list(lost.journal), number
-
-    def _send(self, header: OperationHeader, calls: Sequence[bytes]) -> Any:
-        self.is_dead = self.is_dead or self.dies(header)
-        if self.is_dead:
-            return [(DIES, None)]
-        self.sequence.start(header)
-        self.context.operation = header.number
-        self.ran.append((header.number, header.name))
-        answer: Any
-        try:
-            call = cloudpickle.loads(calls[0])
-            answer = run(self.context, call, sft_loss if header.name == "forward_backward" else None)
-        except Exception as error:  # noqa: BLE001, as on a rank
-            answer = error
-        self.sequence.finish(None)
-        return [(answer, None)]
-
-    def collect(self, title: str, number: int, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        if refs[0] is DIES:
-            raise GroupFailedError(f"rank 0 died during {title}; {module.AFTERWARDS}")
-        if isinstance(refs[0], Exception):
-            raise refs[0]
-        return list(refs)
-
-    def has_answered(self, refs: Sequence[Any]) -> bool:
-        return refs[0] is not DIES
-
-    def fail(self, message: str, *, cause: Exception) -> None:
-        raise GroupFailedError(message) from cause
-
-    def ready(self, refs: Sequence[Any]) -> bool:
-        return True
-
-    def end(self) -> None:
-        self.ended = self.is_dead = True
-
-    def keep(self, operation: Operation) -> None:
-        self.journal.append(operation)
-
-    def forget(self, key: int) -> None:
-        self.journal = [each for each in self.journal if each.number != key]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_ray() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("actors.train.loss.ray.put", lambda loss: loss)  # Ray would start
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -117,27 +34,6 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[RankInfo]:
     monkeypatch.setattr(module, "end_processes", found.extend)
     monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.0)
     return found
-
-
-@contextmanager
-def group_that_recovers(model: Path, *deaths: int) -> Iterator[tuple[TrainGroup, list[RankHere]]]:
-    """Each number is an operation in which the rank of then dies, in this order."""
-    left, started = list(deaths), []
-    with ExitStack() as stack:
-
-        def dies(header: OperationHeader) -> bool:
-            if left and header.number == left[0]:
-                return bool(left.pop(0))
-            return False
-
-        def start(**_: Any) -> Any:
-            runtime = stack.enter_context(open_runtime(model))
-            started.append(RankHere(RankContext(runtime, "group", 0, 1), dies))
-            return started[-1]
-
-        first = start()
-        recovery = Recovery(first, start)
-        yield TrainGroup.__new__(TrainGroup)._over(first.context.runtime.config, first, None, recovery), started
 
 
 def sequences(step: int) -> list[TokenSequence]:
@@ -330,3 +226,40 @@ def test_a_function_of_a_caller_runs_again(model: Path) -> None:
     with group_that_recovers(model, 4) as (group, _):
         assert [group.run_on_ranks(count) for _ in range(5)] == [[1], [2], [3], [4], [5]]
         assert isinstance(RankFunction(count), RankFunction)
+
+
+def trained_together(group: TrainGroup, folder: Path) -> list[Any]:
+    """Four steps of tenants that share passes: ann has a checkpoint after the second, carl leaves then, bob has none."""
+    base = group.build_model(name="base", trainable=False)
+    tenants = [
+        group.create_lora_adapter(base, LoRAConfig(rank=rank), name=name)
+        for name, rank in (("ann", 2), ("bob", 4), ("carl", 3))
+    ]
+    found: list[Any] = []
+    for step in range(1, 5):
+        rows = [
+            row.with_fields(sequence_fields={LORA_FIELD: torch.tensor(tenant.lora_id)})
+            for tenant in tenants
+            for row in sequences(step)
+        ]
+        passed = group.forward_backward(base, rows, {tenant.name: sft_loss for tenant in tenants})
+        for tenant in tenants:
+            found += [passed.tenants[tenant.name].losses, group.optimizer_step(tenant)]
+            group.zero_grad(tenant)
+        if step == 2:
+            save(group, folder, {"ann": tenants[0]})
+            group.remove_lora_adapter(tenants.pop())
+    return [*found, *(torch.cat(list(group.forward(tenant, sequences(0)).output("log_probs"))) for tenant in tenants)]
+
+
+def test_tenants_that_share_passes_continue_each_from_its_own_checkpoint(model: Path, tmp_path: Path) -> None:
+    with group_that_recovers(model) as (group, (rank,)):
+        expected, ran = trained_together(group, tmp_path / "undisturbed"), rank.ran
+    steps = [number for number, name in ran if name == "optimizer_step"]
+    with group_that_recovers(model, steps[-2], steps[-1]) as (group, ranks):
+        assert_same(trained_together(group, tmp_path / "disturbed"), expected)
+        assert len(ranks) == 3 and len(group.recoveries) == 2
+    repeated = [name for number, name in ranks[1].ran if number < steps[-2]]
+    # Three of bob and one of ann; her others are in the checkpoint, and those of carl, who has left, are over.
+    assert repeated.count("optimizer_step") == 3 + 1 and repeated.count("load_checkpoint") == 1
+    assert repeated.count("forward_backward") == 4
