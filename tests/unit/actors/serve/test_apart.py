@@ -114,6 +114,9 @@ BAD = {
 }
 
 
+@pytest.mark.shows(
+    "server: a bad datum, loss or adapter fails its own client, and others in the pass get the bits that they get alone"
+)
 def test_each_bad_request_fails_for_its_own_client_and_a_good_one_gets_the_bits_that_it_gets_alone(
     model: Path, alone: list[bytes]
 ) -> None:
@@ -150,6 +153,7 @@ class Poisoned(GroupInProcess):
         return found
 
 
+@pytest.mark.shows("server: a pass that fails in the middle fails for the client that it fails on alone")
 def test_a_pass_that_fails_in_the_middle_fails_for_the_client_that_it_fails_on_alone(
     model: Path, alone: list[bytes]
 ) -> None:
@@ -169,6 +173,7 @@ def test_a_pass_that_fails_in_the_middle_fails_for_the_client_that_it_fails_on_a
         assert read_answer(found.wait(only).body)[1]["loss:sum"] > 0
 
 
+@pytest.mark.shows("server: a rank that dies is replaced, and clients get the answers of an undisturbed server")
 def test_a_rank_that_dies_is_replaced_and_clients_get_the_answers_of_an_undisturbed_server(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

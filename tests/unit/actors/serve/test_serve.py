@@ -241,6 +241,7 @@ def test_the_head_of_a_request_is_read_from_its_first_bytes() -> None:
             read_header(wrong)
 
 
+@pytest.mark.shows("server: likeliest tokens and given targets of prompts have the log-probs of torch, to 1e-5")
 def test_likeliest_tokens_and_given_targets_of_prompts_have_the_log_probs_of_torch(client: Any, model: Path) -> None:
     from tinker import types
 
