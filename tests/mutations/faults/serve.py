@@ -6,6 +6,14 @@ from tests.mutations.fault import Fault
 
 FAULTS = [
     Fault(
+        "one-text-fails-the-log-probs-of-others",
+        "actors.serve.training:Training._read_together",
+        "if len(readings) == 1:",
+        "if True:",
+        ("test_texts_that_are_asked_for_together_have_the_log_probs_of_torch_and_one_that_is_wrong_fails_alone",),
+        "a request for log-probs would fail because of a text of another client",
+    ),
+    Fault(
         "losses-that-are-not-finite-are-answered",
         "actors.serve.training:Training._take",
         "if not (problem or request.forward_only or math.isfinite(part.loss)):",
@@ -50,7 +58,7 @@ FAULTS = [
         "actors.serve.scores:Scoring.row",
         "ids[:-1, 0] = tokens[1:]",
         "ids[:-1, 0] = tokens[:-1]",
-        ("test_likeliest_tokens_and_given_targets_of_prompts_have_the_log_probs_of_torch",),
+        ("test_texts_that_are_asked_for_together_have_the_log_probs_of_torch_and_one_that_is_wrong_fails_alone",),
         "log-probs of a prompt would be those of other tokens where targets are asked for as well",
     ),
     Fault(
