@@ -116,7 +116,7 @@ def learned(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise SystemExit(f"{name}: none of {', '.join(_REWARDS)} is among {', '.join(rows[0])}")
     curve = [row[key] for row in rows if key in row]
     found: dict[str, Any] = {"steps": len(curve), "metric": key, "curve": [round(each, 4) for each in curve]}
-    found |= {"first": statistics.mean(curve[:3]), "last": statistics.mean(curve[-3:])}
+    found |= {"first": statistics.mean(curve[:5]), "last": statistics.mean(curve[-5:])}
     for version in ("v1", "v2"):
         values = [abs(row[of]) for row in rows if (of := f"optim/kl_sample_train_{version}") in row]
         if values:
@@ -226,7 +226,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*RECIPES, *PARTS], help="default: all")
     parser.add_argument("--folder", type=Path, default=Path("runs/tinker"), help="model and data, made once, and logs")
-    parser.add_argument("--warm-start-steps", type=int, default=1000)
+    parser.add_argument(
+        "--warm-start-steps", type=int, default=1500, help="of the model, which knows sums from about 1000 on"
+    )
     parser.add_argument("--runs", type=int, default=1, help="of each recipe; adapters begin with another seed each")
     parser.add_argument("--steps", type=int, help=f"of each recipe (default {STEPS})")
     arguments = parser.parse_args()
