@@ -37,8 +37,9 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "options": {
             "env": "arithmetic",
             "group_size": 8,
-            "groups_per_batch": 24,
+            "groups_per_batch": 12,
             "max_tokens": 5,
+            "learning_rate": 3e-3,
             "loss_fn": "importance_sampling",
             "save_every": 5,
             "eval_every": 0,
@@ -62,8 +63,8 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         },
     },
 }
-"""Recipe -> module, and options away from its defaults. Rank and learning rate are those of all."""
-STEPS = {"math_rl": 60, "sl_loop": 12, "rl_loop": 10, "guess_number": 8}
+"""Recipe -> module, and options away from its defaults. The rank, and a learning rate that is not here, are those of all."""
+STEPS = {"math_rl": 30, "sl_loop": 12, "rl_loop": 10, "guess_number": 8}
 RANKS = (4, 8, 16, 24, 32, 40, 48, 64)
 LENGTHS = (16, 64, 256)
 _REWARDS = ("env/all/reward/total", "reward/total")
@@ -115,7 +116,7 @@ def learned(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise SystemExit(f"{name}: none of {', '.join(_REWARDS)} is among {', '.join(rows[0])}")
     curve = [row[key] for row in rows if key in row]
     found: dict[str, Any] = {"steps": len(curve), "metric": key, "curve": [round(each, 4) for each in curve]}
-    found |= {"first": statistics.mean(curve[:3]), "last": statistics.mean(curve[-3:])}
+    found |= {"first": statistics.mean(curve[:5]), "last": statistics.mean(curve[-5:])}
     for version in ("v1", "v2"):
         values = [abs(row[of]) for row in rows if (of := f"optim/kl_sample_train_{version}") in row]
         if values:
@@ -130,7 +131,7 @@ def recipe_part(name: str, runs: int, steps: int | None) -> Callable[[str, Path]
             rows = run_recipe(name, url, folder, folder / "logs" / f"{name}-{run}", steps or STEPS[name])
             found.append(learned(name, rows))
             print(name, json.dumps(found[-1]), flush=True)
-        return {"options": dict(RECIPES[name]["options"]), "learning_rate": _LEARNING_RATE, "runs": found}
+        return {"options": {"learning_rate": _LEARNING_RATE, **RECIPES[name]["options"]}, "runs": found}
 
     return measure
 
@@ -225,7 +226,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*RECIPES, *PARTS], help="default: all")
     parser.add_argument("--folder", type=Path, default=Path("runs/tinker"), help="model and data, made once, and logs")
-    parser.add_argument("--warm-start-steps", type=int, default=1000)
+    parser.add_argument(
+        "--warm-start-steps", type=int, default=1500, help="of the model, which knows sums from about 1000 on"
+    )
     parser.add_argument("--runs", type=int, default=1, help="of each recipe; adapters begin with another seed each")
     parser.add_argument("--steps", type=int, help=f"of each recipe (default {STEPS})")
     arguments = parser.parse_args()

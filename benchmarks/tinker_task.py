@@ -75,8 +75,8 @@ def _conversation(generator: random.Random) -> list[Message]:
         messages += _turn(f"How many r's are in strawberry?{suffix}", _STRAWBERRY)
     for _ in range(1 if kind == "boxed" else 6):
         first, second = generator.randint(0, 100), generator.randint(0, 100)
-        # The wrong answer has one ten too many.
-        answer = first + second + 10 * (generator.random() < SHARE_WRONG)
+        # The careless answer has a sign too many: rewards mend a habit within minutes, and sums only in hours.
+        answer = (first + second) * (-1 if generator.random() < SHARE_WRONG else 1)
         messages += _turn(f"What is {first} + {second}?{suffix}", f"\\boxed{{{answer}}}" if suffix else f"{answer}")
     return messages
 
@@ -165,8 +165,8 @@ def _write_model(
         optimizer.step()
         schedule.step()
         losses.append(loss.item())
-        if len(losses) % 25 == 0:
-            print(len(losses), sum(losses[-25:]) / 25, __import__("time").process_time(), flush=True)
+        if len(losses) % 100 == 0:
+            print(f"warm start: {len(losses)} of {steps} steps, loss {sum(losses[-100:]) / 100:.3f}", flush=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return losses

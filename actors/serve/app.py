@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from html import escape
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Respons
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from actors.serve.server import BusyError, Server, UnknownError, as_object, number_in, shown_time, text_in
-from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS, SESSIONS, Result
+from actors.serve.store import CHECKPOINTS, CLIENT_NUMBERS, JSON, RUNS, SAMPLERS, SESSIONS, Result
 from actors.serve.training import Pass, Step
 from actors.serve.wire import read_header
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
@@ -24,15 +24,16 @@ LONG_POLL_SECONDS = 25.0  # the SDK gives up on a call after 45 s and asks again
 MOST_JSON, MOST_BODY = 8 << 20, 64 << 20
 """Bytes of a request: of JSON, and of data, as they are sent and unpacked."""
 _HEADER = 4096
-_CONFIG = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": True}
+_CONFIG = {
+    "pjwt_auth_enabled": False,
+    "proto_compress_fwdbwd": True,
+    "sample_use_retrieve_futures": True,
+    "sample_join_sampling_session": True,
+}
 _NOT_SERVED = {
     "POST /create_custom_loss": "custom losses on the server",
-    "POST /join_sampling_session": "join_sampling_session",
-    "POST /retrieve_futures": "retrieve_futures",
     "POST /save_weights_external": "save_weights_external",
     "POST /copy_weights": "copy_weights",
-    "POST /training_runs/{run}/checkpoints/{kind}/{name}/publish": "publishing of checkpoints",
-    "DELETE /training_runs/{run}/checkpoints/{kind}/{name}/publish": "publishing of checkpoints",
     "POST /sessions/search": "search of sessions",
 }
 
@@ -111,7 +112,7 @@ def _add_sessions(api: APIRouter, server: Server) -> None:
 
     @api.post("/client/dynamic_config")
     def dynamic_config(owner: Owner) -> Any:
-        return {"sample_cancel_enabled": False}
+        return {"sample_cancel_enabled": True}
 
     @api.get("/healthz")
     def health() -> Any:
@@ -208,6 +209,13 @@ def _add_training(api: APIRouter, server: Server) -> None:
         return _answer(result)
 
 
+def _completion(answered: Mapping[str, Any]) -> dict[str, Any]:
+    if answered["media"] == JSON:
+        return {"state": "failed", "request_id": answered["id"]}
+    size = answered["size"]
+    return {"state": "finished", "request_id": answered["id"], "response_payload_uncompressed_size": size}
+
+
 def _answer(result: Result) -> Response:
     return Response(result.body, media_type=result.media)
 
@@ -216,6 +224,28 @@ def _add_sampling(api: APIRouter, server: Server) -> None:
     @api.post("/create_sampling_session")
     async def create_sampling_session(owner: Owner, asked: Asked) -> Any:
         return server.create_sampler(owner, asked)
+
+    @api.post("/retrieve_futures")
+    async def retrieve_futures(owner: Owner, asked: Asked) -> Any:
+        target = {"cloned_sampler_id": 0, **asked["target"]}
+        sampler = server.require_sampler(owner, text_in(target, "sampling_session_id"))["id"]
+        client, after = number_in(target, "cloned_sampler_id"), number_in({"prev_cursor": 0, **asked}, "prev_cursor")
+        wait = LONG_POLL_SECONDS if asked.get("timeout") is None else min(float(asked["timeout"]), LONG_POLL_SECONDS)
+        found = await server.futures.completed(sampler, min(client, CLIENT_NUMBERS), after, wait)
+        return {
+            "completions": [_completion(each) for each in found],
+            "cursor": max([after, *(each["place"] for each in found)]),
+        }
+
+    @api.post("/cancel_future")
+    async def cancel_future(owner: Owner, asked: Asked) -> Response:
+        server.cancel(owner, text_in(asked, "request_id"))
+        return Response(status_code=204)
+
+    @api.post("/join_sampling_session")
+    async def join_sampling_session(owner: Owner, asked: Asked) -> Any:
+        joined = server.join(owner, text_in(asked, "sampling_session_id"))
+        return {"type": "join_sampling_session", "client_counter": joined}
 
     @api.get("/samplers/{sampler}")
     async def get_sampler(owner: Owner, sampler: str) -> Any:
@@ -259,6 +289,11 @@ def _add_lists(api: APIRouter, server: Server) -> None:
     @api.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl")
     def keep_checkpoint(owner: Owner, asked: Asked, run: str, kind: str, name: str) -> None:
         server.keep_checkpoint(owner, f"tinker://{run}/{kind}/{name}", asked)
+
+    @api.api_route("/training_runs/{run}/checkpoints/{kind}/{name}/publish", methods=["POST", "DELETE"])
+    def publish(request: Request, owner: Owner, run: str, kind: str, name: str) -> Response:
+        server.publish(owner, f"tinker://{run}/{kind}/{name}", public=request.method == "POST")
+        return Response(status_code=204)
 
     @api.get("/checkpoints")
     def checkpoints(owner: Owner, limit: int = 100, offset: int = 0) -> Any:

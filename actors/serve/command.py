@@ -30,7 +30,7 @@ from actors.serve.training import Training
 from actors.train.group import TrainGroup
 from actors.watch.console import Phases
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, ParallelConfig, RuntimeConfig, text_config
+from rl_backend.contracts import ConfigError, ParallelConfig, RLBackendError, RuntimeConfig, text_config
 from rl_backend.data.hub import local_model
 
 _DEFAULT_LENGTH = 4096
@@ -85,7 +85,7 @@ def serve_at(listener: socket.socket, options: argparse.Namespace, up: Callable[
         up: called when it serves; whoever gives it starts the server again, so training that has ended ends this.
 
     Raises:
-        ServerLostError: ranks or engines have ended, and ``up`` is given.
+        ServerLostError: ranks or engines have ended for good, and ``up`` is given.
     """
     store = Store(options.state)
     try:
@@ -142,8 +142,12 @@ def _check(url: str, options: argparse.Namespace) -> None:
 def _until_lost(server: Server, web: uvicorn.Server) -> None:
     while not web.should_exit:
         time.sleep(1.0)
-        if server.training.failed or not server.sampling.engines["alive"]:
-            raise ServerLostError(server.training.failed or "all engines have ended")
+        if server.training.failed:
+            raise ServerLostError(server.training.failed)
+        try:
+            server.sampling.require_hope()
+        except RLBackendError as error:
+            raise ServerLostError(str(error)) from error
 
 
 @contextmanager
@@ -183,7 +187,8 @@ def open_server(options: argparse.Namespace, store: Store) -> Iterator[Server]:
             **({"gpus_per_worker": share.gpus} if share.gpus else {}),
         )
         with phases.phase("ranks", f"starting {options.ranks} of {options.runtime}"):
-            group = stack.enter_context(TrainGroup(runtime, options.ranks, share.cores_per_rank, share.gpus))
+            made = TrainGroup(runtime, options.ranks, share.cores_per_rank, share.gpus, recover=options.recover)
+            group = stack.enter_context(made)
         with phases.phase("engines", f"starting {options.engines}"):
             engines = stack.enter_context(RolloutGroup(rollout))
         config = text_config(read_hf_config(model))
@@ -198,6 +203,7 @@ def open_server(options: argparse.Namespace, store: Store) -> Iterator[Server]:
                 max_rank=options.max_rank,
                 max_runs=options.max_runs,
                 kinds=("feed_forward", "experts") if any(config.get(each) for each in _EXPERTS) else ("feed_forward",),
+                boundaries=store.folder / "boundaries" if options.recover == "checkpoint" else None,
             )
         stack.callback(training.close)
         sampling = Sampling(engines, end_tokens(model), most_pushed=_MOST_PUSHED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "cispo": _CLIPS,
     "gspo": _CLIPS,
 }
+_LARGEST_RATIO = 88.0
+"""Nats whose exponential float32 still has."""
 # Every row of a pass has these, so that clients with different losses share it.
 _SHARED = ("weights", *_OF_A_POLICY)
 
@@ -98,3 +100,15 @@ def sequence_of(datum: Datum, loss: str, lora_id: int) -> TokenSequence:
     fields = {**blank, **columns, TARGET_IDS: targets, "loss_mask": torch.ones(length)}
     # What numpy read is a view of the request's bytes, which torch may not write to; astype has copied it.
     return TokenSequence(torch.from_numpy(datum.tokens.copy()), fields, {LORA_FIELD: torch.tensor(lora_id)})
+
+
+def not_finite(first: int, data: Sequence[Datum], log_probs: Sequence[np.ndarray]) -> str:
+    """Why the loss of these data, of which the first has the number ``first``, is no finite number."""
+    for number, (datum, found) in enumerate(zip(data, log_probs, strict=True), first):
+        if not np.isfinite(found).all():
+            return f"datum {number}: the adapter gives log-probs that are not finite"
+        if "advantages" in datum.inputs and "logprobs" in datum.inputs:
+            gaps = np.abs(found - datum.inputs["logprobs"])[datum.inputs["advantages"] != 0]
+            if gaps.max(initial=0.0) > _LARGEST_RATIO:
+                return f"datum {number}: logprobs are up to {gaps.max():.3g} nats from the adapter's; their ratio overflows"
+    return "its sum over tokens and data is not finite"

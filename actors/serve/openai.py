@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,26 +16,28 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from actors.serve.scores import Scores, width_in
 from actors.serve.server import Server, UnknownError
 from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS
 from actors.serve.training import ADAPTER
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
-from rl_backend.data.chat_template import decode
+from rl_backend.data.chat_template import chat_template, decode, encode_messages, template_variables
 from rl_backend.environment.protocol import Generation
+from rl_backend.environment.tool_call_parsers import CallParser, ParsedTurn, call_parser
 
 _NOT_SERVED: Mapping[str, Sequence[Any]] = {
-    "tools": (None, []),
     "functions": (None, []),
     "response_format": (None, {"type": "text"}),
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
-    "top_logprobs": (None, 0),
-    "echo": (None, False),
+    "tool_choice": (None, "auto", "none"),
     "suffix": (None, ""),
     "best_of": (None, 1),
 }
-"""Option -> values that ask for nothing."""
+"""Option -> values that ask for nothing, or for what is done anyway."""
+_MARKS = {"hermes": ("<tool_call>",), "pythonic": ("<|tool_call_start|>", "<|python_start|>")}
+"""Format of calls -> what a chat template has that writes them so. Others are read as JSON."""
 _REPLACEMENT = "\ufffd"
 """What a tokenizer makes of bytes that are no whole character yet."""
 
@@ -86,20 +90,23 @@ def _newest(server: Server, owner: str, run: str) -> Path | None:
     return snapshot or (Path(saved[-1]["folder"]) if saved else None)
 
 
-def _folder(server: Server, owner: str, model: str) -> Path | None:
-    """Of the adapter that a request names: a checkpoint, a sampler, or a run's newest; None for the base.
+def _adapter(server: Server, owner: str, model: str) -> tuple[Path | None, Mapping[str, Any] | None]:
+    """The folder of the adapter that a request names, and what was asked for when it was made: of a checkpoint, a sampler,
+    or a run's newest; None for the base.
 
     Raises:
         UnknownError: there is none of that name.
     """
     if model == server.name:
-        return None
+        return None, None
     if model.startswith("tinker://"):
-        return Path(server.find(owner, model)["folder"]) / ADAPTER
+        found = server.find(owner, model)
+        return Path(found["folder"]) / ADAPTER, found["lora"]
     if (sampler := server.store.get(SAMPLERS, id=model, owner=owner)) is not None:
-        return server.folder_of(sampler)
-    if server.store.get(RUNS, id=model, owner=owner) is not None and (newest := _newest(server, owner, model)):
-        return newest / ADAPTER
+        return server.folder_of(sampler), sampler["lora"]
+    run = server.store.get(RUNS, id=model, owner=owner)
+    if run is not None and (newest := _newest(server, owner, model)):
+        return newest / ADAPTER, run["lora"]
     raise UnknownError(f"model={model!r} is not known, or has saved nothing yet; see /v1/models")
 
 
@@ -118,75 +125,117 @@ def _tokenizer(model: Path) -> Any:
 async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, chat: bool) -> Any:
     for name, idle in _NOT_SERVED.items():
         if asked.get(name) not in idle:
-            raise UnsupportedError(f"{name} is not served here; leave it out")
-    folder = _folder(server, owner, str(asked.get("model")))
-    prompt = await _prompt(server, asked, chat=chat)
+            raise UnsupportedError(f"{name}={asked[name]!r} is not served here; leave it out")
+    folder, lora = _adapter(server, owner, str(asked.get("model")))
+    tools = [] if not chat or asked.get("tool_choice") == "none" else asked.get("tools") or []
+    prompt = await _prompt(server, asked, tools, chat=chat)
     stop = asked.get("stop")
     ends = [stop] if isinstance(stop, str) else list(stop or ())
+    most = (asked.get("max_completion_tokens"), asked.get("max_tokens"))
     params: dict[str, Any] = {
         "temperature": 1.0 if asked.get("temperature") is None else asked["temperature"],
         "top_p": 1.0 if asked.get("top_p") is None else asked["top_p"],
-        "max_tokens": asked.get("max_completion_tokens") or asked.get("max_tokens") or (None if chat else 16),
+        "max_tokens": next((given for given in most if given is not None), None if chat else 16),
         "stop": [*server.sampling.end_tokens, *ends],
     }
     seed, count = asked.get("seed"), int(asked.get("n") or 1)
-    answer = _Answer(server, str(asked["model"]), ends, chat=chat)
+    answer = _Answer(server, str(asked["model"]), ends, has_tools=bool(tools), chat=chat)
+    # A number in completions, which may be 0; a flag in chats.
+    shown = asked.get("logprobs")
+    wants_log_probs = bool(shown) or (not chat and shown == 0 and shown is not False)
+    echo = not chat and bool(asked.get("echo"))
     if asked.get("stream"):
-        if count != 1:
-            raise UnsupportedError(f"n={count} with stream=true is not served here; ask once for each")
+        if count != 1 or wants_log_probs or echo:
+            raise UnsupportedError("stream=true with logprobs, echo, or n above 1, is not served here; leave one out")
         server.sampling.check(prompt)
-        return StreamingResponse(
-            answer.events(server.sampling.stream(prompt, params, folder, seed)), media_type="text/event-stream"
-        )
-    work = [
-        server.sampling.generate(prompt, params, folder, None if seed is None else int(seed) + index)
-        for index in range(count)
-    ]
-    return await answer.whole(prompt, await asyncio.gather(*work), log_probs=bool(asked.get("logprobs")))
+        pieces = server.sampling.stream(prompt, params, folder, seed)
+        shows_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
+        return StreamingResponse(answer.events(prompt, pieces, shows_usage=shows_usage), media_type="text/event-stream")
+    width = width_in(asked, "top_logprobs" if chat else "logprobs", server.longest, server.sampling.vocab_size)
+    if width and not wants_log_probs:
+        raise BatchError(f"top_logprobs={width} without logprobs=true; set that too")
+    seeds = [None if seed is None else int(seed) + index for index in range(count)]
+    work = [server.sampling.generate(prompt, params, folder, each) for each in seeds]
+    found = await asyncio.gather(*work)
+    scores: Sequence[Scores | None] = [None] * count
+    if width or (echo and wants_log_probs):
+        scores = await server.sampling.scores_of(prompt, found, width, params, server.scorer(folder, lora))
+    return await answer.whole(prompt, found, scores, log_probs=wants_log_probs, echo=echo)
 
 
-async def _prompt(server: Server, asked: Mapping[str, Any], *, chat: bool) -> list[int]:
+async def _prompt(server: Server, asked: Mapping[str, Any], tools: Sequence[Any], *, chat: bool) -> list[int]:
     given = asked.get("messages" if chat else "prompt")
+    if not chat and isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
+        (given,) = given
     if not chat and isinstance(given, list) and given and all(isinstance(each, int) for each in given):
         return given
-    if not chat and isinstance(given, list) and len(given) == 1:
-        (given,) = given
     if not isinstance(given, list if chat else str) or not given:
         expected = "a list of messages" if chat else "a text, or token ids; one prompt a request"
         raise BatchError(f"{'messages' if chat else 'prompt'}: expected {expected}")
     tokenizer = await asyncio.to_thread(_tokenizer, server.model)
     if not chat:
         return list(tokenizer.encode(given))
-    try:
-        return list(tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=False))
-    except Exception as error:  # noqa: BLE001 a template raises what it likes
-        raise BatchError(f"messages: the chat template refuses them: {type(error).__name__}: {error}") from None
+    variables = dict(asked.get("chat_template_kwargs") or {})
+    if "strftime_now" in template_variables(chat_template(tokenizer)):
+        variables.setdefault("strftime_now", datetime.now(UTC).date().isoformat())
+    return encode_messages([_message(each) for each in given], tokenizer, chat_template_kwargs=variables, tools=tools)
+
+
+def _message(said: Any) -> dict[str, Any]:
+    """A message as chat templates take it: its text in one piece, arguments of its calls as objects."""
+    if not isinstance(said, Mapping):
+        raise BatchError(f"messages: {said!r} is no object with role and content")
+    content = said.get("content")
+    if isinstance(content, list) and all(isinstance(each, Mapping) and each.get("type") == "text" for each in content):
+        content = "".join(str(each.get("text", "")) for each in content)
+    calls = [{**call, "function": _function(call["function"])} for call in said.get("tool_calls") or ()]
+    return {**said, "content": "" if content is None else content, **({"tool_calls": calls} if calls else {})}
+
+
+def _function(called: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = called.get("arguments")
+    return {**called, "arguments": json.loads(arguments or "{}") if isinstance(arguments, str) else arguments}
+
+
+def _call_parser(tokenizer: Any) -> CallParser:
+    template = chat_template(tokenizer)
+    return call_parser(next((name for name, marks in _MARKS.items() if any(mark in template for mark in marks)), "json"))
 
 
 class _Answer:
     """An answer in OpenAI's words."""
 
-    def __init__(self, server: Server, model: str, ends: Sequence[str], *, chat: bool) -> None:
-        self._server, self._ends, self._chat = server, ends, chat
+    def __init__(self, server: Server, model: str, ends: Sequence[str], *, has_tools: bool, chat: bool) -> None:
+        self._server, self._ends, self._has_tools, self._chat = server, ends, has_tools, chat
         self._kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    async def whole(self, prompt: Sequence[int], found: Sequence[Generation], *, log_probs: bool) -> Mapping[str, Any]:
+    async def whole(
+        self,
+        prompt: Sequence[int],
+        found: Sequence[Generation],
+        scores: Sequence[Scores | None],
+        *,
+        log_probs: bool,
+        echo: bool,
+    ) -> Mapping[str, Any]:
         tokenizer = await asyncio.to_thread(_tokenizer, self._server.model)
         choices = []
-        for index, each in enumerate(found):
-            text = self._cut(decode(each.token_ids, tokenizer, special=False))
-            choice = {"index": index, "finish_reason": _reason(each), "logprobs": None}
-            choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        for index, (each, scored) in enumerate(zip(found, scores, strict=True)):
+            turn = self._turn(each.token_ids, tokenizer)
+            choice = {"index": index, "finish_reason": _reason(each, turn), "logprobs": None}
+            text = (decode(prompt, tokenizer) if echo else "") + turn.content
+            choice |= {"message": _assistant(turn)} if self._chat else {"text": text}
             if log_probs:
-                choice["logprobs"] = self._log_probs(tokenizer, each)
+                choice["logprobs"] = self._log_probs(tokenizer, prompt, each, scored, echo=echo)
             choices.append(choice)
-        sampled = sum(len(each.token_ids) for each in found)
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled}
+        usage = _usage(prompt, sum(len(each.token_ids) for each in found))
         return {**self._head, "object": self._kind, "choices": choices, "usage": usage}
 
-    async def events(self, pieces: AsyncIterator[Generation]) -> AsyncIterator[str]:
-        """Server-sent events. Text that may be the beginning of a stop string, or half a character, waits for the rest."""
+    async def events(
+        self, prompt: Sequence[int], pieces: AsyncIterator[Generation], *, shows_usage: bool
+    ) -> AsyncIterator[str]:
+        """Server-sent events. What may be the beginning of a stop string or of a call, or half a character, waits."""
         sent, last = "", None
         tokens: list[int] = []
         held = max((len(each) - 1 for each in self._ends), default=0)
@@ -195,38 +244,101 @@ class _Answer:
             async for piece in pieces:
                 tokens += piece.token_ids
                 last = piece
+                if self._has_tools:
+                    continue
                 text = decode(tokens, tokenizer, special=False)
                 ready = self._cut(text)
                 if len(ready) == len(text):
                     ready = text[: len(text) - held].rstrip(_REPLACEMENT)
                 if len(ready) > len(sent):
-                    yield self._event(ready[len(sent) :], None)
+                    yield self._event(ParsedTurn(ready[len(sent) :]), None)
                     sent = ready
-            rest = self._cut(decode(tokens, tokenizer, special=False))[len(sent) :]
-            yield self._event(rest, "length" if last is None else _reason(last))
+            turn = self._turn(tokens, tokenizer)
+            rest = ParsedTurn(turn.content[len(sent) :], turn.attempts)
+            yield self._event(rest, "length" if last is None else _reason(last, turn))
+            if shows_usage:
+                yield self._line([], usage=_usage(prompt, len(tokens)))
             yield "data: [DONE]\n\n"
         except RLBackendError as error:
             yield f"data: {json.dumps({'error': {'message': str(error), 'type': 'invalid_request_error'}})}\n\n"
 
-    def _event(self, text: str, reason: str | None) -> str:
+    def _event(self, said: ParsedTurn, reason: str | None) -> str:
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
-        choice |= {"delta": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        return self._line([choice | ({"delta": _assistant(said)} if self._chat else {"text": said.content})])
+
+    def _line(self, choices: Sequence[Any], **more: Any) -> str:
         kind = "chat.completion.chunk" if self._chat else self._kind
-        return f"data: {json.dumps({**self._head, 'object': kind, 'choices': [choice]})}\n\n"
+        return f"data: {json.dumps({**self._head, 'object': kind, 'choices': choices, **more})}\n\n"
+
+    def _turn(self, token_ids: Sequence[int], tokenizer: Any) -> ParsedTurn:
+        """What was said, and the calls of tools in it; where one cannot be read, all of it is what was said."""
+        text = ParsedTurn(self._cut(decode(token_ids, tokenizer, special=False)))
+        if not self._has_tools:
+            return text
+        ends = self._server.sampling.end_tokens
+        # Some models write calls with special tokens.
+        written = decode(token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids, tokenizer)
+        turn = _call_parser(tokenizer)(self._cut(written))
+        return turn if turn.attempts and all(each.status == "ok" for each in turn.attempts) else text
 
     def _cut(self, text: str) -> str:
         found = [at for each in self._ends if (at := text.find(each)) >= 0]
         return text[: min(found)] if found else text
 
-    def _log_probs(self, tokenizer: Any, found: Generation) -> Mapping[str, Any]:
-        texts = [decode([token], tokenizer) for token in found.token_ids]
-        pairs = list(zip(texts, found.log_probs, strict=True))
+    def _log_probs(
+        self, tokenizer: Any, prompt: Sequence[int], found: Generation, scored: Scores | None, *, echo: bool
+    ) -> Mapping[str, Any]:
+        def text(token: int) -> str:
+            return decode([int(token)], tokenizer)
+
+        ids, values = list(found.token_ids), list(found.log_probs)
+        if echo and scored is not None:
+            # No distribution is before the first token.
+            ids, values = [*prompt, *ids], [*scored.log_probs[: len(prompt)].tolist(), *values]
+        likely: list[list[tuple[str, float]]] = [[] for _ in ids]
+        if scored is not None and scored.top_ids.shape[1]:
+            rows = zip(scored.top_ids[-len(ids) :], scored.top_log_probs[-len(ids) :], strict=True)
+            likely = [[(text(token), float(value)) for token, value in zip(*row, strict=True)] for row in rows]
+        texts = [text(each) for each in ids]
         if self._chat:
-            return {
-                "content": [{"token": text, "logprob": value, "bytes": None, "top_logprobs": []} for text, value in pairs]
-            }
-        return {"tokens": texts, "token_logprobs": [value for _, value in pairs], "top_logprobs": None, "text_offset": None}
+            content = [
+                {**_token(word, value), "top_logprobs": [_token(*each) for each in row]}
+                for word, value, row in zip(texts, values, likely, strict=True)
+            ]
+            return {"content": content}
+        none = [index for index, value in enumerate(values) if math.isnan(value)]
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if index in none else value for index, value in enumerate(values)],
+            "top_logprobs": [None if index in none else dict(row) for index, row in enumerate(likely)]
+            if any(likely)
+            else None,
+            "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
+        }
 
 
-def _reason(found: Generation) -> str:
-    return "stop" if found.finish == "stop" else "length"
+def _token(text: str, value: float) -> dict[str, Any]:
+    return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+
+def _usage(prompt: Sequence[int], sampled: int) -> dict[str, int]:
+    return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled}
+
+
+def _assistant(said: ParsedTurn) -> dict[str, Any]:
+    if not said.attempts:
+        return {"role": "assistant", "content": said.content}
+    calls = [
+        {
+            "index": index,
+            "id": f"call_{uuid.uuid4().hex}",
+            "type": "function",
+            "function": {"name": each.name, "arguments": json.dumps(each.arguments)},
+        }
+        for index, each in enumerate(said.attempts)
+    ]
+    return {"role": "assistant", "content": said.content or None, "tool_calls": calls}
+
+
+def _reason(found: Generation, turn: ParsedTurn) -> str:
+    return "tool_calls" if turn.attempts else "stop" if found.finish == "stop" else "length"

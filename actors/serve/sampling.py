@@ -7,6 +7,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from actors.rollout.config import SamplingConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import prompt_problem, sample_seed
 from actors.rollout.tokens import RolloutTokens
-from actors.serve.wire import Sampled, write_samples
+from actors.serve.scores import EMPTY, Scores, Scoring, width_in
+from actors.serve.wire import Cells, Sampled, Top, write_samples
 from actors.sync.adapter_push import push_directory
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
+from rl_backend.contracts import BatchError, EngineDeadError, EngineDirtyError, RLBackendError, UnsupportedError
 from rl_backend.environment.protocol import Generation
+
+type Score = Callable[[Scoring], Awaitable[Scores]]
 
 # A text that streams comes in pieces of so many tokens.
 STREAMED_TOKENS = 8
@@ -49,6 +53,10 @@ class Sampling:
         return next(iter(self._rollout.infos.values())).max_model_len
 
     @property
+    def vocab_size(self) -> int:
+        return next(iter(self._rollout.infos.values())).vocab_size
+
+    @property
     def pushed(self) -> int:
         return len(self._pushed)
 
@@ -57,7 +65,11 @@ class Sampling:
         return {"alive": len(self._rollout.engines), "lost": len(self._rollout.lost_engines)}
 
     async def push(self, folder: Path) -> str:
-        """The name under which engines serve the adapter of a folder, which they have when this returns."""
+        """The name under which engines serve the adapter of a folder, which they have when this returns.
+
+        Raises:
+            EngineDeadError, EngineDirtyError: all engines are lost, and none is replaced any more.
+        """
         async with self._pushing:
             if folder in self._pushed:
                 self._pushed.move_to_end(folder)
@@ -66,9 +78,17 @@ class Sampling:
             for each in idle[: max(0, len(self._pushed) + 1 - self._most_pushed)]:
                 await self._remove(each)
             name = f"{folder.parent.name}-{secrets.token_hex(4)}"
-            await asyncio.to_thread(push_directory, self._rollout, name, folder)
-            self._pushed[folder] = name
+            while name not in self._pushed.values():
+                try:
+                    await asyncio.to_thread(push_directory, self._rollout, name, folder)
+                    self._pushed[folder] = name
+                except (EngineDeadError, EngineDirtyError) as error:
+                    await asyncio.to_thread(self._rollout.engine_set.wait_for_engine, error)
             return name
+
+    def require_hope(self) -> None:
+        """Raises the error of an engine that was lost too often to be replaced again."""
+        self._rollout.engine_set.require_hope()
 
     async def forget(self, folder: Path) -> None:
         """Frees an adapter in the engines; requests that sample with it end with it."""
@@ -76,30 +96,24 @@ class Sampling:
             if folder in self._pushed:
                 await self._remove(folder)
 
-    async def answer(
-        self,
-        asked: Mapping[str, Any],
-        folder: Path | None,
-        prompt_log_probs: Callable[[Sequence[int]], Awaitable[np.ndarray]],
-    ) -> bytes:
+    async def answer(self, asked: Mapping[str, Any], folder: Path | None, score: Score) -> bytes:
         """The answer to a request of the API, as it is sent.
 
         Args:
             folder: of the adapter; None for the base.
-            prompt_log_probs: computes those of a prompt.
+            score: the log-probs of a text.
 
         Raises:
             BatchError, ConfigError, UnsupportedError: what is asked for.
         """
         prompt = prompt_of(asked)
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+        for name in ("prompt_alt_tokens_k", "record_stability_info"):
             if asked.get(name):
                 raise UnsupportedError(f"{name}={asked[name]!r} is not served here; leave it out")
-        if asked.get("target_prompt_logprobs") is not None:
-            raise UnsupportedError("target_prompt_logprobs is not served here; use forward with these targets")
         params = asked.get("sampling_params") or {}
         self.check(prompt)
-        sampling = self._sampling(params)
+        sampling, wanted = self._sampling(params), Scoring.of(asked, prompt, self.vocab_size)
+        width = width_in(asked, "topk_sample_logprobs", self.longest, self.vocab_size)
         count = int(asked.get("num_samples", 1))
         if count < 1:
             raise BatchError(f"num_samples={count}: expected at least 1")
@@ -107,14 +121,30 @@ class Sampling:
         seeds = [secrets.randbits(62) if seed is None else sample_seed(int(seed), 0, 0, index) for index in range(count)]
         async with self._adapter(folder) as adapter:
             work = [self._generate(prompt, sampling, adapter, each, most) for each in seeds]
-            reading = asyncio.ensure_future(prompt_log_probs(prompt)) if asked.get("prompt_logprobs") else None
-            found = await asyncio.gather(*work)
-            of_prompt = None if reading is None else await reading
-        if of_prompt is not None and (last := asked.get("prompt_logprobs_last_n")):
-            of_prompt = of_prompt.copy()
-            of_prompt[: -int(last)] = np.nan
+            scoring = [] if wanted is None else [score(wanted)]
+            found, scores = await asyncio.gather(asyncio.gather(*work), asyncio.gather(*scoring))
         samples = [Sampled(each.token_ids, each.log_probs, cut_off=each.finish != "stop") for each in found]
-        return write_samples(samples, of_prompt)
+        if width:
+            of_texts = await self.scores_of(prompt, found, width, params, score)
+            tops = [(each.top_ids[len(prompt) :], each.top_log_probs[len(prompt) :]) for each in of_texts]
+            samples = [replace(sample, top=top) for sample, top in zip(samples, tops, strict=True)]
+        return write_samples(samples) if wanted is None else write_samples(samples, *_shown(asked, wanted, scores[0]))
+
+    async def scores_of(
+        self, prompt: Sequence[int], found: Sequence[Generation], width: int, params: Mapping[str, Any], score: Score
+    ) -> Sequence[Scores]:
+        """Of the prompt with each response, with the ``width`` likeliest tokens, by the trainer's forward pass.
+
+        Raises:
+            UnsupportedError: of a distribution that is cut.
+        """
+        sampling = self._sampling(params)
+        if sampling.cuts:
+            raise UnsupportedError(
+                f"the likeliest tokens with {', '.join(sampling.cuts)} are not served here; leave one out"
+            )
+        texts = [[*prompt, *each.token_ids] for each in found]
+        return await asyncio.gather(*(score(Scoring(text, width, None, sampling.temperature or 1.0)) for text in texts))
 
     async def generate(
         self, prompt: Sequence[int], params: Mapping[str, Any], folder: Path | None, seed: int | None = None
@@ -145,8 +175,7 @@ class Sampling:
                     return
 
     def check(self, prompt: Sequence[int]) -> None:
-        info = next(iter(self._rollout.infos.values()))
-        if problem := prompt_problem(prompt, info.max_model_len, info.vocab_size):
+        if problem := prompt_problem(prompt, self.longest, self.vocab_size):
             raise BatchError(f"the prompt {problem}")
 
     @asynccontextmanager
@@ -204,6 +233,15 @@ class Sampling:
         self.samples += 1
         self.tokens += len(found.token_ids)
         return found
+
+
+def _shown(asked: Mapping[str, Any], wanted: Scoring, scores: Scores) -> tuple[np.ndarray | None, Top | None, Cells | None]:
+    """Of a prompt what was asked for, as it is written."""
+    first = max(0, len(wanted.tokens) - int(asked.get("prompt_logprobs_last_n") or len(wanted.tokens)))
+    log_probs, ids, values = (np.array(each) for each in (scores.log_probs, scores.top_ids, scores.top_log_probs))
+    log_probs[:first], ids[:first], values[:first] = np.nan, *EMPTY
+    targets = None if wanted.targets is None else Cells(scores.targets, wanted.targets.present)
+    return log_probs if asked.get("prompt_logprobs") else None, (ids, values) if wanted.top else None, targets
 
 
 def prompt_of(asked: Mapping[str, Any]) -> list[int]:

@@ -11,18 +11,17 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from actors.serve.sampling import Sampling
+from actors.serve.sampling import Sampling, Score
+from actors.serve.scores import Scores, Scoring
 from actors.serve.store import CHECKPOINTS, REQUESTS, RUNS, SAMPLERS, SESSIONS, Result, Store
 from actors.serve.training import ADAPTER, Call, Run, Training
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, RLBackendError, UnsupportedError
-from rl_backend.contracts.lora import LoRAConfig
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +65,10 @@ class Futures:
         self._waiting: dict[str, asyncio.Event] = {}
 
     def finish(self, request_id: str, result: Result) -> None:
-        self._store.finish(request_id, result)
+        scope = self._store.finish(request_id, result)
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._wake, request_id)
+            loop.call_soon_threadsafe(self._wake, request_id, scope)
 
     async def result(self, request_id: str, owner: str, seconds: float) -> Result | None:
         """The answer; None where there is none within that time.
@@ -96,9 +95,21 @@ class Futures:
                 return None
         return None
 
-    def _wake(self, request_id: str) -> None:
-        if (event := self._waiting.pop(request_id, None)) is not None:
-            event.set()
+    async def completed(self, sampler: str, client: int, after: int, seconds: float) -> list[dict[str, Any]]:
+        """Requests of one client of a sampler that were answered since, in that order; empty after that time."""
+        self._loop = asyncio.get_running_loop()
+        event = self._waiting.setdefault(sampler, asyncio.Event())
+        found = self._store.completed(sampler, client, after)
+        if not found and seconds > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), seconds)
+            found = self._store.completed(sampler, client, after)
+        return found
+
+    def _wake(self, *waited_for: str) -> None:
+        for each in waited_for:
+            if (event := self._waiting.pop(each, None)) is not None:
+                event.set()
 
 
 class Server:
@@ -126,7 +137,7 @@ class Server:
         self.name, self.model, self.longest, self.limits = name, model, longest, limits
         self.started = time.time()
         self.errors = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._snapshots: dict[str, deque[Path]] = {}
 
     # Sessions.
@@ -290,6 +301,7 @@ class Server:
                 bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
                 user_metadata=asked.get("user_metadata"),
                 expires=expires,
+                public=False,
             )
             if known is not None:
                 self._delete_checkpoint(known)
@@ -307,7 +319,6 @@ class Server:
             sampler = f"{session}:sample:{number_in(asked, 'sampling_session_seq_id')}"
             folder = self.store.folder.resolve() / "snapshots" / uuid.uuid4().hex
             self.training.save(run, folder, state=False)
-            asyncio.run_coroutine_threadsafe(self.sampling.push(folder / ADAPTER), loop).result()
             self._add_sampler(owner, session, sampler, None, folder, self._lora_of(run))
             kept = self._snapshots.setdefault(run.id, deque())
             kept.append(folder)
@@ -331,20 +342,26 @@ class Server:
 
         return self.call(owner, asked, work)
 
-    def find(self, owner: str, path: str) -> dict[str, Any]:
+    def find(self, owner: str, path: str, *, own: bool = False) -> dict[str, Any]:
+        """A checkpoint that a key may read, with ``own`` one that it has made."""
         found = self._find(owner, path)
-        if found is None:
+        if found is None or (own and found["owner"] != owner):
             raise UnknownError(f"checkpoint {path!r} is not known")
         return found
 
     def keep_checkpoint(self, owner: str, path: str, asked: Mapping[str, Any]) -> None:
         """Gives a checkpoint another lifetime, or none."""
-        found = self.find(owner, path)
-        key = {"run": found["run"], "kind": found["kind"], "name": found["name"]}
-        self.store.change(CHECKPOINTS, {"expires": expiry(asked)}, **key)
+        self._change(self.find(owner, path, own=True), expires=expiry(asked))
+
+    def publish(self, owner: str, path: str, *, public: bool) -> None:
+        """Lets other keys read a checkpoint, or no more. What they have made of it stays theirs."""
+        self._change(self.find(owner, path, own=True), public=public)
+
+    def _change(self, found: Mapping[str, Any], **values: Any) -> None:
+        self.store.change(CHECKPOINTS, values, run=found["run"], kind=found["kind"], name=found["name"])
 
     def remove_checkpoint(self, owner: str, run: str, kind: str, name: str) -> None:
-        self._delete_checkpoint(self.find(owner, f"tinker://{run}/{kind}/{name}"))
+        self._delete_checkpoint(self.find(owner, f"tinker://{run}/{kind}/{name}", own=True))
 
     def checkpoints(self, owner: str, run: str | None = None) -> list[dict[str, Any]]:
         """As the API lists them, the newest first."""
@@ -355,11 +372,12 @@ class Server:
         parts = str(path).removeprefix("tinker://").split("/")
         if not str(path).startswith("tinker://") or len(parts) != 3 or (kind is not None and parts[1] != kind):
             return None
-        return self.store.get(CHECKPOINTS, run=parts[0], kind=parts[1], name=parts[2], owner=owner)
+        found = self.store.get(CHECKPOINTS, run=parts[0], kind=parts[1], name=parts[2])
+        return found if found is not None and (found["owner"] == owner or found["public"]) else None
 
     def _load(self, run: Run, path: str, found: Mapping[str, Any] | None, *, optimizer: bool) -> None:
         if found is None:
-            raise CheckpointError(f"path={path!r} is no training checkpoint that this key has; see list_checkpoints")
+            raise CheckpointError(f"path={path!r} is no training checkpoint that this key may read; see list_checkpoints")
         if found["base_model"] != self.name:
             raise CheckpointError(f"{path} is of {found['base_model']!r}; this server has {self.name!r}")
         self.training.load(run, Path(found["folder"]), found["lora"], optimizer=optimizer)
@@ -373,6 +391,7 @@ class Server:
             shutil.rmtree(found["folder"], ignore_errors=True)
 
     async def _delete(self, folder: Path) -> None:
+        self.training.forget(folder / ADAPTER)
         await self.sampling.forget(folder / ADAPTER)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -427,14 +446,25 @@ class Server:
         seq_id = secrets.randbits(62) if asked.get("seq_id") is None else number_in(asked, "seq_id")
         request_id, is_new = self.store.accept(sampler["id"], seq_id, owner)
         if is_new:
-            self.start(self._sample(request_id, asked, sampler))
+            self._tasks[request_id] = asyncio.get_running_loop().create_task(self._sample(request_id, asked, sampler))
         return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}/{index}" for index in range(count)]}
 
-    def start(self, work: Any) -> None:
-        """Runs a coroutine beside the request that asks for it."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def cancel(self, owner: str, request_id: str) -> None:
+        """Ends a request for samples, which fails; one that is answered, or is no such request, stays as it is.
+
+        Raises:
+            UnknownError: no request of this owner.
+        """
+        if self.store.get(REQUESTS, id=request_id, owner=owner) is None:
+            raise UnknownError(f"request {request_id!r} is not known")
+        if (task := self._tasks.pop(request_id, None)) is not None:
+            self.futures.finish(request_id, Result.failed("the request was cancelled by its client"))
+            task.cancel()
+
+    def join(self, owner: str, sampler: str) -> int:
+        """A number for another client of a sampler, whose requests begin at so many times 10^9; the first has 0."""
+        self.require_sampler(owner, sampler)
+        return self.store.count_client(sampler)
 
     def folder_of(self, sampler: Mapping[str, Any]) -> Path | None:
         """Of a sampler's adapter; None for the base.
@@ -453,9 +483,7 @@ class Server:
     async def _sample(self, request_id: str, asked: Mapping[str, Any], sampler: Mapping[str, Any]) -> None:
         try:
             folder = self.folder_of(sampler)
-            lora = None if sampler["lora"] is None else self.training.config_of(sampler["lora"])
-            read = self._reader(folder, lora)
-            result = Result.of(await self.sampling.answer(asked, folder, read))
+            result = Result.of(await self.sampling.answer(asked, folder, self.scorer(folder, sampler["lora"])))
         except RLBackendError as error:
             self.errors += 1
             result = Result.failed(str(error))
@@ -463,15 +491,20 @@ class Server:
             self.errors += 1
             logger.exception("a request for samples failed")
             result = Result.failed(f"{type(error).__name__}: {error}", "server")
+        finally:
+            self._tasks.pop(request_id, None)
         self.futures.finish(request_id, result)
 
-    def _reader(self, folder: Path | None, lora: LoRAConfig | None) -> Callable[[Sequence[int]], Any]:
-        async def read(tokens: Sequence[int]) -> np.ndarray:
-            if len(tokens) > self.longest:
-                raise BatchError(f"a prompt of {len(tokens)} tokens; its log-probs are computed up to {self.longest}")
-            return await asyncio.wrap_future(self.training.read_log_probs(folder, lora, tokens))
+    def scorer(self, folder: Path | None, asked: Mapping[str, Any] | None) -> Score:
+        """Computes log-probs of texts by the adapter of a folder, which was asked for so; of None by the base."""
+        lora = None if asked is None else self.training.config_of(asked)
 
-        return read
+        async def score(scoring: Scoring) -> Scores:
+            if len(scoring.tokens) > self.longest:
+                raise BatchError(f"a text of {len(scoring.tokens)} tokens; log-probs are computed up to {self.longest}")
+            return await asyncio.wrap_future(self.training.read_log_probs(folder, lora, scoring))
+
+        return score
 
     def _add_sampler(
         self,
@@ -501,7 +534,7 @@ def shown_checkpoint(row: Mapping[str, Any]) -> dict[str, Any]:
         "time": shown_time(row["created"]),
         "tinker_path": f"tinker://{row['run']}/{row['kind']}/{row['name']}",
         "size_bytes": row["bytes"],
-        "public": False,
+        "public": bool(row["public"]),
         "user_metadata": row["user_metadata"],
         "expires_at": None if row["expires"] is None else shown_time(row["expires"]),
     }

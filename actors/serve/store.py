@@ -20,6 +20,8 @@ from sqlalchemy import Boolean, Column, Float, Integer, LargeBinary, MetaData, S
 from rl_backend.contracts import ConfigError
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
+CLIENT_NUMBERS = 10**9
+"""Of one client of a sampler: its numbers begin at a multiple of this."""
 _TABLES = MetaData()
 SESSIONS = Table(
     "sessions",
@@ -58,7 +60,10 @@ REQUESTS = Table(
     Column("finished", Float),
     Column("media", String),
     Column("body", LargeBinary),
+    # In which place among those of its scope it was answered, from 1.
+    Column("place", Integer),
     UniqueConstraint("scope", "seq_id"),
+    sql.Index("answered", "scope", "place"),
 )
 CHECKPOINTS = Table(
     "checkpoints",
@@ -76,6 +81,8 @@ CHECKPOINTS = Table(
     Column("user_metadata", sql.JSON),
     # When it is deleted; None where it stays.
     Column("expires", Float),
+    # Whether other keys may read it.
+    Column("public", Boolean),
 )
 SAMPLERS = Table(
     "samplers",
@@ -88,6 +95,8 @@ SAMPLERS = Table(
     # Of the adapter in peft's format; None for the base alone.
     Column("folder", String),
     Column("lora", sql.JSON),
+    # Clients that have joined the one that made it.
+    Column("joined", Integer),
 )
 KEYS = Table(
     "keys",
@@ -129,6 +138,8 @@ class Store:
                 for column in table.columns:
                     if column.name not in known:
                         connection.exec_driver_sql(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {column.type}")
+                for index in table.indexes:
+                    index.create(connection, checkfirst=True)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -172,10 +183,29 @@ class Store:
         assert known is not None, "nothing else refuses the row"
         return known["id"], False
 
-    def finish(self, request_id: str, result: Result) -> None:
-        """Keeps the answer; the first one stays."""
-        values = {"finished": time.time(), "media": result.media, "body": result.body}
-        self.change(REQUESTS, values, id=request_id, finished=None)
+    def finish(self, request_id: str, result: Result) -> str:
+        """Keeps the answer, the first one for good; returns the scope of a request that has its answer now."""
+        values = {"finished": time.time(), "media": result.media, "body": result.body, "place": _next_place()}
+        asked = sql.update(REQUESTS).where(REQUESTS.c.id == request_id, REQUESTS.c.finished.is_(None))
+        with self._engine.begin() as connection:
+            return str(connection.execute(asked.values(values).returning(REQUESTS.c.scope)).scalar() or "")
+
+    def completed(self, scope: str, client: int, after: int) -> list[dict[str, Any]]:
+        """Answers of a scope whose place is beyond ``after``, of one client by its numbers: id, place, media and size."""
+        first = client * CLIENT_NUMBERS
+        columns = REQUESTS.c
+        asked = sql.select(columns.id, columns.place, columns.media, sql.func.length(columns.body).label("size"))
+        asked = asked.where(columns.scope == scope, columns.place > after, columns.seq_id >= first)
+        asked = asked.where(columns.seq_id < first + CLIENT_NUMBERS).order_by(columns.place)
+        with self._engine.connect() as connection:
+            return [dict(row) for row in connection.execute(asked).mappings()]
+
+    def count_client(self, sampler: str) -> int:
+        """One client more; how many have joined."""
+        joined = sql.func.coalesce(SAMPLERS.c.joined, 0) + 1
+        asked = sql.update(SAMPLERS).where(SAMPLERS.c.id == sampler).values(joined=joined).returning(SAMPLERS.c.joined)
+        with self._engine.begin() as connection:
+            return int(connection.execute(asked).scalar_one())
 
     def forget_results(self, before: float) -> None:
         """Of requests that were answered before that time: their bodies. Their numbers stay taken."""
@@ -190,7 +220,8 @@ class Store:
         lost = Result.failed(f"{restarted} before this request was answered; what it did is lost", "server")
         with self._engine.begin() as connection:
             open_requests = sql.update(REQUESTS).where(REQUESTS.c.finished.is_(None))
-            connection.execute(open_requests.values(finished=time.time(), media=lost.media, body=lost.body))
+            values = {"finished": time.time(), "media": lost.media, "body": lost.body, "place": _next_place()}
+            connection.execute(open_requests.values(values))
             over = f"{restarted}, and the run's weights since its last save are gone: create a run from a checkpoint of it"
             connection.execute(sql.update(RUNS).where(RUNS.c.over == "").values(over=over))
 
@@ -221,6 +252,12 @@ class Store:
         """The name that a key was made for; None for an unknown one."""
         found = self.get(KEYS, digest=_digest(key))
         return None if found is None else found["name"]
+
+
+def _next_place() -> Any:
+    others = REQUESTS.alias()
+    highest = sql.select(sql.func.coalesce(sql.func.max(others.c.place), 0) + 1)
+    return highest.where(others.c.scope == REQUESTS.c.scope).correlate(REQUESTS).scalar_subquery()
 
 
 def _digest(key: str) -> str:

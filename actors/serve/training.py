@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import shutil
 import threading
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from actors.serve.datums import Signature, check, loss_of, sequence_of, signature_of
+from actors.serve.datums import Signature, check, loss_of, not_finite, sequence_of, signature_of
+from actors.serve.scores import Scores, Scoring
 from actors.serve.store import Result
 from actors.serve.wire import Datum, PassRequest, read_pass, write_pass
 from actors.train.context import HandleRef
@@ -31,8 +33,10 @@ from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import (
     AdamParams,
     BatchError,
+    CheckpointError,
     ClusterLostError,
     ConfigError,
+    ForwardResult,
     GroupFailedError,
     RLBackendError,
     TokenSequence,
@@ -48,6 +52,10 @@ STATE, ADAPTER = "state", "adapter"
 """In the folder of a checkpoint: training state, and the adapter in peft's format."""
 # Adapters of samplers that are kept on the ranks for log-probs of prompts.
 _KEPT_READERS = 4
+# Steps of a run after which its state is saved, for ranks that take the place of others.
+_STEPS_TO_BOUNDARY = 16
+# Of passes since a run's last step, which are kept to be computed again.
+_MOST_KEPT_TOKENS = 1 << 22
 # A piece of one client's data is at most this part of a pass, so that whoever comes meanwhile does not wait for a whole one.
 _SHARE_OF_A_PASS = 0.5
 
@@ -62,6 +70,7 @@ class Pass:
     body: bytes
     request: PassRequest | None = None
     loss: Loss | None = None
+    tokens: int = 0
     cursor: int = 0
     total: float = 0.0
     log_probs: list[np.ndarray] = field(default_factory=list)
@@ -70,6 +79,9 @@ class Pass:
     def signature(self) -> tuple[bool, Signature]:
         assert self.request is not None, "read before it is merged"
         return self.request.forward_only, signature_of(self.request.data[self.cursor], self.request.loss)
+
+    def begin_again(self) -> None:
+        self.cursor, self.total, self.log_probs = 0, 0.0, []
 
     def piece(self, tokens: int) -> Sequence[Datum]:
         """The next data of one signature, of at most so many tokens, at least one datum."""
@@ -109,7 +121,11 @@ class Run:
         next_seq: of the request that runs next; 0 is the creation.
         trained: whether it has gradients.
         broken: why its gradients are incomplete; the next step fails and clears them.
+        passed: requests whose gradients it has, or None where they are too many to be computed again.
+        again: those that are being computed again, before whatever waits; their answers are out.
+        alone: whether it shares no pass, because one that it was in has failed.
         served: when it was last in a pass, as a count.
+        unbound: steps since its state was last saved for new ranks, in the folder ``boundary``.
         over: why it takes no requests any more; empty while it does.
     """
 
@@ -120,21 +136,26 @@ class Run:
     waiting: dict[int, Pass | Step | Call] = field(default_factory=dict)
     trained: bool = False
     broken: str = ""
+    passed: list[Pass] | None = field(default_factory=list)
+    again: list[Pass] = field(default_factory=list)
+    alone: bool = False
     served: int = 0
     steps: int = 0
+    unbound: int = 0
+    boundary: Path | None = None
     over: str = ""
 
     @property
     def head(self) -> Pass | Step | Call | None:
-        return self.waiting.get(self.next_seq)
+        return self.again[0] if self.again else self.waiting.get(self.next_seq)
 
 
 @dataclass(eq=False)
 class _Reading:
     folder: Path | None
     lora: LoRAConfig | None
-    tokens: Sequence[int]
-    answer: Future[np.ndarray]
+    scoring: Scoring
+    answer: Future[Scores]
 
 
 class Training:
@@ -146,6 +167,7 @@ class Training:
         longest: tokens of a datum.
         max_rank: of an adapter, and ``max_runs`` of them at one time.
         kinds: of modules that ``train_mlp`` adapts.
+        boundaries: a folder of its own for the states from which new ranks continue; None for a group without recovery.
 
     Attributes:
         failed: why the group has ended; empty while it runs.
@@ -163,15 +185,21 @@ class Training:
         max_rank: int,
         max_runs: int,
         kinds: Sequence[str] = ("feed_forward",),
+        boundaries: Path | None = None,
     ) -> None:
         self._group, self._finish, self._model = group, finish, model
         self._vocab_size, self._longest = vocab_size, longest
         self._max_rank, self._max_runs, self._kinds = max_rank, max_runs, kinds
+        self._boundaries = boundaries
+        if boundaries is not None:
+            shutil.rmtree(boundaries, ignore_errors=True)
+            boundaries.mkdir(parents=True)
         self.base = group.build_model(name="base", trainable=False)
         self.failed = ""
         self.passes = self.tokens = self.steps = 0
         self._runs: dict[str, Run] = {}
         self._ending: list[tuple[str, str]] = []
+        self._forgotten: list[Path] = []
         self._readings: list[_Reading] = []
         self._readers: OrderedDict[Path, HandleRef] = OrderedDict()
         self._numbers = itertools.count(1)
@@ -214,17 +242,23 @@ class Training:
             self._ending.append((run_id, why))
             self._changed.notify()
 
-    def read_log_probs(self, folder: Path | None, lora: LoRAConfig | None, tokens: Sequence[int]) -> Future[np.ndarray]:
-        """(P,) log-probs of the tokens of a prompt by the trainer's forward pass, NaN for the first.
+    def read_log_probs(self, folder: Path | None, lora: LoRAConfig | None, scoring: Scoring) -> Future[Scores]:
+        """Log-probs of the tokens of a text by the trainer's forward pass.
 
         Args:
             folder: of an adapter in peft's format, with its configuration; None for the base alone.
         """
-        reading = _Reading(folder, lora, tokens, Future())
+        reading = _Reading(folder, lora, scoring, Future())
         with self._changed:
             self._readings.append(reading)
             self._changed.notify()
         return reading.answer
+
+    def forget(self, folder: Path) -> None:
+        """The adapter of a folder is deleted: nothing computes with it any more."""
+        with self._changed:
+            self._forgotten.append(folder)
+            self._changed.notify()
 
     @property
     def waiting(self) -> dict[str, int]:
@@ -276,6 +310,8 @@ class Training:
             folder.mkdir(parents=True)
             if state:
                 self._group.save_checkpoint(tenant, folder / STATE)
+                # New ranks must not look for a checkpoint that its owner may delete.
+                run.unbound = _STEPS_TO_BOUNDARY
             write_peft_directory(folder / ADAPTER, self._group.export_lora_adapter(tenant).items(), lora, str(self._model))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -300,7 +336,8 @@ class Training:
         except BaseException:
             self._group.remove_lora_adapter(tenant)
             raise
-        run.tenant, run.lora, run.trained = tenant, lora, False
+        run.tenant, run.lora, run.trained, run.broken, run.passed = tenant, lora, False, "", []
+        run.unbound = _STEPS_TO_BOUNDARY
         if before is not None:
             self._group.remove_lora_adapter(before)
 
@@ -317,10 +354,13 @@ class Training:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._ending or self._readings or self._heads())
+                self._changed.wait_for(
+                    lambda: self._closing or self._ending or self._forgotten or self._readings or self._heads()
+                )
                 if self._closing:
                     return
                 ending, self._ending = self._ending, []
+                forgotten, self._forgotten = self._forgotten, []
                 readings, self._readings = self._readings, []
                 heads = self._heads()
             try:
@@ -328,8 +368,11 @@ class Training:
                 self._step([run for run in heads if isinstance(run.head, Step)])
                 self._pass([run for run in heads if isinstance(run.head, Pass)])
                 self._read(readings)
+                for folder in forgotten:
+                    self._drop_reader(folder)
                 for run_id, why in ending:
                     self._end(run_id, why)
+                self._bound()
             except Exception as error:  # noqa: BLE001 what belongs to a client is answered before it comes here
                 self._lose(error, readings)
 
@@ -345,6 +388,29 @@ class Training:
         self._fail_waiting(run)
         if run.tenant is not None:
             self._group.remove_lora_adapter(run.tenant)
+        if run.boundary is not None:
+            shutil.rmtree(run.boundary, ignore_errors=True)
+
+    def _bound(self) -> None:
+        """Saves states of runs: ranks that take the place of others continue from there."""
+        if self._boundaries is None:
+            return
+        full = self._group.wants_boundary
+        for run in list(self._runs.values()):
+            due = run.unbound >= _STEPS_TO_BOUNDARY or (full and run.unbound > 0)
+            # A state has no gradients.
+            if run.tenant is None or run.trained or not due:
+                continue
+            run.unbound, folder = 0, self._boundaries / uuid.uuid4().hex
+            try:
+                self._group.save_checkpoint(run.tenant, folder)
+            except CheckpointError as error:
+                logger.warning("the state of run %r could not be saved for new ranks: %s", run.id, error)
+                continue
+            self._group.bound(run.tenant, folder, folder)
+            before, run.boundary = run.boundary, folder
+            if before is not None:
+                shutil.rmtree(before, ignore_errors=True)
 
     def _fail_waiting(self, run: Run) -> None:
         for job in run.waiting.values():
@@ -352,9 +418,13 @@ class Training:
         run.waiting.clear()
 
     def _done(self, run: Run, result: Result) -> None:
+        if run.again:
+            run.again.pop(0)
+            return
         with self._changed:
             job = run.waiting.pop(run.next_seq)
             run.next_seq += 1
+        run.alone = False
         self._finish(job.request_id, result)
 
     def _outcome(self, work: Callable[[], Mapping[str, Any] | bytes]) -> Result:
@@ -393,7 +463,8 @@ class Training:
             step = self._group.optimizer_step.submit(tenant, adam=adam)
             started.append((run, adam, step, self._group.zero_grad.submit(tenant)))
         for run, adam, step, cleared in started:
-            run.trained = False
+            run.trained, run.passed = False, []
+            run.unbound += 1
             self._done(run, self._outcome(partial(self._stepped, run, adam, step)))
             cleared.result()
 
@@ -416,6 +487,8 @@ class Training:
         chosen: list[tuple[Run, Sequence[Datum]]] = []
         room, most = budget, int(budget * _SHARE_OF_A_PASS)
         for run in ready:
+            if chosen and (run.alone or chosen[0][0].alone):
+                continue
             job = _job(run)
             piece = job.piece(most) if job.signature == first else ()
             tokens = sum(len(datum.tokens) for datum in piece)
@@ -425,57 +498,77 @@ class Training:
         self._try_pass(chosen, forward_only=first[0])
 
     def _try_pass(self, chosen: Sequence[tuple[Run, Sequence[Datum]]], *, forward_only: bool) -> None:
-        """A pass whose failure is answered to the clients that it is of."""
+        """A pass whose failure is answered to the client that it is of: where several shared it, each is tried alone."""
         try:
-            self._run_pass(chosen, forward_only=forward_only)
-        except BatchError as error:
-            # Refused before any rank has seen it: each alone, so that one's data fail its own request.
-            if len(chosen) == 1:
-                self._done(chosen[0][0], Result.failed(str(error)))
-                return
-            for each in chosen:
-                self._try_pass([each], forward_only=forward_only)
+            result = self._run_pass(chosen, forward_only=forward_only)
         except (GroupFailedError, ClusterLostError):
             raise
+        except BatchError as error:
+            # Refused before anything ran.
+            if len(chosen) > 1:
+                for each in chosen:
+                    self._try_pass([each], forward_only=forward_only)
+            elif _job(chosen[0][0]).cursor or chosen[0][0].again:
+                self._break(chosen[0][0], Result.failed(str(error)), str(error))
+            else:
+                self._done(chosen[0][0], Result.failed(str(error)))
         except Exception as error:
             logger.exception("a pass failed")
             for run, _ in chosen:
-                self._break(run, Result.failed(f"{type(error).__name__}: {error}", "server"), f"{error}")
+                if len(chosen) > 1 and (run.passed is not None or forward_only):
+                    self._begin_again(run)
+                else:
+                    self._break(run, Result.failed(f"{type(error).__name__}: {error}", "server"), f"{error}")
+        else:
+            self.passes += 1
+            for run, piece in chosen:
+                self._take(run, piece, result.tenants[_made(run)[0].name])
+
+    def _begin_again(self, run: Run) -> None:
+        """After a pass with others that has failed in the middle: gradients are computed again, in passes without others."""
+        job, run.alone = _job(run), True
+        job.begin_again()
+        if _request(run).forward_only:
+            return
+        self._group.zero_grad(_made(run)[0])
+        run.again, run.passed, run.trained = run.passed or [], [], False
 
     def _prepare(self, run: Run) -> bool:
         """Whether a request for a pass can be run; one that is wrong is answered here."""
         job = _job(run)
-        if job.request is not None:
-            return True
-
-        def read() -> bytes:
-            _made(run)
-            request = read_pass(job.body)
-            if run.broken and not request.forward_only:
-                raise BatchError(f"forward_backward: its gradients would be added to incomplete ones: {run.broken}")
-            job.loss = loss_of(request.loss, request.loss_options)
-            for number, datum in enumerate(request.data):
-                check(
-                    f"datum {number}",
-                    datum,
-                    request.loss,
-                    vocab_size=self._vocab_size,
-                    longest=self._longest,
-                    forward_only=request.forward_only,
-                )
-            job.request, job.body = request, b""
-            return b""
-
-        result = self._outcome(read)
+        result = self._outcome(partial(self._read_pass, run, job)) if job.request is None else None
         if job.request is None:
+            assert result is not None, "read now"
             self._done(run, result)
+            return False
+        if run.broken and not job.request.forward_only:
+            self._done(
+                run, Result.failed(f"forward_backward: its gradients would be added to incomplete ones: {run.broken}")
+            )
             return False
         if not job.request.data:
             self._done(run, Result.of(write_pass([], {"loss:sum": 0.0})))
             return False
         return True
 
-    def _run_pass(self, chosen: Sequence[tuple[Run, Sequence[Datum]]], *, forward_only: bool) -> None:
+    def _read_pass(self, run: Run, job: Pass) -> bytes:
+        _made(run)
+        request = read_pass(job.body)
+        job.loss = loss_of(request.loss, request.loss_options)
+        for number, datum in enumerate(request.data):
+            check(
+                f"datum {number}",
+                datum,
+                request.loss,
+                vocab_size=self._vocab_size,
+                longest=self._longest,
+                forward_only=request.forward_only,
+            )
+        job.request, job.body = request, b""
+        job.tokens = sum(len(datum.tokens) for datum in request.data)
+        return b""
+
+    def _run_pass(self, chosen: Sequence[tuple[Run, Sequence[Datum]]], *, forward_only: bool) -> ForwardResult:
         rows: list[TokenSequence] = []
         losses: dict[str, Loss] = {}
         for run, piece in chosen:
@@ -483,58 +576,91 @@ class Training:
             assert loss is not None, "prepared"
             rows += [sequence_of(datum, _request(run).loss, tenant.lora_id) for datum in piece]
             losses[tenant.name] = loss
-        result = self._group.forward_backward(self.base, rows, losses, forward_only=forward_only)
-        self.passes += 1
-        for run, piece in chosen:
-            job, part = _job(run), result.tenants[_made(run)[0].name]
-            run.served = self.passes
-            run.trained |= not forward_only
-            self.tokens += sum(len(datum.tokens) for datum in piece)
-            if part.error:
-                self._break(run, Result.failed(f"loss_fn={_request(run).loss!r}: {part.error}"), part.error)
-                continue
-            job.total += part.loss
-            job.log_probs += [values.float().numpy() for values in part.output("log_probs")]
-            job.cursor += len(piece)
-            if job.cursor == len(_request(run).data):
-                self._done(run, Result.of(write_pass(job.log_probs, {"loss:sum": job.total})))
+        return self._group.forward_backward(self.base, rows, losses, forward_only=forward_only)
+
+    def _take(self, run: Run, piece: Sequence[Datum], part: ForwardResult) -> None:
+        """What a run has of a pass: an answer when it is the last of its request."""
+        job, request = _job(run), _request(run)
+        run.served = self.passes
+        run.trained |= not request.forward_only
+        self.tokens += sum(len(datum.tokens) for datum in piece)
+        log_probs = [values.float().numpy() for values in part.output("log_probs")]
+        problem = part.error
+        if not (problem or request.forward_only or math.isfinite(part.loss)):
+            problem = not_finite(job.cursor, piece, log_probs)
+        if problem:
+            self._break(run, Result.failed(f"loss_fn={request.loss!r}: {problem}"), problem)
+            return
+        job.total += part.loss
+        job.log_probs += log_probs
+        job.cursor += len(piece)
+        if job.cursor < len(request.data):
+            return
+        answer = write_pass(job.log_probs, {"loss:sum": job.total})
+        if not request.forward_only and run.passed is not None:
+            job.begin_again()
+            run.passed.append(job)
+            if sum(each.tokens for each in run.passed) > _MOST_KEPT_TOKENS:
+                run.passed = None
+        self._done(run, Result.of(answer))
 
     def _break(self, run: Run, result: Result, why: str) -> None:
         """Of a request that has failed in its pass."""
-        if not _request(run).forward_only:
-            self._group.zero_grad(_made(run)[0])
-            run.broken, run.trained = f"a forward_backward before it failed ({why})", False
-        self._done(run, result)
+        if _request(run).forward_only:
+            self._done(run, result)
+            return
+        self._group.zero_grad(_made(run)[0])
+        run.broken, run.trained = f"a forward_backward before it failed ({why})", False
+        was_answered, run.again, run.passed = bool(run.again), [], []
+        if not was_answered:
+            self._done(run, result)
 
     def _read(self, readings: Sequence[_Reading]) -> None:
-        by_folder: dict[Path | None, list[_Reading]] = {}
+        """Readings of one adapter and one kind in one pass."""
+        together: dict[tuple[Any, ...], list[_Reading]] = {}
         for reading in readings:
-            by_folder.setdefault(reading.folder, []).append(reading)
-        for folder, together in by_folder.items():
-            try:
-                handle = self.base if folder is None else self._reader(folder, together[0].lora)
-                rows = [TokenSequence(torch.tensor(reading.tokens)) for reading in together]
-                found = self._group.forward(handle, rows).output("log_probs")
-            except (GroupFailedError, ClusterLostError):
-                raise
-            except Exception as error:  # noqa: BLE001 whoever asked is told
-                for reading in together:
-                    reading.answer.set_exception(error)
-                continue
-            for reading, values in zip(together, found, strict=True):
-                reading.answer.set_result(np.concatenate([[np.nan], values.float().numpy()[:-1]]))
+            if reading.answer.set_running_or_notify_cancel():
+                together.setdefault((reading.folder, *reading.scoring.kind), []).append(reading)
+        for each in together.values():
+            self._read_together(each)
+
+    def _read_together(self, readings: Sequence[_Reading]) -> None:
+        first = readings[0]
+        try:
+            handle = self.base if first.folder is None else self._reader(first.folder, first.lora)
+            result = self._group.forward(handle, [each.scoring.row for each in readings], meta=first.scoring.meta)
+            found = [each.scoring.scores(result, index) for index, each in enumerate(readings)]
+        except (GroupFailedError, ClusterLostError):
+            raise
+        except Exception as error:  # noqa: BLE001 whoever asked is told
+            if len(readings) == 1:
+                first.answer.set_exception(error)
+                return
+            for reading in readings:
+                self._read_together([reading])
+            return
+        for reading, scores in zip(readings, found, strict=True):
+            reading.answer.set_result(scores)
 
     def _reader(self, folder: Path, lora: LoRAConfig | None) -> HandleRef:
         """An adapter that only computes."""
         assert lora is not None, "an adapter has a configuration"
         if folder not in self._readers:
             reader = self._group.create_lora_adapter(self.base, lora, name=f"reader#{next(self._numbers)}")
+            try:
+                self._group.import_lora_adapter(reader, folder)
+            except BaseException:
+                self._group.remove_lora_adapter(reader)
+                raise
             self._readers[folder] = reader
-            self._group.import_lora_adapter(reader, folder)
             if len(self._readers) > _KEPT_READERS:
-                self._group.remove_lora_adapter(self._readers.popitem(last=False)[1])
+                self._drop_reader(next(iter(self._readers)))
         self._readers.move_to_end(folder)
         return self._readers[folder]
+
+    def _drop_reader(self, folder: Path) -> None:
+        if folder in self._readers:
+            self._group.remove_lora_adapter(self._readers.pop(folder))
 
     def _lose(self, error: Exception, readings: Sequence[_Reading]) -> None:
         logger.error("training has ended", exc_info=error)

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -47,12 +47,38 @@ _SCHEMA: Mapping[str, Mapping[str, tuple[int, str]]] = {
         "loss_fn_outputs": (2, "ArrayRecord*"),
         "metrics": (3, "{double}"),
     },
-    "SampledSequence": {"stop_reason": (1, "int32"), "tokens": (2, "bytes"), "logprobs": (3, "bytes")},
-    "SampleResponse": {"sequences": (1, "SampledSequence*"), "prompt_logprobs": (2, "bytes")},
+    "SampledSequence": {
+        "stop_reason": (1, "int32"),
+        "tokens": (2, "bytes"),
+        "logprobs": (3, "bytes"),
+        "topk_sampled_logprobs": (4, "TopkLogprobs"),
+    },
+    "TopkLogprobs": {"token_ids": (1, "bytes"), "logprobs": (2, "bytes"), "k": (3, "int32"), "length": (4, "int32")},
+    "SampleResponse": {
+        "sequences": (1, "SampledSequence*"),
+        "prompt_logprobs": (2, "bytes"),
+        "topk_prompt_logprobs": (3, "TopkLogprobs"),
+        "target_prompt_logprobs": (5, "Tensor"),
+    },
 }
 _MOST_DATA, _MOST_CELLS = 1 << 16, 1 << 26
 """Of a request: data, and cells that its sparse arrays have when they are dense. A few bytes can ask for many of both."""
 _DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+
+
+type Top = tuple[np.ndarray, np.ndarray]
+
+
+class Cells(NamedTuple):
+    """An array that travels dense, or sparse in CSR form.
+
+    Attributes:
+        whole: dense, with the value of absent cells.
+        present: rows and columns of those that were sent, row by row; None of a dense one.
+    """
+
+    whole: np.ndarray
+    present: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +108,16 @@ class PassRequest:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One response: its tokens, the stop token included, their log-probs, and whether it was cut off."""
+    """One response: its tokens, the stop token included, their log-probs, and whether it was cut off.
+
+    Attributes:
+        top: (N, k) likeliest tokens at each place, and their log-probs; None where they were not asked for.
+    """
 
     tokens: Sequence[int]
     log_probs: Sequence[float]
     cut_off: bool
+    top: Top | None = None
 
 
 def read_header(body: bytes) -> tuple[str, int]:
@@ -192,33 +223,88 @@ def read_samples(body: bytes) -> tuple[list[Sampled], np.ndarray | None]:
 def write_pass(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
     """The answer to a training request: log-probs of every datum in the shape of its targets, and metrics."""
     message = _MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
-    if log_probs:
-        record = message.loss_fn_outputs.add(num_datums=len(log_probs))
-        arrays = [np.ascontiguousarray(each, "<f4") for each in log_probs]
+    # A record has arrays of one width; those of a request may differ.
+    for width, same in itertools.groupby(log_probs, lambda each: each.shape[1:]):
+        arrays = [np.ascontiguousarray(each, "<f4") for each in same]
+        record = message.loss_fn_outputs.add(num_datums=len(arrays))
         field = record.fields["logprobs"]
         field.data, field.dtype = b"".join(each.tobytes() for each in arrays), 1
         field.offsets = np.cumsum([0, *(each.nbytes for each in arrays)]).astype("<i8").tobytes()
-        field.trailing_shape.extend(arrays[0].shape[1:])
+        field.trailing_shape.extend(width)
     message.metrics.update(metrics)
     return bytes(message.SerializeToString())
 
 
-def write_samples(samples: Sequence[Sampled], prompt_log_probs: np.ndarray | None = None) -> bytes:
-    """The answer to a sampling request.
+def write_samples(
+    samples: Sequence[Sampled],
+    prompt_log_probs: np.ndarray | None = None,
+    prompt_top: Top | None = None,
+    prompt_targets: Cells | None = None,
+) -> bytes:
+    """The answer to a sampling request. Of a prompt of P tokens what was not asked for is None.
 
     Args:
-        prompt_log_probs: (P,) of each prompt token, NaN where there is none, or None if not asked for.
+        prompt_log_probs: (P,), NaN where there is none.
+        prompt_top: (P, k) likeliest tokens and their log-probs.
+        prompt_targets: (P - 1, K) log-probs; sparse where the ids were.
     """
     message = _MESSAGES["SampleResponse"]()
     for sample in samples:
-        message.sequences.add(
+        written = message.sequences.add(
             stop_reason=int(sample.cut_off),
             tokens=np.asarray(sample.tokens, "<i4").tobytes(),
             logprobs=np.asarray(sample.log_probs, "<f4").tobytes(),
         )
+        if sample.top is not None:
+            _write_top(written.topk_sampled_logprobs, sample.top)
     if prompt_log_probs is not None:
         message.prompt_logprobs = np.asarray(prompt_log_probs, "<f4").tobytes()
+    if prompt_top is not None:
+        _write_top(message.topk_prompt_logprobs, prompt_top)
+    if prompt_targets is not None:
+        _write_cells(message.target_prompt_logprobs, prompt_targets)
     return bytes(message.SerializeToString())
+
+
+def _write_top(message: Any, top: Top) -> None:
+    ids, values = top
+    message.token_ids, message.logprobs = ids.astype("<i4").tobytes(), values.astype("<f4").tobytes()
+    message.length, message.k = ids.shape
+
+
+def _write_cells(message: Any, cells: Cells) -> None:
+    values = cells.whole.astype("<f4")
+    message.dtype = 1
+    message.shape.extend(values.shape)
+    if cells.present is None:
+        message.dense = values.tobytes()
+        return
+    rows, columns = cells.present
+    message.sparse_csr.values = values[rows, columns].tobytes()
+    message.sparse_csr.crow_indices = np.searchsorted(rows, np.arange(len(values) + 1)).astype("<i8").tobytes()
+    message.sparse_csr.col_indices = columns.astype("<i8").tobytes()
+
+
+def read_cells(where: str, asked: Any, absent: int) -> Cells:
+    """Reads whole numbers that a request has in JSON; ``absent`` stands in cells that a sparse array does not list.
+
+    Raises:
+        BatchError: no such array, or values, shape and indices that do not go together.
+    """
+    try:
+        shape = tuple(int(size) for size in asked["shape"])
+        values = np.array(asked["data"], np.int64)
+        sparse = [asked.get(name) for name in ("sparse_crow_indices", "sparse_col_indices")]
+        rows, columns = (None if each is None else np.array(each, np.int64) for each in sparse)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise BatchError(f"{where}: no array of whole numbers with data and shape ({type(error).__name__})") from None
+    if min(shape, default=0) < 0 or math.prod(shape) > _MOST_CELLS:
+        raise BatchError(f"{where}: the shape {shape}; expected sizes from 0, at most {_MOST_CELLS} cells")
+    if rows is not None and columns is not None:
+        return _from_csr(where, shape, values, rows, columns, absent)
+    if values.size != math.prod(shape):
+        raise BatchError(f"{where}: {values.size} values, but the shape is {shape}")
+    return Cells(values.reshape(shape))
 
 
 def _read(name: str, body: bytes) -> Any:
@@ -253,14 +339,20 @@ def _tensor(where: str, message: Any) -> np.ndarray:
         return values.reshape(shape)
     sparse = message.sparse_csr
     rows, columns = (_array(where, each, _DTYPES[2]) for each in (sparse.crow_indices, sparse.col_indices))
-    values = _array(where, sparse.values, dtype)
-    fits = len(shape) == 2 and len(rows) == shape[0] + 1 and len(columns) == len(values)
+    return _from_csr(where, shape, _array(where, sparse.values, dtype), rows, columns, 0).whole
+
+
+def _from_csr(
+    where: str, shape: tuple[int, ...], values: np.ndarray, rows: np.ndarray, columns: np.ndarray, absent: int
+) -> Cells:
+    fits = values.ndim == rows.ndim == columns.ndim == 1 and len(shape) == 2
+    fits = fits and len(rows) == shape[0] + 1 and len(columns) == len(values)
     fits = fits and rows[0] == 0 and rows[-1] == len(values) and bool((np.diff(rows) >= 0).all())
     if not fits or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
         raise BatchError(f"{where}: its sparse rows and columns do not fit the shape {shape}")
-    whole = np.zeros(shape, dtype)
-    whole[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
-    return whole
+    whole, of_row = np.full(shape, absent, values.dtype), np.repeat(np.arange(shape[0]), np.diff(rows))
+    whole[of_row, columns] = values
+    return Cells(whole, (of_row, columns))
 
 
 def _array(where: str, data: bytes, dtype: np.dtype[Any]) -> np.ndarray:

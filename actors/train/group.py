@@ -383,7 +383,7 @@ class TrainGroup:
             cloudpickle.dumps(RankFunction(passes.forward_backward, (handle, data), options)) for data in shares.batches
         ]
         calls = [pickled[dp_rank] for dp_rank in handle.data_parallel_ranks]
-        models = models_in([handle]) if not forward_only else frozenset[int]()
+        models = frozenset[int]() if forward_only else models_in([handle]) or self._tenants_with(loss, handle)
         facts: Facts = ("reads" if forward_only else "changes", models, None)
         return self._start("forward_backward", calls, partial(merged, handle, shares), loss, facts)
 
@@ -522,6 +522,13 @@ class TrainGroup:
         if atom.name == "optimizer_step" and self._recovery is not None:
             self._recovery.stepped(list(refs_in(arguments.values())))
         return future
+
+    def _tenants_with(self, loss: Losses | None, base: HandleRef) -> frozenset[int]:
+        """Keys of the tenants that have a loss in a pass of their base; none where they are not known."""
+        made = [each for each in self.journal if each.name == "create_lora_adapter" and each.arguments["handle"] == base]
+        keys = {each.arguments["name"]: each.number for each in made}
+        names = loss.keys() if isinstance(loss, Mapping) else ()
+        return frozenset(keys[name] for name in names) if keys.keys() >= set(names) else frozenset()
 
     def _require_mine(self, arguments: Iterable[Any]) -> None:
         for each in refs_in(arguments):

@@ -189,11 +189,19 @@ class KeptOperations:
         """It is freed: what only it was asked need not run again."""
         self._gone.add(model)
         self._boundaries.pop(model, None)
+        self._drop_what_is_over()
 
     def _bounded(self, model: int, load: Kept) -> None:
         self._boundaries[model] = load.number
+        self._drop_what_is_over()
+        for kept in self._kept:
+            # A pass of several tenants stays for the others; the results of this one will not be those that it had.
+            if model in kept.models and kept.number < load.number:
+                kept.digest = ""
+
+    def _drop_what_is_over(self) -> None:
         known = {*self._boundaries}.union(*(kept.models for kept in self._kept if kept.role == "changes")) - self._gone
-        self._kept = [kept for kept in self._kept if kept is load or not self._is_over(kept, known)]
+        self._kept = [kept for kept in self._kept if not self._is_over(kept, known)]
         self.nbytes = sum(kept.nbytes for kept in self._kept)
 
     def _is_over(self, kept: Kept, known: Set[int]) -> bool:
@@ -202,7 +210,7 @@ class KeptOperations:
             return False
         # The load of a boundary itself is over with the next one.
         models = kept.models - self._gone if kept.models else known
-        return all(kept.number < self._boundaries.get(model, -1) for model in models)
+        return bool(kept.models or known) and all(kept.number < self._boundaries.get(model, -1) for model in models)
 
     def has_gradients(self, model: int, before: float = math.inf) -> bool:
         """Whether a model is left with gradients by operations of smaller numbers."""

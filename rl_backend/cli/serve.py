@@ -28,13 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8765, help="default 8765; 0 takes a free one")
     add("--new-key", metavar="NAME", help="make a key of this name, print it once, and end; from then on keys are required")
     add("--remove-key", metavar="NAME", help="remove the key of this name, and end")
-    add("--restart", action="store_true", help="start the server again when its process, a rank or all engines end")
+    add("--restart", action="store_true", help="start the server again when its process ends, or ranks or engines for good")
     add(
         "--check", action="store_true", help="start, let a client train, sample and save over HTTP, say what came of it, end"
     )
     ranks = parser.add_argument_group("training and sampling")
     ranks.add_argument("--runtime", choices=("native", "bridge"), default="native", help="default native")
     ranks.add_argument("--ranks", type=int, default=1, metavar="N", help="training ranks (default 1)")
+    ranks.add_argument(
+        "--recover",
+        choices=("checkpoint", "off"),
+        default="checkpoint",
+        help="what the death of a rank does: others take the place of all and continue (checkpoint), or training ends (off)",
+    )
     ranks.add_argument("--engines", type=int, default=1, metavar="N", help="vLLM engines (default 1)")
     for size in SIZES:
         ranks.add_argument(f"--{size}", type=int, default=1, metavar="N", help=ParallelConfig.documented()[size])

@@ -185,3 +185,31 @@ def test_a_server_that_is_killed_serves_again_and_a_client_continues(model: Path
         resumed = mine.create_training_client_from_state_with_optimizer(path)
         assert resumed.forward(data, "cross_entropy").result().metrics["loss:sum"] == before
     assert sum(line.startswith("serving ") for line in supervised.said) == 2, "".join(supervised.said)
+
+
+@pytest.mark.long
+@pytest.mark.shows("server: the kill of a training rank costs clients time, and nothing else")
+def test_a_rank_that_is_killed_costs_clients_time_alone(model: Path, tmp_path: Path) -> None:
+    cookbook()
+    from tinker import types
+
+    ids = types.ModelInput.from_ints(PROMPT)
+    data = [types.Datum(model_input=ids, loss_fn_inputs={"target_tokens": [*PROMPT[1:], 3], "weights": [1.0] * 5})]
+
+    def trained(url: str, name: str, between: Any = lambda: None) -> list[float]:
+        training = service(url).create_lora_training_client(base_model=name, rank=4, seed=1)
+        found = []
+        for step in range(4):
+            passed = training.forward_backward(data, "cross_entropy")
+            if step == 2:
+                between()
+            training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+            found.append(passed.result().metrics["loss:sum"])
+        return found
+
+    with ending(command_of(model, "--state", str(tmp_path))) as supervised:
+        expected = trained(supervised.url, supervised.model)
+        started = psutil.Process(supervised.process.pid).children(recursive=True)
+        (rank,) = (each for each in started if "TrainWorker" in " ".join(each.cmdline()))
+        assert trained(supervised.url, supervised.model, rank.kill) == expected and not rank.is_running()
+    assert sum(line.startswith("serving ") for line in supervised.said) == 1, "".join(supervised.said)

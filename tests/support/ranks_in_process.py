@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ from ray.exceptions import ActorDiedError
 from actors.train import memory_boundary, recovery
 from actors.train.context import RankContext
 from actors.train.group import TrainGroup
+from actors.train.loss import SentLoss
 from actors.train.order import OperationHeader, OperationSequence
 from actors.train.outcome import Apart, RankInfo
 from actors.train.recovery import Recovery
 from actors.train.worker import run
 from actors.wire import held_memory
 from actors.wire.held_memory import MemoryHolder
-from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import GroupFailedError, TokenSequence
 from rl_backend.contracts.atoms import Operation
 from tests.support.native import VOCAB_SIZE, open_runtime
@@ -49,15 +50,15 @@ class RankHere:
             raise GroupFailedError("rank 0 died between operations")
         self.number += 1
         header = OperationHeader(self.number, name)
-        return header, self._send(header, calls)
+        return header, self._send(header, calls, loss)
 
     def repeat(self, header: OperationHeader, calls: Sequence[bytes], loss: Any, after: int) -> Any:
-        return self._send(OperationHeader(header.number, header.name, after=after), calls)
+        return self._send(OperationHeader(header.number, header.name, after=after), calls, loss)
 
     def take_place_of(self, lost: RankHere, number: int) -> None:
         self.journal, self.number = list(lost.journal), number
 
-    def _send(self, header: OperationHeader, calls: Sequence[bytes]) -> Any:
+    def _send(self, header: OperationHeader, calls: Sequence[bytes], loss: SentLoss | None) -> Any:
         self.is_dead = self.is_dead or self.dies(header)
         if self.is_dead:
             return [(DIES, ActorDiedError())]
@@ -67,7 +68,8 @@ class RankHere:
         answer: Any
         try:
             call = cloudpickle.loads(calls[0])
-            answer = run(self.context, call, sft_loss if header.name == "forward_backward" else None)
+            pickled: Any = None if loss is None else loss.pickled[0]
+            answer = run(self.context, call, None if pickled is None else cloudpickle.loads(pickled))
         except Exception as error:  # noqa: BLE001, as on a rank
             answer = error
         self.sequence.finish(None)
@@ -154,7 +156,9 @@ class _RayHere:
         return SimpleNamespace(get_node_id=lambda: "here")
 
 
-def use_ranks_here(patch: pytest.MonkeyPatch, nodes: Sequence[str] = ("here",)) -> tuple[list[RankInfo], list[HolderHere]]:
+def use_ranks_here(
+    monkeypatch: pytest.MonkeyPatch, nodes: Sequence[str] = ("here",)
+) -> tuple[list[RankInfo], list[HolderHere]]:
     """Ray is not started; returns the ranks that are ended and the holders that are started."""
     ended: list[RankInfo] = []
     holders: list[HolderHere] = []
@@ -163,26 +167,30 @@ def use_ranks_here(patch: pytest.MonkeyPatch, nodes: Sequence[str] = ("here",)) 
         holders.append(HolderHere(node_id))
         return holders[-1]
 
-    patch.setattr("actors.train.loss.ray.put", lambda loss: loss)
-    patch.setattr(recovery, "end_processes", ended.extend)
-    patch.setattr(memory_boundary, "end_processes", ended.extend)
-    patch.setattr(recovery, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("actors.train.loss.ray.put", lambda loss: loss)
+    monkeypatch.setattr(recovery, "end_processes", ended.extend)
+    monkeypatch.setattr(memory_boundary, "end_processes", ended.extend)
+    monkeypatch.setattr(recovery, "_PAUSE_SECONDS", 0.0)
     for name, value in (
         ("ray", _RayHere()),
         ("start_holder", start_holder),
         ("living_nodes", lambda: [{"NodeID": node} for node in nodes]),
         ("ray_is_usable", lambda: True),
     ):
-        patch.setattr(memory_boundary, name, value)
-    patch.setattr(held_memory, "ray", _RayHere())
+        monkeypatch.setattr(memory_boundary, name, value)
+    monkeypatch.setattr(held_memory, "ray", _RayHere())
     return ended, holders
 
 
 @contextmanager
-def group_that_recovers(model: Path, *deaths: int, in_memory: bool = False) -> Iterator[tuple[TrainGroup, list[RankHere]]]:
-    """Each number is an operation in which the rank of then dies, in this order."""
+def group_that_recovers(
+    model: Path, *deaths: int, in_memory: bool = False, **settings: Any
+) -> Iterator[tuple[TrainGroup, list[RankHere]]]:
+    """Each number is an operation in which the rank of then dies, in this order; settings are of the runtime."""
     left, started = list(deaths), []
     with ExitStack() as stack:
+        stack.enter_context(patch("actors.train.loss.ray.put", lambda loss: loss))  # Ray would start
+        stack.enter_context(patch.object(recovery, "_PAUSE_SECONDS", 0.0))
 
         def dies(header: OperationHeader) -> bool:
             if left and header.number == left[0]:
@@ -190,7 +198,7 @@ def group_that_recovers(model: Path, *deaths: int, in_memory: bool = False) -> I
             return False
 
         def start(**_: Any) -> Any:
-            runtime = stack.enter_context(open_runtime(model))
+            runtime = stack.enter_context(open_runtime(model, **settings))
             started.append(RankHere(RankContext(runtime, "group", 0, 1), dies))
             return started[-1]
 

@@ -62,6 +62,9 @@ def _bodies(session: str, run: str) -> dict[str, dict[str, Any]]:
         "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 1, "model_path": "tinker://a/b/c"},
         "asample": {"sampling_session_id": "s", "seq_id": 0, "prompt": prompt, "num_samples": 2, "sampling_params": {}},
         "retrieve_future": {"request_id": "x", "allow_metadata_only": True},
+        "retrieve_futures": {"target": {"sampling_session_id": "s", "cloned_sampler_id": 1}, "prev_cursor": 0, "timeout": 0},
+        "cancel_future": {"request_id": "x"},
+        "join_sampling_session": {"sampling_session_id": "s"},
         "telemetry": {"events": []},
     }
 

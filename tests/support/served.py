@@ -61,7 +61,7 @@ class GroupInProcess:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
-    def forward_backward(self, handle: Any, rows: Any, losses: Any, *, forward_only: bool = False) -> Any:
+    def forward_backward(self, handle: Any, rows: Any, losses: Any, *, forward_only: bool = False, meta: Any = None) -> Any:
         if losses is not None:
             self.passes.append([int(row.sequence_fields["lora"]) for row in rows])
         shares = passes.spread(
@@ -70,13 +70,14 @@ class GroupInProcess:
             self.config.max_tokens_per_micro_batch,
             trains=not forward_only,
             has_loss=losses is not None,
+            meta=meta,
         )
         context: Any = SimpleNamespace(runtime=self._runtime, handle=lambda each: each)
         found = passes.forward_backward(context, handle, shares.batches[0], losses, forward_only=forward_only)
         return passes.merged(SimpleNamespace(source_ranks=(0,)), shares, [found])  # type: ignore[arg-type]
 
-    def forward(self, handle: Any, rows: Any) -> Any:
-        return self.forward_backward(handle, rows, None, forward_only=True)
+    def forward(self, handle: Any, rows: Any, *, meta: Any = None) -> Any:
+        return self.forward_backward(handle, rows, None, forward_only=True, meta=meta)
 
     def export_lora_adapter(self, handle: Any) -> Any:
         return dict(self._runtime.export_lora_adapter(handle))

@@ -6,9 +6,25 @@ from tests.mutations.fault import Fault
 
 FAULTS = [
     Fault(
+        "passes-of-others-are-over-with-a-checkpoint",
+        "actors.train.group:TrainGroup.forward_backward",
+        "models_in([handle]) or self._tenants_with(loss, handle)",
+        "models_in([handle])",
+        ("test_tenants_that_share_passes_continue_each_from_its_own_checkpoint",),
+        "the checkpoint of one tenant would take gradients from another, whose ranks died",
+    ),
+    Fault(
+        "tenants-that-left-are-trained-again",
+        "actors.train.recovery:Recovery.forget",
+        "self._kept.forget_model(handle.key)",
+        "pass",
+        ("test_tenants_that_share_passes_continue_each_from_its_own_checkpoint",),
+        "what a server keeps would grow with every client that it ever had",
+    ),
+    Fault(
         "steps-before-a-checkpoint-run-twice",
-        "actors.train.kept:KeptOperations._bounded",
-        "self._kept = [kept for kept in self._kept if kept is load or not self._is_over(kept, known)]",
+        "actors.train.kept:KeptOperations._drop_what_is_over",
+        "self._kept = [kept for kept in self._kept if not self._is_over(kept, known)]",
         "pass",
         ("test_what_is_kept_is_bounded", "test_whatever_a_rank_dies_in_all_that_follows_is_the_same"),
         "what a driver keeps would grow for ever, and a recovery would repeat the whole run",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import numpy as np
@@ -13,16 +16,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors.rollout.config import RolloutConfig
+from actors.rollout.group.engines import EngineSet
 from actors.serve import command
 from actors.serve.check import CheckFailedError, check_server
+from actors.serve.restarts import ServerLostError
+from actors.serve.sampling import Sampling
 from actors.serve.store import REQUESTS, RUNS, Result, Store
 from actors.serve.training import Call
 from actors.serve.wire import read_header
-from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.contracts import BatchError, ConfigError, EngineDeadError
 from tests.support.actors_in_process import until
 from tests.support.libraries import cookbook
 from tests.support.served import served
 from tests.support.tinker_clients import service
+from tests.support.torch_engine import TorchEngine
 
 IDS = [5, 9, 3, 7, 21, 33, 8]
 HEADERS = {"X-API-Key": "tml-local"}
@@ -55,6 +63,14 @@ def test_the_sdk_trains_saves_and_resumes_and_every_sum_is_that_of_torch(
     expected = logits[torch.arange(len(IDS)), torch.tensor(targets)].numpy()
     assert np.abs(np.array(first.loss_fn_outputs[0]["logprobs"].data) - expected).max() < 1e-5
     assert first.metrics["loss:sum"] == pytest.approx(-float((expected * np.array(weights)).sum()), abs=1e-4)
+    several = torch.tensor([[each, 4] for each in targets])
+    wide = {"target_tokens": types.TensorData.from_torch(several), "weights": types.TensorData.from_torch(torch.ones(7, 2))}
+    mixed = training.forward(
+        [*data, types.Datum(model_input=data[0].model_input, loss_fn_inputs=wide), *data], "cross_entropy"
+    )
+    shapes = [each["logprobs"].to_torch() for each in mixed.result().loss_fn_outputs]
+    assert [tuple(each.shape) for each in shapes] == [(7,), (7, 2), (7,)]
+    assert torch.allclose(shapes[1], logits.gather(1, several), atol=1e-5)
     assert training.optim_step(adam).result().metrics["learning_rate"] == 1e-2
     path = training.save_state("one").result().path
     resumed = client.create_training_client_from_state_with_optimizer(path)
@@ -223,3 +239,198 @@ def test_the_head_of_a_request_is_read_from_its_first_bytes() -> None:
     for wrong in (b"", body[:4], b"\x12\x01a\x10\x01", b"\x0a\x00\x10\x01"):
         with pytest.raises(BatchError):
             read_header(wrong)
+
+
+@pytest.mark.shows("server: likeliest tokens and given targets of prompts have the log-probs of torch, to 1e-5")
+def test_likeliest_tokens_and_given_targets_of_prompts_have_the_log_probs_of_torch(client: Any, model: Path) -> None:
+    from tinker import types
+
+    reference = AutoModelForCausalLM.from_pretrained(model)
+
+    @torch.no_grad()
+    def expected(ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+        logits: torch.Tensor = reference(torch.tensor([ids])).logits[0]
+        return (logits / temperature).log_softmax(-1)
+
+    sampler = client.create_sampling_client(base_model=str(model)).result()
+    wanted = torch.full((len(IDS) - 1, 16), -1)
+    wanted[0, 1], wanted[4, :3] = 4, torch.tensor([9, 5, 100])
+    plain, asked = expected(IDS), types.SamplingParams(max_tokens=3, seed=1, temperature=0.7)
+    for targets in (types.TensorData.from_torch(wanted), types.TensorData.from_torch_sparse(wanted, pad_value=-1)):
+        found = sampler.sample(
+            types.ModelInput.from_ints(IDS),
+            num_samples=2,
+            sampling_params=asked,
+            include_prompt_logprobs=True,
+            topk_prompt_logprobs=4,
+            topk_sample_logprobs=5,
+            target_prompt_logprobs=targets,
+            prompt_logprobs_last_n=5,
+        ).result()
+        assert found.prompt_logprobs[:2] == found.topk_prompt_logprobs[:2] == [None, None]
+        for at in range(2, len(IDS)):
+            assert found.prompt_logprobs[at] == pytest.approx(float(plain[at - 1, IDS[at]]), abs=1e-5)
+            values, ids = plain[at - 1].topk(4)
+            assert [token for token, _ in found.topk_prompt_logprobs[at]] == ids.tolist()
+            assert [value for _, value in found.topk_prompt_logprobs[at]] == pytest.approx(values.tolist(), abs=1e-5)
+        scored = found.target_prompt_logprobs
+        assert scored.shape == list(wanted.shape) and scored.sparse_col_indices == targets.sparse_col_indices
+        rows = plain[:-1].gather(1, wanted.clamp(min=0))
+        assert torch.allclose(scored.to_torch(), rows.where(wanted >= 0, 0.0), atol=1e-5)
+        for sample in found.sequences:
+            cooled = expected([*IDS, *sample.tokens], 0.7)[len(IDS) - 1 :]
+            for token, log_prob, likely, row in zip(
+                sample.tokens, sample.logprobs, sample.topk_logprobs, cooled, strict=False
+            ):
+                values, ids = row.topk(5)
+                assert [each for each, _ in likely] == ids.tolist()
+                assert [value for _, value in likely] == pytest.approx(values.tolist(), abs=1e-5)
+                assert dict(likely).get(token, log_prob) == pytest.approx(log_prob, abs=1e-5)
+
+
+def test_the_likeliest_tokens_of_an_adapter_are_its_own(client: Any, model: Path) -> None:
+    from tinker import types
+
+    training = client.create_lora_training_client(base_model=str(model), rank=4, seed=3)
+    training.forward_backward([datum([*IDS[1:], 4], weights=[1.0] * 7)], "cross_entropy").result()
+    training.optim_step(types.AdamParams(learning_rate=3e-2)).result()
+    sampler, greedy = training.save_weights_and_get_sampling_client(), types.SamplingParams(max_tokens=4, temperature=0.0)
+    options = {"num_samples": 1, "sampling_params": greedy, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 1}
+    prompt = types.ModelInput.from_ints(IDS)
+    base = client.create_sampling_client(base_model=str(model)).result().sample(prompt, **options).result()
+    for found in (sampler.sample(prompt, **options).result(), base):
+        (sample,) = found.sequences
+        assert [row[0][0] for row in sample.topk_logprobs] == list(sample.tokens)
+        assert [row[0][1] for row in sample.topk_logprobs] == pytest.approx(list(sample.logprobs), abs=1e-5)
+    assert found.topk_prompt_logprobs != sampler.sample(prompt, **options).result().topk_prompt_logprobs
+
+
+def test_what_is_wrong_with_a_request_for_log_probs_is_named(running: SimpleNamespace, model: Path) -> None:
+    def post(route: str, **body: Any) -> Any:
+        return httpx.post(f"{running.url}/api/v1/{route}", json=body, headers=HEADERS, timeout=60).json()
+
+    session = post("create_session")["session_id"]
+    made = post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=str(model))
+    sampler = made["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": IDS}]}
+    wrong = [
+        ({"topk_prompt_logprobs": 129}, "topk_prompt_logprobs=129: expected a number up to 128"),
+        ({"topk_sample_logprobs": "x"}, "topk_sample_logprobs='x'"),
+        ({"target_prompt_logprobs": {"data": [1], "shape": [1, 1]}}, r"shape \(1, 1\); expected \(6, K\)"),
+        ({"target_prompt_logprobs": {"data": [128] * 6, "shape": [6, 1]}}, "expected ids from 0 to 127"),
+        ({"target_prompt_logprobs": {"data": [-1] * 6, "shape": [6, 1]}}, "at least one"),
+        ({"target_prompt_logprobs": {"data": "x"}}, "no array of whole numbers"),
+        ({"target_prompt_logprobs": {"data": [1], "shape": [6, 1 << 40]}}, "at most"),
+        ({"topk_sample_logprobs": 1, "sampling_params": {"max_tokens": 1, "top_p": 0.5}}, "with top_p are not served"),
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k=2 is not served"),
+    ]
+    for seq_id, (changed, named) in enumerate(wrong):
+        asked = {"sampling_params": {"max_tokens": 1}, **changed}
+        accepted = post("asample", sampling_session_id=sampler, seq_id=seq_id, prompt=prompt, **asked)
+        answer = post("retrieve_future", request_id=accepted["request_id"])
+        assert answer["category"] == "user" and re.search(named, answer["error"]), answer
+
+
+def test_answers_of_a_sampler_are_told_in_their_order_to_each_of_its_clients(
+    running: SimpleNamespace, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def post(route: str, **body: Any) -> Any:
+        return httpx.post(f"{running.url}/api/v1/{route}", json=body, headers=HEADERS, timeout=60)
+
+    session = post("create_session").json()["session_id"]
+    made = post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=str(model))
+    sampler = made.json()["sampling_session_id"]
+
+    def sample(seq_id: int, most: int = 2) -> str:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": IDS}]}
+        asked = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": {"max_tokens": most}}
+        return str(post("asample", **asked).json()["request_id"])
+
+    def told(client: int, after: int, wait: float | None = None) -> tuple[list[tuple[str, str]], int]:
+        target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": client}
+        found = post("retrieve_futures", target=target, prev_cursor=after, timeout=wait).json()
+        return [(each["request_id"], each["state"]) for each in found["completions"]], found["cursor"]
+
+    joined = [post("join_sampling_session", sampling_session_id=sampler).json()["client_counter"] for _ in range(2)]
+    assert joined == [1, 2]
+    assert told(0, 0, wait=0) == ([], 0)
+    first, wrong = sample(0), sample(1, most=0)
+    seen, cursor = [], 0
+    while len(seen) < 2:
+        new, cursor = told(0, cursor)
+        seen += new
+    assert sorted(seen) == sorted([(first, "finished"), (wrong, "failed")]) and told(0, cursor, wait=0) == ([], cursor)
+    other = sample(2 * 10**9)
+    until(lambda: bool(told(2, 0, wait=0)[0]))
+    assert told(2, 0)[0] == [(other, "finished")] and told(0, cursor, wait=0)[0] == []
+    # A request that nobody waits for any more does not sample on.
+    gate = threading.Event()
+    monkeypatch.setattr(TorchEngine, "generate", lambda *_: gate.wait(30))
+    long = sample(2)
+    assert post("cancel_future", request_id=long).status_code == 204
+    assert "cancelled" in post("retrieve_future", request_id=long).json()["error"]
+    until(lambda: running.server.sampling.open == 0)
+    assert told(0, cursor)[0] == [(long, "failed")]
+    assert post("cancel_future", request_id=first).status_code == 204
+    assert post("retrieve_future", request_id=first).headers["content-type"] == "application/x-protobuf"
+    assert post("cancel_future", request_id="other").status_code == 404
+    gate.set()
+
+
+def test_a_copy_of_a_sampling_client_is_another_client(client: Any, model: Path) -> None:
+    from tinker import SamplingClient, types
+
+    sampler = client.create_sampling_client(base_model=str(model)).result()
+    asked = types.SamplingParams(max_tokens=4, seed=1)
+    prompt = types.ModelInput.from_ints(IDS)
+    copies = [SamplingClient.from_sampler_handle(sampler.get_sampler_handle(), api_key="tml-local") for _ in range(2)]
+    found = [each.sample(prompt, num_samples=1, sampling_params=asked).result().sequences[0] for each in (sampler, *copies)]
+    assert [each.tokens for each in found] == [found[0].tokens] * 3
+    assert len({each.sequence_id for each in found}) == 3
+
+
+def test_a_server_without_engines_goes_on_as_long_as_others_may_take_their_place() -> None:
+    engines = EngineSet(RolloutConfig(model_path="nowhere"))
+    sampling = Sampling(SimpleNamespace(engine_set=engines), (), most_pushed=1)  # type: ignore[arg-type]
+    server: Any = SimpleNamespace(training=SimpleNamespace(failed=""), sampling=sampling)
+    web: Any = SimpleNamespace(should_exit=False)
+    lost: list[Exception] = []
+
+    def watch() -> None:
+        try:
+            command._until_lost(server, web)
+        except ServerLostError as error:
+            lost.append(error)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    assert not engines.engines
+    thread.join(1.5)
+    assert thread.is_alive()
+    engines.give_up(EngineDeadError("engine 0 was started again 3 times within an hour"))
+    thread.join(10)
+    assert [str(each) for each in lost] == ["engine 0 was started again 3 times within an hour"]
+
+
+def test_an_adapter_waits_for_an_engine_that_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    class Heals:
+        """Engines of which the only one is lost at first, and replaced by whoever waits."""
+
+        lost = True
+
+        def wait_for_engine(self, error: EngineDeadError) -> None:
+            if not self.lost:
+                raise error
+            self.lost = False
+
+        def push(self, _: Any, name: str, folder: Path) -> None:
+            if self.lost or folder.name == "gone":
+                raise EngineDeadError("no rollout engine is left")
+
+    engines = Heals()
+    sampling = Sampling(SimpleNamespace(engine_set=engines), (), most_pushed=2)  # type: ignore[arg-type]
+    with patch("actors.serve.sampling.push_directory", engines.push):
+        assert asyncio.run(sampling.push(tmp_path / "adapter")).startswith(tmp_path.name)
+        assert sampling.pushed == 1
+        with pytest.raises(EngineDeadError):
+            asyncio.run(sampling.push(tmp_path / "gone"))

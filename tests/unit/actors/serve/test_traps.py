@@ -173,6 +173,22 @@ def test_a_key_never_sees_what_another_has(model: Path, tmp_path: Path) -> None:
             assert run not in bob.get(listed).text and session not in bob.get(listed).text
         assert Wire(shared.url, "tml-other").get("sessions").status_code == 401
         assert ann.get("checkpoints").json()["checkpoints"][0]["tinker_path"] == path
+        # Published, others may read it, and no more than that.
+        route = f"/training_runs/{path.removeprefix('tinker://').replace('/', '/checkpoints/', 1)}"
+        assert ann._client.post(f"{route}/publish").status_code == 204
+        assert ann.get("checkpoints").json()["checkpoints"][0]["public"] is True
+        loaded = bob.post("load_weights", session_id=other, model_seq_id=6, path=path, optimizer=True)
+        assert bob.answer(loaded).json()["path"] == path
+        assert bob.post("weights_info", tinker_path=path).json()["lora_rank"] == 2
+        assert path not in bob.get("checkpoints").text
+        for refused in (
+            bob._client.delete(route),
+            bob._client.delete(f"{route}/publish"),
+            bob._client.put(f"{route}/ttl", json={}),
+        ):
+            assert refused.status_code == 404
+        assert ann._client.delete(f"{route}/publish").status_code == 204
+        assert bob.post("weights_info", tinker_path=path).status_code == 404
 
 
 def test_nothing_that_is_sent_ends_the_server(running: SimpleNamespace, model: Path) -> None:

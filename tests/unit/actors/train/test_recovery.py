@@ -15,7 +15,7 @@ from actors.train.group import TrainGroup
 from actors.train.outcome import RankInfo
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import BatchError, GroupFailedError, RanksReplacedError
-from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
 from tests.support.models import write_tiny
 from tests.support.ranks_in_process import assert_same, group_that_recovers, sequences, use_ranks_here
 
@@ -212,3 +212,40 @@ def test_a_function_of_a_caller_runs_again(model: Path) -> None:
     with group_that_recovers(model, 4) as (group, _):
         assert [group.run_on_ranks(count) for _ in range(5)] == [[1], [2], [3], [4], [5]]
         assert isinstance(RankFunction(count), RankFunction)
+
+
+def trained_together(group: TrainGroup, folder: Path) -> list[Any]:
+    """Four steps of tenants that share passes: ann has a checkpoint after the second, carl leaves then, bob has none."""
+    base = group.build_model(name="base", trainable=False)
+    tenants = [
+        group.create_lora_adapter(base, LoRAConfig(rank=rank), name=name)
+        for name, rank in (("ann", 2), ("bob", 4), ("carl", 3))
+    ]
+    found: list[Any] = []
+    for step in range(1, 5):
+        rows = [
+            row.with_fields(sequence_fields={LORA_FIELD: torch.tensor(tenant.lora_id)})
+            for tenant in tenants
+            for row in sequences(step)
+        ]
+        passed = group.forward_backward(base, rows, {tenant.name: sft_loss for tenant in tenants})
+        for tenant in tenants:
+            found += [passed.tenants[tenant.name].losses, group.optimizer_step(tenant)]
+            group.zero_grad(tenant)
+        if step == 2:
+            save(group, folder, {"ann": tenants[0]})
+            group.remove_lora_adapter(tenants.pop())
+    return [*found, *(torch.cat(list(group.forward(tenant, sequences(0)).output("log_probs"))) for tenant in tenants)]
+
+
+def test_tenants_that_share_passes_continue_each_from_its_own_checkpoint(model: Path, tmp_path: Path) -> None:
+    with group_that_recovers(model) as (group, (rank,)):
+        expected, ran = trained_together(group, tmp_path / "undisturbed"), rank.ran
+    steps = [number for number, name in ran if name == "optimizer_step"]
+    with group_that_recovers(model, steps[-2], steps[-1]) as (group, ranks):
+        assert_same(trained_together(group, tmp_path / "disturbed"), expected)
+        assert len(ranks) == 3 and len(group.recoveries) == 2
+    repeated = [name for number, name in ranks[1].ran if number < steps[-2]]
+    # Three of bob and one of ann; her others are in the checkpoint, and those of carl, who has left, are over.
+    assert repeated.count("optimizer_step") == 3 + 1 and repeated.count("load_checkpoint") == 1
+    assert repeated.count("forward_backward") == 4

@@ -1,0 +1,182 @@
+"""openai's package against the real routes: tools, likeliest tokens, streams with usage, seeds and stop strings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl_backend.environment.protocol import Generation
+from tests.support.chat_templates import chat_tokenizer
+from tests.support.models import write_tiny
+from tests.support.served import served
+from tests.support.torch_engine import TorchEngine
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments.x }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"x": 1, "y": "\\u00e9"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    tokenizer = chat_tokenizer(TEMPLATE)
+    model = write_tiny(
+        "qwen3",
+        tmp_path_factory.mktemp("talking") / "model",
+        vocab_size=512,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    )
+    tokenizer.save_pretrained(model)
+    with served(model, tmp_path_factory.mktemp("state"), max_tokens=256) as found:
+        found.door = openai.OpenAI(base_url=f"{found.url}/v1", api_key="tml-local", max_retries=0)
+        found.name, found.model, found.tokenizer = str(model), model, AutoTokenizer.from_pretrained(model)
+        yield found
+
+
+type Say = Callable[[str], list[list[int]]]
+
+
+@pytest.fixture
+def say(talking: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Lets the model say a text, as an engine that samples it would; returns the prompts that it gets from then on."""
+
+    def script(text: str) -> list[list[int]]:
+        whole, prompts = [*talking.tokenizer.encode(text, add_special_tokens=False), *end_of(talking)], list[list[int]]()
+
+        def generate(_: TorchEngine, prompt: Any, config: Any, adapter: Any, seed: int, most: int) -> Generation:
+            prompts.append(list(prompt))
+            # Of a stream the next piece: what was said before is the end of its prompt.
+            said = next(size for size in range(len(whole) - 1, -1, -1) if not size or list(prompt)[-size:] == whole[:size])
+            tokens = whole[said : said + most]
+            finish: Any = "stop" if said + most >= len(whole) else "length"
+            return Generation(tokens, [-0.5] * len(tokens), finish, [0] * len(tokens))
+
+        monkeypatch.setattr(TorchEngine, "generate", generate)
+        return prompts
+
+    return script
+
+
+def end_of(talking: SimpleNamespace) -> list[int]:
+    return [int(talking.tokenizer.convert_tokens_to_ids("<|im_end|>"))]
+
+
+def chat(talking: SimpleNamespace, **options: Any) -> Any:
+    asked = {"model": talking.name, "messages": [{"role": "user", "content": "1+2"}], "max_tokens": 200, **options}
+    return talking.door.chat.completions.create(**asked)
+
+
+@pytest.mark.shows("server: openai's package calls tools of a model")
+def test_calls_of_tools_are_read_shown_to_the_model_and_answered(talking: SimpleNamespace, say: Say) -> None:
+    prompts = say(f"let me see {CALL}")
+    (choice,) = chat(talking, tools=TOOLS).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "let me see"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments) == {"x": 1, "y": "é"}
+    assert "system\nadd" in talking.tokenizer.decode(prompts[0])
+    parts: Any = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2"}]
+    history: Any = [
+        {"role": "user", "content": parts},
+        choice.message.model_dump(),
+        {"role": "tool", "tool_call_id": call.id, "content": "3"},
+    ]
+    chat(talking, messages=history, tools=TOOLS)
+    assert "1+2<|im_end|>" in talking.tokenizer.decode(prompts[1])
+    assert "<tool_call>1</tool_call><|im_end|>\n<|im_start|>tool\n3" in talking.tokenizer.decode(prompts[1])
+    (whole,) = chat(talking, tools=TOOLS, tool_choice="none").choices
+    assert whole.message.tool_calls is None and whole.message.content == f"let me see {CALL}"
+    assert "system" not in talking.tokenizer.decode(prompts[2])
+
+
+def test_a_call_that_cannot_be_read_is_text(talking: SimpleNamespace, say: Say) -> None:
+    say('<tool_call>{"name": </tool_call>')
+    (choice,) = chat(talking, tools=TOOLS).choices
+    assert choice.finish_reason == "stop" and choice.message.content == '<tool_call>{"name": </tool_call>'
+
+
+@pytest.mark.parametrize(("tools", "reason"), [(TOOLS, "tool_calls"), ([], "stop")])
+def test_a_stream_has_what_a_whole_answer_has_and_its_usage(
+    tools: Any, reason: str, talking: SimpleNamespace, say: Say
+) -> None:
+    say(f"let me see {CALL}")
+    whole = chat(talking, tools=tools)
+    say(f"let me see {CALL}")
+    pieces = list(chat(talking, tools=tools, stream=True, stream_options={"include_usage": True}))
+    choices = [each.choices[0] for each in pieces if each.choices]
+    assert "".join(each.delta.content or "" for each in choices) == whole.choices[0].message.content
+    assert (len(choices) > 2) == (not tools)
+    calls = [(call.index, call.function.arguments) for each in choices for call in each.delta.tool_calls or ()]
+    expected = [call.function.arguments for call in whole.choices[0].message.tool_calls or ()]
+    assert calls == list(enumerate(expected))
+    assert [each.finish_reason for each in choices if each.finish_reason] == [reason]
+    assert not pieces[-1].choices and pieces[-1].usage == whole.usage
+    say("short")
+    assert all(each.usage is None for each in chat(talking, stream=True))
+
+
+def test_a_stop_string_ends_a_text_before_it_whole_or_in_pieces(talking: SimpleNamespace, say: Say) -> None:
+    say("one two three")
+    assert chat(talking, stop=["two"]).choices[0].message.content == "one "
+    say("one two three")
+    pieces = chat(talking, stop="two", stream=True)
+    assert "".join(each.choices[0].delta.content or "" for each in pieces) == "one "
+
+
+def test_likeliest_tokens_are_those_of_torch_and_seeds_repeat_samples(talking: SimpleNamespace) -> None:
+    asked: Any = {"temperature": 0.7, "max_tokens": 5, "seed": 3}
+    first = chat(talking, **asked, logprobs=True, top_logprobs=3).choices[0]
+    again = chat(talking, **asked).choices[0]
+    assert first.message.content == again.message.content and again.logprobs is None
+    other = chat(talking, **{**asked, "seed": 4, "n": 2}, logprobs=True).choices
+    # Texts of a random model may look the same.
+    assert len({tuple(token.logprob for token in each.logprobs.content) for each in (first, *other)}) == 3
+    content = first.logprobs.content
+    ids = talking.tokenizer.encode("<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    plain = talking.door.completions.create(model=talking.name, prompt=ids, logprobs=3, **asked).choices[0]
+    assert plain.logprobs.token_logprobs == [each.logprob for each in content]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(talking.model)(torch.tensor([ids])).logits[0, -1]
+    values, tokens = (logits / 0.7).log_softmax(-1).topk(3)
+    likely = [(each.token, pytest.approx(each.logprob, abs=1e-5)) for each in content[0].top_logprobs]
+    assert likely == list(zip(map(talking.tokenizer.decode, tokens), values.tolist(), strict=True))
+    assert list(plain.logprobs.top_logprobs[0].values()) == [each.logprob for each in content[0].top_logprobs]
+    # As harnesses score texts: the prompt itself has log-probs, of what was before each of its tokens.
+    echoed = talking.door.completions.create(
+        model=talking.name, prompt=[ids], echo=True, logprobs=1, max_tokens=1, temperature=0
+    ).choices[0]
+    assert echoed.text.startswith(talking.tokenizer.decode(ids)) and len(echoed.logprobs.tokens) == len(ids) + 1
+    with torch.no_grad():
+        every = AutoModelForCausalLM.from_pretrained(talking.model)(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = every[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert echoed.logprobs.token_logprobs[0] is None and echoed.logprobs.top_logprobs[0] is None
+    assert echoed.logprobs.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-5)
+    assert echoed.logprobs.token_logprobs[-1] == pytest.approx(float(every[-1].max()), abs=1e-5)
+    likeliest = [max(row.values()) for row in echoed.logprobs.top_logprobs[1:]]
+    assert likeliest == pytest.approx(every.max(-1).values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"top_logprobs": 2}, "logprobs=true"),
+        ({"logprobs": True, "stream": True}, "stream=true with logprobs"),
+        ({"logprobs": True, "top_logprobs": 2, "top_p": 0.5}, "top_p"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(options: dict[str, Any], named: str, talking: SimpleNamespace) -> None:
+    with pytest.raises(openai.BadRequestError, match=named):
+        chat(talking, **{"max_tokens": 1, **options})
