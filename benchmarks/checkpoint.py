@@ -112,7 +112,7 @@ def layouts(folder: Path, runs: int) -> dict[str, Any]:
             for saver, loaders in pairs.items():
                 saves = folder / f"{kind} {saver}"
                 saves.mkdir()
-                for loader, difference in continue_in(ranks, model, saves, saver, loaders).items():
+                for loader, difference in continue_in(ranks, model, saves, saver, loaders, steps=5).items():
                     row = {"model": kind, "saved_by": str(saver), "loaded_by": str(loader), **difference}
                     table.append(row)
                     print(json.dumps(row), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 # Read when transformers, Ray and vLLM are imported: tests fetch and report nothing.
@@ -36,9 +37,19 @@ TRAINED_SECONDS = 900
 torch.set_num_threads(1)
 
 
-def pytest_collection_finish() -> None:
-    """What modules hold is no garbage, and a runtime that closes would look through it for a second."""
-    gc.freeze()
+_frozen: tuple[Path, int] | None = None
+"""The file before whose first test all that there was was frozen, and how many modules there were."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What modules and caches hold is no garbage, and every runtime that closes would look through it for a second."""
+    global _frozen
+    if _frozen is None or item.path != _frozen[0] or len(sys.modules) > _frozen[1] + 100:
+        if _frozen is not None:
+            gc.collect()
+        gc.freeze()
+        _frozen = item.path, len(sys.modules)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

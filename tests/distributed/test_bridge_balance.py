@@ -20,8 +20,8 @@ from tests.support.rank_pool import RankPool
 from tests.support.released_mixtures import write_mixture
 
 RATE = 0.01
-STEPS = 4
-REFUSED = 2
+STEPS = 3
+REFUSED = 1
 BALANCED: Mapping[str, Any] = {"expert_bias_rate": RATE}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -92,7 +92,7 @@ def rule_job(model: str, path: str, dtype: str) -> None:
         routed = handle.routed_layers
         assert routed is not None
         expected = list(biases_of(runtime, handle).values())
-        for step in range(3):
+        for step in range(2):
             runtime.zero_grad(handle)
             counts = torch.zeros(len(routed.layers), routed.num_experts, dtype=torch.int64)
             for data in (bridge_data(runtime, step), bridge_data(runtime, step + 9)):

@@ -26,8 +26,9 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.shows("parity: native and Megatron train alike, dense and mixture of experts: loss to 1e-6, grad norm to 1e-5")
-@pytest.mark.parametrize("kind", ["dense", pytest.param("mixture of experts", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["dense", "mixture of experts"])
 def test_the_native_runtime_agrees_with_megatron(kind: str, tied_model: Path, tmp_path: Path) -> None:
     model = tied_model if kind == "dense" else write_moe("qwen3_moe", tmp_path / "model")
     output = tmp_path / "parity.json"

@@ -58,7 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_attention_heads": 2, "num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
 }
 
-LONG = {"qwen2", "mistral", "mixtral"}
+LONG = {"qwen2", "llama", "mistral", "mixtral"}
 """Families that ``make test-all`` alone runs."""
 FAMILIES = [pytest.param(family, marks=[pytest.mark.long] if family in LONG else []) for family in MODELS]
 

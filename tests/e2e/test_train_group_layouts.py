@@ -93,8 +93,8 @@ def engine(ray_cluster: None, model: Path) -> Iterator[RolloutGroup]:
 @pytest.fixture(
     scope="module",
     params=[
-        # `make test` has the bridge with a pipeline, and tp on the native runtime.
-        pytest.param(config, id=name, marks=[pytest.mark.long] if name == "bridge tp=2" else [])
+        # `make test` has the bridge with a pipeline, and tp and a pipeline on the native runtime.
+        pytest.param(config, id=name, marks=[pytest.mark.long] if name in ("bridge tp=2", "native cp=2") else [])
         for name, config in BACKENDS.items()
     ],
 )

@@ -75,7 +75,7 @@ def test_a_push_reaches_every_weight_of_gpt_oss(engines: FamilyEngines) -> None:
         gaps = served.trainer.gaps(samples)
         return sum(gaps) / len(gaps), mean_rounding(served.trainer, samples)[1]
 
-    for _ in range(3):
+    for _ in range(2):
         served.push()
         gap, rounding = gap_and_rounding()
         sys.stdout.write(

@@ -26,7 +26,7 @@ from tests.support.rank_pool import RankPool
 
 SPLIT = [[0, 1], [2, 3], [4, 5], [6, 7]]
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=2, lr_decay_style="cosine", total_training_steps=20)
-STEPS_BEFORE, STEPS_AFTER = 3, 5
+STEPS_BEFORE = 2
 
 
 @dataclass(frozen=True)
@@ -107,17 +107,17 @@ class Continued:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def save_job(layout: Layout, model: str, path: str) -> Continued:
-    """Trains, saves, and trains on without a break."""
+def save_job(layout: Layout, model: str, path: str, steps: int) -> Continued:
+    """Trains, saves, and trains on for ``steps`` without a break."""
     with layout.open(model) as runtime:
         handle = runtime.build_model()
         _train(runtime, handle, range(STEPS_BEFORE))
         runtime.save_checkpoint(handle, path, extra={"next_batch": STEPS_BEFORE})
         copy_to_memory(runtime, handle, path)
-        return _go_on(runtime, handle, {"next_batch": STEPS_BEFORE})
+        return _go_on(runtime, handle, {"next_batch": STEPS_BEFORE}, steps)
 
 
-def load_job(layout: Layout, model: str, path: str, again: str, in_memory: bool) -> Continued:
+def load_job(layout: Layout, model: str, path: str, again: str, in_memory: bool, steps: int) -> Continued:
     """Loads into a model that has been trained on something else, saves that anew, and trains on."""
     with layout.open(model) as runtime:
         handle = runtime.build_model()
@@ -125,7 +125,7 @@ def load_job(layout: Layout, model: str, path: str, again: str, in_memory: bool)
         extra = runtime.load_checkpoint(handle, state_in_memory(path) if in_memory else path)
         extra = {"next_batch": STEPS_BEFORE} if in_memory else extra
         runtime.save_checkpoint(handle, again, extra=extra)
-        return _go_on(runtime, handle, extra)
+        return _go_on(runtime, handle, extra, steps)
 
 
 def copy_to_memory(runtime: Runtime[Any], handle: Any, path: str) -> None:
@@ -149,10 +149,10 @@ def state_in_memory(path: str) -> StateInMemory:
     return StateInMemory("the state", tables, read)
 
 
-def _go_on(runtime: Runtime[Any], handle: Any, extra: dict[str, Any]) -> Continued:
+def _go_on(runtime: Runtime[Any], handle: Any, extra: dict[str, Any], steps: int) -> Continued:
     version = handle.weight_version
     start = extra["next_batch"]
-    losses, rates = _train(runtime, handle, range(start, start + STEPS_AFTER))
+    losses, rates = _train(runtime, handle, range(start, start + steps))
     return Continued(losses, rates, version, extra)
 
 
@@ -190,8 +190,8 @@ class Saved(NamedTuple):
     state: dict[str, Tensor]
 
 
-def save_in(ranks: RankPool, model: Path, path: Path, saver: Layout) -> Saved:
-    whole = ranks.run(save_job, saver, str(model), str(path), world_size=saver.world_size)[0]
+def save_in(ranks: RankPool, model: Path, path: Path, saver: Layout, steps: int = 2) -> Saved:
+    whole = ranks.run(save_job, saver, str(model), str(path), steps, world_size=saver.world_size)[0]
     return Saved(path, whole, read_whole(path))
 
 
@@ -202,7 +202,8 @@ def load_in(ranks: RankPool, model: Path, saved: Saved, again: Path, loader: Lay
     counts, learning rates and ``extra`` must be the same in every digit after loading.
     """
     whole = saved.continued
-    part = ranks.run(load_job, loader, str(model), str(saved.path), str(again), in_memory, world_size=loader.world_size)[0]
+    job = (loader, str(model), str(saved.path), str(again), in_memory, len(whole.losses))
+    part = ranks.run(load_job, *job, world_size=loader.world_size)[0]
     assert part.weight_version == whole.weight_version == STEPS_BEFORE
     assert part.learning_rates == whole.learning_rates
     assert part.extra == whole.extra == {"next_batch": STEPS_BEFORE}
@@ -211,10 +212,10 @@ def load_in(ranks: RankPool, model: Path, saved: Saved, again: Path, loader: Lay
 
 
 def continue_in(
-    ranks: RankPool, model: Path, folder: Path, saver: Layout, loaders: Sequence[Layout]
+    ranks: RankPool, model: Path, folder: Path, saver: Layout, loaders: Sequence[Layout], steps: int = 2
 ) -> dict[Layout, dict[str, float]]:
     """Loader -> ``loss``, the difference of :func:`load_in`."""
-    saved = save_in(ranks, model, folder / "saved", saver)
+    saved = save_in(ranks, model, folder / "saved", saver, steps)
     return {
         loader: {"loss": load_in(ranks, model, saved, folder / f"again-{index}", loader)}
         for index, loader in enumerate(loaders)

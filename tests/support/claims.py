@@ -9,6 +9,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from tests.support.matrix import LEFT_OUT
@@ -20,6 +21,7 @@ RUN_BY = ("", " (`make test-all`)", " (run by name)")
 """What a link says of a file: `make test` runs it, `make test-all` alone does, or neither has time for it."""
 
 
+@cache
 def claims(root: Path = ROOT) -> dict[str, dict[str, int]]:
     """Claim -> test files that show it, in order of appearance, and which of :data:`RUN_BY` runs them."""
     found: dict[str, dict[str, int]] = defaultdict(dict)

@@ -65,6 +65,7 @@ def reached(names: Iterable[str], root: Path = ROOT) -> set[str]:
     return found
 
 
+@cache
 def _files(name: str, root: Path) -> list[Path]:
     """What importing a dotted name reads of this tree; the last part may be a name in a module."""
     parts = name.split(".")

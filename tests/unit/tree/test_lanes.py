@@ -58,6 +58,7 @@ def test_an_interrupted_suite_runs_the_ends_of_its_fixtures(tmp_path: Path, numb
     with subprocess.Popen(
         [sys.executable, "-c", RUN, str(tmp_path), *arguments],
         cwd=ROOT,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

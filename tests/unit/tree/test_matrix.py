@@ -89,7 +89,7 @@ def run_small_suite(folder: Path, *arguments: str) -> str:
     options = "addopts = -m 'not long' -p no:cacheprovider\nmarkers =\n    long\n"
     (folder / "pytest.ini").write_text(f"[pytest]\n{options}")
     command = [sys.executable, "-c", RUN, str(folder), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False).stdout
 
 

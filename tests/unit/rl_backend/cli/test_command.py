@@ -90,12 +90,14 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_gpu_check_without_a_gpu_says_so_and_lists_every_test_that_would_run(tmp_path: Path) -> None:
-    result = run_command("gpu-check", "--json", str(tmp_path / "result.json"))
-    assert result.returncode == gpu_check.EXIT_NO_GPU
-    assert result.stdout.startswith("No GPU: ")
+def test_gpu_check_without_a_gpu_says_so_and_lists_every_test_that_would_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gpu-check", "--json", str(tmp_path / "result.json")]) == gpu_check.EXIT_NO_GPU
+    printed = capsys.readouterr().out
+    assert printed.startswith("No GPU: ")
     for file in (ROOT / "tests" / "gpu").glob("test_*.py"):
-        assert f"tests/gpu/{file.name}::" in result.stdout
+        assert f"tests/gpu/{file.name}::" in printed
     assert not (tmp_path / "result.json").exists()
 
 

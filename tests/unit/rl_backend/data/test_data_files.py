@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -294,8 +293,3 @@ def test_complex_numbers_are_no_scores(result: Any) -> None:
 @pytest.mark.parametrize("result", [True, 1, 1.0, {"score": 1, "acc": True}, np.float32(1), np.int64(1), torch.tensor(1)])
 def test_numbers_and_mappings_with_a_score_are_scores(result: Any) -> None:
     assert score_value(result) == 1.0
-
-
-def test_reading_data_does_not_import_verl() -> None:
-    code = "import sys, adapters.verl; sys.exit(any(m == 'verl' or m.startswith('verl.') for m in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

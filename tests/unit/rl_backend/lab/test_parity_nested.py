@@ -26,7 +26,7 @@ def test_a_released_model_trains_as_transformers_does(tmp_path: Path, taken_out:
     model = write_qwen3_5(tmp_path / "model", released=True)
     if taken_out:
         model = save_text_model(model, tmp_path / "text")
-    config = make_config(model, ParitySide(runtime="native"), lora=lora, max_length=100)
+    config = make_config(model, ParitySide(runtime="native"), lora=lora, max_length=100, steps=2)
     reference, candidate = train_transformers(config), train_runtime(config)
     found = compare_sides(config, reference, candidate, Tolerances.of("float32"))
     assert found.first_divergence is None, str(found.first_divergence)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -84,12 +82,7 @@ def test_a_name_is_taken_once_and_its_options_are_checked(tied_model: Path) -> N
         RuntimeConfig(backend="counting", hf_path=str(tied_model), backend_cfg={"greting": "x"})
 
 
-def test_the_public_interface_is_complete_and_its_import_is_light() -> None:
+def test_the_public_interface_is_complete() -> None:
     assert all(getattr(rl_backend, name) is not None for name in rl_backend.__all__)
     with pytest.raises(AttributeError):
         rl_backend.nothing_of_this_name  # noqa: B018
-    code = (
-        "import sys, rl_backend; assert 'torch' not in sys.modules; from rl_backend import *; "
-        "heavy = {'ray', 'vllm', 'verl', 'transformers', 'megatron'} & set(sys.modules); assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

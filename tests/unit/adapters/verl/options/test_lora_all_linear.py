@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,14 +48,6 @@ def adapted_by(path: Path, *configs: LoRAConfig) -> list[set[str]]:
         for config in configs:
             runtime.create_lora_adapter(base, config)
         return [set(each.modules) for each in runtime.list_lora_adapters(base)]
-
-
-def test_every_family_is_here() -> None:
-    # In a process of its own: other test files add families when they are imported.
-    code = "from rl_backend.model import MODEL_FAMILIES; print(*MODEL_FAMILIES)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "llama" in found
-    assert set(found) <= WRITERS.keys()
 
 
 @pytest.mark.shows("verl: all-linear, and kinds of blocks, take what peft's all-linear takes in every family")
