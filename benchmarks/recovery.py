@@ -323,15 +323,15 @@ def measure(names: list[str], arguments: argparse.Namespace, folder: Path) -> No
         environment_tasks.write_task(tasks / "calculator", "calculator")
         (tasks / "reward.py").write_text(REWARD)
     for name in names * arguments.trials:
-        now, expected = time.monotonic(), folder / f"{name}-alone"
-        if now - began + 1.2 * longest[name] > arguments.seconds:
+        expected = folder / f"{name}-alone"
+        if time.monotonic() - began + 1.2 * longest[name] > arguments.seconds:
             continue
         if not (expected / "whole").exists():
             record(undisturbed=[left_alone(name, expected, tasks, arguments.busy)])
         number = sum(each["setting"] == name for each in read_result("recovery").get("trials", []))
         found = trial(name, number, folder / f"{name}-{number}-{uuid.uuid4().hex[:4]}", tasks, expected)
         record(trials=[found])
-        longest[name] = max(longest[name], time.monotonic() - now)
+        longest[name] = max(longest[name], found["seconds"])
         print(json.dumps(found), flush=True)
 
 

@@ -52,7 +52,8 @@ from actors.cluster.processes import offer_stacks
 
 def hold():
     print("there", flush=True)
-    ctypes.PyDLL(None).sleep(60)
+    while True:  # a signal ends it
+        ctypes.PyDLL(None).sleep(60)
 
 def outer():
     hold()
