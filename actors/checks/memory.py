@@ -31,6 +31,7 @@ WARNING = "warning: "
 """Begins what a check finds, where the run may start all the same."""
 
 # Micro-batches below this cost time: layers are recomputed before they get smaller, unless sequences are shorter still.
+# Larger ones gain nothing on CPUs but take memory.
 _FEW_TOKENS = 2048
 
 # Bytes of a process beside its tensors, measured: PyTorch and Ray in a rank, vLLM 0.30 in an engine on a CPU.
@@ -46,7 +47,8 @@ class Choice:
 
 
 def choose_micro_batch(config: RunConfig, kept: Mapping[str, Any]) -> Choice:
-    """The largest micro-batch, of at most ``MOST_TOKENS``, for which ``ALMOST_FULL`` of the free memory is enough.
+    """The largest micro-batch, of at most ``MOST_TOKENS`` (2,048 on CPUs), for which ``ALMOST_FULL`` of the free memory is
+    enough.
 
     A given value wins, then one that is ``kept``, as :func:`chosen_options` had it. Layers are recomputed where
     micro-batches would otherwise become small. Where nothing can be estimated the options stay as they are.
@@ -68,6 +70,7 @@ def _choice(config: RunConfig) -> Choice:
         return Choice(config)
     room = ALMOST_FULL * _free(config, gpus)
     longest = config.longest_sequence or min(filter(None, (positions_of(config.model), MOST_TOKENS)))
+    wanted = MOST_TOKENS if gpus else max(_FEW_TOKENS, longest)
     kinds = [{}, {CHECKPOINTING: "full"}] if has(config, CHECKPOINTING) and not gives(config, CHECKPOINTING) else [{}]
     for changes in kinds:
         if changes:
@@ -76,13 +79,13 @@ def _choice(config: RunConfig) -> Choice:
         held, most = _bytes(config, plans, gpus, held=True), _bytes(config, plans, gpus, held=False)
         planned = max(plan.workload.micro_batch_tokens for plan in plans.values())
         # What passes take grows with their tokens.
-        tokens = MOST_TOKENS if most <= room else int((room - held) / (most - held) * planned)
+        tokens = wanted if most <= room else min(wanted, int((room - held) / (most - held) * planned))
         least = longest if changes or len(kinds) == 1 else max(longest, min(_FEW_TOKENS, planned))
         if tokens >= least:
             break
     tokens = max(longest, 1 << max(tokens, 1).bit_length() - 1)
     config = with_options(config, {MICRO_BATCH: tokens, **changes})
-    if tokens == MOST_TOKENS and not changes:
+    if tokens >= wanted and not changes:
         return Choice(config)
     recomputes = ", layers recomputed" if changes else ""
     return Choice(config, (f"micro-batches of {tokens} tokens{recomputes} ({room / ALMOST_FULL / GIB:.1f} GiB are free)",))

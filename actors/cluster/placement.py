@@ -28,13 +28,13 @@ def thread_environment() -> dict[str, str]:
 
 
 def memory_environment() -> dict[str, str]:
-    """The same for a process on CPUs that gives freed activations back, at any size of them and from any thread."""
-    # glibc keeps freed memory for the thread that took it, up to 32 MiB apiece, which are most of a pass's activations:
-    # between steps they stay, and a step in another thread takes as much again. Those of 1 MiB and more are mapped and
-    # unmapped instead, in huge pages, which cost fewer page faults.
+    """The same for a process on CPUs that takes and frees gigabytes in each pass: it keeps them for the next."""
+    # A page that the kernel gave, zeroed and took back costs more time than a product of matrices that fits in it, on some
+    # virtual machines twice that of the whole pass. One arena: a pass in another thread takes the same memory again.
     if {"GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
         return {}
-    return {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
+    kept = ("mmap_max=0", "arena_max=1", f"trim_threshold={2**40}")
+    return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{each}" for each in kept)}
 
 
 type PlacementStrategy = Literal["pack", "spread"]

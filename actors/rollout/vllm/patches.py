@@ -21,6 +21,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.gpt_oss import GptOssModel
 from vllm.platforms import current_platform
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.((?:w13|w2)_(?:weight|bias))")
 
@@ -185,6 +186,36 @@ def turn_generators_back() -> None:
 def _generators_of_pieces(runner: Any) -> dict[int, torch.Generator]:
     incomplete = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
     return {index: generator for index, generator in runner.input_batch.generators.items() if incomplete[index]}
+
+
+def draw_one_number_for_a_token() -> None:
+    """From now on a CPU samples a token by one number of its request's generator, where all requests have seeds."""
+    if not current_platform.is_cpu():
+        return
+    # vLLM draws a number for every token of the vocabulary, which takes as long as the model where the model is small.
+    forward = TopKTopPSampler.forward_cpu
+
+    @wraps(forward)
+    def draw(
+        sampler: Any, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        kept = sampler.logprobs_mode
+        if len(generators) < len(logits) or kept not in ("raw_logits", "raw_logprobs", "processed_logprobs"):
+            return forward(sampler, logits, generators, k, p)
+        log_probs = apply_top_k_top_p(logits, k, p).log_softmax(-1, dtype=torch.float32)
+        numbers = [torch.rand((), generator=generators[row], dtype=torch.float64) for row in range(len(logits))]
+        return _tokens_at(log_probs, torch.stack(numbers)), log_probs if kept == "processed_logprobs" else None
+
+    TopKTopPSampler.forward_cpu = draw
+
+
+def _tokens_at(log_probs: Tensor, numbers: Tensor) -> Tensor:
+    """(rows,) int64: the token in whose part of the distribution function each number of [0, 1) lies."""
+    ends = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    # Rounding must not reach the end, where tokens may follow that have no probability.
+    total = ends[:, -1]
+    places = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(ends, places[:, None], right=True).squeeze(-1)
 
 
 def bind_stores_to_their_address() -> None:

@@ -34,6 +34,7 @@ from actors.rollout.vllm.deltanet import serve_every_deltanet
 from actors.rollout.vllm.expected import EngineParameters
 from actors.rollout.vllm.patches import (
     bind_stores_to_their_address,
+    draw_one_number_for_a_token,
     load_through_loaders,
     multiply_adapters_once_for_all_rows,
     name_weight_loaders,
@@ -212,3 +213,4 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     load_through_loaders()
     multiply_adapters_once_for_all_rows()
     turn_generators_back()
+    draw_one_number_for_a_token()

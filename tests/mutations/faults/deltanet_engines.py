@@ -54,6 +54,22 @@ FAULTS = [
         "a sample would depend on how much of its prompt was cached",
     ),
     Fault(
+        "a-token-without-probability-drawn-at-the-border",
+        "actors.rollout.vllm.patches:_tokens_at",
+        "torch.searchsorted(ends, places[:, None], right=True)",
+        "torch.searchsorted(ends, places[:, None])",
+        ("test_tokens_are_drawn_as_often_as_they_are_likely_and_never_those_that_are_cut",),
+        "a number at the start of the interval would give a word that the cut has removed",
+    ),
+    Fault(
+        "numbers-drawn-from-the-first-requests-generator",
+        "actors.rollout.vllm.patches:draw_one_number_for_a_token.draw",
+        "generators[row]",
+        "generators[0]",
+        ("test_a_seeded_token_takes_one_number_and_not_one_for_every_word",),
+        "a sample would depend on its neighbours in the batch",
+    ),
+    Fault(
         "names-of-nested-models-not-told",
         "actors.rollout.vllm.adapters:AdapterSlots.learn_names",
         "mapper._map_name(module) if mapper else module",

@@ -86,10 +86,11 @@ def test_a_micro_batch_takes_what_is_free_and_layers_are_recomputed_before_it_ge
 ) -> None:
     # 8 of the 10 GiB, of which the process takes some: what is left in tokens, and half of it or more as a power of two.
     for held, mib, tokens, checkpointing in (
-        (1.0, 0.25, 16384, "none"),
+        # Without a GPU more gains nothing, but the longest sequence that the model has positions for must fit: nobody has
+        # read the data yet.
+        (1.0, 0.25, 4096, "none"),
         (1.0, 1.0, 4096, "none"),
-        # The longest sequence that the model has positions for must fit: nobody has read the data yet.
-        (4.0, 1.0, 8192, "full"),
+        (4.0, 1.0, 4096, "full"),
         (7.5, 2.0, 4096, "full"),
     ):
         monkeypatch.setattr(memory, "_plan", per_token(held, mib))
@@ -98,7 +99,16 @@ def test_a_micro_batch_takes_what_is_free_and_layers_are_recomputed_before_it_ge
         assert (found.max_tokens_per_micro_batch, found.backend_cfg.activation_checkpointing) == (tokens, checkpointing)
         recomputed = ", layers recomputed" if checkpointing == "full" else ""
         said = (f"micro-batches of {tokens} tokens{recomputed} (10.0 GiB are free)",)
-        assert choice.facts == (() if tokens == 16384 else said)
+        assert choice.facts == (() if checkpointing == "none" else said)
+
+
+def test_a_gpu_takes_more_than_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1, gib=10.0)
+    for mib, tokens in ((0.25, 16384), (1.0, 4096)):
+        monkeypatch.setattr(memory, "_plan", per_token(1.0, mib))
+        choice = choose_micro_batch(config_of(SFTConfig), {})
+        assert choice.config.train.max_tokens_per_micro_batch == tokens
+        assert choice.facts == (() if tokens == 16384 else ("micro-batches of 4096 tokens (10.0 GiB are free)",))
 
 
 def test_sequences_fit_and_a_step_that_is_smaller_is_all_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +116,11 @@ def test_sequences_fit_and_a_step_that_is_smaller_is_all_that_counts(monkeypatch
     monkeypatch.setattr(memory, "_plan", per_token(1.0, 1.0))
     sizes = {"max_prompt_tokens": 100, "max_response_tokens": 200, "prompts_per_step": 4, "samples_per_prompt": 4}
     whole = choose_micro_batch(config_of(GRPOConfig, **sizes), {}).config
-    assert whole.train.max_tokens_per_micro_batch == 16384, "a step of 16 x 300 tokens fits"
+    assert whole.train.max_tokens_per_micro_batch == 2048, "a step of 16 x 300 tokens fits, and 2048 are enough for a CPU"
     sizes |= {"max_prompt_tokens": 1000, "max_response_tokens": 2300}
     monkeypatch.setattr(memory, "_plan", per_token(1.0, 1.6))
     longest = choose_micro_batch(config_of(GRPOConfig, **sizes), {}).config
-    assert longest.train.max_tokens_per_micro_batch == 3300, "2048 would be too short for a sequence, 3525 fit"
+    assert longest.train.max_tokens_per_micro_batch == 3300, "2048 would be too short for a sequence"
 
 
 def test_a_given_value_wins_then_the_one_that_a_run_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +133,7 @@ def test_a_given_value_wins_then_the_one_that_a_run_began_with(monkeypatch: pyte
     monkeypatch.setattr(memory, "read_memory", lambda: (20 * GIB, 20 * GIB))
     again = choose_micro_batch(config_of(SFTConfig), kept)
     assert chosen_options(again.config) == kept and not again.facts
+    gpus(monkeypatch, 1, gib=20.0)
     more = choose_micro_batch(config_of(SFTConfig), {}).config
     assert more.train.max_tokens_per_micro_batch == 8192, "what is free decides without it"
     recomputed = config_of(SFTConfig, **{"train.backend_cfg.activation_checkpointing": "full"})

@@ -34,9 +34,9 @@ def test_who_held_how_much_is_said_and_what_to_set(monkeypatch: pytest.MonkeyPat
     assert calls.outcome_of(None, "engine 0").message == f"engine 0 is dead: {told}"
 
 
-def test_the_allocator_is_told_to_give_memory_back_unless_the_user_tunes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocator_keeps_memory_for_the_next_pass_unless_the_user_tunes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.delenv(name, raising=False)
-    assert "glibc.malloc.mmap_threshold=1048576" in memory_environment()["GLIBC_TUNABLES"].split(":")
+    assert "glibc.malloc.mmap_max=0" in memory_environment()["GLIBC_TUNABLES"].split(":")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     assert memory_environment() == {}

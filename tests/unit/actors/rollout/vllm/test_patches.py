@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import itertools
 import socket
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -22,6 +24,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.gpt_oss import GptOssModel
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from actors.rollout.vllm import patches
@@ -215,12 +218,77 @@ def test_a_token_in_the_middle_of_a_prompt_leaves_its_generator_as_it_was(monkey
     assert noted == [([1, 3], (7,), {"a": 8}), ([1, 3], (), {})] and runner.input_batch.generators == generators
 
 
+class Draws(TorchFunctionMode):
+    """How many numbers generators draw inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exponential = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.exponential_:
+            self.exponential += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def generators(seeds: Sequence[int]) -> dict[int, torch.Generator]:
+    return {row: torch.Generator().manual_seed(seed) for row, seed in enumerate(seeds)}
+
+
+def test_a_seeded_token_takes_one_number_and_not_one_for_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllms = TopKTopPSampler.forward_cpu
+    monkeypatch.setattr(TopKTopPSampler, "forward_cpu", vllms)
+    patches.draw_one_number_for_a_token()
+    rows, words = 3, 50
+    logits = torch.randn(rows, words, generator=torch.Generator().manual_seed(0)) * 2
+    sampler: Any = SimpleNamespace(logprobs_mode="processed_logprobs", use_fp64_gumbel=False)
+    with Draws() as draws:
+        vllms(sampler, logits.clone(), generators([4, 5, 6]), None, None)
+    assert draws.exponential >= rows * words, "vLLM draws fewer numbers now: this patch can go"
+    with Draws() as draws:
+        tokens, log_probs = TopKTopPSampler.forward_cpu(sampler, logits.clone(), generators([4, 5, 6]), None, None)
+    assert draws.exponential == 0
+    assert log_probs is not None
+    torch.testing.assert_close(log_probs, logits.log_softmax(-1))
+    alone = [
+        TopKTopPSampler.forward_cpu(sampler, logits[[row]], generators([4 + row]), None, None)[0] for row in range(rows)
+    ]
+    assert tokens.dtype == torch.int64 and torch.equal(tokens, torch.cat(alone)), "others in the batch change nothing"
+    # Where a request has no seed, and where vLLM is to return something else, it samples itself.
+    with Draws() as draws:
+        TopKTopPSampler.forward_cpu(sampler, logits.clone(), generators([4, 5]), None, None)
+    assert draws.exponential
+    sampler.logprobs_mode = "processed_logits"
+    _, returned = TopKTopPSampler.forward_cpu(sampler, logits.clone(), generators([4, 5, 6]), None, None)
+    assert returned is not None and torch.equal(returned, logits)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely_and_never_those_that_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TopKTopPSampler, "forward_cpu", TopKTopPSampler.forward_cpu)
+    patches.draw_one_number_for_a_token()
+    sampler: Any = SimpleNamespace(logprobs_mode="raw_logprobs", use_fp64_gumbel=False)
+    logits = torch.tensor([-torch.inf, 1.0, 0.0, -torch.inf, 2.0, -1.0, -torch.inf])
+    draws = 20_000
+    tops = torch.full((draws,), 3)
+    tokens, returned = TopKTopPSampler.forward_cpu(sampler, logits.repeat(draws, 1), generators(range(draws)), tops, None)
+    assert returned is None
+    found = torch.bincount(tokens, minlength=7) / draws
+    expected = torch.tensor([0, 1.0, 0.0, 0, 2.0, 0, 0]).exp() * torch.tensor([0, 1, 1, 0, 1, 0, 0])
+    assert torch.equal(found > 0, expected > 0)
+    torch.testing.assert_close(found, expected / expected.sum(), atol=0.012, rtol=0)
+    # The ends of the interval.
+    log_probs = torch.tensor([[-torch.inf, 0.5, 0.5, -torch.inf]]).log_softmax(-1)
+    ends = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
+    assert patches._tokens_at(log_probs.repeat(2, 1), ends).tolist() == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("change", "owner", "name"),
     [
         (patches.rotate_views_outside_the_kernel, RotaryEmbedding, "forward_cpu"),
         (patches.route_by_sigmoid_without_groups, CPURouter, "__init__"),
         (patches.turn_generators_back, CPUModelRunner, "_sample"),
+        (patches.draw_one_number_for_a_token, TopKTopPSampler, "forward_cpu"),
         (patches.multiply_adapters_once_for_all_rows, punica_cpu, "bgmv_shrink"),
     ],
 )
