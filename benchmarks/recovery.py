@@ -323,11 +323,12 @@ def measure(names: list[str], arguments: argparse.Namespace, folder: Path) -> No
         environment_tasks.write_task(tasks / "calculator", "calculator")
         (tasks / "reward.py").write_text(REWARD)
     for name in names * arguments.trials:
-        expected = folder / f"{name}-alone"
-        if time.monotonic() - began + 1.2 * longest[name] > arguments.seconds:
-            continue
-        if not (expected / "whole").exists():
+        expected, now = folder / f"{name}-alone", time.monotonic()
+        if not (expected / "whole").exists() and now - began < arguments.seconds / 2:
             record(undisturbed=[left_alone(name, expected, tasks, arguments.busy)])
+            longest[name] = time.monotonic() - now
+        if time.monotonic() - began + 1.2 * longest[name] > arguments.seconds or not (expected / "whole").exists():
+            continue
         number = sum(each["setting"] == name for each in read_result("recovery").get("trials", []))
         found = trial(name, number, folder / f"{name}-{number}-{uuid.uuid4().hex[:4]}", tasks, expected)
         record(trials=[found])
