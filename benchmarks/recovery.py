@@ -195,7 +195,9 @@ class Command:
         return bool(there)
 
     def end(self) -> int:
-        """Ends what the run has left behind when :data:`END_SECONDS` have passed; the number of those processes."""
+        """Ends what the run has left behind when :data:`END_SECONDS` have passed; the number of those processes (and so of
+        who may hold ports, sockets or groups).
+        """
         deadline = time.monotonic() + END_SECONDS
         while (left := dict(processes(self.mark))) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -248,7 +250,7 @@ def left_alone(name: str, folder: Path, tasks: Path, busy: int) -> dict[str, Any
 
 def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> dict[str, Any]:
     """A run with faults, and in what it differs from the undisturbed one in ``expected``."""
-    (_, options, places), began, ports, wanted = SETTINGS[name], time.monotonic(), listening(), outcome(expected / "run")
+    (_, options, places), began, wanted = SETTINGS[name], time.monotonic(), outcome(expected / "run")
     faults = draw(name, number, options["steps"], places)
     command = Command.start(name, folder, tasks)
     metrics = next(lines for file, lines in wanted.items() if file.endswith("metrics.jsonl"))
@@ -260,16 +262,10 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
         "status": status,
         "differs_in": ["it failed"] if status else differences(outcome(folder / "run"), wanted)[:8],
         "faults": [fault.told() for fault in faults if fault.at < math.inf],
-        "left": {"processes": left, "segments": stale_segments(), "ports": len(listening() - ports)},
+        "left": {"processes": left, "segments": stale_segments()},
         "seconds": round(time.monotonic() - began, 1),
         **({"said": [line for _, line in command.lines[-8:]]} if status else {}),
     }
-
-
-def listening() -> set[str]:
-    """Addresses of this machine at which something listens."""
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
-    return {line[1] for line in lines if line[3] == "0A"}
 
 
 def stale_segments() -> int:
@@ -292,10 +288,10 @@ def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[s
             "recovered_fraction": share(each["status"] == 0 for each in struck),
             "equal_fraction": share(not each["differs_in"] for each in struck),
             "detect_seconds_p95": {kind: p95(seconds) for kind, seconds in seen.items()},
-            "lost_seconds_median": statistics.median(lost) if lost else None,
+            "lost_seconds_median": round(statistics.median(lost), 2) if lost else None,
             "woke": sum(fault["woke"] for fault in faults),
         }
-    left = {kind: sum(each["left"][kind] for each in trials) for kind in ("processes", "segments", "ports")}
+    left = {kind: sum(each["left"][kind] for each in trials) for kind in ("processes", "segments")}
     false = {"runs": len(undisturbed), "replaced": sum(each["replaced"] for each in undisturbed)}
     return {**found, "left": left, "false_replacements": false}
 

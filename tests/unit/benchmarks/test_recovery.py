@@ -94,7 +94,7 @@ def trial(status: int, differs_in: list[str], *faults: tuple[str, str, float | N
         {"kind": kind, "place": place, "seen_seconds": seen, "lost_seconds": seen, "woke": False}
         for kind, place, seen in faults
     ]
-    left = {"processes": 0, "segments": 1, "ports": 0}
+    left = {"processes": 0, "segments": 1}
     return {"status": status, "differs_in": differs_in, "faults": told, "left": left}
 
 
