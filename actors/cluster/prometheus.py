@@ -40,12 +40,14 @@ METRICS = {
     "rl_backend_rollout_responses_total": Definition("counter", "responses that an engine has made", ("engine",)),
     "rl_backend_rollout_tokens_total": Definition("counter", "tokens of these responses", ("engine",)),
     "rl_backend_rollout_seconds_total": Definition("counter", "seconds that an engine was sampling", ("engine",)),
-    "rl_backend_turn_prompt_tokens_total": Definition("counter", "prompt tokens of the turns of episodes", ("engine",)),
+    "rl_backend_turn_prompt_tokens_total": Definition("counter", "prompt tokens of these responses", ("engine",)),
     "rl_backend_turn_cached_tokens_total": Definition("counter", "those of them that were not computed again", ("engine",)),
     "rl_backend_engine_events_total": Definition(
         "counter", "engines that were lost (died, hung, dirty) and replaced", ("engine", "kind")
     ),
-    "rl_backend_rollout_queue": Definition("gauge", "calls not yet answered, as of the last call or push", ("engine",)),
+    "rl_backend_rollout_queue": Definition(
+        "gauge", "requests that an engine has been asked and has not answered", ("engine",)
+    ),
     "rl_backend_push_seconds": Definition("histogram", "seconds of a phase of a weight push", ("phase", "transport")),
     "rl_backend_pushes_total": Definition("counter", "weight pushes that reached every engine", ("transport",)),
     "rl_backend_push_bytes_total": Definition("counter", "bytes that they sent to each engine", ("transport",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from actors.collect.collector import Source, Staleness
 from actors.collect.held_out import HeldOutEpisodes, HeldOutResult, HeldOutSet
 from actors.collect.inputs import EpisodeInputs, Row
 from actors.collect.sample_metrics import episode_metrics
-from actors.collect.stream import BatchStream, DrawnBatch
+from actors.collect.stream import BatchStream, Begun, DrawnBatch
 from actors.collect.transcripts import describe_episodes
 from actors.folder.checkpoints import StreamPosition
 from actors.options.sampled_config import EpisodeConfig
@@ -88,8 +89,16 @@ class EpisodeStream(BatchStream[Row, Group]):
             # Until environments have closed what they opened, for which players have a limit of time.
             self._one_at_a_time.shutdown(wait=True)
 
+    def _submit(self, number: int, prompts: list[Row]) -> Begun[Row, Group]:
+        # One at a time: what the next step waits for does not share the engines with batches after it.
+        return Begun(number, prompts, self._one_at_a_time.submit(self._draw, number, prompts))
+
     def _draw(self, number: int, prompts: list[Row]) -> DrawnBatch[Row, Group]:
-        return DrawnBatch(number, prompts, run_episodes(self._play(number, prompts)))
+        self._may_begin.wait()
+        with self._sampling_now:
+            began = time.perf_counter()
+            groups = run_episodes(self._play(number, prompts))
+            return DrawnBatch(number, prompts, groups, time.perf_counter() - began)
 
     async def _play(self, number: int, rows: Sequence[Row]) -> list[Group]:
         task = asyncio.current_task()

@@ -159,13 +159,17 @@ def answer(
     adapter: str | None = None,
 ) -> list[HeldOutResult]:
     """Answers and scores each set. Seeds are the same at every step, so that weights alone differ."""
-    results = []
+    # All are asked for at once, so that engines have no pause between two sets.
+    asked = []
     for index, held_out in enumerate(sets):
         sampling = held_out.sampling
-        prompts = [prompt for prompt in held_out.prompts for _ in range(sampling.n)]
         # Steps of training are counted from 1, so its samples have other seeds.
         seeds = sample_seeds(seed, -1 - index, len(held_out.prompts), sampling.n) if sampling.temperature else None
-        asked = [prompt.token_ids for prompt in held_out.prompts]
-        samples = rollout.generate(asked, sampling, seeds=seeds, adapter=adapter)
+        prompts = [prompt.token_ids for prompt in held_out.prompts]
+        asked.append(rollout.submit(prompts, sampling, seeds=seeds, adapter=adapter))
+    results = []
+    for held_out, pending in zip(sets, asked, strict=True):
+        prompts = [prompt for prompt in held_out.prompts for _ in range(held_out.sampling.n)]
+        samples = pending.result()
         results.append(HeldOutResult(held_out, samples, score(samples, prompts, tokenizer, scorer)))
     return results

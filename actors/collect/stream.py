@@ -14,6 +14,7 @@ from typing import Self
 
 from actors.folder.checkpoints import StreamPosition
 from actors.rollout.config import SamplingConfig
+from actors.rollout.group.calls import PendingSamples
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import Sample, sample_seeds
 from rl_backend.data.prompts import Prompt
@@ -33,19 +34,18 @@ SampledBatch = DrawnBatch[Prompt, Sample]
 
 
 @dataclass(frozen=True, eq=False)
-class _Begun[P, S]:
+class Begun[P, S]:
     number: int
     prompts: list[P]
     samples: Future[DrawnBatch[P, S]]
 
 
 class BatchStream[P, S](ABC):
-    """Samples one batch of prompts after the other. A kind of stream says how, in :meth:`_draw`.
+    """Batches of samples, in order. A kind of stream says how they are sampled, in :meth:`_submit`.
 
     Args:
         ahead: batches begun before :meth:`next` asks for them. At 0 a batch is begun by :meth:`next`, with the weights of
             that moment.
-        on_sampled: called with each batch as soon as it is sampled, in the thread that samples.
         start: the :attr:`position` that an earlier stream was at. Prompts up to there are passed over.
     """
 
@@ -55,16 +55,13 @@ class BatchStream[P, S](ABC):
         *,
         ahead: int,
         start: StreamPosition | None = None,
-        on_sampled: Callable[[DrawnBatch[P, S]], None] = lambda _: None,
     ) -> None:
         self._batches = batches
         self._ahead = ahead
-        self._on_sampled = on_sampled
         self._taken = self._begun = 0
-        # One at a time: what the next step waits for does not share the engines with batches after it.
         self._one_at_a_time = ThreadPoolExecutor(1, thread_name_prefix="sample-stream")
-        self._waiting: deque[_Begun[P, S]] = deque()
-        self._raised: _Begun[P, S] | None = None
+        self._waiting: deque[Begun[P, S]] = deque()
+        self._raised: Begun[P, S] | None = None
         self._may_begin = threading.Event()
         self._may_begin.set()
         self._sampling_now = threading.Lock()
@@ -130,24 +127,21 @@ class BatchStream[P, S](ABC):
         self._begun += 1
         self._waiting.append(self._submit(self._begun, next(self._batches)))
 
-    def _submit(self, number: int, prompts: list[P]) -> _Begun[P, S]:
-        return _Begun(number, prompts, self._one_at_a_time.submit(self._sample, number, prompts))
-
-    def _sample(self, number: int, prompts: list[P]) -> DrawnBatch[P, S]:
-        self._may_begin.wait()
-        with self._sampling_now:
-            started = time.perf_counter()
-            batch = self._draw(number, prompts)
-            batch = replace(batch, seconds=time.perf_counter() - started)
-        self._on_sampled(batch)
-        return batch
-
     @abstractmethod
-    def _draw(self, number: int, prompts: list[P]) -> DrawnBatch[P, S]: ...
+    def _submit(self, number: int, prompts: list[P]) -> Begun[P, S]:
+        """Begins a batch after those before it, and nothing while :meth:`between_batches` is open."""
 
 
 class SampleStream(BatchStream[Prompt, Sample]):
-    """Responses of engines to prompts. Seed and number of a batch fix every sample, apart from the weights."""
+    """Responses of engines to prompts. Seed and number of a batch fix every sample, apart from the weights.
+
+    With more than one batch ahead engines have no pause between batches: prompts of the next begin as those before end, as
+    many at one time as a batch has, and a push waits for those that have begun. With one ahead a batch is sampled at once
+    and alone, so a run that is repeated has the same log-probs to the last bit.
+
+    Args:
+        on_sampled: called with each batch as soon as it is sampled, in a thread of the stream.
+    """
 
     def __init__(
         self,
@@ -165,16 +159,64 @@ class SampleStream(BatchStream[Prompt, Sample]):
         self._sampling = sampling
         self._seed = seed
         self._adapter = adapter
-        super().__init__(batches, ahead=ahead, start=start, on_sampled=on_sampled)
+        self._on_sampled = on_sampled
+        self._answers = ThreadPoolExecutor(1, thread_name_prefix="sampled-batches")
+        self._changed = threading.Condition()
+        self._in_flight, self._ended = 0, 0.0
+        super().__init__(batches, ahead=ahead, start=start)
 
-    def _draw(self, number: int, prompts: list[Prompt]) -> SampledBatch:
-        samples = self._rollout.generate(
-            [prompt.token_ids for prompt in prompts],
-            self._sampling,
-            seeds=sample_seeds(self._seed, number, len(prompts), self._sampling.n),
-            adapter=self._adapter,
-        )
-        return _answered(number, prompts, samples)
+    @contextmanager
+    def between_batches(self) -> Iterator[None]:
+        with super().between_batches():
+            with self._changed:
+                self._changed.wait_for(lambda: not self._in_flight)
+            yield
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        super().__exit__(kind, error, traceback)
+        self._answers.shutdown(wait=error is None, cancel_futures=True)
+
+    def _submit(self, number: int, prompts: list[Prompt]) -> Begun[Prompt, Sample]:
+        asked = self._one_at_a_time.submit(self._ask, number, prompts)
+        return Begun(number, prompts, self._answers.submit(self._draw, number, prompts, asked))
+
+    def _ask(self, number: int, prompts: list[Prompt]) -> tuple[float, list[PendingSamples]]:
+        seeds, n = sample_seeds(self._seed, number, len(prompts), self._sampling.n), self._sampling.n
+        began, asked, pending = 0.0, 0, list[PendingSamples]()
+        others = len(prompts) - 1 if self._ahead > 1 else 0
+        while asked < len(prompts):
+            with self._changed:
+                self._changed.wait_for(lambda: self._in_flight <= others)
+                part = slice(asked, min(asked + len(prompts) - self._in_flight, len(prompts)))
+            self._may_begin.wait()
+            with self._sampling_now:
+                began = began or time.perf_counter()
+                ids = [prompt.token_ids for prompt in prompts[part]]
+                of_part = seeds[part.start * n : part.stop * n]
+                samples = self._rollout.submit(ids, self._sampling, seeds=of_part, adapter=self._adapter)
+                with self._changed:
+                    self._in_flight += len(ids)
+            samples.when_answered(self._count_answered)
+            pending.append(samples)
+            asked = part.stop
+        return began, pending
+
+    def _count_answered(self) -> None:
+        with self._changed:
+            self._in_flight -= 1
+            self._changed.notify_all()
+
+    def _draw(self, number: int, prompts: list[Prompt], asked: Future[tuple[float, list[PendingSamples]]]) -> SampledBatch:
+        began, pending = asked.result()
+        parts, samples = [part.result() for part in pending], list[Sample]()
+        for part in parts:
+            first = len(samples) // self._sampling.n
+            samples += [replace(sample, prompt_index=first + sample.prompt_index) for sample in part]
+        # Time in which a batch before it was sampled as well counts once.
+        began, self._ended = max(began, self._ended), time.perf_counter()
+        batch = replace(_answered(number, prompts, samples), seconds=self._ended - began)
+        self._on_sampled(batch)
+        return batch
 
     @property
     def position(self) -> StreamPosition:
@@ -194,7 +236,7 @@ class SampleStream(BatchStream[Prompt, Sample]):
             batch: Future[SampledBatch] = Future()
             prompts = next(self._batches)
             batch.set_result(_answered(self._begun, prompts, samples))
-            self._waiting.append(_Begun(self._begun, prompts, batch))
+            self._waiting.append(Begun(self._begun, prompts, batch))
 
 
 def _answered(number: int, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> SampledBatch:

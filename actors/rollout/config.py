@@ -109,8 +109,8 @@ class RolloutConfig(BaseConfig):
             call raises. Meanwhile the others sample, also what it had not answered. A new engine has the weights and
             adapters that the others serve, or waits for the next push. 0 starts none: calls raise the error of a lost
             engine, and ``RolloutGroup.restart`` replaces it.
-        sampling_timeout: seconds in which an engine answers one call to sample, all its prompts together, and in which,
-            while it serves, one of its turns ends. One that does not counts as dead and is ended.
+        sampling_timeout: seconds in which an engine that serves ends one of its requests. One that does not counts as dead
+            and is ended.
         engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused before an engine starts.
     """
 

@@ -31,6 +31,7 @@ class EngineInfo:
         version: of the weights served; ``UNVERSIONED`` before the first push.
         moe_layers: with ``RolloutConfig.return_routed_experts``, the numbers of the layers that have experts.
         started: when process ``pid`` did, in clock ticks after boot.
+        room: requests that it runs at one time, vLLM's ``max_num_seqs``.
     """
 
     name: str
@@ -49,6 +50,7 @@ class EngineInfo:
     state: EngineState
     moe_layers: tuple[int, ...] = ()
     started: str = ""
+    room: int = 1
 
 
 IN_MEMORY = "memory://"
@@ -98,6 +100,7 @@ class Request:
         sampling: how; its ``n`` is not read.
         require_version: oldest version of the adapter, or without one of the weights.
         pausable: other weights may be loaded in the middle of it. Else they wait for its end. Engines decide it.
+        waits: for an engine that takes weights or sleeps, as a turn of an episode does. There a call's request is an error.
     """
 
     prompt_ids: Sequence[int]
@@ -106,6 +109,7 @@ class Request:
     adapter: AdapterVersion | None = None
     require_version: int | None = None
     pausable: bool = False
+    waits: bool = True
 
 
 def prompt_problem(prompt: Sequence[int], max_model_len: int, vocab_size: int) -> str:
@@ -134,8 +138,8 @@ class Response:
         finish_reason: ``abort`` where it was given up; what had been sampled by then is here.
         spans: versions of the weights, or of the adapter, that sampled its tokens.
         cached_tokens: of the prompt, which were not computed.
-        routes: of a turn, (prompt and response tokens - 1, MoE layers, top_k) where engines return them and a token was
-            sampled; :class:`Generated` has those of a call.
+        routes: (prompt and response tokens - 1, MoE layers, top_k), where engines return them and a token was sampled.
+        engine: number of the engine.
     """
 
     token_ids: list[int]
@@ -144,10 +148,11 @@ class Response:
     spans: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
     routes: ExpertIds | None = field(default=None, compare=False)
+    engine: int = field(default=0, compare=False)
 
     @classmethod
-    def of(cls, completion: Any, engine: str, **facts: Any) -> Self:
-        """From vLLM's ``CompletionOutput``, and ``facts`` that it does not have.
+    def of(cls, completion: Any, name: str, **facts: Any) -> Self:
+        """From vLLM's ``CompletionOutput`` of the engine ``name``, and ``facts`` that it does not have.
 
         Raises:
             RolloutError: a log-prob is NaN or infinite, which that of a sampled token cannot be.
@@ -157,21 +162,14 @@ class Response:
         if not all(map(math.isfinite, log_probs)):
             place = next(place for place, value in enumerate(log_probs) if not math.isfinite(value))
             raise RolloutError(
-                f"{engine}: response token {place} was sampled with log-prob {log_probs[place]}: the engine computes wrong "
+                f"{name}: response token {place} was sampled with log-prob {log_probs[place]}: the engine computes wrong "
                 "numbers. Where the weights are right, its kernels for this model are wrong in this dtype; try another one",
-                engine=engine,
+                engine=name,
             )
         # vLLM has more reasons; each but these two is a length that was reached.
         said = completion.finish_reason
         reason: FinishReason = said if said in ("stop", "abort") else "length"
         return cls(list(completion.token_ids), log_probs, reason, **facts)
-
-
-class Generated(NamedTuple):
-    """What a call of an engine returns: a response for each request, and the routes of all (:func:`pack_routes`)."""
-
-    responses: list[Response]
-    routes: ExpertIds | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,34 +189,23 @@ class Routes:
     weight_version: int
 
 
-def pack_routes(completions: Sequence[Any], lengths: Sequence[int], moe_layers: Sequence[int], engine: str) -> ExpertIds:
-    """Routes of several samples end to end, (sum of the lengths - 1, MoE layers, top_k), so that they travel as one
-    array.
+def routes_of(completion: Any, length: int, moe_layers: Sequence[int], name: str) -> ExpertIds:
+    """Routes of one response, (length - 1, MoE layers, top_k).
 
     Args:
-        completions: vLLM's, which have a row for every hidden layer, dense ones too.
-        lengths: tokens of prompt and response of each.
+        completion: vLLM's, which has a row for every hidden layer, dense ones too.
+        length: tokens of prompt and response.
 
     Raises:
-        RolloutError: vLLM returned none, or not a row for every token but the last.
+        RolloutError: the engine ``name`` returned none, or not a row for every token but the last.
     """
-    parts = []
-    for completion, length in zip(completions, lengths, strict=True):
-        routes = completion.routed_experts
-        if routes is None or len(routes) != length - 1:
-            found = "no routes" if routes is None else f"routes of {len(routes)} tokens"
-            raise RolloutError(
-                f"{engine}: vLLM returned {found} for {length} tokens of prompt and response; expected {length - 1}",
-                engine=engine,
-            )
-        parts.append(routes[:, list(moe_layers)])
-    return np.concatenate(parts)
-
-
-def split_routes(packed: ExpertIds, lengths: Sequence[int], versions: Sequence[int]) -> list[Routes]:
-    """Views of :func:`pack_routes`' array, one for each sample, with the version of the weights that it was made with."""
-    ends = np.cumsum([length - 1 for length in lengths])
-    return [Routes(part, version) for part, version in zip(np.split(packed, ends[:-1]), versions, strict=True)]
+    routes = completion.routed_experts
+    if routes is None or len(routes) != length - 1:
+        found = "no routes" if routes is None else f"routes of {len(routes)} tokens"
+        raise RolloutError(
+            f"{name}: vLLM returned {found} for {length} tokens of prompt and response; expected {length - 1}", engine=name
+        )
+    return np.ascontiguousarray(routes[:, list(moe_layers)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Engines as the source of an episode's tokens: every turn goes to one engine, that of the episode's turns before."""
+"""Engines as the source of an episode's tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from actors.rollout.config import SamplingConfig, require_tokenizer
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.group.routing import PrefixRouter
 from actors.rollout.messages import Request, Response
-from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError
+from rl_backend.contracts import ConfigError, RolloutError
 from rl_backend.environment.protocol import Generation
 
 
@@ -19,8 +18,8 @@ class RolloutTokens:
     once.
 
     A prompt that begins with an earlier prompt and its answer goes to the engine that gave it, which has their keys
-    and values in its prefix cache; any other goes to the engine with the fewest turns in flight. Results do not
-    depend on the choice.
+    and values in its prefix cache; any other goes to the engine with the fewest turns in flight, once it has room. Results
+    do not depend on the choice.
 
     When an engine dies, or a push leaves it dirty, its turns in flight are asked again of another one, or of the one that
     replaces it. The same prompt and seed give the same tokens there, as long as both serve the same weights; the
@@ -53,7 +52,6 @@ class RolloutTokens:
         self._sampling = sampling or SamplingConfig()
         self._adapter = adapter
         self.require_version = require_version
-        self._router = PrefixRouter()
         self.prompt_tokens = self.cached_tokens = 0
         if unfit := [name for name in ("max_new_tokens", "n", "log_probs") if self._sampling.is_set(name)]:
             raise ConfigError.of(
@@ -89,16 +87,9 @@ class RolloutTokens:
         stops = tuple(dict.fromkeys([*stop_token_ids, *self._sampling.stop_token_ids]))
         sampling = self._sampling.replace(max_new_tokens=max_tokens, stop_token_ids=stops)
         request = Request(list(token_ids), sampling, seed)
-        while True:
-            engine = self._router.choose(request.prompt_ids, self._rollout.turns.in_flight)
-            try:
-                answer = await self._answer(engine, request)
-                break
-            except (EngineDeadError, EngineDirtyError) as error:
-                await asyncio.to_thread(self._rollout.engine_set.wait_for_engine, error)
+        answer = await self._answer(request)
         self.prompt_tokens += len(request.prompt_ids)
         self.cached_tokens += answer.cached_tokens
-        self._router.remember([*request.prompt_ids, *answer.token_ids], engine)
         return Generation(
             token_ids=answer.token_ids,
             log_probs=answer.log_probs,
@@ -112,10 +103,12 @@ class RolloutTokens:
         """Ends every turn in flight of these engines: each returns ``finish="abort"`` and what it had sampled."""
         self._rollout.turns.give_up()
 
-    async def _answer(self, engine: int, request: Request) -> Response:
+    async def _answer(self, request: Request) -> Response:
         while True:
             adapter = self._rollout.lora.version_of(self._adapter)
-            asked = self._rollout.turns.ask(engine, replace(request, adapter=adapter, require_version=self.require_version))
+            ((asked,),) = self._rollout.turns.ask(
+                [[replace(request, adapter=adapter, require_version=self.require_version)]]
+            )
             try:
                 return await asyncio.wrap_future(asked)
             except RolloutError:

@@ -22,7 +22,7 @@ from actors.cluster import prometheus
 from actors.rollout.config import SamplingConfig
 from actors.rollout.group.engines import EngineSet, raise_failures
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.messages import AdapterVersion, Generated, PushedAdapter, Request
+from actors.rollout.messages import AdapterVersion, PushedAdapter, Request
 from actors.sync.report import PushClock, PushReport
 from actors.sync.source import SourceRanks, pinned
 from actors.train.context import HandleRef, RankContext
@@ -85,10 +85,10 @@ def send_canary(
     answers = {
         engine: [
             _Answer((*prompt_ids, *response.token_ids), len(prompt_ids), torch.tensor(response.log_probs))
-            for response in found.responses
+            for response in found
         ]
         for engine, found in outcomes.items()
-        if isinstance(found, Generated)
+        if isinstance(found, list)
     }
     different = list(dict.fromkeys(answer.ids for pair in answers.values() for answer in pair))
     if not different:
@@ -206,6 +206,7 @@ class AdapterPush:
             with clock.phase("switch"):
                 before = group.lora.switch(pushed)
                 if before is not None:
+                    engines.wait_for_calls()
                     self._drop(engines, before)
         prometheus.set_gauge("rl_backend_adapter_version", adapter.version, tenant=adapter.tenant)
         for engine, error in engines.lost_engines.items():
@@ -264,7 +265,7 @@ class AdapterPush:
             self._proven = {engine: present[engine] for engine in proven}
 
     def _drop(self, engines: EngineSet, pushed: PushedAdapter) -> None:
-        # Not waited for: it comes after what was asked of the engine before, and before what is asked of it later.
+        # Not waited for: it comes before what is asked of the engine later.
         calls = engines.start_call("drop_adapter", pushed.adapter) if engines.engines else {}
         self._rollout.lora.free(pushed, calls.values())
 

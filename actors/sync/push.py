@@ -156,7 +156,7 @@ class WeightSync:
                 if not engines.heals:
                     raise
                 # Engines took the new weights, or serve the old ones; those that are left by now have them afterwards.
-                engines.wait_for_engine(error, pushable=True)
+                engines.wait_for_engine(error)
             except RanksReplacedError as error:
                 # The ranks that are there now have the same weights, and none of what the others had staged.
                 logger.info("the push begins again: %s", error)
@@ -316,9 +316,6 @@ class WeightSync:
 
     @contextmanager
     def _turns_paused(self, rollout: EngineSet, clock: PushClock) -> Iterator[dict[int, RLBackendError]]:
-        if not self._rollout.turns.asked_for:
-            yield {}
-            return
         try:
             with clock.phase("turns"):
                 held = rollout.call("pause_turns", timeout=rollout.config.sampling_timeout)

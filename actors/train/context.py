@@ -23,6 +23,7 @@ class BuiltModel(NamedTuple):
     forward_only: bool
     head: Head
     lora_id: int
+    shares_prefixes: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class HandleRef:
         head: ``log_probs``, or ``values`` of a critic.
         micro_batch_multiple: ``forward_backward`` gets a multiple of so many micro-batches on each rank.
         lora_id: of a LoRA tenant, for the sequence field of :data:`~rl_backend.contracts.lora.LORA_FIELD`; -1 for a model.
+        shares_prefixes: sequences that begin with the same tokens are kept together; these are computed once.
     """
 
     group_id: str
@@ -46,6 +48,7 @@ class HandleRef:
     head: Head = "log_probs"
     micro_batch_multiple: int = 1
     lora_id: int = -1
+    shares_prefixes: bool = False
 
     @classmethod
     def of(cls, group_id: str, built: Sequence[BuiltModel]) -> HandleRef:
@@ -67,6 +70,7 @@ class HandleRef:
             head=first.head,
             lora_id=first.lora_id,
             micro_batch_multiple=first.micro_batch_multiple,
+            shares_prefixes=first.shares_prefixes,
         )
 
     @property
@@ -119,6 +123,7 @@ class RankContext:
             forward_only=handle.forward_only,
             head=handle.head,
             lora_id=handle.lora_id,
+            shares_prefixes=handle.shares_prefixes,
         )
 
     def forget(self, ref: HandleRef) -> None:

@@ -391,7 +391,8 @@ class TrainGroup:
         rows = sequences if isinstance(sequences, Sequence) else sequences_from_tensordict(sequences)
         budget = token_budget(max_tokens_per_micro_batch, self.config.max_tokens_per_micro_batch)
         trains, has_loss = not forward_only, loss is not None
-        shares = spread(handle, rows, budget, trains=trains, has_loss=has_loss, meta=meta)
+        replays = router_replay == "replay"
+        shares = spread(handle, rows, budget, trains=trains, has_loss=has_loss, replays=replays, meta=meta)
         options = {"forward_only": forward_only, "router_replay": router_replay}
         # Once for each data-parallel rank: those that share one get the same bytes.
         pickled = [

@@ -24,8 +24,10 @@ from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.data import (
     MicroBatchPlan,
     check_same_fields,
+    compared_tokens,
     pack_plan,
     plan_micro_batches,
+    plan_shared,
     plan_tenants,
     restore_order,
 )
@@ -63,6 +65,7 @@ def spread(
     *,
     trains: bool,
     has_loss: bool,
+    replays: bool = False,
     meta: Mapping[str, Any] | None = None,
 ) -> Shares:
     has_tenants = bool(rows) and LORA_FIELD in rows[0].sequence_fields
@@ -79,8 +82,22 @@ def spread(
         tenants = [int(row.sequence_fields[LORA_FIELD]) for row in rows]
         plan = plan_tenants(seq_lens, tenants, dp_size, max_tokens, multiple_of=multiple_of, fill=fill)
     else:
-        plan = plan_micro_batches(seq_lens, dp_size, max_tokens, multiple_of=multiple_of, fill=fill)
+        plan = _shared_plan(handle, rows, max_tokens, replays=replays) or plan_micro_batches(
+            seq_lens, dp_size, max_tokens, multiple_of=multiple_of, fill=fill
+        )
     return Shares(pack_plan(rows, plan, meta), plan, plan.with_fillers(seq_lens), tenants)
+
+
+def _shared_plan(
+    handle: HandleRef, rows: Sequence[TokenSequence], max_tokens: int, *, replays: bool
+) -> MicroBatchPlan | None:
+    if not handle.shares_prefixes:
+        return None
+    compared = (compared_tokens(row.input_ids, row.token_fields, replays=replays) for row in rows)
+    tokens = [each for each in compared if each is not None]
+    if len(tokens) < len(rows):
+        return None
+    return plan_shared(tokens, handle.data_parallel_size, max_tokens, multiple_of=handle.micro_batch_multiple)
 
 
 def token_budget(wanted: int | None, most: int) -> int:

@@ -19,6 +19,7 @@ class ModelHandle(Protocol):
         weight_version: a successful ``optimizer_step`` advances it and a checkpoint keeps it.
         data_parallel_rank, data_parallel_size: this rank's place among those that see different data.
         micro_batch_multiple: ``forward_backward`` takes a multiple of so many micro-batches (an interleaved pipeline).
+        shares_prefixes: tokens with which several sequences of a micro-batch begin are computed once, and count once.
         base: the model whose frozen weights a LoRA tenant shares; None for a model of its own.
         lora_id: of a tenant, for the sequence field :data:`~rl_backend.contracts.lora.LORA_FIELD`; -1 for a model.
         kept: Hugging Face name -> shape of weights that its directory has and nothing trains.
@@ -31,6 +32,7 @@ class ModelHandle(Protocol):
     data_parallel_size: int
     head: Head
     micro_batch_multiple: int
+    shares_prefixes: bool
     base: "ModelHandle | None"
     lora_id: int
     kept: Mapping[str, tuple[int, ...]]

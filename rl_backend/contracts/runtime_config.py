@@ -134,6 +134,8 @@ class NativeConfig(BackendConfig):
         activation_checkpointing: ``full`` recomputes each layer in the backward pass.
         reshard_after_forward: free gathered parameters between forward and backward.
         log_prob_chunk_tokens: tokens whose full-vocabulary logits are computed at one time.
+        share_prefixes: ``auto`` computes tokens once with which several sequences of a micro-batch begin, and keeps those
+            sequences together, where the model and the layout can.
         pipeline_schedule: ``1f1b``, ``interleaved-1f1b``, ``zb-h1``, ``zb-h2``, ``zbv`` or ``dualpipev``; ``auto`` takes
             ``interleaved-1f1b`` where ``parallel.vpp`` is more than 1, and ``1f1b`` otherwise.
         pipeline_layers: layers of each of the ``pp * vpp`` stages; None divides them evenly.
@@ -148,6 +150,7 @@ class NativeConfig(BackendConfig):
     activation_checkpointing: Annotated[Literal["none", "full"], MAY_CHANGE] = "none"
     reshard_after_forward: Annotated[bool, MAY_CHANGE] = True
     log_prob_chunk_tokens: Annotated[int, MAY_CHANGE] = Field(default=1024, ge=1)
+    share_prefixes: Annotated[Literal["auto", "off"], MAY_CHANGE] = "off"
     pipeline_schedule: Annotated[PipelineSchedule, MAY_CHANGE] = "auto"
     pipeline_layers: Annotated[tuple[int, ...] | None, MAY_CHANGE] = None
     model: str = "auto"

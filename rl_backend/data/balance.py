@@ -64,7 +64,7 @@ def plan_micro_batches(
         BatchError: no sequence, one longer than ``max_tokens``, or without ``fill`` a number of sequences as above.
     """
     _check(seq_lens, dp_size, max_tokens, multiple_of, fewest=1 if fill else dp_size * multiple_of)
-    found = _fewest_micro_batches(seq_lens, dp_size, max_tokens, multiple_of)
+    found = fewest_micro_batches(seq_lens, _work(seq_lens), dp_size, max_tokens, multiple_of)
     if found is not None:
         return MicroBatchPlan(found)
     if fill:
@@ -72,7 +72,7 @@ def plan_micro_batches(
         shortest_first = sorted(range(len(seq_lens)), key=lambda index: (seq_lens[index], index))
         fillers = tuple(islice(cycle(shortest_first), -len(seq_lens) % (dp_size * multiple_of)))
         lengths = [*seq_lens, *(seq_lens[index] for index in fillers)]
-        found = _fewest_micro_batches(lengths, dp_size, max_tokens, multiple_of)
+        found = fewest_micro_batches(lengths, _work(lengths), dp_size, max_tokens, multiple_of)
         assert found is not None
         return MicroBatchPlan(found, fillers)
     most = len(seq_lens) // (dp_size * multiple_of) * multiple_of
@@ -87,10 +87,14 @@ def plan_micro_batches(
     )
 
 
-def _fewest_micro_batches(
-    seq_lens: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int
+def _work(seq_lens: Sequence[int]) -> list[float]:
+    return [length + length * length / ATTENTION_CROSSOVER_TOKENS for length in seq_lens]
+
+
+def fewest_micro_batches(
+    seq_lens: Sequence[int], work: Sequence[float], dp_size: int, max_tokens: int, multiple_of: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
-    work = [length + length * length / ATTENTION_CROSSOVER_TOKENS for length in seq_lens]
+    """The micro-batches of :class:`MicroBatchPlan`; None where there is no room, or one would be empty."""
     # Longest first, and by place among equals, so that every rank makes the same plan.
     order = sorted(range(len(seq_lens)), key=lambda index: (-seq_lens[index], index))
     fewest = -(-sum(seq_lens) // (max_tokens * dp_size * multiple_of)) * multiple_of

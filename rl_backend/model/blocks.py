@@ -125,6 +125,11 @@ class MixerSpec(BlockSpec):
         return False
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether it works on the runs of ``Segments.tree`` as on whole sequences."""
+        return False
+
+    @property
     def chosen_keys(self) -> int | None:
         """How many keys it chooses for a query; None where it chooses none."""
         return None

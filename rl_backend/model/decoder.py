@@ -24,6 +24,7 @@ from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.backward import with_added_loss
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
 from rl_backend.primitive.norm import NormSpec
+from rl_backend.primitive.prefix_tree import take_rows
 from rl_backend.primitive.rope import Rotations
 from rl_backend.primitive.value_head import ValueHead, labels_without_values, values_of_tenants
 
@@ -210,18 +211,20 @@ class Decoder(nn.Module):
             return ModelOutput(values=values)
         head = self.language_head
         assert head is not None, "of a last stage without a critic's head"
+        adapters = inputs.adapters if inputs.head_adapters is None else inputs.head_adapters
         # Here and not in the loss: with FSDP the head's weight is whole only during this forward.
         found = self.next_token_log_probs(
             hidden,
             head.weight,
-            labels_without_values(inputs.labels, inputs.adapters) if inputs.adapters else inputs.labels,
+            labels_without_values(inputs.labels, adapters) if adapters else inputs.labels,
             bias=head.bias if isinstance(head, nn.Linear) else None,
             temperature=inputs.temperature / self.spec.logit_scale,
             chunk_tokens=self.log_prob_chunk_tokens,
             calculate_entropy=inputs.calculate_entropy,
-            adapters=inputs.adapters,
+            adapters=adapters,
             top=inputs.num_top,
             cuts=inputs.cuts,
+            of_rows=inputs.of_rows,
         )
         if self.mtp is not None and torch.is_grad_enabled():
             added = self._mtp_loss(self.mtp, hidden, inputs, rotations, head)
@@ -263,10 +266,11 @@ class Decoder(nn.Module):
             values: Tensor = self.score(hidden)
         elif "values" in inputs.heads:
             dtype = torch.promote_types(hidden.dtype, torch.float32)
-            values = hidden.new_zeros(inputs.labels.shape[0], dtype=dtype)
+            values = hidden.new_zeros(inputs.input_ids.shape[0], dtype=dtype)
         else:
             return None
-        return self.values_of_tenants(hidden, values, inputs.adapters)
+        values = self.values_of_tenants(hidden, values, inputs.adapters)
+        return values if inputs.of_rows is None else take_rows(values, inputs.of_rows)
 
     def _embed(self, inputs: ModelInput) -> Tensor:
         if self.embed_tokens is None:
@@ -364,6 +368,7 @@ def decoder_family(
         float32_head=True,
         kept_weights=kept_weights,
         configured=DecoderSpec.configured,
+        why_unshared=DecoderSpec.why_unshared,
     )
 
 

@@ -162,6 +162,16 @@ class DecoderSpec:
             return self
         return replace(self, mtp=replace(self.mtp, training=chosen.mtp, loss_weight=chosen.mtp_loss_weight))
 
+    def why_unshared(self, given: ModelOptions | None) -> str:
+        """What keeps shared prefixes from being computed once; empty where nothing does."""
+        chosen = DecoderOptions.of(given)
+        # The kernel starts every sequence from an empty state.
+        options = ["model_cfg.delta_kernel='fla'"] if chosen.delta_kernel == "fla" else []
+        mixers = sorted({type(layer.mixer).__name__ for layer in self.layers if not layer.mixer.shares_prefixes})
+        if self.mtp is not None and self.mtp.is_trained:
+            options.append(f"model_cfg.mtp={self.mtp.training!r}")
+        return ", ".join((*mixers, *options))
+
     def require_stage(self, layers: range) -> None:
         """Raises :class:`~rl_backend.contracts.ConfigError` for a stage that begins with a layer which follows another."""
         if layers and self.layers[layers.start].mixer.follows:

@@ -29,7 +29,8 @@ class SecondTokens(NamedTuple):
 class ModelInput(NamedTuple):
     """The argument of a model's ``forward``: a rank's T tokens of one packed micro-batch.
 
-    Without context and tensor parallelism these are all tokens of the micro-batch, sequence after sequence.
+    Without context and tensor parallelism these are all tokens of the micro-batch, sequence after sequence; where prefixes
+    are shared, the rows of ``segments.tree``, and ``labels``, ``temperature`` and outputs are then W predictions.
 
     Attributes:
         input_ids, position_ids: (T,) int64.
@@ -48,9 +49,11 @@ class ModelInput(NamedTuple):
         keys: (T, layers with an indexer of the whole model, top_k) integers, the keys that these layers must attend to, by
             their places in the sequence; -1 alone for the tokens for which they choose. None where they choose for all.
         adapters: which adapters work on which of the T tokens.
+        head_adapters: and on which of the W labels; None where these are the tokens'.
         heads: the outputs that are wanted; empty asks for those of the model's own head. Rows of tenants with a value head
             have no log-probs, and the others no values: they are 0 there.
         sequences: which sequence each row between this rank's blocks is from; None where there is one.
+        of_rows: (W,) int64, which of the rows each label, temperature and output is of; None for each row's own.
         second: the tokens after the next; None for a model that is not trained on them.
         hidden: (rows, hidden_size), the output of the pipeline stage before; None for the first.
     """
@@ -69,8 +72,10 @@ class ModelInput(NamedTuple):
     routes: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     adapters: Sequence[AdapterRun] = ()
+    head_adapters: Sequence[AdapterRun] | None = None
     heads: Sequence[Head] = ()
     sequences: RowSequences | None = None
+    of_rows: torch.Tensor | None = None
     second: SecondTokens | None = None
     hidden: torch.Tensor | None = None
 
@@ -79,6 +84,38 @@ def second_labels(next_ids: torch.Tensor) -> torch.Tensor:
     """``SecondTokens.labels`` of all tokens of a micro-batch from their ``next_ids``: none is of another sequence."""
     following = torch.cat((next_ids[1:], next_ids.new_full((1,), IGNORE_LABEL)))
     return following.masked_fill(next_ids == IGNORE_LABEL, IGNORE_LABEL)
+
+
+class Predictions(NamedTuple):
+    """What a head is asked for.
+
+    Attributes:
+        labels, temperature, of_rows: as of :class:`ModelInput`.
+        of_tokens: (T,) int64, which of the W predictions is each token's; None where each row predicts for itself.
+    """
+
+    labels: torch.Tensor
+    temperature: torch.Tensor | float
+    of_rows: torch.Tensor | None = None
+    of_tokens: torch.Tensor | None = None
+
+
+def each_prediction_once(rows: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor | float) -> Predictions:
+    """The predictions of T tokens, once where row, labels and temperature are equal; by ascending rows.
+
+    Args:
+        rows: (T,) int64, of each token.
+        labels, temperature: (T,) or (T, K) int64, and a number or (T,) float32.
+    """
+    columns = [rows[:, None], labels.reshape(len(rows), -1)]
+    if isinstance(temperature, torch.Tensor):
+        # By their bits, as whole numbers like the others.
+        columns.append(temperature.view(torch.int32)[:, None].to(torch.int64))
+    found, of_tokens = torch.unique(torch.cat(columns, dim=1), dim=0, return_inverse=True)
+    of_rows, *wanted = found.t().contiguous()
+    if isinstance(temperature, torch.Tensor):
+        temperature = wanted.pop().to(torch.int32).view(torch.float32)
+    return Predictions(torch.stack(wanted, dim=1).view(-1, *labels.shape[1:]), temperature, of_rows, of_tokens)
 
 
 class ModelStage(NamedTuple):

@@ -58,6 +58,8 @@ class ModelFamily:
         stored_buffers: endings of Hugging Face names that directories hold and no parameter has; they are not read.
         kept_weights: architecture -> beginnings of Hugging Face names of weights that nothing here trains or computes with,
             such as a vision tower. A saved model has them byte for byte from the directory that it was built from.
+        why_unshared: (architecture, options) -> what keeps models from taking a prefix tree in ``ModelInput.segments``;
+            empty where nothing does. None where they take none.
     """
 
     name: str
@@ -77,6 +79,7 @@ class ModelFamily:
     float32_head: bool = False
     stored_buffers: tuple[str, ...] = ()
     kept_weights: Callable[[Any], tuple[str, ...]] | None = None
+    why_unshared: Callable[[Any, ModelOptions | None], str] | None = None
     configured: Callable[[Any, ModelOptions], Any] | None = None
 
     def positions(self, architecture: Any, hf_config: Mapping[str, Any]) -> int | None:

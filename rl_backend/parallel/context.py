@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.primitive.attention import Segments, packed_attention
+from rl_backend.primitive.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class TokenLayout:
         padding: (N,) bool, None where there is none.
         segments: which of the keys of all ranks the N tokens attend to.
         sequence_rows: how many of the N rows each sequence has, padding included; those at the end belong to none.
+            Of a prefix tree, the rows that several share are the first one's.
     """
 
     index: Tensor
@@ -103,6 +105,25 @@ def lay_out_tokens(
             key_index=None if cp_size == 1 else key_index.to(device),
         ),
         sequence_rows=tuple(row_counts.tolist()),
+    )
+
+
+def lay_out_tree(tree: PrefixTree, *, multiple: int = 1, device: torch.device | None = None) -> TokenLayout:
+    """All rows of a prefix tree, each taken from the first of the tokens that it stands for; as of one rank alone.
+
+    ``multiple``: as of :func:`lay_out_tokens`.
+    """
+    whole, places = tree.padded(multiple), tree.rows_of_tokens
+    num_tokens = len(places)
+    first = torch.full((whole.num_rows,), num_tokens).scatter_reduce_(0, places, torch.arange(num_tokens), "amin")
+    padding = first == num_tokens
+    return TokenLayout(
+        index=first.masked_fill(padding, -1).to(device),
+        position_ids=whole.position_ids.to(device),
+        places=places.to(device),
+        padding=padding.to(device) if bool(padding.any()) else None,
+        segments=Segments.of_tree(whole, device),
+        sequence_rows=tree.sequence_rows,
     )
 
 

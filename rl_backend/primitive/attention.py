@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
+
+from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
 
 _BLOCK = 64
 _BATCHED_SCORES = 2**19
@@ -232,12 +234,20 @@ class Segments(NamedTuple):
     cu_queries: Tensor  # (S + 1,) int32 on the model's device, where each segment starts
     cu_keys: Tensor  # the same of the keys
     key_index: Tensor | None = None  # int64, the segments' rows among the keys of all ranks; None for rows of queries
+    tree: PrefixTree | None = None  # whose runs the segments are; key_index is then of this rank's own rows
 
     @classmethod
     def of_sequences(cls, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> Self:
         """Of B whole sequences with the ``seq_lens`` that ``cu_seqlens``, (B + 1,) int32, adds up."""
         lengths = tuple(seq_lens)
         return cls(lengths, lengths, cu_seqlens, cu_seqlens)
+
+    @classmethod
+    def of_tree(cls, tree: PrefixTree, device: torch.device | None = None) -> Self:
+        """Each run of ``tree`` with the keys of its whole path."""
+        lens = tree.query_lens, tree.key_lens
+        queries, keys = (torch.tensor((0, *accumulate(each)), dtype=torch.int32).to(device) for each in lens)
+        return cls(*lens, queries, keys, tree.key_rows.to(device), tree)
 
 
 def packed_attention(
@@ -254,6 +264,7 @@ def packed_attention(
         query: (N, heads, head_dim), where N is the sum of ``segments.query_lens``.
         key, value: (M, kv_heads, head_dim) and (M, kv_heads, value_dim), where M is the sum of ``segments.key_lens``;
             ``heads`` is a multiple of ``kv_heads`` (grouped-query attention).
+            With ``segments.tree`` both are (N, ...), of the rows that the queries are of, and gathered here.
         window: tokens that a token sees, itself included; None for all before it (sliding windows as in Mistral 7B, arXiv
             2310.06825).
         sinks: (heads,), one more score for each query of a head, of a key whose value is 0 (as in gpt-oss, arXiv
@@ -262,6 +273,9 @@ def packed_attention(
     Returns:
         (N, heads, value_dim)
     """
+    if segments.tree is not None:
+        assert segments.key_index is not None, "Segments.of_tree makes one"
+        key, value = (take_rows(x, segments.key_index) for x in (key, value))
     if query.is_meta:
         longest, seen = min(max(segments.query_lens), _WINDOWED_BLOCK), max(segments.key_lens)
         seen = seen if window is None else min(seen, window + _WINDOWED_BLOCK)

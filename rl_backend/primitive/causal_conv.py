@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rl_backend.primitive.prefix_tree import take_rows
+
 
 class CausalConv(nn.Module):
     """The module of :func:`causal_conv`; ``weight`` is (channels, 1, width)."""
@@ -37,6 +39,48 @@ def causal_conv(x: Tensor, weight: Tensor, seq_lens: Sequence[int], history: Ten
         padded = padded.index_copy_(0, rows.before, history.flatten(0, 1).to(x.dtype))
     convolved: Tensor = _Convolution.apply(padded, taps)
     return convolved.index_select(0, rows.outputs)
+
+
+def path_history(x: Tensor, seq_lens: Sequence[int], parents: Sequence[int], room: int) -> Tensor | None:
+    """The ``history`` of sequences that continue others: the last tokens before each, of its parent and of what this one
+    continues where it is short; 0 before the first.
+
+    Args:
+        x: (T, channels).
+        parents: the sequence before it that each continues, -1 for none.
+        room: tokens before each.
+
+    Returns:
+        (S, room, channels); None where nothing is before any sequence.
+    """
+    rows = _path_rows(tuple(seq_lens), tuple(parents), room, x.device)
+    if not len(rows.taken):
+        return None
+    history = x.new_zeros(len(seq_lens) * room, x.shape[1]).index_copy_(0, rows.places, take_rows(x, rows.taken))
+    before: Tensor = history.unflatten(0, (len(seq_lens), room))
+    return before
+
+
+class _PathRows(NamedTuple):
+    taken: Tensor  # int64, rows of tokens that are in the room before a sequence
+    places: Tensor  # int64, where in it, of (S * room,)
+
+
+@lru_cache(maxsize=8)
+def _path_rows(seq_lens: tuple[int, ...], parents: tuple[int, ...], room: int, device: torch.device) -> _PathRows:
+    taken: list[int] = []
+    places: list[int] = []
+    last: list[list[int]] = []  # rows of the last tokens of each sequence and of those before it, at most the room
+    row = 0
+    for sequence, (length, parent) in enumerate(zip(seq_lens, parents, strict=True)):
+        before = last[parent] if parent >= 0 else []
+        end = (sequence + 1) * room
+        taken += before
+        places += range(end - len(before), end)
+        row += length
+        path = [*before, *range(row - min(length, room), row)]
+        last.append(path[max(0, len(path) - room) :])
+    return _PathRows(*(torch.tensor(rows, dtype=torch.int64, device=device) for rows in (taken, places)))
 
 
 class _Rows(NamedTuple):

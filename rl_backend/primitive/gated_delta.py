@@ -19,12 +19,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rl_backend.primitive.prefix_tree import take_rows
+
 CHUNK = 64
 """Tokens of a chunk: products of a size that libraries are good at, while the triangular system stays cheap."""
 
 
 def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, seq_lens: Sequence[int]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    seq_lens: Sequence[int],
+    parents: Sequence[int] = (),
 ) -> Tensor:
     """The outputs of sequences that start from empty states; (T, heads, value_dim), float32 or better.
 
@@ -34,8 +42,10 @@ def gated_delta_rule(
         decay: (T, heads), g, logarithms of what a state is multiplied by.
         beta: (T, heads), from 0 to 1.
         seq_lens: S lengths of at least 1, which add up to T.
+        parents: the sequence before it that each continues, from the state that this one ends with; -1 for none. Empty
+            where none does. See :class:`~rl_backend.primitive.prefix_tree.PrefixTree`.
     """
-    return ChunkedDeltaRule(query, key, value, decay, beta, seq_lens).outputs()
+    return ChunkedDeltaRule(query, key, value, decay, beta, seq_lens, parents).outputs()
 
 
 def l2_normalised(x: Tensor) -> Tensor:
@@ -47,15 +57,17 @@ def l2_normalised(x: Tensor) -> Tensor:
 class Chunks(NamedTuple):
     """Packed sequences cut into chunks, none of which has tokens of two sequences.
 
-    Chunks are in the order of the scan: the first chunk of every sequence, those with most chunks first, then the second
-    chunk of those that have one, and so on. A step works on neighbours, and on the first of the states that the step
-    before has left.
+    Chunks are in the order of the scan: the first chunk of every sequence that continues none, those that end last first,
+    then the next chunk of all that have one, and so on. A sequence that continues another begins in the step after the
+    other's last chunk. A step works on neighbours, and on the first of the states that the step before has left, where it
+    begins no sequence.
     """
 
     places: Tensor  # (T,) int64, the place of each token in the flattened chunks
     steps: tuple[int, ...]  # how many sequences have a chunk in each step
-    order: Tensor  # (S,) int64, the sequences in the order of the first step
+    order: Tensor  # (S,) int64, the sequences by their ends, the last first
     ranks: Tensor  # (S,) int64, where each sequence is in it
+    forks: tuple[Tensor | None, ...]  # of each step int64, the states of the step before to go on from; None for the first
 
     @property
     def num_chunks(self) -> int:
@@ -63,28 +75,55 @@ class Chunks(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def chunks_of(seq_lens: tuple[int, ...], device: torch.device) -> Chunks:
+def chunks_of(seq_lens: tuple[int, ...], device: torch.device, parents: tuple[int, ...] = ()) -> Chunks:
     # The layers of a model ask for the same in turn; only the first waits for a transfer to the device.
     with torch.device("cpu"):
         lengths = torch.tensor(seq_lens)
         counts = (lengths + CHUNK - 1) // CHUNK
-        order = counts.argsort(descending=True, stable=True)
+        begins = _first_steps(counts.tolist(), parents)
+        ends = begins + counts
+        order = ends.argsort(descending=True, stable=True)
         ranks = order.argsort()
-        steps = (counts > torch.arange(int(counts.max()))[:, None]).sum(1)
+        times = torch.arange(int(ends.max()))[:, None]
+        at_work = (begins <= times) & (times < ends)
+        steps = at_work.sum(1)
+        # (steps, S): where a sequence is among those of a step, which are in the order above.
+        slots = (at_work[:, order].cumsum(1) - 1)[:, ranks]
         sequences = torch.arange(len(seq_lens)).repeat_interleave(lengths)
         positions = torch.arange(len(sequences)) - (lengths.cumsum(0) - lengths)[sequences]
-        chunks = (steps.cumsum(0) - steps)[positions // CHUNK] + ranks[sequences]
+        at = begins[sequences] + positions // CHUNK
+        chunks = (steps.cumsum(0) - steps)[at] + slots[at, sequences]
         places = chunks * CHUNK + positions % CHUNK
-    return Chunks(places.to(device), tuple(steps.tolist()), order.to(device), ranks.to(device))
+        forks: list[Tensor | None] = [None] * len(steps)
+        for step in begins[begins > 0].unique().tolist():
+            working = order[at_work[step, order]]
+            before = torch.where(begins[working] == step, torch.tensor(parents)[working], working)
+            forks[step] = slots[step - 1, before].to(device)
+    return Chunks(places.to(device), tuple(steps.tolist()), order.to(device), ranks.to(device), tuple(forks))
+
+
+def _first_steps(counts: Sequence[int], parents: Sequence[int]) -> Tensor:
+    """(S,) int64: a sequence of ``counts`` chunks begins when its parent has ended."""
+    begins = [0] * len(counts)
+    for sequence, parent in enumerate(parents):
+        begins[sequence] = 0 if parent < 0 else begins[parent] + counts[parent]
+    return torch.tensor(begins)
 
 
 class ChunkedDeltaRule:
     """The rule on given tokens, from states that may be known later; arguments as of :func:`gated_delta_rule`."""
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, seq_lens: Sequence[int]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        seq_lens: Sequence[int],
+        parents: Sequence[int] = (),
     ) -> None:
-        self.chunks = chunks_of(tuple(seq_lens), value.device)
+        self.chunks = chunks_of(tuple(seq_lens), value.device, tuple(parents))
         self.heads, self.key_dim, self.value_dim = value.shape[1], key.shape[2], value.shape[2]
         key_heads = key.shape[1]
         # (chunks, key heads, value heads of a key head, CHUNK, features)
@@ -110,7 +149,9 @@ class ChunkedDeltaRule:
         self.kept = self._flat(since_start[..., -1:, :])
 
     def outputs(self, initial: Tensor | None = None) -> Tensor:
-        """(T, heads, value_dim), from (S, heads, key_dim, value_dim) states before the sequences; None for 0."""
+        """(T, heads, value_dim), from (S, heads, key_dim, value_dim) states before the sequences; None for 0, and where some
+        continue others.
+        """
         if initial is None:
             state = self.written.new_zeros(self.chunks.steps[0] * self.heads, self.key_dim, self.value_dim)
         else:
@@ -121,7 +162,10 @@ class ChunkedDeltaRule:
         return tokens.index_select(0, self.chunks.places)
 
     def transitions(self) -> Tensor:
-        """What each sequence does to a state: S -> A S + B; (S, heads, key_dim, key_dim + value_dim), A beside B."""
+        """What each sequence does to a state: S -> A S + B; (S, heads, key_dim, key_dim + value_dim), A beside B.
+
+        No sequence may continue another.
+        """
         count = self.chunks.steps[0] * self.heads
         identity = torch.eye(self.key_dim, dtype=self.written.dtype, device=self.written.device)
         nothing = identity.new_zeros(self.key_dim, self.value_dim)
@@ -145,15 +189,20 @@ class ChunkedDeltaRule:
         news: list[Tensor] = []
         ended: list[Tensor] = []
         following = [*sizes[1:], 0]
-        for size, written_now, erased, to_state, kept in zip(following, *parts, strict=True):
+        forks = (*self.chunks.forks[1:], None)
+        for size, fork, written_now, erased, to_state, kept in zip(following, forks, *parts, strict=True):
             states.append(state)
             news.append(torch.baddbmm(written_now, erased, state, alpha=-1))
             if size or to_the_end:
                 after = torch.baddbmm(state * kept, to_state.mT, news[-1])
-                state = after[:size]
+                state = after[:size] if fork is None else self._forked(after, fork)
                 ended.append(after[size:])
         # Those that end first have the highest places.
         return states, news, torch.cat(ended[::-1]) if ended else state
+
+    def _forked(self, states: Tensor, fork: Tensor) -> Tensor:
+        """(sequences * heads, ...) -> the same of the sequences ``fork``; gradients of one taken twice are added up."""
+        return take_rows(states.unflatten(0, (-1, self.heads)), fork).flatten(0, 1)
 
     def _chunked(self, x: Tensor, heads: int) -> Tensor:
         """(T, heads, features) -> (chunks, heads, CHUNK, features), 0 in places without a token, which change no state."""

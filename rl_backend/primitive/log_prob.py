@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_backend.contracts import BatchError, ModelOutput, SamplingCuts
 from rl_backend.primitive.adapters import ENOUGH_ROWS, HEAD, AdapterRun, Factors, Narrowed, parts_of_head
+from rl_backend.primitive.prefix_tree import take_rows
 
 _TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 """Logits of a tile: on a CPU what its cache holds."""
@@ -323,6 +324,7 @@ def next_token_log_probs(
     adapters: Sequence[AdapterRun] = (),
     top: int = 0,
     cuts: SamplingCuts | None = None,
+    of_rows: Tensor | None = None,
 ) -> NextToken:
     """``log_softmax((hidden @ weight.T + bias) / temperature)`` at the labels, and the entropy of that softmax.
 
@@ -342,12 +344,13 @@ def next_token_log_probs(
         labels: (T,) or (T, K) int64, in the whole vocabulary.
         bias: (vocab_size,), or this rank's part of it.
         temperature: positive number or (T,) tensor; not differentiated.
-        adapters: at work on rows of their own, on a CPU with the bits that each has alone. One that has
-            :data:`~rl_backend.primitive.adapters.HEAD` adds its product to the logits of its rows.
+        adapters: at work on labels of their own, on a CPU with the bits that each has alone. One that has
+            :data:`~rl_backend.primitive.adapters.HEAD` adds its product to their logits.
         top: how many of the likeliest tokens are wanted of every row, with a label or not, from a pass of their own; over
             all words.
         cuts: log-probs and entropy are of the distribution over the words that are kept, the label always among them. Up to
             six passes of the head say which these are. For one label of each token.
+        of_rows: (T,) int64, the row of ``hidden`` that each label is of, perhaps one of several; None for its own.
 
     Returns:
         log-probs in the shape of ``labels``, entropy (T,), the likeliest tokens (T, top).
@@ -359,6 +362,8 @@ def next_token_log_probs(
         raise BatchError(f"temperature={temperature!r}: must be positive", temperature=temperature)
     if labels.device.type == "cpu":
         _check_on_host(labels, weight.shape[0] if shard is None else shard.vocab_size, temperature)
+    if of_rows is not None:
+        hidden = take_rows(hidden, of_rows)
     found, tops, left_out = [], list[TopTokens](), list[Tensor]()
     columns = labels if labels.dim() == 2 else labels[:, None]
     # A rank may have no part of a small vocabulary.

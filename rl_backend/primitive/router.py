@@ -12,6 +12,7 @@ from rl_backend.primitive.activation import sigmoid
 from rl_backend.primitive.adapters import padded_product
 from rl_backend.primitive.backward import with_added_loss
 from rl_backend.primitive.float32 import KeptInFloat32
+from rl_backend.primitive.prefix_tree import take_rows
 
 
 class ExpertUse(NamedTuple):
@@ -189,6 +190,11 @@ class RouterLossCoefficients(NamedTuple):
 class RowSequences(NamedTuple):
     of_rows: Tensor  # (T,) int64, which sequence of the micro-batch each token is from; any number for padding
     number: int  # of sequences in the micro-batch, on all ranks
+    rows: Tensor | None = None  # (T,) int64, the row of each token, where some are of several; None for its own
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """(rows, ...) -> (T, ...)."""
+        return x if self.rows is None else take_rows(x, self.rows)
 
 
 def load_balancing_loss(
@@ -277,18 +283,21 @@ def with_router_losses(
     Args:
         padding: (T,) bool, tokens that do not count.
         sum_over_ranks: as in :func:`expert_use`; gradients of the ranks add up to those of the whole micro-batch.
-        sequences: which sequence each token is from; None for a micro-batch of one.
+        sequences: which sequence each token is from; None for a micro-batch of one. With ``sequences.rows`` a row counts as
+            often as it is a token's, and padding is none's.
     """
     if coefficients == RouterLossCoefficients() or not torch.is_grad_enabled():
         return routing
-    use = expert_use(routing.experts, settings.num_experts, padding, sum_over_ranks)
+    sequences = sequences or RowSequences(routing.experts.new_zeros(routing.experts.shape[0]), 1)
+    tokens = routing._replace(experts=sequences.of_tokens(routing.experts), logits=sequences.of_tokens(routing.logits))
+    padding = padding if sequences.rows is None else None
+    use = expert_use(tokens.experts, settings.num_experts, padding, sum_over_ranks)
     losses = routing.logits.new_zeros(())
     if coefficients.load_balancing:
-        losses = losses + coefficients.load_balancing * load_balancing_loss(routing, settings, padding, use)
+        losses = losses + coefficients.load_balancing * load_balancing_loss(tokens, settings, padding, use)
     if coefficients.z:
-        losses = losses + coefficients.z * router_z_loss(routing.logits, padding, use)
+        losses = losses + coefficients.z * router_z_loss(tokens.logits, padding, use)
     if coefficients.sequence:
-        sequences = sequences or RowSequences(routing.experts.new_zeros(routing.experts.shape[0]), 1)
-        balance = sequence_balancing_loss(routing.logits, settings, sequences, padding, sum_over_ranks)
+        balance = sequence_balancing_loss(tokens.logits, settings, sequences, padding, sum_over_ranks)
         losses = losses + coefficients.sequence * balance
     return routing._replace(weights=with_added_loss(routing.weights, loss_weight * losses))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_backend.primitive.attention import Segments, packed_attention
+from rl_backend.primitive.prefix_tree import take_rows
 
 _MOST_SCORES = 2**24
 """Products of index queries and keys that are in memory at one time: 64 MiB."""
@@ -31,17 +32,21 @@ class QueryBlock(NamedTuple):
     """Neighbouring queries of one segment, and its keys up to the last query's."""
 
     queries: slice  # their rows
-    keys: slice  # their rows
+    keys: slice | Tensor  # their rows; none twice
     visible: Tensor  # (queries, keys) bool, which are not hidden by the causal mask
 
 
 def query_blocks(segments: Segments, heads: int, device: torch.device) -> Iterator[QueryBlock]:
-    """All queries, in blocks whose products with their keys, of ``heads`` heads, fit into memory."""
+    """All queries, in blocks whose products with their keys, of ``heads`` heads, fit into memory.
+
+    With ``segments.tree`` keys are those of its rows, one after the other along a path.
+    """
     lengths = [*zip(segments.query_lens, segments.key_lens, strict=True)]
     if device.type == "meta":
         # Nothing is computed there: one block, as large as any, has the memory of all.
         blocks = [(min(queries, _block_size(heads, keys)), keys) for queries, keys in lengths]
         lengths = [max(blocks, key=lambda block: block[0] * block[1])]
+    paths = None if segments.tree is None else segments.key_index
     query_origin = key_origin = 0
     for queries, keys in lengths:
         size = _block_size(heads, keys)
@@ -51,7 +56,8 @@ def query_blocks(segments: Segments, heads: int, device: torch.device) -> Iterat
             positions = torch.arange(seen - (stop - start), seen, device=device)
             visible = torch.arange(seen, device=device) <= positions[:, None]
             rows = slice(query_origin + start, query_origin + stop)
-            yield QueryBlock(rows, slice(key_origin, key_origin + seen), visible)
+            in_order = slice(key_origin, key_origin + seen)
+            yield QueryBlock(rows, in_order if paths is None else paths[in_order], visible)
         query_origin += queries
         key_origin += keys
 
@@ -133,6 +139,10 @@ def sparse_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
         return packed_attention(query, key, value, segments)
     if not any(covered):
         return _masked(query, key, value, segments, chosen)
+    if segments.tree is not None:
+        assert segments.key_index is not None, "Segments.of_tree makes one"
+        key, value = (take_rows(x, segments.key_index) for x in (key, value))
+        segments = segments._replace(key_index=None, tree=None)
     query_lens, key_lens = list(segments.query_lens), list(segments.key_lens)
     rows = query.split(query_lens), key.split(key_lens), value.split(key_lens), chosen.split(query_lens)
     attended = [query] * len(covered)
@@ -153,13 +163,14 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, segments: Segments, chose
 
 def _part(segments: Segments, indices: list[int]) -> Segments:
     # Made on the device, so that nothing waits for it.
-    starts = []
+    starts: list[Tensor] = []
     for boundaries in (segments.cu_queries, segments.cu_keys):
         lengths = boundaries.diff()
         chosen = torch.cat([lengths[index : index + 1] for index in indices])
         starts.append(F.pad(chosen.cumsum(0, dtype=boundaries.dtype), (1, 0)))
     query_lens, key_lens = (tuple(each[index] for index in indices) for each in segments[:2])
-    return Segments(query_lens, key_lens, *starts)
+    queries, keys = starts
+    return Segments(query_lens, key_lens, queries, keys)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -223,7 +234,7 @@ def indexer_loss(
     chosen: Tensor | None,
     scale: float,
     *,
-    padding: Tensor | None = None,
+    counts: Tensor | None = None,
     sum_over_ranks: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """``sum over queries of KL(p || softmax(scores))``; 0-d, differentiable in ``terms`` alone.
@@ -235,10 +246,10 @@ def indexer_loss(
         query, key: of the attention, (N, heads, dim) and (M, kv_heads, dim); no gradient goes there.
         chosen: (N, top_k); None for all keys.
         scale: of the attention's scores.
-        padding: (N,) bool, queries that do not count.
+        counts: (N,), how often each query counts; None for once.
         sum_over_ranks: adds a tensor up, in place, over the ranks that have the other heads.
     """
-    loss: Tensor = _IndexerLoss.apply(*terms, query, key, segments, chosen, scale, padding, sum_over_ranks)
+    loss: Tensor = _IndexerLoss.apply(*terms, query, key, segments, chosen, scale, counts, sum_over_ranks)
     return loss
 
 
@@ -256,7 +267,7 @@ class _IndexerLoss(torch.autograd.Function):
         segments: Segments,
         chosen: Tensor | None,
         scale: float,
-        padding: Tensor | None,
+        counts: Tensor | None,
         sum_over_ranks: Callable[[Tensor], object] | None,
     ) -> Tensor:
         terms = IndexTerms(index_query, index_key, weight)
@@ -269,12 +280,13 @@ class _IndexerLoss(torch.autograd.Function):
             if sum_over_ranks is not None:
                 sum_over_ranks(target)
             target /= target.sum(-1, keepdim=True)
-            if padding is not None:
-                target = target.masked_fill(padding[block.queries, None], 0.0)
             with torch.enable_grad():
                 leaves = IndexTerms(*(each.detach().requires_grad_() for each in terms.of(block)))
                 logits = index_scores(leaves).masked_fill(~mask, -torch.inf).log_softmax(-1).masked_fill(~mask, 0.0)
-                divergence = (torch.xlogy(target, target) - target * logits).sum()
+                divergences = torch.xlogy(target, target) - target * logits
+                if counts is not None:
+                    divergences = divergences * counts[block.queries, None]
+                divergence = divergences.sum()
             _add(gradients, block, torch.autograd.grad(divergence, leaves))
             total += divergence.detach()
         ctx.save_for_backward(*gradients)

@@ -162,6 +162,7 @@ class GuardedHandle[O: ScheduledOptimizer](ABC):
     max_length: int | None  # longest sequence, in tokens; None where the model sets no limit
     optimizer: O | None  # None for a forward-only handle
     micro_batch_multiple: int = 1
+    shares_prefixes: bool = False
     weight_version: int = 0
     base: contracts.ModelHandle | None = None
     lora_id: int = -1

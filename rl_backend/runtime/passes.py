@@ -26,13 +26,18 @@ from rl_backend.contracts import (
     merge_metrics,
 )
 from rl_backend.contracts.replay import KEYS, ROUTES, ROUTES_MASK
+from rl_backend.data.prefixes import shared_prefixes
 from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.log_prob import IGNORE_LABEL
+from rl_backend.primitive.prefix_tree import PrefixTree
 from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.interface import REPLAY_MODES, RouterReplay
 
 TOP, CUT = ("top_ids", "top_log_probs"), "was_cut"
 """Outputs that the meta of a batch asks for."""
+
+COMPUTED = "tokens_computed"
+"""Metric: the tokens that were computed, and as its weight those of the batch; below 1 where prefixes are shared."""
 
 
 class PassAdapters(Protocol):
@@ -42,6 +47,10 @@ class PassAdapters(Protocol):
 
     def runs(self, index: int, batch: PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
         """Which adapters work on which rows of micro-batch ``index``; each sequence has ``sequence_rows`` on this rank."""
+        ...
+
+    def sharing(self, batch: PackedBatch) -> Sequence[int]:
+        """A number for each sequence; those with another share no prefix with it."""
         ...
 
     def problem(self, data: Sequence[PackedBatch]) -> BatchError | None:
@@ -73,6 +82,14 @@ class PassRequest(NamedTuple):
         if self.adapters is not None:
             self.adapters.begin(self.data)
 
+    def prefix_tree(self, handle: GuardedHandle, index: int) -> PrefixTree | None:
+        """What the sequences of a micro-batch share and ``handle`` computes once; None where that is nothing."""
+        if not handle.shares_prefixes:
+            return None
+        batch = self.data[index]
+        owners = () if self.adapters is None else self.adapters.sharing(batch)
+        return shared_prefixes(batch, replays=self.router_replay == "replay", owners=owners)
+
     @property
     def heads(self) -> Sequence[Head]:
         """As :attr:`~rl_backend.model.ModelInput.heads`."""
@@ -96,9 +113,12 @@ class PassResults:
     _losses: dict[int, Tensor] = field(default_factory=dict)
     _metrics: dict[int, Mapping[str, MetricValue]] = field(default_factory=dict)
     _outputs: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    _computed: dict[int, Metric] = field(default_factory=dict)
 
-    def add(self, index: int, batch: PackedBatch, output: ModelOutput) -> Tensor | None:
+    def add(self, index: int, batch: PackedBatch, output: ModelOutput, computed: int | None = None) -> Tensor | None:
         """The loss of micro-batch ``index``, with its graph; None where there is none.
+
+        ``computed``: how many tokens were, where prefixes may be shared.
 
         Raises:
             BatchError: as :func:`check_returned`.
@@ -115,6 +135,8 @@ class PassResults:
                 raise UnsupportedError(
                     f"the model returned {name} of shape {found} for micro-batch {index}; expected {expected}"
                 )
+        if computed is not None:
+            self._computed[index] = Metric(computed, batch.num_tokens)
         if self.keeps_outputs:
             # Detached: the graph of a micro-batch must not outlive its backward pass.
             self._outputs[index] = {name: value.detach() for name, value in output._asdict().items() if value is not None}
@@ -135,9 +157,10 @@ class PassResults:
                 outputs.setdefault(name, []).extend(part.clone() for part in data[index].split(value))
         # In the order of the request: a pipeline computes them in another.
         losses = [self._losses[index] for index in sorted(self._losses)]
+        computed = merge_metrics([{COMPUTED: each} for each in self._computed.values()])
         return ForwardResult(
             losses=tuple(torch.stack(losses).tolist()) if losses else (),
-            metrics=merge_metrics([_as_metrics(self._metrics[index]) for index in sorted(self._metrics)]),
+            metrics=merge_metrics([_as_metrics(self._metrics[index]) for index in sorted(self._metrics)]) | computed,
             outputs={**outputs, **routes},
         )
 
@@ -210,17 +233,9 @@ def check_micro_batches(handle: GuardedHandle, request: PassRequest) -> None:
 def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError | None:
     """What is wrong with this rank's micro-batches by themselves."""
     data, vocab_size, max_length = request.data, handle.vocab_size, handle.max_length
-    max_tokens = handle.config.max_tokens_per_micro_batch
     if not data:
         return BatchError("forward_backward without micro-batches; every rank needs at least one")
     for index, batch in enumerate(data):
-        if batch.num_tokens > max_tokens:
-            return BatchError(
-                f"micro-batch {index} has {batch.num_tokens} tokens; max_tokens_per_micro_batch={max_tokens}; split it or "
-                "raise the limit",
-                micro_batch=index,
-                num_tokens=batch.num_tokens,
-            )
         longest = int(batch.seq_lens.max())
         if max_length is not None and longest > max_length:
             return BatchError(
@@ -264,7 +279,23 @@ def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError |
                 check_routes(batch, handle.routed_layers)
         except BatchError as error:
             return _of_micro_batch(index, error)
+        # Here, because which tokens are the same depends on their routes.
+        if (too_many := _too_many_tokens(handle, request, index)) is not None:
+            return too_many
     return None if request.adapters is None else request.adapters.problem(data)
+
+
+def _too_many_tokens(handle: GuardedHandle, request: PassRequest, index: int) -> BatchError | None:
+    num_tokens, most = request.data[index].num_tokens, handle.config.max_tokens_per_micro_batch
+    if num_tokens > most and (tree := request.prefix_tree(handle, index)) is not None:
+        num_tokens = tree.num_rows
+    if num_tokens <= most:
+        return None
+    return BatchError(
+        f"micro-batch {index} has {num_tokens} tokens; max_tokens_per_micro_batch={most}; split it or raise the limit",
+        micro_batch=index,
+        num_tokens=num_tokens,
+    )
 
 
 def checksum(data: Sequence[PackedBatch]) -> int:

@@ -63,9 +63,7 @@ def process_of(group: RolloutGroup, engine: int) -> Process:
 
 
 def is_sampling(group: RolloutGroup, engine: int) -> bool:
-    calls = group.engine_set.sampling
-    with calls._lock:
-        return bool(calls._refreshed(engine).calls)
+    return group.turns.in_flight.get(engine, 0) > 0
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from actors.rollout.config import SamplingConfig
+from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import sample_seeds
 from actors.sync.push import WeightSync
@@ -169,3 +176,54 @@ def test_sleeping_is_refused_on_a_cpu(group: RolloutGroup) -> None:
         with pytest.raises(UnsupportedError, match="engine 0 runs on cpu with sleep_mode=False"):
             call()
     assert group.generate([[5, 6]], SamplingConfig(max_new_tokens=2))
+
+
+@contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """The process runs a fifth of the time."""
+    ended = threading.Event()
+
+    def hold_back() -> None:
+        while not ended.wait(0.05):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.2)
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=hold_back)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.shows("rollout: prompts go to engines as they become free: a slow one gets fewer, with the same samples")
+def test_a_slow_engine_gets_fewer_prompts_and_samples_are_those_of_one_engine(ray_cluster: None, tied_model: Path) -> None:
+    sampling, prompts = SamplingConfig(n=2, max_new_tokens=40), PROMPTS * 4
+    seeds = sample_seeds(7, 3, len(prompts), 2)
+    config = RolloutConfig(
+        model_path=str(tied_model),
+        num_engines=2,
+        device="cpu",
+        dtype="float32",
+        max_model_len=192,
+        kv_cache_gib=0.25,
+        engine_args={"max_num_seqs": 4},
+    )
+    with RolloutGroup(config) as group:
+        assert {info.room for info in group.infos.values()} == {4}
+        # One after the other all go to the first, which is free.
+        alone = [
+            sample
+            for place, prompt in enumerate(prompts)
+            for sample in group.generate([prompt], sampling, seeds=seeds[2 * place : 2 * place + 2])
+        ]
+        assert {sample.engine for sample in alone} == {0}
+        with slowed(group.infos[1].pid):
+            samples = group.generate(prompts, sampling, seeds=seeds)
+    assert [sample.response_ids for sample in samples] == [sample.response_ids for sample in alone]
+    for sample, same in zip(samples, alone, strict=True):
+        assert sample.log_probs == pytest.approx(same.log_probs, abs=TOLERANCE)
+    engines = [sample.engine for sample in samples]
+    assert 0 < engines.count(1) <= engines.count(0) / 2

@@ -114,14 +114,13 @@ def test_an_engine_that_dies_while_sampling_is_named_within_seconds_and_restarts
     assert_serves(group, trainer, trainer.source.version, {0, 1})
 
 
-def test_waiting_for_an_engine_that_still_samples_does_not_count_it_as_dead(
-    group: RolloutGroup, trainer: ReferenceTrainer
-) -> None:
+def test_an_engine_that_samples_answers_other_calls_at_once(group: RolloutGroup, trainer: ReferenceTrainer) -> None:
     pending = group.submit(PROMPTS * 16, SamplingConfig(max_new_tokens=200))
     assert not pending.done()
-    infos = group.engine_set.call("describe", timeout=1.0)
-    assert pending.done()
+    infos = group.engine_set.call("describe", timeout=5.0)
+    assert not pending.done()
     assert [infos[engine].version for engine in (0, 1)] == [trainer.source.version] * 2
+    assert len(pending.result()) == len(PROMPTS) * 16
 
 
 class StreamedTransport(StreamingTransport):
@@ -193,7 +192,7 @@ def test_engines_are_dirty_when_the_trainer_fails_in_the_middle_of_a_stream_and_
     assert set(group.lost_engines) == {0, 1}
     for actor in actors:
         with pytest.raises(EngineDirtyError, match=r"dirty: .*the trainer failed: ValueError: no more weights"):
-            ray.get(actor.generate.remote([]))
+            ray.get(actor.pulse.remote())
     mend(group, 0, 1)
 
 
@@ -246,8 +245,8 @@ def test_a_wrong_shape_that_reaches_the_loader_makes_the_engine_dirty(
         ray.get(engine.update.remote({"manifest": broken.model_dump_json()}))
     cause = str(first.value).partition("begun (")[2].splitlines()[0][:60]
     assert cause
-    for attempt in ("update", "generate"):
-        arguments = ({"manifest": staged.manifest.model_dump_json()},) if attempt == "update" else ([],)
+    for attempt in ("update", "pulse"):
+        arguments = ({"manifest": staged.manifest.model_dump_json()},) if attempt == "update" else ()
         with pytest.raises(EngineDirtyError) as later:
             ray.get(getattr(engine, attempt).remote(*arguments))
         assert "engine 0 is dirty" in str(later.value) and cause in str(later.value)

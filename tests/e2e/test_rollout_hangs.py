@@ -17,6 +17,7 @@ import torch
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group import heartbeats
 from actors.rollout.group.group import RolloutGroup
+from actors.rollout.group.turns import HANGING_SECONDS
 from actors.sync.push import WeightSync
 from actors.sync.source import WeightSource
 from rl_backend.contracts import ConfigError, EngineDeadError
@@ -67,11 +68,12 @@ def test_an_engine_that_hangs_while_it_samples_is_named_and_ended(group: Rollout
     pid = stop_one(group)
     started = time.monotonic()
     waits: dict[str, Callable[[], Any]] = {"describe": group.describe, "result": pending.result, "push": sync.push}
-    with sync, pytest.raises(EngineDeadError, match=rf"engine 1 has not answered a call to sample for {LIMIT:g} s"):
+    with sync, pytest.raises(EngineDeadError, match="engine 1 "):
         waits[who]()
-    assert time.monotonic() - started < LIMIT + 10
+    # Where it answers nothing, it is asked whether it does anything for others.
+    assert time.monotonic() - started < LIMIT + HANGING_SECONDS + 10
     assert group.engines == (0,)
-    assert "sampling_timeout" in str(group.lost_engines[1])
+    assert f"engine 1 has answered no request for {LIMIT:g} s (RolloutConfig.sampling_timeout)" in str(group.lost_engines[1])
     assert set(group.describe()) == {0}
     with pytest.raises(EngineDeadError, match="engine 1"):
         pending.result()
@@ -107,15 +109,6 @@ def test_an_engine_that_does_not_restart_stays_lost_with_the_reason(
             group.restart(1)
     assert group.engines == (0,)
     assert "/no/such/model" in str(group.lost_engines[1])
-
-
-@pytest.mark.long
-def test_calls_that_wait_for_each_other_have_their_whole_time_each(group: RolloutGroup) -> None:
-    calls = [group.submit(PROMPTS, SLEEPS) for _ in range(3)]
-    started = time.monotonic()
-    assert set(group.describe()) == {0, 1}
-    assert time.monotonic() - started > LIMIT
-    assert [len(call.result()) for call in calls] == [2, 2, 2]
 
 
 def test_a_push_goes_to_the_engines_that_it_began_with_while_one_is_restarted(group: RolloutGroup) -> None:

@@ -25,17 +25,18 @@ def inputs() -> list[Tensor]:
     return [query / 8.0, key, torch.randn(tokens, 4, 64), -torch.rand(tokens, 4), torch.rand(tokens, 4)]
 
 
-def with_gradients(leaves: list[Tensor]) -> list[Tensor]:
+def with_gradients(leaves: list[Tensor], parents: tuple[int, ...] = ()) -> list[Tensor]:
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    output = gated_delta_rule(*leaves, LENGTHS)
+    output = gated_delta_rule(*leaves, LENGTHS, parents)
     return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
 
 
-def test_the_rule_is_that_of_the_cpu_and_gives_the_same_bits_twice() -> None:
+@pytest.mark.parametrize("parents", [(), (-1, 0, 0, 2)])
+def test_the_rule_is_that_of_the_cpu_and_gives_the_same_bits_twice(parents: tuple[int, ...]) -> None:
     on_cuda = [leaf.cuda() for leaf in inputs()]
-    first, second = with_gradients(on_cuda), with_gradients(on_cuda)
+    first, second = with_gradients(on_cuda, parents), with_gradients(on_cuda, parents)
     assert all(map(torch.equal, first, second))
-    for found, expected in zip(first, with_gradients(inputs()), strict=True):
+    for found, expected in zip(first, with_gradients(inputs(), parents), strict=True):
         assert float((found.cpu() - expected).norm()) < 1e-5 * float(expected.norm())
 
 

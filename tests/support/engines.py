@@ -9,7 +9,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from actors.cluster.processes import Process
 from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.engine.in_process import ServingState
+from actors.rollout.engine.step_loop import Completion
 from actors.rollout.group.group import RolloutGroup
-from actors.rollout.messages import EngineInfo, Generated, Request, Response, VersionSpan
+from actors.rollout.messages import EngineInfo, Request
 from actors.rollout.placement import NodePlace
 from actors.wire.segment import Segment
 from rl_backend.contracts import WeightManifest
@@ -53,6 +54,32 @@ class GroupWithoutModel(RolloutGroup):
     engine_class = EngineWithoutModel
 
 
+class _Sleeping:
+    """In place of vLLM: a response is one token, after ``max_new_tokens`` seconds."""
+
+    room = 8
+
+    def __init__(self) -> None:
+        self._ends: dict[int, float] = {}
+
+    def add(self, key: int, request: Request) -> None:
+        self._ends[key] = time.monotonic() + request.sampling.max_new_tokens
+
+    def step(self) -> list[tuple[int, Completion]]:
+        time.sleep(0.01)
+        ended = [key for key, end in self._ends.items() if time.monotonic() >= end]
+        return [(key, self.give_up(key)) for key in ended]
+
+    def give_up(self, key: int) -> Completion:
+        del self._ends[key]
+        return Completion(SimpleNamespace(token_ids=[1], logprobs=None, finish_reason="length"), 0)
+
+    def sampled(self, key: int) -> int:
+        return 0
+
+    def forget(self) -> None: ...
+
+
 class EngineWithoutVllm(RolloutEngine):
     """Everything but vLLM; samples for ``max_new_tokens`` seconds."""
 
@@ -60,12 +87,12 @@ class EngineWithoutVllm(RolloutEngine):
         self._check_model_is_here()
         config = SimpleNamespace(get_vocab_size=lambda: 128, max_model_len=64)
         self._vllm.llm = SimpleNamespace(model_config=config)
+        self._vllm.serving = ServingState(self._vllm.name)
+        self._vllm.loop.start(self, _Sleeping)
         return self.describe()
 
-    def generate(self, requests: Sequence[Request]) -> Generated:
-        time.sleep(max(request.sampling.max_new_tokens for request in requests))
-        spans = (VersionSpan(self._vllm.serving.version, 1),)
-        return Generated([Response([1], [0.0], "length", spans) for _ in requests], None)
+    def require_push(self) -> None:
+        """It samples whatever it was given."""
 
     def hold_gil(self, seconds: float) -> None:
         """As C code does that computes for long: no other thread of Python's runs."""

@@ -22,3 +22,4 @@ class PlainHandle:
     base: ModelHandle | None = None
     lora_id: int = -1
     kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shares_prefixes: bool = False

@@ -20,6 +20,7 @@ from actors.sync.report import PushReport
 from rl_backend.data.prompts import Prompt, PromptExample
 from rl_backend.data.rewards import LoadedReward, RewardScorer
 from tests.support.stopped_run import Weight
+from tests.support.submitted import Submitted
 
 HELD_OUT_SECONDS, PUSH_SECONDS = 700.0, 100.0
 """That the clock of a run goes on by at each call."""
@@ -83,19 +84,20 @@ class Engines:
     def monotonic(self) -> float:
         return time.monotonic() + self.seconds_ahead
 
-    def generate(
+    def submit(
         self, prompts: Sequence[list[int]], sampling: SamplingConfig, *, seeds: Any, adapter: str | None
-    ) -> list[Sample]:
+    ) -> Submitted:
         self.asked.append(([*prompts], sampling, seeds, adapter))
         self.seconds_ahead += HELD_OUT_SECONDS if sampling.log_probs is False else 0.0
         last = 95 if self.pushes in self.unknown else 89
-        return [
+        samples = [
             Sample(
                 index, number, prompt, [self.pushes, number, last], [-1.0] * 3, "stop", (VersionSpan(self.version, 3),), 0
             )
             for index, prompt in enumerate(prompts)
             for number in range(sampling.n)
         ]
+        return Submitted(len(prompts), lambda: samples)
 
     def forget_weights(self) -> None:
         self.forgotten += 1

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from actors.rollout.config import SamplingConfig
-from actors.rollout.engine.step_loop import Completion
+from actors.rollout.engine.step_loop import Completion, Stretch
 from actors.rollout.messages import AdapterVersion, Request
 
 BAD_SEED, FATAL_SEED = 666, 667
@@ -87,6 +87,7 @@ class ServedVersion:
         self.slots = slots
         self.loop: Any = None
         self.left: list[Request] = []
+        self.stretches: list[Stretch] = []
 
     def admit(self, job: Request) -> bool:
         running = self.loop.adapters(running=True)
@@ -97,6 +98,9 @@ class ServedVersion:
 
     def ended(self, job: Request) -> None:
         self.left.append(job)
+
+    def sampled(self, stretch: Stretch) -> None:
+        self.stretches.append(stretch)
 
     def failed(self, error: Exception) -> Exception:
         return RuntimeError(f"a step failed: {error}")

@@ -1,10 +1,9 @@
-"""The Ray actor of one vLLM engine: starts it, samples, answers turns of episodes, sleeps, and hands pushes to its parts."""
+"""The Ray actor of one vLLM engine: starts it, answers requests, sleeps, and hands pushes to its parts."""
 
 from __future__ import annotations
 
 import os
 import queue
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,15 +19,15 @@ from actors.cluster.processes import Process, start_time
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine.adapters import AdapterStore
 from actors.rollout.engine.in_process import VllmInProcess
-from actors.rollout.engine.step_loop import Completion, Stepper
+from actors.rollout.engine.step_loop import Completion, Stepper, Stretch
 from actors.rollout.engine.weights import WeightReceiver
-from actors.rollout.messages import EngineInfo, Generated, Request, Response, pack_routes, prompt_problem
+from actors.rollout.messages import EngineInfo, Request, Response, prompt_problem, routes_of
 from actors.rollout.placement import NodePlace
 from actors.wire.segment import host_identity, remove_stale_segments
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError, RolloutError, UnsupportedError
-from rl_backend.trace.recorder import TraceBatch, recorder, span
+from rl_backend.trace.recorder import TraceBatch, recorder
 
-# Turns come in, answers are waited for, and heartbeats answered, while a call that samples or a push is served.
+# Turns come in, answers are waited for, and heartbeats answered, while a push is served.
 CONCURRENCY_GROUPS = {"turns": 1, "answers": 1, "pulse": 1}
 _MOST_ANSWERS = 256
 
@@ -43,10 +42,14 @@ class TurnQueue:
     def start(self, turns: Sequence[tuple[int, Request]]) -> None:
         """Asks for turns, each with a key of the caller's. An error of one is its answer and affects no other."""
         pausable = self._vllm.config.turns_at_push == "pause"
-        # With an adapter never: the base changes under it.
-        requests = [replace(request, pausable=pausable and request.adapter is None) for _, request in turns]
-        submitted = self._vllm.loop.submit(requests)
-        for (turn, request), (key, result) in zip(turns, submitted.items(), strict=True):
+        accepted = [
+            # With an adapter never: the base changes under it.
+            (turn, replace(request, pausable=pausable and request.waits and request.adapter is None))
+            for turn, request in turns
+            if request.waits or self._accepts(turn)
+        ]
+        submitted = self._vllm.loop.submit([request for _, request in accepted])
+        for (turn, request), (key, result) in zip(accepted, submitted.items(), strict=True):
             self._keys[turn] = key
             result.add_done_callback(partial(self._answer, turn, request))
 
@@ -66,6 +69,15 @@ class TurnQueue:
             pass
         return answers
 
+    def _accepts(self, turn: int) -> bool:
+        try:
+            self._vllm.serving.check("sample")
+            self._vllm.serving.check_weights()
+        except RLBackendError as error:
+            self._answers.put((turn, error))
+            return False
+        return True
+
     def _answer(self, turn: int, request: Request, result: Future[Completion]) -> None:
         del self._keys[turn]
         answer: Response | RLBackendError
@@ -79,17 +91,17 @@ class TurnQueue:
 
     def _response(self, request: Request, completion: Completion) -> Response:
         output, cached, spans = completion
+        number, name, prompt = self._vllm.number, self._vllm.name, len(request.prompt_ids)
         if output is None:
-            return Response([], [], "abort")
-        response = Response.of(output, self._vllm.name, spans=spans, cached_tokens=cached)
-        engine, prompt, tokens = str(self._vllm.number), len(request.prompt_ids), len(response.token_ids)
+            return Response([], [], "abort", engine=number)
+        response = Response.of(output, name, spans=spans, cached_tokens=cached, engine=number)
+        engine, tokens = str(number), len(response.token_ids)
         prometheus.count("rl_backend_rollout_responses_total", 1, engine=engine)
         prometheus.count("rl_backend_rollout_tokens_total", tokens, engine=engine)
         prometheus.count("rl_backend_turn_prompt_tokens_total", prompt, engine=engine)
         prometheus.count("rl_backend_turn_cached_tokens_total", cached, engine=engine)
         if self._vllm.config.return_routed_experts and tokens:
-            routes = pack_routes([output], [prompt + tokens], self._vllm.moe_layers, self._vllm.name)
-            return replace(response, routes=routes)
+            return replace(response, routes=routes_of(output, prompt + tokens, self._vllm.moe_layers, name))
         return response
 
 
@@ -173,37 +185,16 @@ class RolloutEngine:
             state=self._vllm.serving.state,
             moe_layers=self._vllm.moe_layers,
             started=start_time(os.getpid()),
+            room=self._vllm.loop.room,
         )
 
-    def generate(self, requests: Sequence[Request]) -> Generated:
-        """Samples; answers in the order of the requests."""
-        serving = self._vllm.serving
-        serving.check("sample")
-        serving.check_weights()
-        for adapter, required in dict.fromkeys((request.adapter, request.require_version) for request in requests):
-            serving.check_version(adapter, required)
-        newest = max(map(self.version_for, requests), default=serving.version)
-        started, engine = time.perf_counter(), str(self._vllm.number)
-        with span("generate", "rollout", weight_version=newest, requests=len(requests)) as event:
-            completions = self._sample(requests)
-            responses = [Response.of(each.output, self._vllm.name, spans=each.spans) for each in completions]
-            prompts = [len(request.prompt_ids) for request in requests]
-            tokens = [len(response.token_ids) for response in responses]
-            routes = None
-            if self._vllm.config.return_routed_experts and requests:
-                outputs = [each.output for each in completions]
-                lengths = [sum(each) for each in zip(prompts, tokens, strict=True)]
-                routes = pack_routes(outputs, lengths, self._vllm.moe_layers, self._vllm.name)
-            event.update(responses=len(responses), prompt_tokens=sum(prompts), response_tokens=sum(tokens))
-            prometheus.count("rl_backend_rollout_responses_total", len(responses), engine=engine)
-            prometheus.count("rl_backend_rollout_tokens_total", sum(tokens), engine=engine)
-            prometheus.count("rl_backend_rollout_seconds_total", time.perf_counter() - started, engine=engine)
-        return Generated(responses, routes)
-
-    def probe_adapter(self, request: Request) -> Generated | None:
+    def probe_adapter(self, request: Request) -> list[Response] | None:
+        """What the weights alone answer, and what they answer with the adapter; None where the engine does not serve."""
         if self._vllm.serving.state != "serving" or self._vllm.serving.lacks_weights:
             return None
-        return self.generate([replace(request, adapter=None), request])
+        answers = self._vllm.loop.submit([replace(request, adapter=None), request]).values()
+        completions = [answer.result() for answer in answers]
+        return [Response.of(each.output, self._vllm.name, spans=each.spans) for each in completions]
 
     def seconds_without_progress(self) -> float:
         """How long it has served and ended no request; 0 while it sleeps, or waits for the end of a push."""
@@ -252,7 +243,7 @@ class RolloutEngine:
         if not self._vllm.serving.lacks_weights:  # else turns that have not begun go on waiting, for the push
             self._vllm.loop.release()
 
-    # The next four are the Host of the step loop.
+    # The next five are the Host of the step loop.
 
     def admit(self, request: Request) -> bool:
         self._vllm.serving.check_clean()
@@ -270,16 +261,19 @@ class RolloutEngine:
         if request.adapter is not None:
             self._adapters.leave_slot(request.adapter)
 
+    def sampled(self, stretch: Stretch) -> None:
+        facts: dict[str, Any] = {
+            "weight_version": stretch.version,
+            "responses": stretch.responses,
+            "prompt_tokens": stretch.prompt_tokens,
+            "response_tokens": stretch.response_tokens,
+        }
+        recorder.add("generate", "rollout", stretch.start, stretch.end, facts)
+        seconds = (stretch.end - stretch.start) / 1e9
+        prometheus.count("rl_backend_rollout_seconds_total", seconds, engine=str(self._vllm.number))
+
     def failed(self, error: Exception) -> Exception:
         return self._vllm.translated(error)
-
-    def _sample(self, requests: Sequence[Request]) -> list[Completion]:
-        # Requests of one adapter begin together: there may be more adapters than slots.
-        adapters = dict.fromkeys(request.adapter for request in requests)
-        places = {adapter: place for place, adapter in enumerate(adapters)} | {None: -1}
-        order = sorted(range(len(requests)), key=lambda index: places[requests[index].adapter])
-        completions = dict(zip(order, self._vllm.loop.run([requests[index] for index in order]), strict=True))
-        return [completions[index] for index in range(len(requests))]
 
     def _check_model_is_here(self) -> None:
         if not (Path(self._vllm.config.model_path) / "config.json").is_file():

@@ -32,6 +32,24 @@ class Completion(NamedTuple):
     spans: tuple[VersionSpan, ...] = ()
 
 
+@dataclass(slots=True)
+class Stretch:
+    """A time in which requests ran, one after the other or at once.
+
+    Attributes:
+        start, end: ``time.monotonic_ns()``.
+        version: the newest that has sampled.
+        responses: that have ended; the tokens are those of these.
+    """
+
+    start: int
+    end: int
+    version: int
+    responses: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+
+
 class Stepper(Protocol):
     """What runs requests step by step. Keys are the caller's."""
 
@@ -67,6 +85,9 @@ class Host(Protocol):
     def ended(self, request: Request) -> None:
         """A request has left, whatever came of it."""
 
+    def sampled(self, stretch: Stretch) -> None:
+        """Nothing runs any more, or what runs pauses."""
+
     def failed(self, error: Exception) -> Exception:
         """What to tell those who wait when a step has raised ``error``."""
 
@@ -101,6 +122,7 @@ class StepLoop:
         self._hold: Future[None] | None = None
         self._closed_by: Exception | None = None
         self._progress = time.monotonic()
+        self._stretch: Stretch | None = None
 
     def start(self, host: Host, make: Callable[[], Stepper]) -> None:
         """Starts the thread, which makes the stepper; raises what that raises."""
@@ -110,6 +132,11 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name=f"{self._name} steps", daemon=True)
         self._thread.start()
         self._stepper = self.call(make)
+
+    @property
+    def room(self) -> int:
+        """Requests that run at one time."""
+        return self._stepper.room
 
     @property
     def seconds_without_progress(self) -> float:
@@ -137,15 +164,6 @@ class StepLoop:
         entries = [_Entry(next(self._keys), request, Future()) for request in requests]
         self._commands.put(partial(self._queue, entries))
         return {entry.key: entry.result for entry in entries}
-
-    def run(self, requests: Sequence[Request]) -> list[Completion]:
-        """Waits for all responses; raises the first error, and gives the others up then."""
-        submitted = self.submit(requests)
-        try:
-            return [result.result() for result in submitted.values()]
-        except BaseException:
-            self.give_up(submitted)
-            raise
 
     def give_up(self, keys: Iterable[int]) -> None:
         self._commands.put(partial(self._give_up, set(keys)))
@@ -180,6 +198,9 @@ class StepLoop:
                 self._step()
                 self._begin()
             self._settle_hold()
+            if self._stretch is not None and not self._may_step:
+                stretch, self._stretch = self._stretch, None
+                self._host.sampled(stretch)
 
     @property
     def _may_step(self) -> bool:
@@ -227,6 +248,9 @@ class StepLoop:
             entry.version = self._host.version_for(entry.request)
 
     def _step(self) -> None:
+        if self._stretch is None:
+            now = time.monotonic_ns()
+            self._stretch = Stretch(now, now, max(entry.version for entry in self._running.values()))
         try:
             finished = list(self._stepper.step())
         except Exception as error:  # noqa: BLE001 vLLM raises errors of any type
@@ -286,7 +310,16 @@ class StepLoop:
         completion = outcome or Completion(None, 0)
         if completion.output is not None:
             entry.note(len(completion.output.token_ids))
+            self._count(entry, len(completion.output.token_ids))
         entry.result.set_result(completion._replace(spans=tuple(entry.spans)))
+
+    def _count(self, entry: _Entry, tokens: int) -> None:
+        if self._stretch is not None:
+            self._stretch.end = time.monotonic_ns()
+            self._stretch.version = max(self._stretch.version, entry.version)
+            self._stretch.responses += 1
+            self._stretch.prompt_tokens += len(entry.request.prompt_ids)
+            self._stretch.response_tokens += tokens
 
 
 def _settle(result: Future[Any], function: Callable[[], Any]) -> None:

@@ -119,6 +119,7 @@ class GroupAdapters:
                 adapter = self._version(tenant)
                 pushed = self._pushed.pop(tenant)
                 self._pushers.pop(tenant, None)
+            self._engines.wait_for_calls()
             calls: dict[int, Any] = {}
             try:
                 calls = self._engines.start_call("drop_adapter", adapter)
@@ -192,7 +193,7 @@ class GroupAdapters:
         self.base_pushes += 1
 
     def chosen(self, adapter: str | Sequence[str | None] | None, prompts: int) -> list[AdapterVersion | None]:
-        """The version of each prompt's tenant, None for the weights alone. To be called with the lock of requests."""
+        """The version of each prompt's tenant, None for the weights alone. To be called with the lock of calls."""
         names = [adapter] * prompts if adapter is None or isinstance(adapter, str) else list(adapter)
         if len(names) != prompts:
             raise BatchError(f"adapter has {len(names)} names for {prompts} prompts; give one, or one for each prompt")

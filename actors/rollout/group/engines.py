@@ -6,13 +6,14 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Self
 
 import ray
 
 from actors.rollout.config import RolloutConfig
-from actors.rollout.group.calls import SamplingCalls, collect
+from actors.rollout.group.calls import collect
 from actors.rollout.messages import EngineInfo
 from rl_backend.contracts import EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
 
@@ -21,10 +22,12 @@ class EngineSet:
     """Engines by number, and calls of all that are alive.
 
     Attributes:
-        lock: of requests: held while they are made, and while engines change.
+        lock: of calls that sample: held while they are made, and while engines change.
         changing: of adapters, weights, sleep and engines that join: one changes at a time. Taken before :attr:`lock`.
-        moved: notified when engines join or are given up.
+        moved: notified when engines join, are lost or are given up, and when they have answered a request.
         heals: lost engines are being replaced.
+        asked: what calls have asked for and is not answered. It is of the weights and adapters of that moment.
+        given_up: the error that every call to sample, and every push, raises from now on.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -33,13 +36,13 @@ class EngineSet:
         self.changing = threading.Lock()
         self.moved = threading.Condition()
         self.heals = False
-        self.sampling = SamplingCalls(config.sampling_timeout)
+        self.asked: set[Future[Any]] = set()
+        self.given_up: RLBackendError | None = None
         self._actors: dict[int, Any] = {}
         self._infos: dict[int, EngineInfo] = {}
         self._lost: dict[int, RLBackendError] = {}
         # Engines that lack weights of the trainer: the next push brings them.
         self._unpushed: set[int] = set()
-        self._given_up: RLBackendError | None = None
         self._origin: EngineSet | None = None
 
     def fixed(self) -> Self:
@@ -69,24 +72,34 @@ class EngineSet:
             origin._notify()
 
     def give_up(self, error: RLBackendError) -> None:
-        """Every call to sample, and every push, raises this from now on."""
-        self._given_up = error
+        self.given_up = error
         self._notify()
 
     def require_hope(self) -> None:
-        if self._given_up is not None:
-            raise self._given_up
+        if self.given_up is not None:
+            raise self.given_up
 
-    def wait_for_engine(self, error: RLBackendError, *, pushable: bool = False) -> None:
-        """Waits until an engine serves, or with ``pushable`` one can be given weights; raises ``error`` where none will."""
-        deadline = time.monotonic() + 2 * self.config.start_timeout
+    def wait_for_engine(self, error: RLBackendError) -> None:
+        """Waits until an engine can be given weights; raises ``error`` where none will."""
+        since = time.monotonic()
         with self.moved:
-            while not self.living(pushable=pushable, required=False):
+            while not self.living(pushable=True, required=False):
                 self.require_hope()
-                # Who samples may be what the next push waits for.
-                waits_for_push = self.living(pushable=True, required=False)
-                if not self.heals or waits_for_push or time.monotonic() > deadline:
+                if not self.comes(since):
                     raise error
+                self.moved.wait(1.0)
+
+    def comes(self, since: float) -> bool:
+        """Whether one that is lost is being replaced, for whoever has waited since ``since`` (``time.monotonic()``)."""
+        # Who samples may be what the next push waits for.
+        waits_for_push = self.living(pushable=True, required=False)
+        return self.heals and not waits_for_push and time.monotonic() < since + 2 * self.config.start_timeout
+
+    def wait_for_calls(self) -> None:
+        """Waits for what calls have asked for up to now, as long as there is an engine for it."""
+        asked, serving = set(self.asked), self._origin or self
+        with self.moved:
+            while not self.asked.isdisjoint(asked) and serving.engines:
                 self.moved.wait(1.0)
 
     def remove(self, engine: int, error: RLBackendError | None = None) -> Any:
@@ -123,15 +136,18 @@ class EngineSet:
         out = lost.keys() if pushable else lost.keys() | self._unpushed
         living = {engine: actors[engine] for engine in sorted(actors) if engine not in out}
         if not living and required:
-            if not lost:
-                if actors:
-                    names = ", ".join(map(engine_name, sorted(actors)))
-                    raise RolloutError(f"{names} was restarted and has no weights of the trainer yet: push before sampling")
-                raise RolloutError("the rollout group is closed")
-            reasons = "; ".join(str(error) for error in lost.values())
-            kind = type(next(iter(lost.values())))
-            raise kind(f"no rollout engine is left: {reasons}", engines=sorted(lost))
+            raise self.none_left()
         return living
+
+    def none_left(self) -> RLBackendError:
+        """The error of a call where no engine serves."""
+        lost, waiting = self.lost_engines, ", ".join(map(engine_name, sorted(self._actors)))
+        if lost:
+            kind, reasons = type(next(iter(lost.values()))), "; ".join(map(str, lost.values()))
+            return kind(f"no rollout engine is left: {reasons}", engines=sorted(lost))
+        if waiting:
+            return RolloutError(f"{waiting} was restarted and has no weights of the trainer yet: push before sampling")
+        return RolloutError("the rollout group is closed")
 
     def call(
         self, method: str, *args: Any, each: Callable[[int], tuple[Any, ...]] | None = None, timeout: float = 600.0
@@ -140,8 +156,7 @@ class EngineSet:
 
         Args:
             each: further arguments by engine number.
-            timeout: seconds after which an engine counts as dead, from when it has done the sampling asked of it before, for
-                which it has ``RolloutConfig.sampling_timeout``.
+            timeout: seconds after which an engine counts as dead.
         """
         return self.gather(self.start_call(method, *args, each=each), timeout)
 
@@ -154,10 +169,7 @@ class EngineSet:
 
     def gather(self, calls: dict[int, Any], timeout: float = 600.0) -> dict[int, Any]:
         actors = dict(self._actors)
-        hanging = self.sampling.wait(calls)
-        answering = {engine: call for engine, call in calls.items() if engine not in hanging}
-        outcomes = collect(answering, {engine: engine_name(engine) for engine in answering}, timeout)
-        outcomes = {engine: hanging[engine] if engine in hanging else outcomes[engine] for engine in calls}
+        outcomes = collect(calls, {engine: engine_name(engine) for engine in calls}, timeout)
         for engine, outcome in outcomes.items():
             if engine in actors:
                 self.note(engine, outcome, actors[engine])
@@ -194,8 +206,9 @@ class EngineSet:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Holds back new requests from this process, and pushes of adapters, while weights are loaded."""
+        """Holds back calls that sample, and pushes of adapters; those that were made before have been answered."""
         with self.changing, self.lock:
+            self.wait_for_calls()
             yield
 
     def trace_actors(self) -> dict[str, Any]:

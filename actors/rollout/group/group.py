@@ -18,7 +18,6 @@ from actors.rollout.group.calls import PendingSamples, check_prompts, collect
 from actors.rollout.group.engines import EngineSet, engine_name, raise_failures
 from actors.rollout.group.healing import Healing
 from actors.rollout.group.heartbeats import ending_stopped
-from actors.rollout.group.routing import shares_of
 from actors.rollout.group.turns import GroupTurns
 from actors.rollout.messages import AdapterVersion, EngineInfo, Request, Sample
 from actors.rollout.placement import EnginePlacement, places_on_nodes
@@ -36,7 +35,8 @@ class Publisher(Protocol):
 
 
 class RolloutGroup:
-    """Starts ``config.num_engines`` engines, each a Ray actor, and samples over all of them.
+    """Starts ``config.num_engines`` engines, each a Ray actor, and samples over all of them: prompts go to engines as they
+    become free, the responses to one prompt to one engine.
 
     An engine that dies, hangs or is left dirty by a push is started again, up to ``config.max_restarts`` times an hour, with
     the weights and adapters that the others serve. Those sample meanwhile, also what it had not answered: with seeds the
@@ -57,7 +57,7 @@ class RolloutGroup:
     Attributes:
         engine_set: the engines, to call them by hand.
         lora: versions of LoRA tenants that they serve.
-        turns: of episodes.
+        turns: what is asked of the engines, by calls and by episodes.
         last_sync: key of the last push of weights, whichever way they took.
         publisher: what has pushed the weights that engines serve; None where they serve those of the directory.
         pushing: held while weights are pushed, and while an engine joins.
@@ -127,14 +127,14 @@ class RolloutGroup:
                 seeds a sample depends neither on the number of engines nor on batching.
             require_version: refuse weights that are older; with an adapter, versions of it that are older.
             adapter: name of a LoRA tenant, whose last pushed version works beside the weights; or one for each prompt, None
-                for the weights alone. They are sampled in one batch, which ``max_adapters`` tenants have room in.
+                for the weights alone. At one time an engine samples with ``max_adapters`` tenants.
 
         Raises:
             BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
             ConfigError: stop strings, and engines without a tokenizer.
-            EngineDeadError, EngineDirtyError: an engine was lost and is not replaced, or was too often, or the others
-                were given other weights since.
-            RolloutError: a tenant that has not been pushed, or weights with an adapter merged into them.
+            EngineDeadError, EngineDirtyError: an engine was lost and is not replaced, or was too often.
+            RolloutError: a tenant that has not been pushed, weights with an adapter merged into them, or engines that
+                sleep or have no weights.
             TimeoutError: no answer within ``timeout`` seconds.
             WeightVersionError: an engine's weights are older than ``require_version``.
         """
@@ -154,20 +154,19 @@ class RolloutGroup:
         engines, n = self.engine_set, sampling.n
         require_tokenizer(self.config, sampling)
         check_prompts(prompts, n, seeds, next(iter(engines.infos.values())))
-        engines.require_hope()
-        if engines.heals and not engines.engines:
-            engines.wait_for_engine(EngineDeadError("no rollout engine is left, and none could be replaced"))
         with engines.lock:
-            of_prompts = zip(prompts, self.lora.chosen(adapter, len(prompts)), strict=True)
-            of_samples = [each for each in of_prompts for _ in range(n)]
+            chosen = self.lora.chosen(adapter, len(prompts))
             requests = [
-                Request(prompt, sampling, None if seeds is None else seeds[number], chosen, require_version)
-                for number, (prompt, chosen) in enumerate(of_samples)
+                [
+                    Request(prompt, sampling, seed, version, require_version, waits=False)
+                    for seed in ([None] * n if seeds is None else seeds[index * n : (index + 1) * n])
+                ]
+                for index, (prompt, version) in enumerate(zip(prompts, chosen, strict=True))
             ]
-            ask_again = partial(self._ask_again, requests, self.lora.base_pushes)
-            pending = PendingSamples(prompts, n, engines.sampling, engines.note, ask_again)
-            self._ask(pending, requests, range(len(prompts)))
-        return pending
+            # Those of one adapter begin together: there may be more adapters than slots.
+            order = sorted(range(len(prompts)), key=lambda index: chosen.index(chosen[index]))
+            asked = dict(zip(order, self.turns.ask([requests[index] for index in order]), strict=True))
+        return PendingSamples(prompts, [asked[index] for index in range(len(prompts))])
 
     def remove_adapter(self, tenant: str) -> None:
         """Refuses requests for a LoRA tenant from now on, and frees its adapter in every engine."""
@@ -179,12 +178,12 @@ class RolloutGroup:
     def attach_weight_sync(self) -> None:
         """From now on engines, even those restarted later, refuse to sample until weights have been pushed."""
         self._require_push = True
-        raise_failures(self.engine_set.call("require_push"))
+        self._tell("require_push")
 
     def forget_weights(self) -> None:
         """For another model: engines refuse to sample until the next push, whose version may be any."""
         self._require_push, self.publisher = True, None
-        raise_failures(self.engine_set.call("forget_weights"))
+        self._tell("forget_weights")
 
     def sleep(self, level: int = 1) -> None:
         """Frees the engines' GPU memory for training: level 1 keeps the weights in host memory, 2 drops them.
@@ -196,13 +195,11 @@ class RolloutGroup:
             RolloutError: a weight update has begun and not ended.
         """
         # Engines wait for turns in flight, which may take as long as a request.
-        with self.engine_set.changing:
-            raise_failures(self.engine_set.call("sleep", level, timeout=self.config.sampling_timeout))
+        self._tell("sleep", level, timeout=self.config.sampling_timeout)
 
     def wake_up(self) -> None:
         """Takes the GPU memory back; raises as :meth:`sleep`."""
-        with self.engine_set.changing:
-            raise_failures(self.engine_set.call("wake_up"))
+        self._tell("wake_up")
 
     def describe(self) -> dict[int, EngineInfo]:
         outcomes = self.engine_set.call("describe")
@@ -258,29 +255,9 @@ class RolloutGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, pending: PendingSamples, requests: Sequence[Request], prompts: range) -> None:
-        # With the lock of requests.
-        actors, n = self.engine_set.living(), pending.n
-        for (engine, actor), share in zip(actors.items(), shares_of(len(prompts), len(actors)), strict=True):
-            part = prompts[share.start : share.stop]
-            if part:
-                reference = actor.generate.remote(requests[part.start * n : part.stop * n])
-                pending.add(reference, engine, part, actor)
-                self.engine_set.sampling.add(engine, reference)
-
-    def _ask_again(
-        self, requests: Sequence[Request], pushes: int, pending: PendingSamples, prompts: range, error: RLBackendError
-    ) -> None:
-        if not self.engine_set.heals:
-            raise error
-        while True:
-            self.engine_set.wait_for_engine(error)
-            with self.engine_set.lock:
-                if self.lora.base_pushes != pushes:  # the rest of the samples would be of other weights
-                    raise error
-                if self.engine_set.engines:  # or the next one has been lost, too
-                    self._ask(pending, requests, prompts)
-                    return
+    def _tell(self, method: str, *args: Any, timeout: float = 600.0) -> None:
+        with self.engine_set.updating():
+            raise_failures(self.engine_set.call(method, *args, timeout=timeout))
 
     def _start(self, engines: Sequence[int]) -> None:
         actors = {engine: self._make_actor(engine) for engine in engines}

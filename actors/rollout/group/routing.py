@@ -1,38 +1,23 @@
-"""Routing: which engine a request goes to. A call's prompts are divided evenly; a turn goes where its prefix is cached."""
+"""Routing: which engine has what a prompt begins with in its prefix cache."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import xxhash
 
 
-def shares_of(count: int, engines: int) -> list[range]:
-    bounds = [count * engine // engines for engine in range(engines + 1)]
-    return [range(start, end) for start, end in pairwise(bounds)]
-
-
 class PrefixRouter:
-    """Chooses an engine for each turn by prefix caches. Remembers ``most`` sequences; those not asked for longest are
-    forgotten.
-    """
+    """Remembers the engines of ``most`` sequences; those not asked for longest are forgotten."""
 
     def __init__(self, most: int = 65536) -> None:
         self._most = most
         self._engines: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._lengths: Counter[int] = Counter()
         self._lock = threading.Lock()
-
-    def choose(self, prompt: Sequence[int], in_flight: Mapping[int, int]) -> int:
-        """The engine that has most of what the prompt begins with, else the one with the fewest turns ``in_flight``."""
-        engine = self.find(prompt, in_flight)
-        if engine is not None:
-            return engine
-        return min(in_flight, key=lambda each: (in_flight[each], each), default=0)
 
     def remember(self, token_ids: Sequence[int], engine: int) -> None:
         """An engine has keys and values of the whole sequence."""

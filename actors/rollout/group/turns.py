@@ -1,20 +1,24 @@
-"""Turns of episodes on a group of engines: each goes to one engine, while other calls sample on all."""
+"""Requests of a group of engines: each goes to one of them as it becomes free, and to another where that one is lost."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import ray
 
+from actors.cluster import prometheus
 from actors.cluster.ray_watch import ray_is_usable
 from actors.rollout.group.calls import outcome_of
 from actors.rollout.group.engines import EngineSet, engine_name
+from actors.rollout.group.routing import PrefixRouter
 from actors.rollout.messages import Request, Response
 from rl_backend.contracts import EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
 
@@ -32,7 +36,7 @@ class EngineTurns:
     def __init__(self, name: str, actor: Any, limit: float, lose: Callable[[RLBackendError], None]) -> None:
         self._name = name
         self.actor = actor
-        # Turns and answers pass calls that sample; see CONCURRENCY_GROUPS of the engine.
+        # Turns and answers pass pushes; see CONCURRENCY_GROUPS of the engine.
         self._start_turns = actor.start_turns.options(concurrency_group="turns")
         self._give_up_turns = actor.give_up_turns.options(concurrency_group="turns")
         self._seconds_without_progress = actor.seconds_without_progress.options(concurrency_group="turns")
@@ -43,7 +47,7 @@ class EngineTurns:
         self._lose = lose
         self._keys = itertools.count()
         self._changed = threading.Condition()
-        self._asked: dict[int, Future[Response]] = {}
+        self._asked: dict[int, tuple[Request, Future[Response]]] = {}
         # time.monotonic() when the engine is known to have ended a request, or to have had none of these turns.
         self._progress = 0.0
         self._ended: RLBackendError | None = None
@@ -54,31 +58,37 @@ class EngineTurns:
     def in_flight(self) -> int:
         return len(self._asked)
 
-    def ask(self, request: Request) -> Future[Response]:
-        """Asks for a turn. Cancelling the future gives the turn up."""
-        future: Future[Response] = Future()
-        key = next(self._keys)
+    def ask(self, requests: Sequence[Request]) -> list[Future[Response]]:
+        """Asks for turns, which begin together. Cancelling a future gives its turn up."""
+        asked: dict[int, tuple[Request, Future[Response]]] = {next(self._keys): (request, Future()) for request in requests}
+        futures = [future for _, future in asked.values()]
         with self._changed:
             if self._ended is not None:
-                future.set_exception(self._ended)
-                return future
+                for future in futures:
+                    future.set_exception(self._ended)
+                return futures
             if not self._asked:
                 self._progress = time.monotonic()
-            self._asked[key] = future
+            self._asked |= asked
             self._changed.notify()
-        future.add_done_callback(partial(self._give_up_cancelled, key))
-        self._start_turns.remote([(key, request)])
-        return future
+        for key, (_, future) in asked.items():
+            future.add_done_callback(partial(self._give_up_cancelled, key))
+        self._start_turns.remote([(key, request) for key, (request, _) in asked.items()])
+        self._tell_queue()
+        return futures
 
     def give_up(self) -> None:
-        self._give_up_turns.remote(list(self._asked))
+        """Ends turns of episodes: what calls have asked for is sampled to its end."""
+        with self._changed:
+            keys = [key for key, (request, _) in self._asked.items() if request.waits]
+        self._give_up_turns.remote(keys)
 
     def end(self, error: RLBackendError) -> None:
         with self._changed:
             self._ended = self._ended or error
             asked, self._asked = self._asked, {}
             self._changed.notify()
-        for future in asked.values():
+        for _, future in asked.values():
             _set(future, error)
 
     def _give_up_cancelled(self, key: int, future: Future[Response]) -> None:
@@ -112,8 +122,8 @@ class EngineTurns:
                 raise RolloutError(f"{self._name} cannot be asked any more: Ray has been shut down", engine=self._name)
             if self._seconds_left() <= 0 and not self._makes_progress():
                 raise EngineDeadError(
-                    f"{self._name} has not answered a turn for {self._limit:g} s (RolloutConfig.sampling_timeout): its "
-                    "process hangs and is ended; restart it, or raise the limit if its turns may take longer",
+                    f"{self._name} has answered no request for {self._limit:g} s (RolloutConfig.sampling_timeout): its "
+                    "process hangs and is ended; restart it, or raise the limit if its responses may take longer",
                     engine=self._name,
                     sampling_timeout=self._limit,
                 )
@@ -143,60 +153,207 @@ class EngineTurns:
     def _take(self, answers: Iterable[tuple[int, Response | RLBackendError]]) -> None:
         for key, answer in answers:
             with self._changed:
-                future = self._asked.pop(key, None)
+                _, future = self._asked.pop(key, (None, None))
                 self._progress = time.monotonic()
-            if isinstance(answer, EngineDirtyError):
+            if isinstance(answer, EngineDeadError | EngineDirtyError):
                 self._lose(answer)
             if future is not None:
                 _set(future, answer)
+        self._tell_queue()
+
+    def _tell_queue(self) -> None:
+        prometheus.set_gauge("rl_backend_rollout_queue", self.in_flight, engine=self._name.removeprefix("engine "))
+
+
+@dataclass(eq=False)
+class _Turn:
+    request: Request
+    # The engine that has what its prompt begins with in its cache.
+    home: int | None
+    answer: Future[Response] = field(default_factory=Future)
+    # Of the engine that has it.
+    asked: Future[Response] | None = None
+    # time.monotonic() since when it has waited, and why the engine that had it was lost.
+    since: float = field(default_factory=time.monotonic)
+    lost: RLBackendError | None = None
+
+    def give_up_cancelled(self, answer: Future[Response]) -> None:
+        if answer.cancelled() and self.asked is not None:
+            self.asked.cancel()
 
 
 class GroupTurns:
-    """The turns of a group of engines; :class:`~actors.rollout.tokens.RolloutTokens` asks for them."""
+    """The turns of a group of engines. Whatever samples asks here: calls for prompts, and episodes turn by turn."""
 
     def __init__(self, engines: EngineSet) -> None:
         self._engines = engines
         self._turns: dict[int, EngineTurns] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def asked_for(self) -> bool:
-        return bool(self._turns)
+        self._router = PrefixRouter()
+        # Those of a list go to one engine. Changes with the engines: the thread that sends them waits for both.
+        self._waiting: deque[list[_Turn]] = deque()
+        self._ended: RLBackendError | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def in_flight(self) -> dict[int, int]:
+        """Turns of each engine that serves."""
         turns = dict(self._turns)
         return {engine: turns[engine].in_flight if engine in turns else 0 for engine in self._engines.engines}
 
-    def ask(self, engine: int, request: Request) -> Future[Response]:
-        """Asks an engine for a turn; cancelling the future gives it up. During a push of weights it begins after it."""
-        return self._turns_of(engine).ask(request)
+    def ask(self, groups: Sequence[Sequence[Request]]) -> list[list[Future[Response]]]:
+        """Asks for responses. Cancelling a future gives its turn up.
+
+        Each group goes to one engine: a turn to that with most of its prompt in its cache, anything else in order to the
+        least busy one, as soon as it runs fewer requests than it has room for. When an engine dies or is dirty, its turns
+        are asked again of another, or of the one that replaces it; those of calls (``waits=False``) only where engines are
+        replaced.
+
+        Raises:
+            EngineDeadError, EngineDirtyError: no engine is left, or one was lost too often. As an answer too.
+            RolloutError: no engine has weights, or the group is closed.
+        """
+        self._engines.require_hope()
+        if self._ended is not None:
+            raise self._ended
+        if not self._engines.heals:
+            self._engines.living()
+        asked = [[_Turn(request, self._home(request)) for request in group] for group in groups]
+        for turn in itertools.chain.from_iterable(asked):
+            if not turn.request.waits:
+                self._engines.asked.add(turn.answer)
+                turn.answer.add_done_callback(self._engines.asked.discard)
+            turn.answer.add_done_callback(turn.give_up_cancelled)
+        with self._engines.moved:
+            for group in asked:
+                # They wait for no other: their engine takes them at once.
+                (self._waiting.append if group[0].home is None else self._waiting.appendleft)(group)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="turns of engines", daemon=True)
+                self._thread.start()
+            self._engines.moved.notify_all()
+        return [[turn.answer for turn in group] for group in asked]
 
     def give_up(self) -> None:
-        """Ends every turn in flight: each is answered with ``finish="abort"`` and what it had sampled."""
+        """Ends every turn of an episode: each is answered with ``finish="abort"`` and what it had sampled."""
+        with self._engines.moved:
+            given_up = [group for group in self._waiting if group[0].request.waits]
+            self._waiting = deque(group for group in self._waiting if not group[0].request.waits)
+        for turn in itertools.chain.from_iterable(given_up):
+            _set(turn.answer, Response([], [], "abort"))
         for turns in list(self._turns.values()):
             turns.give_up()
 
     def end(self, error: RLBackendError) -> None:
+        with self._engines.moved:
+            self._ended = self._ended or error
+            waiting, self._waiting = self._waiting, deque()
+            self._engines.moved.notify_all()
+        for turn in itertools.chain.from_iterable(waiting):
+            _set(turn.answer, error)
         for turns in list(self._turns.values()):
             turns.end(error)
 
+    def _home(self, request: Request) -> int | None:
+        # Prompts of calls have no turns before them.
+        return self._router.find(request.prompt_ids, self._engines.engines) if request.waits else None
+
+    def _serve(self) -> None:
+        with self._engines.moved:
+            while self._ended is None:
+                sent = self._assigned()
+                for engine, turns in sent.items():
+                    self._send(engine, turns)
+                if not sent:
+                    self._engines.moved.wait(1.0 if self._waiting else None)
+
+    def _assigned(self) -> dict[int, list[_Turn]]:
+        """Takes the turns that engines have room for now out of those that wait."""
+        if self._waiting:
+            self._fail_hopeless()
+        in_flight, infos = self.in_flight, self._engines.infos
+        found: dict[int, list[_Turn]] = {}
+        while self._waiting and in_flight:
+            group = [turn for turn in self._waiting[0] if not turn.answer.cancelled()]
+            home = group[0].home if group else None
+            if home is not None and home in in_flight:
+                engine = home
+            else:
+                engine = min(in_flight, key=lambda each: (in_flight[each], each))
+                if in_flight[engine] >= infos[engine].room:
+                    break
+            self._waiting.popleft()
+            in_flight[engine] += len(group)
+            found.setdefault(engine, []).extend(group)
+        return found
+
+    def _fail_hopeless(self) -> None:
+        """Those that no engine will answer."""
+        given_up, engines = self._engines.given_up, self._engines
+        if given_up is None and engines.engines:
+            return
+        waiting, self._waiting = self._waiting, deque()
+        for group in waiting:
+            if given_up is None and engines.comes(group[0].since):
+                self._waiting.append(group)
+                continue
+            for turn in group:
+                _set(turn.answer, given_up or turn.lost or engines.none_left())
+
+    def _send(self, engine: int, turns: Sequence[_Turn]) -> None:
+        try:
+            asked = self._turns_of(engine).ask([turn.request for turn in turns])
+        except EngineDeadError as error:  # at this moment
+            for turn in turns:
+                self._ask_again(turn, error)
+            return
+        except Exception as error:  # noqa: BLE001 Ray raises errors of any type while it shuts down
+            for turn in turns:
+                _set(turn.answer, RolloutError(f"{engine_name(engine)} cannot be asked: {type(error).__name__}: {error}"))
+            return
+        for turn, answer in zip(turns, asked, strict=True):
+            turn.asked = answer
+            turn.give_up_cancelled(turn.answer)
+            answer.add_done_callback(partial(self._answered, turn))
+
+    def _answered(self, turn: _Turn, asked: Future[Response]) -> None:
+        if asked.cancelled():
+            pass
+        elif isinstance(error := asked.exception(), RLBackendError):
+            lost = isinstance(error, EngineDeadError | EngineDirtyError)
+            if lost and (turn.request.waits or self._engines.heals):
+                self._ask_again(turn, error)
+            else:
+                _set(turn.answer, error)
+        else:
+            response = asked.result()
+            if turn.request.waits:
+                self._router.remember([*turn.request.prompt_ids, *response.token_ids], response.engine)
+            _set(turn.answer, response)
+        with self._engines.moved:
+            self._engines.moved.notify_all()
+
+    def _ask_again(self, turn: _Turn, error: RLBackendError) -> None:
+        turn.lost, turn.since = error, time.monotonic()
+        with self._engines.moved:
+            if self._ended is None:
+                self._waiting.appendleft([turn])
+            else:
+                _set(turn.answer, self._ended)
+
     def _turns_of(self, engine: int) -> EngineTurns:
-        self._engines.require_hope()
-        living = self._engines.living()
+        living = self._engines.living(required=False)
         if engine not in living:
             raise EngineDeadError(
                 f"{engine_name(engine)} is lost: {self._engines.lost_engines.get(engine)}", engine=engine_name(engine)
             )
         actor = living[engine]
-        with self._lock:
-            # Turns belong to a process: one that was restarted has none of those before.
-            turns = self._turns.get(engine)
-            if turns is None or turns.actor is not actor:
-                lose = partial(self._engines.note, engine, actor=actor)
-                limit = self._engines.config.sampling_timeout
-                turns = self._turns[engine] = EngineTurns(engine_name(engine), actor, limit, lose)
-            return turns
+        # Turns belong to a process: one that was restarted has none of those before.
+        turns = self._turns.get(engine)
+        if turns is None or turns.actor is not actor:
+            lose = partial(self._engines.note, engine, actor=actor)
+            limit = self._engines.config.sampling_timeout
+            turns = self._turns[engine] = EngineTurns(engine_name(engine), actor, limit, lose)
+        return turns
 
 
 def _set(future: Future[Response], answer: Response | RLBackendError) -> None:

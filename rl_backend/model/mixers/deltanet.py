@@ -14,13 +14,15 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import FusedProjections, TensorParallel
 from rl_backend.primitive.activation import sigmoid, silu, softplus
 from rl_backend.primitive.attention import Segments
-from rl_backend.primitive.causal_conv import CausalConv
+from rl_backend.primitive.causal_conv import CausalConv, path_history
 from rl_backend.primitive.float32 import KeptInFloat32
 from rl_backend.primitive.gated_delta import ChunkedDeltaRule, fla_gated_delta_rule, has_fla, l2_normalised
 from rl_backend.primitive.norm import NormSpec, RMSNorm
 
 _WHOLE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _BY_KEY_HEAD = ("in_proj_qkvz", "in_proj_ba")
+_KERNEL = "NativeConfig.model_cfg.delta_kernel"
+_NO_TREE = "it starts every sequence from an empty state, and shared prefixes do not; use 'torch', or share_prefixes='off'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,10 @@ class DeltaNetSpec(MixerSpec):
                 self.num_value_heads,
                 f"is no multiple of num_key_heads={self.num_key_heads}, of which each serves as many",
             )
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return True
 
     @property
     def features(self) -> tuple[int, int, int]:
@@ -117,9 +123,9 @@ class GatedDeltaNet(Mixer):
 
     def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
         spec, over_ranks = self.spec, self.over_ranks
+        parents = () if segments.tree is None else segments.tree.parents
         mixed, gate, write, rate = self._project(x)
-        history = None if over_ranks is None else over_ranks.history(mixed, spec.conv_width - 1, segments)
-        mixed = silu(self.conv1d(mixed, segments.query_lens, history))
+        mixed = silu(self.conv1d(mixed, segments.query_lens, self._history(mixed, segments)))
         # The number of heads is what a rank has of them.
         key_features = write.shape[1] * spec.num_key_heads // spec.num_value_heads * spec.key_dim
         query, key, value = mixed.split((key_features, key_features, mixed.shape[1] - 2 * key_features), dim=-1)
@@ -132,12 +138,22 @@ class GatedDeltaNet(Mixer):
         )
         # Estimates of memory run on the meta device, which has no kernels.
         if self.takes_fla and not x.is_meta:
+            if parents:
+                raise ConfigError.of(_KERNEL, "fla", _NO_TREE)
             outputs = fla_gated_delta_rule(query, key, value, decay, beta, segments.cu_queries)
         else:
-            rule = ChunkedDeltaRule(query, key, value, decay, beta, segments.query_lens)
+            rule = ChunkedDeltaRule(query, key, value, decay, beta, segments.query_lens, parents)
             outputs = rule.outputs(None if over_ranks is None else over_ranks.states(rule.transitions(), segments))
         gated = self.norm(_wide(outputs)) * silu(_wide(gate))
         return self.out_proj(gated.to(x.dtype).flatten(1))  # type: ignore[no-any-return]
+
+    def _history(self, mixed: Tensor, segments: Segments) -> Tensor | None:
+        """What the convolution sees before the tokens of each segment; None where that is nothing."""
+        room, tree = self.spec.conv_width - 1, segments.tree
+        if self.over_ranks is not None:
+            assert tree is None, "with context parallelism sequences are computed whole"
+            return self.over_ranks.history(mixed, room, segments)
+        return None if tree is None else path_history(mixed, tree.lengths, tree.parents, room)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of this rank's heads: queries, keys and values beside each other, (N, features); gates, (N, value heads,
@@ -167,7 +183,7 @@ class GatedDeltaNet(Mixer):
         }
         for problem, is_there in problems.items():
             if is_there:
-                raise ConfigError.of("NativeConfig.model_cfg.delta_kernel", "fla", f"{problem}; or use 'torch'")
+                raise ConfigError.of(_KERNEL, "fla", f"{problem}; or use 'torch'")
 
     def split(self, groups: ParallelGroups) -> None:
         if groups.cp_group.size() > 1:

@@ -59,6 +59,10 @@ class GQASpec(MixerSpec):
         if self.joint_qk_norm and (self.output_gate or not self.qk_norm):
             raise ConfigError.of("GQASpec.joint_qk_norm", True, "needs qk_norm=True, norms to join, and output_gate=False")
 
+    @property
+    def shares_prefixes(self) -> bool:
+        return True
+
     def build(self, hidden_size: int, norm: NormSpec) -> Mixer:
         return GroupedQueryAttention(self, hidden_size, norm)
 

@@ -5,6 +5,7 @@ Sparse, it attends to keys that an indexer scores (DeepSeek-V3.2, arXiv 2512.025
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from rl_backend.primitive.adapters import runs_at_work
 from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.backward import with_added_loss
 from rl_backend.primitive.norm import LayerNorm, NormSpec, RMSNorm
+from rl_backend.primitive.prefix_tree import PrefixTree
 from rl_backend.primitive.rope import Rotary, apply_rotary
 from rl_backend.primitive.sparse_attention import IndexTerms, choose_keys, indexer_loss, sparse_attention
 
@@ -145,6 +147,10 @@ class MLASpec(MixerSpec):
     @property
     def follows(self) -> bool:
         return self.keys is not None and self.keys.indexer is None
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return True
 
     @property
     def chosen_keys(self) -> int | None:
@@ -329,7 +335,7 @@ class SparseLatentAttention(LatentAttention):
             assert chosen is not None, "a layer that follows comes after one that chooses"
             attended = sparse_attention(query, key, value, segments, chosen)
         if trains and terms is not None:
-            loss = indexer_loss(terms, query, key, segments, chosen, self.spec.key_dim**-0.5) / query.shape[0]
+            loss = _mean_indexer_loss(terms, query, key, segments, chosen, self.spec.key_dim**-0.5)
             attended = with_added_loss(attended, loss * (keys.loss_weight * choice.loss_weight))
         return self.o_proj(attended.flatten(1)), chosen
 
@@ -340,3 +346,20 @@ class SparseLatentAttention(LatentAttention):
             tensor = TensorParallel(groups.tp_mesh)
             for part in self.indexer.children():
                 tensor.replicate(part, partial=False)
+
+
+def _mean_indexer_loss(
+    terms: IndexTerms, query: Tensor, key: Tensor, segments: Segments, chosen: Tensor | None, scale: float
+) -> Tensor:
+    """Over the tokens of all sequences: a row that several have counts as often."""
+    tree = segments.tree
+    if tree is None:
+        return indexer_loss(terms, query, key, segments, chosen, scale) / query.shape[0]
+    counts = _row_counts(tree, query.device)
+    return indexer_loss(terms, query, key, segments, chosen, scale, counts=counts) / tree.num_tokens
+
+
+@lru_cache(maxsize=8)
+def _row_counts(tree: PrefixTree, device: torch.device) -> Tensor:
+    # The layers of a model ask for the same in turn; only the first waits for a transfer to the device.
+    return tree.row_counts.to(device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -20,10 +20,10 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.replay import KEYS
 from rl_backend.model import ModelInput
-from rl_backend.model.input import SecondTokens, second_labels
+from rl_backend.model.input import Predictions, SecondTokens, each_prediction_once, second_labels
 from rl_backend.parallel import fsdp
 from rl_backend.parallel.collectives import all_gather
-from rl_backend.parallel.context import TokenLayout, gather_outputs, lay_out_tokens
+from rl_backend.parallel.context import TokenLayout, gather_outputs, lay_out_tokens, lay_out_tree
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.pipeline.catalog import make_schedule
 from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copies, drop_gradients_of_copies
@@ -31,6 +31,7 @@ from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
 from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
 from rl_backend.primitive.router import RowSequences
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import schedule_name
@@ -46,17 +47,19 @@ class RankBatch:
 
     inputs: ModelInput  # what the model takes: N tokens
     layout: TokenLayout | None  # which of the T these are; None where they are all, in their order
+    of_tokens: Tensor | None = None  # (T,), which of the model's outputs is each token's, where sequences share some
+    computed: int = 0  # tokens of the micro-batch, those that sequences share once
 
     def outputs(self, output: ModelOutput, groups: ParallelGroups) -> ModelOutput:
         """(N,) of this rank -> (T,) in the batch's order, the same on every rank of a replica."""
-        if self.layout is None:
+        gather: Callable[[Tensor], Tensor]
+        if self.of_tokens is not None:
+            gather = partial(take_rows, rows=self.of_tokens)
+        elif self.layout is not None:
+            gather = partial(gather_outputs, layout=self.layout, group=groups.cp_group)
+        else:
             return output
-        layout = self.layout
-        gathered = {
-            name: gather_outputs(value, layout, groups.cp_group)
-            for name, value in output._asdict().items()
-            if value is not None
-        }
+        gathered = {name: gather(value) for name, value in output._asdict().items() if value is not None}
         return output._replace(**gathered)
 
 
@@ -68,6 +71,7 @@ def lay_out(
     runs: Callable[[Sequence[int]], tuple[AdapterRun, ...]] | None = None,
     heads: Sequence[Head] = (),
     trains_second: bool = False,
+    tree: PrefixTree | None = None,
 ) -> RankBatch:
     """The part of ``batch``, which is on the training device, that this rank has under context and tensor parallelism.
 
@@ -75,14 +79,13 @@ def lay_out(
         replayed: the model's layers with experts, where these must take the routes of the batch.
         runs: rows of each sequence on this rank -> the adapters that work on them.
         trains_second: whether the model is trained on the tokens after the next.
+        tree: what sequences share and is computed once; for ranks without context parallelism.
     """
     seq_lens: Sequence[int] = tuple(batch.seq_lens.tolist())
-    if groups.token_group.size() == 1:
-        layout, rows, position_ids = None, seq_lens, batch.position_ids
-        segments = Segments.of_sequences(batch.cu_seqlens, seq_lens)
+    layout = _token_layout(seq_lens, groups, tree)
+    if layout is None:
+        rows, position_ids, segments = seq_lens, batch.position_ids, Segments.of_sequences(batch.cu_seqlens, seq_lens)
     else:
-        cp, multiple = groups.cp_group, groups.tp_group.size()
-        layout = lay_out_tokens(seq_lens, cp_size=cp.size(), cp_rank=cp.rank(), multiple=multiple, device=groups.device)
         rows, position_ids, segments = layout.sequence_rows, layout.position_ids, layout.segments
 
     def take(values: Tensor, padding: float) -> Tensor:
@@ -92,21 +95,25 @@ def lay_out(
         return values if layout is None else torch.tensor_split(values, groups.tp_group.size())[groups.tp_group.rank()]
 
     routes = None if replayed is None else routes_to_replay(batch, replayed)
-    keys, temperature, second = batch.token_fields.get(KEYS), batch.temperature, None
+    keys, second = batch.token_fields.get(KEYS), None
     if trains_second:
         following, total = batch.next_ids, sum(max(length - 2, 0) for length in seq_lens)
         second = SecondTokens(take(following, -100), take(second_labels(following), -100), total)
+    wanted = _predictions(batch, layout, shared=tree is not None)
+    adapters = () if runs is None else runs(rows)
     inputs = ModelInput(
         input_ids=take(batch.input_ids, 0),
         position_ids=position_ids,
         segments=segments,
-        labels=take(batch.labels, -100),
-        temperature=take(temperature, 1.0) if isinstance(temperature, Tensor) else temperature,
+        labels=wanted.labels,
+        temperature=wanted.temperature,
         padding=None if layout is None or layout.padding is None else share(layout.padding),
         routes=None if routes is None else share(take(routes, -1)),
         keys=None if keys is None else take(keys, -1),
-        sequences=RowSequences(share(take(batch.sequence_ids, 0)), len(seq_lens)),
-        adapters=() if runs is None else runs(rows),
+        sequences=_row_sequences(batch, layout, groups, shared=tree is not None),
+        adapters=adapters,
+        head_adapters=None if wanted.of_rows is None else _at_predictions(adapters, wanted.of_rows),
+        of_rows=wanted.of_rows,
         second=second,
         longest=max(seq_lens),
         calculate_entropy=bool(batch.meta.get("calculate_entropy", False)),
@@ -115,14 +122,60 @@ def lay_out(
         router_loss_weight=1.0 / num_micro_batches,
         heads=heads,
     )
-    return RankBatch(inputs, layout)
+    return RankBatch(inputs, layout, wanted.of_tokens, batch.num_tokens if tree is None else tree.num_rows)
+
+
+def _token_layout(seq_lens: Sequence[int], groups: ParallelGroups, tree: PrefixTree | None) -> TokenLayout | None:
+    multiple, device = groups.tp_group.size(), groups.device
+    if tree is not None:
+        return lay_out_tree(tree, multiple=multiple, device=device)
+    if groups.token_group.size() == 1:
+        return None
+    cp = groups.cp_group
+    return lay_out_tokens(seq_lens, cp_size=cp.size(), cp_rank=cp.rank(), multiple=multiple, device=device)
+
+
+def _predictions(batch: PackedBatch, layout: TokenLayout | None, *, shared: bool) -> Predictions:
+    labels, temperature = batch.labels, batch.temperature
+    if layout is None:
+        return Predictions(labels, temperature)
+    if shared:
+        return each_prediction_once(layout.places, labels, temperature)
+    divisors = layout.take(temperature, 1.0) if isinstance(temperature, Tensor) else temperature
+    return Predictions(layout.take(labels, -100), divisors)
+
+
+def _row_sequences(batch: PackedBatch, layout: TokenLayout | None, groups: ParallelGroups, *, shared: bool) -> RowSequences:
+    sequences, number, tp = batch.sequence_ids, batch.num_sequences, groups.tp_group
+    if layout is None:
+        return RowSequences(sequences, number)
+    if not shared:
+        return RowSequences(torch.tensor_split(layout.take(sequences, 0), tp.size())[tp.rank()], number)
+    size = len(layout.index) // tp.size()
+    rows = layout.places - size * tp.rank()
+    mine = (rows >= 0) & (rows < size)
+    return RowSequences(sequences[mine], number, rows[mine])
+
+
+def _at_predictions(runs: Sequence[AdapterRun], of_rows: Tensor) -> tuple[AdapterRun, ...]:
+    edges = torch.tensor([edge for run in runs for edge in (run.start, run.stop)], dtype=torch.int64, device=of_rows.device)
+    # Ascending, so that those of a run are neighbours too.
+    places = torch.searchsorted(of_rows, edges).tolist()
+    return tuple(
+        replace(run, start=start, stop=stop) for run, start, stop in zip(runs, places[::2], places[1::2], strict=True)
+    )
 
 
 def _rank_batch(
     handle: NativeHandle, request: PassRequest, index: int, batch: PackedBatch, replayed: RoutedLayers | None
 ) -> RankBatch:
     runs = partial(request.runs, index, batch)
-    return lay_out(batch, handle.groups, len(request.data), replayed, runs, request.heads, handle.trains_second)
+    tree = request.prefix_tree(handle, index)
+    return lay_out(batch, handle.groups, len(request.data), replayed, runs, request.heads, handle.trains_second, tree)
+
+
+def _computed(handle: NativeHandle, rank_batch: RankBatch) -> int | None:
+    return rank_batch.computed if handle.options.share_prefixes == "auto" else None
 
 
 def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResult:
@@ -161,9 +214,9 @@ def _run_one(handle: NativeHandle, request: PassRequest, index: int, routers: Pa
     work = {"micro_batch": index, "tokens": batch.num_tokens, "sequences": batch.num_sequences}
     with torch.set_grad_enabled(not request.forward_only), device_span(device, "forward", "micro_batch", **work):
         rank_batch = _rank_batch(handle, request, index, batch, routers.replayed)
-        with routers.forward(index, 0, rank_batch.layout, rank_batch.inputs.padding):
+        with routers.forward(index, 0, rank_batch.layout, rank_batch.inputs):
             output = handle.model(rank_batch.inputs)
-        loss = results.add(index, batch, rank_batch.outputs(output, handle.groups))
+        loss = results.add(index, batch, rank_batch.outputs(output, handle.groups), _computed(handle, rank_batch))
     if not request.forward_only:
         assert loss is not None, "a backward pass has a loss"
         with device_span(device, "backward", "micro_batch", **work):
@@ -218,13 +271,14 @@ class _Stages:
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
         rank_batch = self._rank_batches[micro_batch]
-        with self.routers.forward(micro_batch, stage, rank_batch.layout, rank_batch.inputs.padding):
+        with self.routers.forward(micro_batch, stage, rank_batch.layout, rank_batch.inputs):
             # All stages but the last return hidden states.
             output: Tensor | ModelOutput = self._handle.stages[stage](rank_batch.inputs._replace(hidden=hidden))
         if isinstance(output, Tensor):
             return output
         output = rank_batch.outputs(output, self._handle.groups)
-        return self.results.add(micro_batch, self._data[micro_batch], output)
+        computed = _computed(self._handle, rank_batch)
+        return self.results.add(micro_batch, self._data[micro_batch], output, computed)
 
     def empty_hidden(self, micro_batch: int) -> Tensor:
         inputs = self._rank_batches[micro_batch].inputs
@@ -276,7 +330,8 @@ def record_activations(handle: NativeHandle, request: PassRequest) -> list[Mappi
                 for stage, module in (handle.stages or {0: handle.model}).items()
             }
             run(handle, request._replace(data=[batch]))
-        layout = lay_out(batch.to(handle.groups.device), handle.groups, 1).layout
+        tree = request.prefix_tree(handle, index)
+        layout = lay_out(batch.to(handle.groups.device), handle.groups, 1, tree=tree).layout
         rows = batch.num_tokens if layout is None else layout.index.shape[0] // handle.groups.tp_group.size()
         for stage, outputs in recorded.items():
             here[index, stage] = {

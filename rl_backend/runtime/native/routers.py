@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
+from rl_backend.model import ModelInput
 from rl_backend.model.decoder import MultiTokenPrediction
 from rl_backend.parallel.context import TokenLayout
 from rl_backend.parallel.groups import ParallelGroups
@@ -36,11 +37,12 @@ class PassRouters:
         self._chosen: dict[tuple[int, int], Tensor] = {}
 
     @contextmanager
-    def forward(self, micro_batch: int, stage: int, layout: TokenLayout | None, padding: Tensor | None) -> Generator[None]:
-        """Around the forward pass of one stage of the model, or of the model as stage 0; ``padding`` says which rows are no
-        token.
-        """
-        recorded, chosen = self.recorded, list[Tensor]()
+    def forward(self, micro_batch: int, stage: int, layout: TokenLayout | None, inputs: ModelInput) -> Generator[None]:
+        """Around the forward pass of one stage of the model, or of the model as stage 0."""
+        recorded, chosen, sequences = self.recorded, list[Tensor](), inputs.sequences
+        assert sequences is not None, "the runtime gives them"
+        # Of shared rows, those of every token are counted, and no other.
+        padding = inputs.padding if sequences.rows is None else None
 
         def keep(_: nn.Module, __: Any, routing: Routing) -> None:
             assert recorded is not None, "routes are recorded"
@@ -48,7 +50,7 @@ class PassRouters:
 
         def count(router: nn.Module, _: Any, routing: Routing) -> None:
             assert isinstance(router, Router), "hooks are on routers"
-            self.loads.count(router, routing.experts, router.settings.num_experts, padding)
+            self.loads.count(router, sequences.of_tokens(routing.experts), router.settings.num_experts, padding)
 
         # Taken off again: a recomputation in the backward pass must neither record nor count a second time.
         hooks = [

@@ -88,6 +88,14 @@ class PassTenants:
                     # A tenant's own count, so that it drops the same alone and beside others.
                     tenant.rows.num_draws += 1
 
+    def sharing(self, batch: PackedBatch) -> list[int]:
+        """Of one tenant all may share, unless it has dropout, which drops something else of each sequence."""
+        found = []
+        for place, key in enumerate(self.ids(batch)):
+            drops = key in self.by_id and self.by_id[key].lora.dropout > 0
+            found.append(BASE_ONLY - 1 - place if drops else key)
+        return found
+
     def runs(self, index: int, batch: PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
         found, start = list[AdapterRun](), 0
         for place, (key, rows) in enumerate(runs_of_equal(self.ids(batch), sequence_rows)):

@@ -7,6 +7,7 @@ from tests.mutations.fault import Fault
 _RECURRENCE = "test_outputs_and_gradients_are_those_of_the_recurrence"
 _PARITY = "test_qwen3_5.py::test_log_probs_and_gradients_equal_transformers_packed_and_alone"
 _LAYOUTS = "test_ranks_give_the_outputs_and_gradients_of_one"
+_TREES = "test_the_rule_is_that_of_whole_sequences"
 
 FAULTS = [
     Fault(
@@ -227,5 +228,48 @@ FAULTS = [
         "each = all_gather(own[None], self.group, sum_gradients=False)",
         ("test_states_and_gradients_are_those_of_chunks_one_after_the_other",),
         "outputs would be right, and gradients of earlier ranks' tokens too small",
+    ),
+    Fault(
+        "state-not-forked",
+        "rl_backend.primitive.gated_delta:ChunkedDeltaRule._scan",
+        "state = after[:size] if fork is None else self._forked(after, fork)",
+        "state = after[:size] if fork is None else after.new_zeros(size, *after.shape[1:])",
+        (_TREES,),
+        "answers would be computed as if there were no prompt",
+    ),
+    Fault(
+        "state-of-a-sibling",
+        "rl_backend.primitive.gated_delta:chunks_of",
+        "before = torch.where(begins[working] == step, torch.tensor(parents)[working], working)",
+        "before = torch.where(begins[working] == step, torch.tensor(parents)[working], working.roll(1))",
+        (_TREES,),
+        "a long answer would continue with the state of another where a third one begins",
+    ),
+    Fault(
+        "gradient-of-a-state-counted-once",
+        "rl_backend.primitive.gated_delta:ChunkedDeltaRule._forked",
+        "return take_rows(states.unflatten(0, (-1, self.heads)), fork).flatten(0, 1)",
+        """
+        taken = take_rows(states.unflatten(0, (-1, self.heads)), fork)
+        return torch.cat((taken[:1], taken[1:].detach())).flatten(0, 1)
+        """,
+        (_TREES,),
+        "a prompt would learn from the first of its answers alone",
+    ),
+    Fault(
+        "window-that-ends-in-the-grandparent",
+        "rl_backend.primitive.causal_conv:_path_rows",
+        "before = last[parent] if parent >= 0 else []",
+        "before = last[max(parents[parent], 0)] if parent >= 0 else []",
+        ("test_what_is_before_a_run_ends_with_its_parent",),
+        "the first tokens of an answer would miss the last ones of the turn before",
+    ),
+    Fault(
+        "window-within-the-parent",
+        "rl_backend.primitive.causal_conv:_path_rows",
+        "path = [*before, *range(row - min(length, room), row)]",
+        "path = [*range(row - min(length, room), row)]",
+        ("test_what_is_before_a_run_ends_with_its_parent",),
+        "behind a turn of one token the convolution would see nothing",
     ),
 ]

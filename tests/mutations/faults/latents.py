@@ -91,9 +91,9 @@ FAULTS = [
     ),
     Fault(
         "padding-counts-as-use-of-experts",
-        "rl_backend.runtime.native.forward_backward:_run_one",
-        "routers.forward(index, 0, rank_batch.layout, rank_batch.inputs.padding)",
-        "routers.forward(index, 0, rank_batch.layout, None)",
+        "rl_backend.runtime.native.routers:PassRouters.forward",
+        "padding = inputs.padding if sequences.rows is None else None",
+        "padding = None",
         ("test_tokens_that_fill_up_a_ranks_share_count_as_no_use_of_experts",),
         "biases would move by tokens that are none",
     ),

@@ -41,7 +41,7 @@ FAULTS = [
     Fault(
         "head-without-adapters",
         "rl_backend.model.decoder:Decoder.forward",
-        "adapters=inputs.adapters,",
+        "adapters=adapters,",
         "",
         ("test_lora_peft.py::test_tenants_in_one_batch_train_as_peft_does_one_by_one[qwen3_moe]",),
         "adapters of heads would do nothing, and the vocabulary would be cut by the tokens of all tenants",

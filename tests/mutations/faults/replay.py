@@ -105,19 +105,11 @@ FAULTS = [
         "ranks with right data would wait for one that refused its own",
     ),
     Fault(
-        "routes-of-samples-begin-at-the-first-again",
-        "actors.rollout.messages:split_routes",
-        "ends = np.cumsum([length - 1 for length in lengths])",
-        "ends = np.cumsum([length for length in lengths])",
-        ("test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",),
-        "samples would have the first rows of the next",
-    ),
-    Fault(
         "routes-of-dense-layers-sent",
-        "actors.rollout.messages:pack_routes",
-        "parts.append(routes[:, list(moe_layers)])",
-        "parts.append(routes[:, : len(moe_layers)])",
-        ("test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",),
+        "actors.rollout.messages:routes_of",
+        "routes[:, list(moe_layers)]",
+        "routes[:, : len(moe_layers)]",
+        ("test_routes_of_a_response_are_those_of_the_layers_with_experts",),
         "sparse layers would be replayed with a dense layer's zeros",
     ),
     Fault(

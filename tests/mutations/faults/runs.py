@@ -207,7 +207,7 @@ FAULTS = [
     ),
     Fault(
         "micro-batches-not-a-multiple",
-        "rl_backend.data.balance:_fewest_micro_batches",
+        "rl_backend.data.balance:fewest_micro_batches",
         "for per_rank in range(fewest, most + 1, multiple_of):",
         "for per_rank in range(fewest, most + 1):",
         ("test_a_multiple_of_micro_batches_is_the_least_multiple_or_refused",),

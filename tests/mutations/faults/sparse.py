@@ -6,7 +6,7 @@ from tests.mutations.fault import Fault
 
 _FORMULAS = ("test_packed_sequences_equal_the_formulas_one_by_one",)
 _ITSELF = ("test_the_module_equals_the_formulas_and_lets_nothing_flow_back",)
-
+_TREES = "test_keys_are_chosen_along_paths_and_rows_teach_as_often_as_sequences_have_them"
 
 FAULTS = [
     Fault(
@@ -144,5 +144,21 @@ FAULTS = [
         'options.mtp == "joint"',
         ("test_sparse_families.py::test_what_cannot_be_is_refused_by_name",),
         "a layer for multi-token prediction would be asked for and not trained",
+    ),
+    Fault(
+        "keys-of-another-path",
+        "rl_backend.primitive.sparse_attention:query_blocks",
+        "in_order if paths is None else paths[in_order]",
+        "in_order",
+        (_TREES,),
+        "with shared prefixes a query would attend to tokens of other sequences",
+    ),
+    Fault(
+        "shared-rows-teach-the-indexer-once",
+        "rl_backend.model.mixers.mla:_mean_indexer_loss",
+        "counts = _row_counts(tree, query.device)",
+        "counts = None",
+        (_TREES,),
+        "with shared prefixes the indexer would learn less from prompts",
     ),
 ]

@@ -226,14 +226,19 @@ FAULTS = [
     ),
     Fault(
         "a-push-does-not-wait-for-samples",
-        "actors.collect.stream:BatchStream.between_batches",
-        """
-        with self._sampling_now:
-            yield
-        """,
-        "yield",
+        "actors.collect.stream:SampleStream.between_batches",
+        "self._changed.wait_for(lambda: not self._in_flight)",
+        "pass",
         ("test_a_push_waits_for_whichever_batch_is_being_sampled",),
         "a batch would be sampled from two versions",
+    ),
+    Fault(
+        "engines-wait-for-the-last-of-a-batch",
+        "actors.collect.stream:SampleStream._ask",
+        "len(prompts) - 1 if self._ahead > 1 else 0",
+        "0",
+        ("test_engines_have_no_pause_between_batches_ahead_and_a_push_waits_for_prompts_alone",),
+        "sampling ahead would wait for the longest response of every batch",
     ),
     Fault(
         "a-resumed-stream-draws-the-prompts-again",
@@ -248,7 +253,7 @@ FAULTS = [
     ),
     Fault(
         "samples-of-every-batch-alike",
-        "actors.collect.stream:SampleStream._draw",
+        "actors.collect.stream:SampleStream._ask",
         "self._seed, number,",
         "self._seed, 0,",
         ("test_every_batch_has_seeds_of_its_own",),

@@ -102,21 +102,18 @@ FAULTS = [
     ),
     Fault(
         "turns-of-an-episode-wander",
-        "actors.rollout.group.routing:PrefixRouter.choose",
-        """
-        if engine is not None:
-            return engine
-        """,
-        "pass",
-        ("test_later_turns_go_to_the_engine_of_the_turns_before_and_first_ones_to_the_least_busy",),
+        "actors.rollout.group.turns:GroupTurns._home",
+        "return self._router.find(request.prompt_ids, self._engines.engines) if request.waits else None",
+        "return None",
+        ("test_a_turn_goes_to_the_engine_of_the_turns_before_whatever_it_has_to_do",),
         "no prefix would come from the cache",
     ),
     Fault(
         "a-lost-engine-is-asked-again",
-        "actors.rollout.tokens:RolloutTokens.generate",
-        "await asyncio.to_thread(self._rollout.engine_set.wait_for_engine, error)",
-        "raise",
-        ("test_a_turn_whose_engine_is_lost_is_asked_again_of_another",),
+        "actors.rollout.group.turns:GroupTurns._answered",
+        "if lost and (turn.request.waits or self._engines.heals):",
+        "if lost and self._engines.heals:",
+        ("test_without_replacement_a_call_has_the_error_of_its_engine_and_a_turn_another_engine",),
         "every turn of a dying engine would end its episode",
     ),
     Fault(

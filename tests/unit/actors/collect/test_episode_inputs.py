@@ -43,7 +43,7 @@ def test_turns_of_players_end(tmp_path: Path, template: str | None, end: str) ->
     (hard,) = inputs.held_out
     engines: Any = Engines()
     ask(RolloutTokens(engines, turn_sampling(hard.sampling, inputs.ends)))
-    assert engines.asked[0][1].sampling.stop_token_ids == (9, 41, *inputs.ends), "the turn's, the set's and the model's"
+    assert engines.asked[0].sampling.stop_token_ids == (9, 41, *inputs.ends), "the turn's, the set's and the model's"
 
 
 ENVIRONMENT = """class Asks:

@@ -34,6 +34,7 @@ from rl_backend.data.prompts import Prompt, PromptExample, load_tokenizer
 from rl_backend.data.rewards import LoadedReward, RewardScorer
 from rl_backend.lab.text import json_text
 from tests.support.page import read_page
+from tests.support.submitted import Submitted
 
 REQUIRED = ["--model", "m", "--dataset", "d", "--reward", "r", "--dtype", "float32"]
 
@@ -117,15 +118,16 @@ class Engines:
     def __init__(self) -> None:
         self.asked: list[tuple[SamplingConfig, Sequence[int] | None]] = []
 
-    def generate(
+    def submit(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, seeds: Sequence[int] | None, adapter: None
-    ) -> list[Sample]:
+    ) -> Submitted:
         self.asked.append((sampling, seeds))
-        return [
+        samples = [
             Sample(index, number, list(prompt), [number], [], "stop", (VersionSpan(3, 1),), 0)
             for index, prompt in enumerate(prompts)
             for number in range(sampling.n)
         ]
+        return Submitted(len(prompts), lambda: samples)
 
 
 class Digits:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,12 @@ import pytest
 from actors import Sample, SamplingConfig
 from actors.collect.stream import SampledBatch, SampleStream
 from actors.folder.checkpoints import StreamPosition, load_drawn, save_drawn
-from actors.rollout.messages import Routes, VersionSpan
+from actors.rollout.group.calls import PendingSamples
+from actors.rollout.messages import Response, Routes, VersionSpan, sample_seeds
 from rl_backend.contracts import CheckpointError, EngineDeadError
 from rl_backend.data.prompts import Prompt, PromptExample
+from tests.support.actors_in_process import until
+from tests.support.submitted import Submitted
 
 
 class Engines:
@@ -33,11 +38,15 @@ class Engines:
         self.idle = True
         self.error: Exception | None = None
 
-    def generate(
+    def submit(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, seeds: Sequence[int], adapter: str | None
+    ) -> Submitted:
+        return Submitted(len(prompts), partial(self._generate, self.version, prompts, sampling, seeds))
+
+    def _generate(
+        self, version: int, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int]
     ) -> list[Sample]:
         self.idle = False
-        version = self.version
         self.begun.append(prompts[0][0])
         self.seeds.append(seeds)
         assert self.may_answer.wait(10)
@@ -169,8 +178,10 @@ def test_samples_are_read_back_as_they_were_drawn(tmp_path: Path) -> None:
 def test_a_push_waits_for_the_batch_that_is_being_sampled_and_holds_back_the_next() -> None:
     engines = Engines()
     with stream_of(engines, ahead=2) as stream:
-        stream.next()
+        stream.next(more=0)
         engines.may_answer.clear()
+        stream._begin()
+        stream._begin()
         pushed = threading.Event()
 
         def push() -> None:
@@ -215,6 +226,80 @@ def test_a_push_waits_for_whichever_batch_is_being_sampled() -> None:
         engines.may_answer.set()
         assert pushed.wait(10)
         thread.join()
+
+
+class Controlled:
+    """Prompts are answered when they are told to be, each token with the version of the moment in which it was asked for."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.asked: dict[int, list[tuple[Future[Response], int, int]]] = {}
+
+    def submit(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, seeds: Sequence[int], adapter: str | None
+    ) -> PendingSamples:
+        answers = [[Future[Response]() for _ in range(sampling.n)] for _ in prompts]
+        for place, (prompt, futures) in enumerate(zip(prompts, answers, strict=True)):
+            of_prompt = seeds[place * sampling.n :]
+            self.asked[prompt[0]] = [(future, seed, self.version) for future, seed in zip(futures, of_prompt, strict=False)]
+        return PendingSamples(prompts, answers)
+
+    def answer(self, *prompts: int) -> None:
+        for prompt in prompts:
+            until(lambda: prompt in self.asked)  # noqa: B023 called at once
+            for future, seed, version in self.asked[prompt]:
+                future.set_result(Response([seed % 97], [0.0], "stop", (VersionSpan(version, 1),)))
+
+    def has(self, *prompts: int) -> None:
+        """Waits until these have been asked for, in this order, and no others."""
+        until(lambda: list(self.asked) == list(prompts))
+
+
+@pytest.mark.shows(
+    "rollout: with several batches ahead prompts of the next begin as those before end; a push waits for these"
+)
+def test_engines_have_no_pause_between_batches_ahead_and_a_push_waits_for_prompts_alone() -> None:
+    engines, pushed = Controlled(), threading.Event()
+    batches = [
+        [Prompt(PromptExample("p", "a", "made"), [number]) for number in range(start, start + 3)] for start in (1, 4, 7)
+    ]
+    rollout: Any = engines
+    with (
+        SampleStream(rollout, iter(batches), SamplingConfig(n=2), seed=5, ahead=2) as stream,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        first = threads.submit(stream.next, 2)
+        engines.has(1, 2, 3)
+        engines.answer(2)
+        engines.has(1, 2, 3, 4)
+        engines.answer(1, 3)
+        engines.has(1, 2, 3, 4, 5, 6)
+        assert first.result(10).number == 1
+        engines.answer(5)
+        engines.has(1, 2, 3, 4, 5, 6, 7)
+
+        def push() -> None:
+            with stream.between_batches():
+                engines.version = 1
+                pushed.set()
+
+        pushing = threads.submit(push)
+        engines.answer(4)
+        engines.has(1, 2, 3, 4, 5, 6, 7, 8)
+        assert not pushed.wait(0.05), "the next step's batch is not complete"
+        engines.answer(7, 8)
+        engines.has(1, 2, 3, 4, 5, 6, 7, 8, 9)
+        engines.answer(6)
+        assert not pushed.wait(0.05), "a prompt has begun"
+        engines.answer(9)
+        pushing.result(10)
+        batches_left = [stream.next(more=0) for _ in range(2)]
+    for batch in (first.result(), *batches_left):
+        seeds = sample_seeds(5, batch.number, 3, 2)
+        assert [sample.prompt_ids[0] for sample in batch.samples] == [prompt.token_ids[0] for prompt in batch.prompts]
+        assert [prompt.token_ids[0] for prompt in batch.prompts] == [3 * batch.number - 2 + place // 2 for place in range(6)]
+        assert [sample.response_ids for sample in batch.samples] == [[seed % 97] for seed in seeds]
+        assert [(sample.prompt_index, sample.sample_index) for sample in batch.samples] == [divmod(n, 2) for n in range(6)]
 
 
 def test_a_batch_says_how_long_it_was_sampled_and_not_how_long_it_waited() -> None:

@@ -14,6 +14,7 @@ from actors.rollout.config import SamplingConfig
 from actors.rollout.messages import Sample, VersionSpan, sample_seed
 from rl_backend.contracts import CheckpointError, RunFolderError
 from rl_backend.data.prompts import Prompt, PromptExample
+from tests.support.submitted import Submitted
 
 BATCHES = [
     [Prompt(PromptExample(f"{batch} {place}", "", "made"), [10 * batch + place]) for place in range(2 + batch % 2)]
@@ -28,16 +29,17 @@ class Engines:
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
-    def generate(
+    def submit(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, seeds: Sequence[int], adapter: str | None
-    ) -> list[Sample]:
+    ) -> Submitted:
         self.asked.append((prompts, sampling, list(seeds), adapter))
         spans = (VersionSpan(0, 1),)
-        return [
+        samples = [
             Sample(prompt, n, list(prompts[prompt]), [seeds[prompt * sampling.n + n] % 97], [0.0], "stop", spans, 0)
             for prompt in range(len(prompts))
             for n in range(sampling.n)
         ]
+        return Submitted(len(prompts), lambda: samples)
 
 
 def stream_of(engines: Engines, **options: Any) -> SampleStream:

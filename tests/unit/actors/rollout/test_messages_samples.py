@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.rollout.messages import Routes, Sample, VersionSpan, pack_routes, split_routes
+from actors.rollout.messages import Routes, Sample, VersionSpan, routes_of
 from rl_backend.contracts import BatchError, RolloutError, TokenSequence, WeightVersionError
 
 MOE_LAYERS = (0, 2)
@@ -26,15 +26,10 @@ def sample(routes: Routes | None, *versions: int) -> Sample:
     return Sample(0, 0, [5, 6], [7] * len(spans), [], "length", spans, 0, routes)
 
 
-def test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers() -> None:
-    packed = pack_routes([completion(4), completion(3)], [4, 3], MOE_LAYERS, "engine 0")
-    assert packed.shape == (5, 2, 2) and packed.dtype == np.uint8
-    packed.flags.writeable = False
-    first, second = split_routes(packed, [4, 3], versions=[7, 7])
-    assert first.experts[1].tolist() == [[1, 2], [3, 4]]
-    assert second.experts.tolist() == [[[0, 1], [2, 3]], [[1, 2], [3, 4]]]
-    assert first.weight_version == second.weight_version == 7
-    assert np.shares_memory(first.experts, packed)
+def test_routes_of_a_response_are_those_of_the_layers_with_experts() -> None:
+    routes = routes_of(completion(4), 4, MOE_LAYERS, "engine 0")
+    assert routes.dtype == np.uint8 and routes.flags.c_contiguous
+    assert routes.tolist() == [[[0, 1], [2, 3]], [[1, 2], [3, 4]], [[2, 3], [4, 5]]]
 
 
 @pytest.mark.parametrize(
@@ -42,11 +37,11 @@ def test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers(
 )
 def test_an_engine_that_returns_fewer_routes_than_tokens_is_refused(answer: Any, found: str) -> None:
     with pytest.raises(RolloutError, match=f"engine 0: vLLM returned {found}.*expected 3"):
-        pack_routes([answer], [4], MOE_LAYERS, "engine 0")
+        routes_of(answer, 4, MOE_LAYERS, "engine 0")
 
 
 def test_a_sequence_takes_its_samples_routes_and_their_version_with_none_for_the_last_token() -> None:
-    routes = Routes(pack_routes([completion(4)], [4], MOE_LAYERS, ""), weight_version=3)
+    routes = Routes(routes_of(completion(4), 4, MOE_LAYERS, ""), weight_version=3)
     routes.experts.flags.writeable = False
     sequence = sample(routes, 3, 3).with_routes(TokenSequence(torch.tensor([5, 6, 7, 7]), {"loss_mask": torch.ones(4)}))
     assert sequence.token_fields["routed_experts"].dtype == torch.uint8
@@ -60,7 +55,7 @@ def test_a_sequence_takes_its_samples_routes_and_their_version_with_none_for_the
 
 
 def test_routes_that_do_not_belong_to_a_sequence_are_refused() -> None:
-    routes = Routes(pack_routes([completion(4)], [4], MOE_LAYERS, ""), weight_version=3)
+    routes = Routes(routes_of(completion(4), 4, MOE_LAYERS, ""), weight_version=3)
     four = TokenSequence(torch.tensor([5, 6, 7, 7]))
     with pytest.raises(BatchError, match=r"return_routed_experts=True"):
         sample(None, 3, 3).with_routes(four)

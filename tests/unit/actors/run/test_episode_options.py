@@ -73,7 +73,7 @@ def test_the_sampling_of_a_run_and_of_a_held_out_set_reaches_turns() -> None:
         tokens: Any = engines
         ask(RolloutTokens(tokens, turn_sampling(sampling, (5, STOP))))
         given = {**expected, "stop_strings": tuple(expected["stop_strings"])}  # type: ignore[arg-type]
-        assert engines.asked[-1][1].sampling == SamplingConfig(**given, max_new_tokens=7, stop_token_ids=stops)  # type: ignore[arg-type]
+        assert engines.asked[-1].sampling == SamplingConfig(**given, max_new_tokens=7, stop_token_ids=stops)  # type: ignore[arg-type]
 
 
 def source_of(config: EpisodeConfig, held_out: list[HeldOutSet] | None = None) -> EpisodeSource:

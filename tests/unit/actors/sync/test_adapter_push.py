@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.rollout.messages import AdapterVersion, Generated, PushedAdapter, Response
+from actors.rollout.messages import AdapterVersion, PushedAdapter, Response
 from actors.sync import adapter_push
 from actors.sync.adapter_push import AdapterPush, Canary, StagedAdapter, describe_source, send_canary, stage_adapter
 from actors.train.context import HandleRef
@@ -116,6 +116,9 @@ class Group:
     def start_call(self, method: str, *args: Any) -> dict[int, Any]:
         self.asked.append((method, *args))
         return {engine: f"{method} on {engine}" for engine in self.engines}
+
+    def wait_for_calls(self) -> None:
+        self._may("wait_for_calls")
 
     def switch(self, pushed: PushedAdapter) -> PushedAdapter | None:
         assert self.is_changing
@@ -325,9 +328,7 @@ def canary_group(*apply: float | Exception | None) -> Group:
     group.is_changing = True
     group.answers = {
         "probe_adapter": {
-            engine: Generated([answer([7, engine], 8, 0.0), answer([8, 8], 8, each)], None)
-            if isinstance(each, float)
-            else each
+            engine: [answer([7, engine], 8, 0.0), answer([8, 8], 8, each)] if isinstance(each, float) else each
             for engine, each in zip((0, 2, 5), apply, strict=True)
         }
     }
@@ -355,8 +356,7 @@ def test_a_canary_has_the_tolerance_of_the_engines_dtype_or_its_own(tolerance: f
     group = canary_group(0.5, 0.5, 0.3)
     given = Canary((3, 45), tolerance)
     group.answers["probe_adapter"] = {
-        engine: Generated([answer([7, engine], 2, 0.0), answer([8, 8], 2, each)], None)
-        for engine, each in ((0, 0.5), (2, 0.5), (5, 0.3))
+        engine: [answer([7, engine], 2, 0.0), answer([8, 8], 2, each)] for engine, each in ((0, 0.5), (2, 0.5), (5, 0.3))
     }
     for dtype, own in (("float32", 1e-5), ("float16", 0.05), ("bfloat16", 0.2)):
         group.config.dtype = dtype

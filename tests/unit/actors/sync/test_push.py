@@ -102,11 +102,11 @@ class Streaming(StreamingTransport):
 class Pushed:
     """A push to two engines over one of the two kinds of transport."""
 
-    def __init__(self, *, streams: bool, turns: bool) -> None:
+    def __init__(self, *, streams: bool) -> None:
         self.engines = Engines()
         self.changed: list[str] = []
-        parts = {"turns": SimpleNamespace(asked_for=turns), "lora": SimpleNamespace(base_changed=self.changed.append)}
-        rollout: Any = SimpleNamespace(**parts, attach_weight_sync=lambda: None)
+        lora = SimpleNamespace(base_changed=self.changed.append)
+        rollout: Any = SimpleNamespace(lora=lora, attach_weight_sync=lambda: None)
         train: Any = None
         self.sync = WeightSync(train, rollout, transport="gloo")
         self.streams = streams
@@ -128,13 +128,12 @@ BEFORE = {False: "verify", True: "check_manifest"}
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("turns", [False, True])
-def test_a_push_updates_all_engines_and_waits_for_turns_where_there_are_any(streams: bool, turns: bool) -> None:
-    pushed = Pushed(streams=streams, turns=turns)
+def test_a_push_updates_all_engines_and_waits_for_turns(streams: bool) -> None:
+    pushed = Pushed(streams=streams)
     assert pushed.push() == (0, 1)
-    assert pushed.methods == [BEFORE[streams], *(["pause_turns"] if turns else []), *UPDATE[streams], "resume"]
+    assert pushed.methods == [BEFORE[streams], "pause_turns", *UPDATE[streams], "resume"]
     assert pushed.engines.serving == [0, 1] and pushed.sync._served == 4
-    assert pushed.changed == [""] and ("turns" in pushed.clock.seconds()) == turns
+    assert pushed.changed == [""] and "turns" in pushed.clock.seconds()
     if not streams:
         manifest = WeightManifest(version=4, tensors=(), kept=("kept",))
         assert pushed.engines.verified == [
@@ -148,7 +147,7 @@ def test_a_push_updates_all_engines_and_waits_for_turns_where_there_are_any(stre
 def test_an_engine_that_is_lost_on_the_way_is_told_and_the_others_serve_the_new_weights(
     streams: bool, when: str, kind: type[RLBackendError]
 ) -> None:
-    pushed = Pushed(streams=streams, turns=True)
+    pushed = Pushed(streams=streams)
     method = when if when == "pause_turns" else UPDATE[streams][-1]
     pushed.engines.answers[method] = {1: kind("engine 1 is lost")}
     with pytest.raises(kind, match="engine 1 is lost"):
@@ -160,7 +159,7 @@ def test_an_engine_that_is_lost_on_the_way_is_told_and_the_others_serve_the_new_
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_all_engines_that_are_lost_are_told(streams: bool) -> None:
-    pushed = Pushed(streams=streams, turns=True)
+    pushed = Pushed(streams=streams)
     pushed.engines.answers["pause_turns"] = {0: EngineDeadError("engine 0 died")}
     pushed.engines.answers[UPDATE[streams][-1]] = {1: EngineDirtyError("engine 1 is dirty")}
     with pytest.raises(EngineDeadError, match="engine 0 died; engine 1 is dirty"):
@@ -170,7 +169,7 @@ def test_all_engines_that_are_lost_are_told(streams: bool) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_what_engines_refuse_before_anything_is_loaded_stops_the_push(streams: bool) -> None:
-    pushed = Pushed(streams=streams, turns=True)
+    pushed = Pushed(streams=streams)
     pushed.engines.answers[BEFORE[streams]] = {1: WeightCheckError("engine 1: weights are damaged")}
     with pytest.raises(WeightCheckError, match="weights are damaged"):
         pushed.push()
@@ -182,7 +181,7 @@ def test_what_engines_refuse_before_anything_is_loaded_stops_the_push(streams: b
 def test_turns_go_on_where_no_update_has_begun(
     monkeypatch: pytest.MonkeyPatch, streams: bool, lost: tuple[int, ...]
 ) -> None:
-    pushed = Pushed(streams=streams, turns=True)
+    pushed = Pushed(streams=streams)
     call, fails = pushed.engines.call, "begin_update" if streams else "load"
 
     def interrupted(method: str, *args: Any, **options: Any) -> dict[int, Any]:
@@ -200,12 +199,12 @@ def test_turns_go_on_where_no_update_has_begun(
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_an_engine_that_cannot_serve_again_is_told(streams: bool) -> None:
-    pushed = Pushed(streams=streams, turns=False)
+    pushed = Pushed(streams=streams)
     pushed.engines.answers["resume"] = {1: EngineDeadError("engine 1 died at the end")}
     with pytest.raises(EngineDeadError, match="engine 1 died at the end"):
         pushed.push()
     assert pushed.changed == [""] and pushed.engines.lost.keys() == {1}
-    phases = ["stream", "resume"] if streams else ["stage", "verify", "load", "resume"]
+    phases = ["turns", "stream", "resume"] if streams else ["stage", "verify", "turns", "load", "resume"]
     assert [name for name in pushed.clock.seconds() if name != "total"] == phases
 
 
@@ -216,7 +215,7 @@ class Kept(InMemory):
 
 
 def test_an_engine_that_joins_gets_what_is_staged_or_what_the_trainer_still_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    pushed = Pushed(streams=False, turns=False)
+    pushed = Pushed(streams=False)
     sync, plans, staged = pushed.sync, [PLAN], []
     monkeypatch.setattr(InMemory, "stage", lambda *of, stage=InMemory.stage: staged.append(1) or stage(*of))
     monkeypatch.setattr(sync, "_plan", lambda: plans[0])
@@ -230,12 +229,12 @@ def test_an_engine_that_joins_gets_what_is_staged_or_what_the_trainer_still_has(
         engines.answers = answers
         return sync.give(engines), [method for method, _ in engines.called]
 
-    assert give() == (True, ["verify", "load", "resume"]) and len(staged) == 1
+    assert give() == (True, ["verify", "pause_turns", "load", "resume"]) and len(staged) == 1
     kept = pushed.engines.verified[0][1]
     assert kept.kept == ("kept",) and sync._staged is not None and sync._staged.manifest == kept
     # The trainer goes on: what is staged is still what the others serve.
     plans[0] = replace(PLAN, version=5)
-    assert give() == (True, ["verify", "load", "resume"])
+    assert give() == (True, ["verify", "pause_turns", "load", "resume"])
     for error in (EngineDeadError("died"), WeightCheckError("damaged")):
         if isinstance(error, EngineDeadError):
             with pytest.raises(EngineDeadError, match="died"):
@@ -245,7 +244,7 @@ def test_an_engine_that_joins_gets_what_is_staged_or_what_the_trainer_still_has(
     sync._transport, sync._staged = InMemory(), None
     assert give() == (False, []) and len(staged) == 1
     plans[0] = PLAN
-    assert give() == (True, ["verify", "load", "resume"]) and len(staged) == 2
+    assert give() == (True, ["verify", "pause_turns", "load", "resume"]) and len(staged) == 2
     monkeypatch.setattr(sync, "_plan", lambda: (_ for _ in ()).throw(GroupFailedError("a rank died")))
     assert give() == (False, [])
     assert pushed.changed == [""], "nothing has changed for the others"
@@ -253,10 +252,10 @@ def test_an_engine_that_joins_gets_what_is_staged_or_what_the_trainer_still_has(
 
 @pytest.mark.parametrize("heals", [True, False])
 def test_a_push_that_loses_an_engine_that_is_replaced_goes_on(monkeypatch: pytest.MonkeyPatch, heals: bool) -> None:
-    pushed = Pushed(streams=False, turns=False)
-    waited: list[Any] = []
+    pushed = Pushed(streams=False)
+    waited: list[str] = []
     engines: Any = SimpleNamespace(heals=heals, require_hope=lambda: None)
-    engines.wait_for_engine = lambda error, **how: waited.append((str(error), how))
+    engines.wait_for_engine = lambda error: waited.append(str(error))
     pushed.sync._rollout.engine_set = engines
     outcomes: list[Any] = [EngineDeadError("died"), EngineDirtyError("dirty"), WeightCheckError("damaged")]
 
@@ -266,11 +265,11 @@ def test_a_push_that_loses_an_engine_that_is_replaced_goes_on(monkeypatch: pytes
     monkeypatch.setattr(pushed.sync, "_push", push)
     with pytest.raises(WeightCheckError if heals else EngineDeadError):
         pushed.sync.push()
-    assert waited == ([("died", {"pushable": True}), ("dirty", {"pushable": True})] if heals else [])
+    assert waited == (["died", "dirty"] if heals else [])
 
 
 def test_a_push_begins_again_when_ranks_were_replaced_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pushed, tries = Pushed(streams=False, turns=False), []
+    pushed, tries = Pushed(streams=False), []
     pushed.sync._rollout.engine_set = SimpleNamespace(require_hope=lambda: None)  # type: ignore[assignment]
     report = SimpleNamespace(version=4, nbytes=8, transport="gloo", export=lambda: None)
 
@@ -300,11 +299,11 @@ def test_an_engine_that_joins_while_ranks_are_replaced_gets_the_weights_of_the_n
 
     monkeypatch.setattr(pushed.sync, "_plan", plan)
     assert pushed.sync.give(engines) and len(tries) == 2
-    assert pushed.methods == ["verify", "load", "resume"]
+    assert pushed.methods == ["verify", "pause_turns", "load", "resume"]
 
 
 def test_a_version_that_other_ranks_have_computed_again_has_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    pushed = Pushed(streams=False, turns=False)
+    pushed = Pushed(streams=False)
     one, other = (TensorInfo.of("weight", (2,), torch.float32).replace(digest=digest) for digest in ("1" * 16, "2" * 16))
 
     def push(ranks: Any, tensor: TensorInfo) -> None:

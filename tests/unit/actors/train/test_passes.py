@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,24 @@ def test_the_number_of_micro_batches_is_a_multiple_of_the_models() -> None:
     rows = [sequence(10 * index, 4) for index in range(4)]
     (batches,) = shares_of(handle, rows).batches
     assert len(batches) == 3
+
+
+def test_sequences_that_begin_alike_stay_together_where_the_model_shares_their_tokens() -> None:
+    prompts = [torch.arange(40), torch.arange(40, 80)]
+    rows = [
+        TokenSequence(torch.cat((prompt, torch.tensor([100 + index]))), {"loss_mask": torch.zeros(41)})
+        for index in range(4)
+        for prompt in prompts
+    ]
+    shares = shares_of(replace(TWO_BY_TWO, shares_prefixes=True), rows, 44)
+    assert shares.plan.micro_batches == (((0, 2, 4, 6),), ((1, 3, 5, 7),))
+    assert shares.batches[1][0].meta["num_micro_batches"] == 1
+    assert shares_of(TWO_BY_TWO, rows, 44).plan.num_micro_batches == 4
+    # A token with another route is another token.
+    routed = [row.with_fields({"routed_experts": torch.full((41, 1, 1), index)}) for index, row in enumerate(rows)]
+    for replays, micro_batches in ((False, 1), (True, 4)):
+        found = shares_of(replace(TWO_BY_TWO, shares_prefixes=True), routed, 44, replays=replays)
+        assert found.plan.num_micro_batches == micro_batches
 
 
 def test_fillers_join_where_a_loss_cannot_count_them() -> None:

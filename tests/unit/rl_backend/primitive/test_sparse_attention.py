@@ -135,7 +135,7 @@ def test_queries_that_are_the_last_of_more_keys_see_what_they_see_of_the_whole(s
     torch.testing.assert_close(out, whole[rows], atol=1e-12, rtol=0)
 
 
-def test_heads_of_other_ranks_and_padding_count_as_they_should() -> None:
+def test_heads_of_other_ranks_and_queries_count_as_they_should() -> None:
     terms, query, key, _ = draw()
     segments = segments_of(LENGTHS)
     whole = indexer_loss(terms, query, key, segments, None, SCALE)
@@ -147,8 +147,8 @@ def test_heads_of_other_ranks_and_padding_count_as_they_should() -> None:
         terms, query[:, :1], key[:, :1], segments, None, SCALE, sum_over_ranks=lambda share: share.add_(shares.pop(0))
     )
     torch.testing.assert_close(of_one, whole, atol=1e-11, rtol=0)
-    padding = torch.arange(sum(LENGTHS)) >= 23
-    counted = indexer_loss(terms, query, key, segments, None, SCALE, padding=padding)
+    counts = torch.arange(sum(LENGTHS)) < 23
+    counted = indexer_loss(terms, query, key, segments, None, SCALE, counts=counts)
     fewer = LENGTHS[:-1]
     without = indexer_loss(IndexTerms(*(each[:23] for each in terms)), query[:23], key[:23], segments_of(fewer), None, SCALE)
     torch.testing.assert_close(counted, without, atol=1e-12, rtol=0)

@@ -34,6 +34,7 @@ def handle(**changes: Any) -> Any:
         "config": SimpleNamespace(max_tokens_per_micro_batch=6),
         "routed_layers": ROUTED,
         "indexed_layers": INDEXED,
+        "shares_prefixes": False,
     }
     return SimpleNamespace(**{**facts, **changes})
 

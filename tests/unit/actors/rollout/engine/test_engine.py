@@ -19,7 +19,7 @@ from actors.rollout.engine import in_process
 from actors.rollout.engine import stepper as stepper_module
 from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.engine.in_process import ServingState
-from actors.rollout.messages import AdapterVersion, EngineInfo, Generated, Request, Response, VersionSpan
+from actors.rollout.messages import AdapterVersion, EngineInfo, Request, Response, VersionSpan
 from actors.rollout.placement import NodePlace
 from actors.rollout.vllm.expected import EngineParameters
 from actors.wire.segment import host_identity
@@ -27,6 +27,7 @@ from rl_backend.contracts import (
     UNVERSIONED,
     ConfigError,
     EngineDirtyError,
+    RLBackendError,
     RolloutError,
     UnsupportedError,
     WeightVersionError,
@@ -74,6 +75,10 @@ def keep(made: Made, *adapters: AdapterVersion) -> None:
         made.engine._adapters._kept[adapter.number] = adapter
 
 
+def of_call(count: int) -> list[Request]:
+    return [replace(request, waits=False) for request in REQUESTS[:count]]
+
+
 REQUESTS = [
     Request([1, 2], SAMPLING, None),
     Request([3], SAMPLING, 11),
@@ -89,26 +94,35 @@ def of(adapters: Sequence[AdapterVersion | None], require_version: int | None = 
     return [replace(request, adapter=adapter, require_version=require_version) for request, adapter in chosen]
 
 
-def versions(found: Generated) -> list[int]:
-    return [span.version for response in found.responses for span in response.spans]
+def generate(made: Made, requests: Sequence[Request]) -> list[Response]:
+    """The answers in the order of the requests; raises the first error."""
+    made.engine.start_turns(list(enumerate(requests)))
+    answers: dict[int, Response | RLBackendError] = {}
+    while len(answers) < len(requests):
+        answers |= dict(made.engine.take_turns(10.0))
+    found = [answers[number] for number in range(len(requests))]
+    for answer in found:
+        if isinstance(answer, RLBackendError):
+            raise answer
+    return [answer for answer in found if isinstance(answer, Response)]
 
 
-def test_answers_come_in_the_order_of_the_requests_and_requests_of_one_adapter_begin_together(
-    make: Callable[..., Made],
-) -> None:
+def versions(found: Sequence[Response]) -> list[int]:
+    return [span.version for response in found for span in response.spans]
+
+
+def test_requests_begin_in_their_order_and_each_is_answered_with_its_own_adapter(make: Callable[..., Made]) -> None:
     made = make()
     keep(made, POET, CLERK)
     serve(made.engine._vllm.serving, 4)
-    found = made.engine.generate(of([POET, None, CLERK, POET, None]))
-    assert versions(found) == [5, 4, 7, 5, 4] and found.routes is None
-    assert [len(each.token_ids) for each in found.responses] == [2, 1, 3, 1, 1]
-    assert found.responses[1] == Response([11], [-11 / 8], "stop", (VersionSpan(4, 1),))
-    log_probs = [-20 / 8, -21 / 8, -22 / 8]
-    assert found.responses[2] == Response([20, 21, 22], log_probs, "length", (VersionSpan(7, 3),))
-    begun = [(job.prompt_ids[0], job.adapter) for job in made.stepper.jobs]
-    assert begun == [(3, None), (6, None), (1, POET), (5, POET), (4, CLERK)]
+    found = generate(made, of([POET, None, CLERK, POET, None]))
+    assert versions(found) == [5, 4, 7, 5, 4]
+    assert [len(each.token_ids) for each in found] == [2, 1, 3, 1, 1]
+    assert found[1] == Response([11], [-11 / 8], "stop", (VersionSpan(4, 1),))
+    assert found[2] == Response([20, 21, 22], [-20 / 8, -21 / 8, -22 / 8], "length", (VersionSpan(7, 3),), 2)
+    assert {each.engine for each in found} == {3}
+    assert [job.prompt_ids[0] for job in made.stepper.jobs] == [1, 3, 4, 5, 6]
     assert all(job.sampling is SAMPLING and not job.pausable for job in made.stepper.jobs)
-    assert [job.seed for job in made.stepper.jobs] == [11, None, None, 31, 20]
 
 
 def test_what_an_engine_samples_is_counted_and_traced_with_its_newest_version(make: Callable[..., Made]) -> None:
@@ -116,26 +130,35 @@ def test_what_an_engine_samples_is_counted_and_traced_with_its_newest_version(ma
     keep(made, POET)
     serve(made.engine._vllm.serving, 4)
     recorder.start()
-    made.engine.generate(of([POET, None, None]))
-    made.engine.generate([])
+    generate(made, of([POET, None, None]))
+    made.engine._vllm.loop.call(lambda: None)
+    generate(made, of([None]))
+    made.engine._vllm.loop.call(lambda: None)
     batch = made.engine.take_trace()
     assert recorder.recording
     assert made.engine.take_trace(stop=True).events == [] and not recorder.recording
     first, second = [event.arguments for event in batch.events if event.name == "generate"]
-    assert first == {"weight_version": 5, "requests": 3, "responses": 3, "prompt_tokens": 6, "response_tokens": 6}
-    assert second["weight_version"] == 4 and second["requests"] == 0
-    assert made.counted[:2] == [("responses_total", 3, {"engine": "3"}), ("tokens_total", 6, {"engine": "3"})]
-    (name, seconds, tags) = made.counted[2]
-    assert (name, tags) == ("seconds_total", {"engine": "3"}) and 0 < seconds < 60
+    assert first == {"weight_version": 5, "responses": 3, "prompt_tokens": 6, "response_tokens": 6}
+    assert second == {"weight_version": 4, "responses": 1, "prompt_tokens": 2, "response_tokens": 2}
+    totals: dict[str, float] = {}
+    for name, amount, tags in made.counted:
+        assert tags == {"engine": "3"}
+        totals[name] = totals.get(name, 0) + amount
+    assert 0 < totals.pop("seconds_total") < 60
+    assert totals == {
+        "responses_total": 4,
+        "tokens_total": 8,
+        "rl_backend_turn_prompt_tokens_total": 8,
+        "rl_backend_turn_cached_tokens_total": 4,
+    }
 
 
-def test_routes_are_of_all_responses_in_their_order_and_of_the_layers_with_experts_alone(make: Callable[..., Made]) -> None:
+def test_routes_are_of_the_layers_with_experts_alone(make: Callable[..., Made]) -> None:
     made = make(return_routed_experts=True)
     made.engine._vllm.moe_layers = (0, 2)
-    found = made.engine.generate([REQUESTS[2], REQUESTS[0]])
-    assert found.routes is not None and found.routes.shape == (5 + 3, 2, 1)
-    assert found.routes[:, :, 0].tolist() == [[10 * row, 10 * row + 2] for row in (*range(5), *range(3))]
-    assert made.engine.generate([]).routes is None
+    for response, rows in zip(generate(made, [REQUESTS[2], REQUESTS[0]]), (5, 3), strict=True):
+        assert response.routes is not None and response.routes.shape == (rows, 2, 1)
+        assert response.routes[:, :, 0].tolist() == [[10 * row, 10 * row + 2] for row in range(rows)]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +174,7 @@ def test_an_engine_that_does_not_serve_says_why(
     made = make()
     enter(made.engine._vllm.serving)
     with pytest.raises(RolloutError, match=match) as refused:
-        made.engine.generate(REQUESTS[:1])
+        generate(made, of_call(1))
     assert refused.value.details == {"engine": "engine 3", "state": state}
     assert made.engine.probe_adapter(of([None, POET])[1]) is None and not made.stepper.jobs
 
@@ -160,12 +183,12 @@ def test_an_engine_without_weights_or_with_a_failed_update_samples_nothing(make:
     made = make(require_push=True)
     assert made.engine._vllm.serving.version == UNVERSIONED
     with pytest.raises(RolloutError, match=r"engine 3 has no weights of the trainer yet \(UNVERSIONED\): push before"):
-        made.engine.generate(REQUESTS[:1])
+        generate(made, of_call(1))
     assert made.engine.probe_adapter(of([None, POET])[1]) is None
     serve(made.engine._vllm.serving, 0)
-    assert versions(made.engine.generate(REQUESTS[:1])) == [0]
+    assert versions(generate(made, of_call(1))) == [0]
     made.engine.abandon_update("the trainer failed")
-    for call in (lambda: made.engine.generate(REQUESTS[:1]), made.engine.forget_weights):
+    for call in (lambda: generate(made, of_call(1)), made.engine.forget_weights):
         with pytest.raises(EngineDirtyError, match=r"begun \(the trainer failed\)"):
             call()
 
@@ -174,12 +197,12 @@ def test_each_of_the_versions_that_sample_must_be_new_enough(make: Callable[...,
     made = make()
     keep(made, POET, CLERK)
     serve(made.engine._vllm.serving, 9)
-    assert versions(made.engine.generate(of([CLERK, POET], 5))) == [7, 5]
+    assert versions(generate(made, of([CLERK, POET], 5))) == [7, 5]
     with pytest.raises(WeightVersionError, match="engine 3 serves 'poet' at version 5, version 6 is required"):
-        made.engine.generate(of([CLERK, POET], 6))
+        generate(made, of([CLERK, POET], 6))
     with pytest.raises(WeightVersionError, match="engine 3 serves weights of version 9, version 10 is required"):
-        made.engine.generate(of([None, None], 10))
-    assert len(made.stepper.jobs) == 2
+        generate(made, of([None, None], 10))
+    assert [job.adapter for job in made.stepper.jobs] == [CLERK, POET, CLERK]
 
 
 def test_a_probe_samples_without_and_with_the_adapter(make: Callable[..., Made]) -> None:
@@ -189,18 +212,18 @@ def test_a_probe_samples_without_and_with_the_adapter(make: Callable[..., Made])
     found = made.engine.probe_adapter(of([None, CLERK])[1])
     assert found is not None and versions(found) == [2, 7]
     assert [job.adapter for job in made.stepper.jobs] == [None, CLERK]
-    assert [each.token_ids for each in found.responses] == [[11], [11]]
+    assert [each.token_ids for each in found] == [[11], [11]]
 
 
 def test_an_engine_prepares_for_another_model_whose_version_may_be_any(make: Callable[..., Made]) -> None:
     made = make()
     serve(made.engine._vllm.serving, 8)
     made.engine.require_push()
-    assert versions(made.engine.generate(REQUESTS[:1])) == [8], "it has weights that were pushed"
+    assert versions(generate(made, of_call(1))) == [8], "it has weights that were pushed"
     made.engine.forget_weights()
     assert made.engine._vllm.serving.version == UNVERSIONED
     with pytest.raises(RolloutError, match="has no weights of the trainer yet"):
-        made.engine.generate(REQUESTS[:1])
+        generate(made, of_call(1))
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -222,11 +245,11 @@ def test_an_engine_sleeps_without_its_adapters_and_samples_when_it_has_weights(
     assert made.llm.told[2:] == [("wake_up",)]
     if level == 2:
         with pytest.raises(RolloutError, match="has no weights of the trainer yet"):
-            made.engine.generate(REQUESTS[:1])
+            generate(made, of_call(1))
         made.engine.begin_update()
         made.engine.finish_update(4)
         made.engine.resume()
-    assert versions(made.engine.generate(of([POET]))) == [5], "it is loaded again"
+    assert versions(generate(made, of([POET]))) == [5], "it is loaded again"
 
 
 @pytest.mark.parametrize(("device", "sleep_mode"), [("cpu", False), ("cuda", False), ("cpu", True)])
@@ -257,7 +280,7 @@ def test_a_dirty_engine_is_not_woken(make: Callable[..., Made]) -> None:
     with pytest.raises(EngineDirtyError, match="gone"):
         made.engine.wake_up()
     with pytest.raises(EngineDirtyError, match="gone"):
-        made.engine.generate(REQUESTS[:1])
+        generate(made, of_call(1))
     assert ("wake_up",) not in made.llm.told
 
 
@@ -341,6 +364,7 @@ def test_an_engine_starts_on_cores_of_its_own_and_says_what_it_is(
         state="serving",
         moe_layers=(1, 3) if routed else (),
         started=Process.of(os.getpid()).started,
+        room=100,
     )
     serve(engine._vllm.serving, 4)
     engine._vllm.serving.sleep()

@@ -85,6 +85,7 @@ def test_each_turn_is_answered_under_its_own_key(
     assert isinstance(long, Response) and isinstance(short, Response)
     assert (long.token_ids, long.log_probs) == ([10, 11, 12], [-10 / 8, -11 / 8, -12 / 8])
     assert (long.finish_reason, long.spans, long.cached_tokens) == ("length", (VersionSpan(3, 3),), 2)
+    assert long.engine == short.engine == 4
     assert (short.token_ids, short.finish_reason, short.spans, short.cached_tokens) == (
         [21],
         "stop",
@@ -141,16 +142,30 @@ def test_a_turn_before_the_first_push_is_refused_where_weights_must_be_pushed(ma
     assert isinstance(error, RolloutError) and "engine 4 has no weights of the trainer yet" in str(error)
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_requests_of_calls_are_refused_where_turns_wait(make: Callable[..., RolloutEngine], sleeps: bool) -> None:
+    server = make()
+    server._vllm.loop.hold()
+    (server._vllm.serving.sleep if sleeps else server._vllm.serving.pause)()
+    server.start_turns([turn(1, [1]), turn(2, [1], waits=False)])
+    ((key, error),) = server.take_turns(5.0)
+    why = "it is asleep" if sleeps else "a weight update is in progress"
+    assert key == 2 and type(error) is RolloutError and f"engine 4 cannot sample now: {why}" in str(error)
+    assert server.take_turns(0.01) == []
+    server._vllm.loop.release()
+    assert isinstance(answers(server, 1)[1], Response)
+
+
 @pytest.mark.parametrize("at_push", ["finish", "pause"])
-def test_turns_may_pause_for_a_push_where_they_were_told_to_and_have_no_adapter(
+def test_turns_may_pause_for_a_push_where_they_were_told_to_and_are_of_no_adapter_or_call(
     make: Callable[..., RolloutEngine], at_push: str
 ) -> None:
     stepper = AnsweringStepper()
     server = make(stepper, turns_at_push=at_push)
-    server.start_turns([turn(1, [1], require_version=2), turn(2, [1], adapter=POET)])
-    answers(server, 2)
-    plain, adapted = stepper.jobs
-    assert (plain.pausable, adapted.pausable) == (at_push == "pause", False)
+    server.start_turns([turn(1, [1], require_version=2), turn(2, [1], adapter=POET), turn(3, [1], waits=False)])
+    answers(server, 3)
+    plain, adapted, of_call = stepper.jobs
+    assert (plain.pausable, adapted.pausable, of_call.pausable) == (at_push == "pause", False, False)
     assert (plain.require_version, adapted.adapter) == (2, POET)
 
 

@@ -100,6 +100,25 @@ def test_no_more_run_than_there_is_room_for(loop: StepLoop, stepper: CountingSte
     assert stepper.most_at_once == 4
 
 
+def test_the_time_in_which_requests_run_is_told_once_they_have_ended_or_pause(
+    loop: StepLoop, stepper: CountingStepper, host: ServedVersion
+) -> None:
+    results = submit(loop, job(100, 2), job(200, 3))
+    stepper.allow(3)
+    assert [len(tokens(result)) for result in results] == [2, 3]
+    (paused,) = submit(loop, job(300, 4, pausable=True))
+    stepper.take(2)
+    in_mid_step(loop, stepper, 1, loop.hold)
+    host.version = 2
+    loop.release()
+    stepper.allow(1)
+    assert versions(paused) == [(1, 3), (2, 1)]
+    loop.call(lambda: None)
+    told = [(each.version, each.responses, each.prompt_tokens, each.response_tokens) for each in host.stretches]
+    assert told == [(1, 2, 4, 5), (1, 0, 0, 0), (2, 1, 2, 4)]
+    assert host.stretches[0].start < host.stretches[0].end <= host.stretches[1].start
+
+
 @pytest.mark.shows("turns: a bad request fails alone")
 def test_a_bad_request_fails_alone(loop: StepLoop, stepper: CountingStepper, host: ServedVersion) -> None:
     good, bad, other = submit(loop, job(1, 2), job(BAD_SEED, 2), job(5, 2))
@@ -205,7 +224,7 @@ def test_time_without_progress_runs_while_it_serves_and_begins_anew_with_every_e
     loop: StepLoop, stepper: CountingStepper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [time.monotonic()]
-    monkeypatch.setattr(step_loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(step_loop, "time", SimpleNamespace(monotonic=lambda: now[0], monotonic_ns=lambda: 0))
 
     def later() -> float:
         now[0] += 7
@@ -290,14 +309,3 @@ def test_adapters_beyond_the_slots_wait_in_order_and_others_pass_them(loop: Step
     assert not third.done() and not again.done()
     stepper.allow(20)
     assert [len(tokens(each)) for each in (first, second, third, again)] == [5, 5, 2, 2]
-
-
-def test_all_wait_for_each_other_in_a_call_that_waits_and_an_error_gives_up_the_rest(
-    loop: StepLoop, stepper: CountingStepper
-) -> None:
-    stepper.allow(3)
-    assert [each.output.token_ids for each in loop.run([job(1, 1), job(5, 2)])] == [[1], [5, 6]]
-    with pytest.raises(ValueError, match="a bad request"):
-        loop.run([job(BAD_SEED, 1), job(1, 100)])
-    stepper.allow(2)
-    wait_until(lambda: not stepper.tokens)

@@ -1,8 +1,8 @@
-"""Calls of engines, with a stand-in for Ray: answers in any order, errors, and engines that never answer."""
+"""Calls of engines: samples in the making, and outcomes of calls with a stand-in for Ray."""
 
 from __future__ import annotations
 
-import time
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,9 @@ import pytest
 from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
 from actors.rollout.group import calls as calls_module
-from actors.rollout.group.calls import PendingSamples, SamplingCalls, collect, outcome_of
-from actors.rollout.messages import Generated, Response, VersionSpan
-from rl_backend.contracts import BatchError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
+from actors.rollout.group.calls import PendingSamples, collect, outcome_of
+from actors.rollout.messages import Response, VersionSpan
+from rl_backend.contracts import BatchError, EngineDeadError, RolloutError
 
 
 class Call:
@@ -28,12 +28,9 @@ class Ray:
     def __init__(self) -> None:
         self.now = 1000.0
 
-    def wait(
-        self, calls: list[Call], *, num_returns: int, timeout: float | None, fetch_local: bool = True
-    ) -> tuple[list[Call], list[Call]]:
+    def wait(self, calls: list[Call], *, num_returns: int, timeout: float) -> tuple[list[Call], list[Call]]:
         done = [call for call in calls if call.done][:num_returns]
         if len(done) < num_returns:
-            assert timeout is not None, "it would wait for ever"
             self.now += timeout
         return done, [call for call in calls if call not in done]
 
@@ -48,50 +45,40 @@ class Ray:
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     made = Ray()
     monkeypatch.setattr(calls_module, "ray", made)
-    monkeypatch.setattr(time, "monotonic", lambda: made.now)
     return made
 
 
-def response(*token_ids: int, version: int = 1) -> Response:
+def response(*token_ids: int, version: int = 1, **facts: Any) -> Response:
     spans = (VersionSpan(version, len(token_ids)),)
-    return Response(list(token_ids), [-0.1 * token for token in token_ids], "stop", spans)
+    return Response(list(token_ids), [-0.1 * token for token in token_ids], "stop", spans, **facts)
 
 
 class Pending:
-    """Two prompts on engine 4, one on engine 7, two responses of each."""
+    """Two responses to each of three prompts."""
 
-    def __init__(self, first: Call, second: Call, limit: float = 60.0) -> None:
-        self.noted: list[tuple[Any, ...]] = []
-        self.spare: Call | None = None
-        self.asked: list[range] = []
-        self.calls = SamplingCalls(limit)
-        prompts = [[1], [2, 2], [3]]
-        self.samples = PendingSamples(prompts, 2, self.calls, lambda *noted: self.noted.append(noted), self.ask_again)
-        for call, engine, share in ((first, 4, range(2)), (second, 7, range(2, 3))):
-            self.samples.add(call, engine, share, f"actor of {engine}")
-            self.calls.add(engine, call)
+    def __init__(self) -> None:
+        self.answers: list[Future[Response]] = [Future() for _ in range(6)]
+        of_prompts = [self.answers[start : start + 2] for start in (0, 2, 4)]
+        self.samples = PendingSamples([[1], [2, 2], [3]], of_prompts)
 
-    def ask_again(self, samples: PendingSamples, prompts: range, error: RLBackendError) -> None:
-        """Engine 9 answers, if it can."""
-        if self.spare is None:
-            raise error
-        self.asked.append(prompts)
-        samples.add(self.spare, 9, prompts, "actor of 9")
-        self.calls.add(9, self.spare)
+    def answer(self, numbers: range, *answers: Response) -> None:
+        for number, answer in zip(numbers, answers, strict=True):
+            self.answers[number].set_result(answer)
 
 
 @pytest.mark.parametrize("routed", [True, False])
-@pytest.mark.usefixtures("ray")
 def test_samples_are_in_the_callers_order_each_with_its_own_version_and_routes(routed: bool) -> None:
     versions = [1, 1, 2, 3, 5, 6]
     tokens = [(10,), (11, 12), (13,), (14, 15, 16), (17,), (18,)]
-    answers = [response(*each, version=version) for each, version in zip(tokens, versions, strict=True)]
-    first, second = Generated(answers[:4], None), Generated(answers[4:], None)
-    rows = [1, 2, 2, 4]  # tokens of prompt and response, without the last
-    if routed:
-        first = first._replace(routes=np.arange(sum(rows), dtype=np.uint8).reshape(-1, 1, 1))
-        second = second._replace(routes=np.array([90, 91], dtype=np.uint8).reshape(-1, 1, 1))
-    found = Pending(Call(first), Call(second)).samples.result()
+    rows = [1, 2, 2, 4, 1, 1]  # tokens of prompt and response, without the last
+    routes = [np.full((count, 1, 1), number, dtype=np.uint8) for number, count in enumerate(rows)]
+    answers = [
+        response(*each, version=version, engine=4 if number < 4 else 7, **({"routes": routes[number]} if routed else {}))
+        for number, (each, version) in enumerate(zip(tokens, versions, strict=True))
+    ]
+    pending = Pending()
+    pending.answer(range(5, -1, -1), *answers[::-1])
+    found = pending.samples.result()
     assert [(each.prompt_index, each.sample_index) for each in found] == [
         (prompt, n) for prompt in range(3) for n in range(2)
     ]
@@ -103,73 +90,34 @@ def test_samples_are_in_the_callers_order_each_with_its_own_version_and_routes(r
     assert [each.engine for each in found] == [4] * 4 + [7] * 2
     if routed:
         experts = [each.routes.experts.ravel().tolist() for each in found if each.routes is not None]
-        assert experts == [[0], [1, 2], [3, 4], [5, 6, 7, 8], [90], [91]]
+        assert experts == [[number] * count for number, count in enumerate(rows)]
         assert [each.routes.weight_version for each in found if each.routes is not None] == versions
     else:
         assert all(each.routes is None for each in found)
 
 
-def test_the_first_error_is_raised_again_and_the_engine_that_it_is_of_is_told() -> None:
-    late = Call(done=False)
-    error = RayTaskError("generate", "Traceback of the actor", BatchError("too long"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls_module, "ray", Ray())
-        pending = Pending(late, Call(error))
-        assert not pending.samples.done()
-        for _ in range(2):
-            with pytest.raises(BatchError, match="too long"):
-                pending.samples.result()
-        assert pending.samples.done()
-    ((engine, outcome, actor),) = pending.noted
-    assert (engine, actor) == (7, "actor of 7") and isinstance(outcome, BatchError)
+def test_the_first_error_is_raised_again_and_what_is_still_sampled_is_given_up() -> None:
+    pending = Pending()
+    pending.answer(range(2), response(1), response(2))
+    assert not pending.samples.done()
+    pending.answers[4].set_exception(BatchError("too long"))
+    assert pending.samples.done()
+    for _ in range(2):
+        with pytest.raises(BatchError, match="too long"):
+            pending.samples.result()
+    assert [each.cancelled() for each in pending.answers] == [False, False, True, True, False, True]
+    assert pending.samples.done()
 
 
-def test_a_caller_that_waits_no_longer_may_wait_again(ray: Ray) -> None:
-    answer = Generated([response(1), response(2)], None)
-    late = Call(Generated([response(3), response(4)] * 2, None), done=False)
-    pending = Pending(late, Call(answer))
-    with pytest.raises(TimeoutError, match="no engine answered for 5 s"):
-        pending.samples.result(5.0)
-    assert ray.now == 1005.0 and not pending.noted
-    late.done = True
-    assert [each.response_ids for each in pending.samples.result(5.0)] == [[3], [4], [3], [4], [1], [2]]
-
-
-@pytest.mark.parametrize("error", [EngineDirtyError("engine 4 is dirty"), ActorDiedError()])
-def test_what_a_lost_engine_was_asked_is_asked_again_and_the_rest_is_not(ray: Ray, error: Exception) -> None:
-    lost = error if isinstance(error, ActorDiedError) else RayTaskError("generate", "Traceback", error)
-    pending = Pending(Call(lost), Call(Generated([response(5), response(6)], None)))
-    pending.spare = Call(Generated([response(each) for each in (1, 2, 3, 4)], None))
-    found = pending.samples.result()
-    assert [each.response_ids for each in found] == [[1], [2], [3], [4], [5], [6]]
-    assert [each.engine for each in found] == [9] * 4 + [7] * 2 and pending.asked == [range(2)]
-    ((engine, outcome, actor),) = pending.noted
-    assert (engine, actor) == (4, "actor of 4") and isinstance(outcome, EngineDeadError | EngineDirtyError)
-
-
-def test_an_engine_that_never_answers_is_dead_after_the_limit_of_one_call(ray: Ray) -> None:
-    pending = Pending(Call(done=False), Call(Generated([response(1), response(2)], None)), limit=60.0)
-    with pytest.raises(EngineDeadError, match="engine 4 has not answered a call to sample for 60 s"):
-        pending.samples.result()
-    assert ray.now == 1060.0 and [engine for engine, *_ in pending.noted] == [4]
-
-
-def test_the_time_of_a_call_begins_when_the_one_before_it_has_ended(ray: Ray) -> None:
-    calls = SamplingCalls(60.0)
-    first, second, other = Call(done=False), Call(done=False), Call(done=False)
-    calls.add(0, first)
-    calls.add(0, second)
-    calls.add(1, other)
-    ray.now += 50
-    first.done = other.done = True
-    assert calls.wait([1]) == {}
-    assert calls._left(0) == 60
-    ray.now += 20
-    late = Call(done=False)
-    calls.add(1, late)
-    hanging = calls.wait([0, 1])
-    assert set(hanging) == {0, 1} and ray.now == 1130.0
-    assert "engine 1 has not answered" in str(hanging[1]) and calls.wait([2]) == {}
+def test_a_caller_that_waits_no_longer_may_wait_again() -> None:
+    pending = Pending()
+    pending.answer(range(2), response(1), response(2))
+    with pytest.raises(TimeoutError, match=r"4 of 6 samples have not been answered for 0\.01 s"):
+        pending.samples.result(0.01)
+    assert not any(each.cancelled() for each in pending.answers) and not pending.samples.done()
+    pending.answer(range(2, 6), *(response(number) for number in (3, 4, 5, 6)))
+    assert pending.samples.done()
+    assert [each.response_ids for each in pending.samples.result(0.01)] == [[1], [2], [3], [4], [5], [6]]
 
 
 @pytest.mark.usefixtures("ray")
@@ -195,3 +143,17 @@ def test_every_call_has_an_outcome_and_who_does_not_answer_is_dead(ray: Ray) -> 
     assert list(found) == [2, 5] and found[5] == "answer" and ray.now == 1030.0
     assert isinstance(found[2], EngineDeadError) and "engine 2 did not answer for 30 s" in str(found[2])
     assert collect({}, {}, 30.0) == {}
+
+
+def test_each_prompt_is_told_of_once_when_all_its_samples_are_there_or_have_failed() -> None:
+    pending, told = Pending(), list[str]()
+    pending.answer(range(1), response(1))
+    pending.samples.when_answered(lambda: told.append("prompt"))
+    assert not told
+    pending.answer(range(1, 3), response(2), response(3))
+    assert len(told) == 1
+    pending.answers[3].set_exception(BatchError("too long"))
+    pending.answers[4].cancel()
+    assert len(told) == 2
+    pending.answers[5].cancel()
+    assert len(told) == 3

@@ -16,7 +16,7 @@ from rl_backend.contracts import (
     RolloutError,
     WeightCheckError,
 )
-from tests.support.actors_in_process import Actor, Call, RayInProcess, use
+from tests.support.actors_in_process import Actor, RayInProcess, use
 
 
 @pytest.fixture
@@ -90,17 +90,6 @@ def test_an_engine_that_does_not_answer_in_time_is_dead_and_ended(ray: RayInProc
     assert outcomes[2] is None and ray.waited == [7.0] and ray.killed == ["actor 0"]
     made.actors[2].silent = {"describe"}
     assert "did not answer for 600 s" in str(made.engines.call("describe")[2])
-
-
-def test_the_time_of_an_answer_begins_after_the_sampling_asked_for_before(ray: RayInProcess) -> None:
-    made = Set()
-    made.engines.sampling._limit = 0.0
-    made.engines.sampling.add(5, Call("sampling", done=False))
-    calls = made.engines.start_call("resume")
-    outcomes = made.engines.gather(calls, 3.0)
-    assert list(outcomes) == [0, 2, 5] and outcomes[0] is outcomes[2] is None
-    assert isinstance(outcomes[5], EngineDeadError) and "has not answered a call to sample for 0 s" in str(outcomes[5])
-    assert ray.killed == ["actor 5"] and made.engines.engines == (0, 2)
 
 
 @pytest.mark.parametrize("kill", [True, False])

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from actors.cluster.processes import Process
-from actors.rollout.config import RolloutConfig
+from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group import group as group_module
 from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.group import CLOSE_SECONDS, RolloutGroup
-from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
+from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter, Request
 from actors.rollout.placement import NodePlace
 from actors.wire.factors import PackedFactors
 from rl_backend.contracts import (
@@ -272,7 +272,8 @@ def test_the_first_reason_of_a_death_is_kept_and_nothing_is_said_of_a_successor(
 def test_a_group_that_is_closed_ends_all_and_waits_for_no_engine_for_long(cluster: Cluster) -> None:
     group = RolloutGroup(config())
     cluster.of(1).silent.add("close")
-    turn = group.turns.ask(0, None)  # type: ignore[arg-type]
+    cluster.of(0).silent.add("take_turns")
+    ((turn,),) = group.turns.ask([[Request([1], SamplingConfig())]])
     cluster.ray.waited.clear()
     group.close()
     group.close()

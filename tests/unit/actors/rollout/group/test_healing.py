@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_an_engine_that_fails_to_start_is_tried_later_and_later_up_to_the_limit(
         [RolloutError("no memory"), UnsupportedError("no room"), UnsupportedError("no room"), *[DEAD] * 2], limit=3
     )
     group.lose(DEAD)
-    until(lambda: group.set._given_up is not None)
+    until(lambda: group.set.given_up is not None)
     assert group.waited == [2.0, 60.0, 2.0, 60.0, 2.0, 4.0], "where there is no room, that counts for nothing"
     message = (
         r"engine 1 was started again 3 times within an hour \(RolloutConfig\.max_restarts\), and is lost again: .*killed$"
@@ -102,22 +103,13 @@ def test_who_needs_an_engine_waits_for_one_but_not_for_a_push_that_waits_for_it(
     group = Group([None])
     for engine in (0, 1):
         group.set._lose(engine, group.set._actors[engine], DEAD)
-    found: list[Any] = []
-
-    def wait(**options: Any) -> None:
-        try:
-            group.set.wait_for_engine(DEAD, **options)
-            found.append(group.set.engines)
-        except RLBackendError as error:
-            found.append(error)
-
-    threads = [threading.Thread(target=wait, kwargs={"pushable": pushable}) for pushable in (True, False)]
-    for thread in threads:
-        thread.start()
+    assert group.set.comes(time.monotonic())
+    assert not group.set.comes(time.monotonic() - 2 * group.set.config.start_timeout)
+    pusher = threading.Thread(target=group.set.wait_for_engine, args=(DEAD,))
+    pusher.start()
     group.set.add({1: object()}, {}, lack_weights=True)
-    for thread in threads:
-        thread.join(10)
-    assert () in found and DEAD in found
+    pusher.join(10)
+    assert not pusher.is_alive() and not group.set.comes(time.monotonic()) and group.set.engines == ()
     fixed = group.set.fixed()
     assert fixed.engines == (1,) and group.set.engines == ()
     with pytest.raises(EngineDeadError, match="no rollout engine is left"):
@@ -127,8 +119,7 @@ def test_who_needs_an_engine_waits_for_one_but_not_for_a_push_that_waits_for_it(
     with pytest.raises(RolloutError, match="engine 1 was restarted and has no weights of the trainer yet"):
         group.set.call("describe")
     fixed.have_weights([1])
-    wait()
-    assert found[-1] == (1,)
+    assert group.set.living().keys() == {1}
     group.set.add({1: object()}, {}, lack_weights=True)
     fixed.have_weights([1])
     assert not group.set.engines, "another process since"

@@ -1,9 +1,10 @@
-"""Turns of one engine on the driver's side: asked, answered, given up, and failed with the engine."""
+"""Turns on the driver's side: asked, answered, given up, divided over engines, and asked again of others."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from actors.rollout.group import turns as turns_module
 from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.turns import ANSWER_SECONDS, EngineTurns, GroupTurns
 from actors.rollout.messages import AdapterVersion, Request, Response, VersionSpan
-from rl_backend.contracts import BatchError, EngineDeadError, RLBackendError, RolloutError
+from rl_backend.contracts import BatchError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
 from tests.support.actors_in_process import Actor, RayInProcess, until, use
 
 REQUEST = Request([1, 2], SamplingConfig(max_new_tokens=5), 7)
@@ -44,7 +45,8 @@ class Made:
         self.turns = EngineTurns("engine 1", self.actor, limit, self.lost.append)
 
     def ask(self, **options: Any) -> Future[Response]:
-        return self.turns.ask(replace(REQUEST, **options))
+        (future,) = self.turns.ask([replace(REQUEST, **options)])
+        return future
 
     def answer(self, *answers: tuple[int, Response | RLBackendError]) -> None:
         until(lambda: bool(self.actor.open) and not self.actor.open[-1].done)
@@ -80,7 +82,7 @@ def test_each_turn_has_the_answer_of_its_own_key(made: Made) -> None:
     assert set(made.of("take_turns")) == {ANSWER_SECONDS}
 
 
-def test_turns_and_answers_do_not_wait_behind_calls_that_sample(made: Made) -> None:
+def test_turns_and_answers_do_not_wait_behind_pushes(made: Made) -> None:
     groups = {method: options["concurrency_group"] for method, options in made.actor.options.items()}
     assert groups == {
         "start_turns": "turns",
@@ -144,7 +146,7 @@ def test_an_engine_that_answers_no_turn_in_time_is_dead(ray: RayInProcess) -> No
     time.sleep(0.1)
     second = made.ask()
     for each in (first, second):
-        with pytest.raises(EngineDeadError, match=r"engine 1 has not answered a turn for 0\.2 s .*sampling_timeout") as dead:
+        with pytest.raises(EngineDeadError, match=r"engine 1 has answered no request for 0\.2 s .*sampling_timeout") as dead:
             each.result(5)
         assert dead.value.details == {"engine": "engine 1", "sampling_timeout": 0.2}
     assert 0.2 <= time.monotonic() - started < 2 and len(made.lost) == 1
@@ -181,7 +183,7 @@ def test_an_engine_whose_turns_wait_for_a_push_or_its_waking_is_alive(ray: RayIn
     assert not made.lost and made.turns._seconds_left() == 1
     made.actor.answers["seconds_without_progress"] = 60.0
     clock.now += 1
-    with pytest.raises(EngineDeadError, match="has not answered a turn for 60 s"):
+    with pytest.raises(EngineDeadError, match="has answered no request for 60 s"):
         turn.result(5)
 
 
@@ -229,56 +231,286 @@ def test_what_has_ended_keeps_its_first_error(made: Made) -> None:
     assert not made.lost, "whoever ends the turns knows"
 
 
-class Group:
-    """Turns of engines 0, 1 and 4."""
+def test_turns_are_asked_together_and_those_of_a_call_are_not_given_up_with_episodes(made: Made) -> None:
+    of_call = replace(REQUEST, waits=False)
+    futures = made.turns.ask([of_call, REQUEST, of_call])
+    assert made.of("start_turns") == [[(0, of_call), (1, REQUEST), (2, of_call)]]
+    made.turns.give_up()
+    assert made.of("give_up_turns") == [[1]] and made.turns.in_flight == 3
+    made.answer((2, answer(12)), (0, EngineDirtyError("engine 1 is dirty")))
+    assert futures[2].result(5) == answer(12) and isinstance(futures[0].exception(5), EngineDirtyError)
+    assert [str(error) for error in made.lost] == ["engine 1 is dirty"]
 
-    def __init__(self) -> None:
+
+class Engine(Actor):
+    """Keeps what it is asked to answer; ``take_turns`` is answered by :meth:`answer`."""
+
+    def __init__(self, number: int, name: str) -> None:
+        super().__init__(name, {"start_turns": self._start}, silent=["take_turns"])
+        self.number = number
+        self.turns: dict[int, Request] = {}
+
+    def _start(self, turns: list[tuple[int, Request]]) -> None:
+        self.turns |= dict(turns)
+
+    @property
+    def prompts(self) -> list[int]:
+        """The last tokens of what is not answered."""
+        return [request.prompt_ids[-1] for request in self.turns.values()]
+
+    def answer(self, count: int = 1, error: RLBackendError | None = None) -> None:
+        """Answers the first requests with their seeds."""
+        until(lambda: bool(self.open) and not self.open[-1].done and len(self.turns) >= count)
+        answers: list[tuple[int, Response | RLBackendError]] = []
+        for key in list(self.turns)[:count]:
+            request = self.turns.pop(key)
+            response = Response([request.seed or 0], [-0.5], "stop", (VersionSpan(3, 1),), engine=self.number)
+            answers.append((key, error or response))
+        self.open[-1].answer(answers)
+
+    def die(self) -> None:
+        until(lambda: bool(self.open) and not self.open[-1].done)
+        self.open[-1].answer(ActorDiedError())
+
+
+class Group:
+    """Turns of engines 0, 1 and 4, each with room for two."""
+
+    def __init__(self, *, heals: bool = False, room: int = 2) -> None:
         self.engines = EngineSet(RolloutConfig(model_path="x", sampling_timeout=77.0))
+        self.engines.heals = heals
         self.turns = GroupTurns(self.engines)
-        self.made: dict[int, Actor] = {}
+        self.made: dict[int, Engine] = {}
+        self.room = room
         for engine in (0, 1, 4):
             self.start(engine, f"actor {engine}")
 
     def start(self, engine: int, name: str) -> None:
-        info: Any = None
-        self.made[engine] = Actor(name, silent=["take_turns"])
+        info: Any = SimpleNamespace(room=self.room)
+        self.made[engine] = Engine(engine, name)
         self.engines.add({engine: self.made[engine]}, {engine: info})
 
+    def ask(self, *prompts: int, n: int = 1, waits: bool = False) -> list[Future[Response]]:
+        """Each prompt ``n`` times; the seeds are 10 times the prompt, and the number of the response."""
+        groups = [
+            [Request([prompt], REQUEST.sampling, 10 * prompt + index, waits=waits) for index in range(n)]
+            for prompt in prompts
+        ]
+        return [each for answers in self.turns.ask(groups) for each in answers]
 
-def test_a_group_has_turns_of_each_process_and_of_another_after_a_restart(ray: RayInProcess) -> None:
-    group = Group()
-    assert not group.turns.asked_for and group.turns.in_flight == {0: 0, 1: 0, 4: 0}
-    turns = [group.turns.ask(engine, replace(REQUEST, adapter=POET)) for engine in (4, 4, 0)]
-    assert group.turns.asked_for and group.turns.in_flight == {0: 1, 1: 0, 4: 2}
-    assert group.made[4].asked[0] == ("start_turns", [(0, replace(REQUEST, adapter=POET))])
-    group.turns.give_up()
-    given_up = {
-        engine: [each[1] for each in actor.asked if each[0] == "give_up_turns"] for engine, actor in group.made.items()
-    }
-    assert given_up == {0: [[0]], 1: [], 4: [[0, 1]]}
-    old = group.made[4]
-    group.start(4, "new actor 4")
-    group.turns.ask(4, REQUEST)
-    assert group.made[4].asked[0][0] == "start_turns" and group.turns.in_flight[4] == 1
-    until(lambda: bool(old.open))
-    old.open[-1].answer(ActorDiedError())
+    def has(self, **prompts: list[int]) -> None:
+        """Waits until engines have these, as ``e0=[1, 2]``, and no other."""
+        wanted = {int(name[1:]): of_engine for name, of_engine in prompts.items()}
+        until(lambda: {each: engine.prompts for each, engine in self.made.items() if engine.prompts} == wanted)
+
+
+@pytest.fixture
+def make(ray: RayInProcess) -> Iterator[Callable[..., Group]]:
+    groups: list[Group] = []
+
+    def of(**options: Any) -> Group:
+        groups.append(Group(**options))
+        return groups[-1]
+
+    yield of
+    for group in groups:
+        group.turns.end(RolloutError("the test is over"))
+
+
+def test_prompts_go_to_engines_as_they_become_free_and_a_slow_one_gets_fewer(make: Callable[..., Group]) -> None:
+    group = make()
+    assert group.turns.in_flight == {0: 0, 1: 0, 4: 0}
+    futures = group.ask(*range(1, 13))
+    group.has(e0=[1, 4], e1=[2, 5], e4=[3, 6])
+    messages = [len(args[0]) for engine in group.made.values() for name, *args in engine.asked if name == "start_turns"]
+    assert messages == [2, 2, 2], "what is asked of an engine at one time is one message"
+    for _ in range(3):
+        for engine in (group.made[0], group.made[1]):
+            engine.answer()
+            until(lambda: len(engine.prompts) == 2)  # noqa: B023 called at once
+    assert group.made[4].prompts == [3, 6], "it has answered nothing"
+    while not all(future.done() for future in futures):
+        for engine in group.made.values():
+            if engine.prompts:
+                engine.answer()
+    assert [future.result(5).token_ids for future in futures] == [[10 * prompt] for prompt in range(1, 13)]
+    engines = [future.result().engine for future in futures]
+    assert engines.count(4) == 2 and engines.count(0) == engines.count(1) == 5
+
+
+def test_responses_to_one_prompt_come_from_one_engine(make: Callable[..., Group]) -> None:
+    group = make()
+    futures = group.ask(1, 2, 3, 5, n=3)
+    group.has(e0=[1] * 3, e1=[2] * 3, e4=[3] * 3)
+    group.made[1].answer()
+    group.has(e0=[1] * 3, e1=[2] * 2, e4=[3] * 3)
+    group.made[1].answer()
+    group.has(e0=[1] * 3, e1=[2, 5, 5, 5], e4=[3] * 3)
+    assert [future.done() for future in futures[3:6]] == [True, True, False]
+
+
+def test_a_turn_goes_to_the_engine_of_the_turns_before_whatever_it_has_to_do(make: Callable[..., Group]) -> None:
+    group = make()
+    (first,) = group.ask(7, waits=True)
+    group.has(e0=[7])
+    group.made[0].answer()
+    assert first.result(5).token_ids == [70]
+    group.ask(1, 2, 3, 4, 5, 6, 8)
+    group.has(e0=[1, 4], e1=[2, 5], e4=[3, 6])
+    later = Request([7, 70, 9], REQUEST.sampling, 1)
+    ((turn,),) = group.turns.ask([[later]])
+    group.has(e0=[1, 4, 9], e1=[2, 5], e4=[3, 6])
+    group.turns.ask([[replace(later, prompt_ids=[7, 71, 10])], [replace(later, waits=False)]])
+    group.made[4].answer()
+    group.has(e0=[1, 4, 9], e1=[2, 5], e4=[6, 8])
+    group.made[0].answer(3)
+    assert turn.result(5).engine == 0
+    group.has(e0=[10, 9], e1=[2, 5], e4=[6, 8])
+
+
+def test_what_a_lost_engine_was_asked_is_asked_of_others_where_engines_are_replaced(
+    make: Callable[..., Group], ray: RayInProcess
+) -> None:
+    for error in (ActorDiedError(), EngineDirtyError("engine 1 is dirty"), EngineDeadError("a vLLM process ended")):
+        group = make(heals=True, room=4)
+        futures = group.ask(1, 2, 3)
+        group.has(e0=[1], e1=[2], e4=[3])
+        old = group.made.pop(1)
+        old.die() if isinstance(error, ActorDiedError) else old.answer(error=error)
+        group.has(e0=[1, 2], e4=[3])
+        assert 1 in group.engines.lost_engines and not futures[1].done()
+        group.made[0].answer(2)
+        group.made[4].answer()
+        assert [each.result(5).token_ids for each in futures] == [[10], [20], [30]]
+
+
+def test_without_replacement_a_call_has_the_error_of_its_engine_and_a_turn_another_engine(
+    make: Callable[..., Group],
+) -> None:
+    group = make()
+    call, turn = group.ask(1)[0], group.ask(2, waits=True)[0]
+    group.has(e0=[1], e1=[2])
+    for engine in (0, 1):
+        group.made.pop(engine).die()
+    with pytest.raises(EngineDeadError, match="engine 0 is dead: its process ended"):
+        call.result(5)
+    group.has(e4=[2])
+    group.made.pop(4).die()
     with pytest.raises(EngineDeadError, match="engine 4 is dead"):
-        turns[0].result(5)
-    until(lambda: ray.killed == ["actor 4"])
-    assert group.engines.lost_engines == {}, "the new process lives"
+        turn.result(5)
+    with pytest.raises(EngineDeadError, match=r"no rollout engine is left: .*engine 0 is dead"):
+        group.ask(3)
+
+
+def test_what_no_engine_can_answer_now_waits_for_one_that_is_replaced_and_not_for_a_push(
+    make: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make(heals=True)
+    group.ask(1)
+    group.has(e0=[1])
+    dead = EngineDeadError("killed")
     until(lambda: bool(group.made[0].open))
-    group.made[0].open[-1].answer(ActorDiedError())
-    until(lambda: 0 in group.engines.lost_engines)
-    with pytest.raises(EngineDeadError, match="engine 0 is lost: engine 0 is dead: its process ended"):
-        group.turns.ask(0, REQUEST)
-    assert group.turns.in_flight == {1: 0, 4: 1}
+    for engine in (0, 1, 4):
+        group.engines.note(engine, dead, group.made[engine])
+    group.made[0].die()
+    until(lambda: bool(group.turns._waiting))
+    futures = group.ask(2, 3)
+    old = group.made[0]
+    group.start(0, "new actor 0")
+    assert group.made[0] is not old
+    group.has(e0=[1, 2])
+    until(lambda: bool(group.made[0].open))
+    group.engines.note(0, dead, group.made[0])
+    group.made.pop(0).die()
+    group.engines.add({1: group.made[1]}, {1: SimpleNamespace(room=2)}, lack_weights=True)  # type: ignore[dict-item]
+    with pytest.raises(EngineDeadError, match="engine 0 is dead: its process ended"):
+        futures[0].result(5)
+    with pytest.raises(EngineDeadError, match="no rollout engine is left"):
+        futures[1].result(5)
+
+
+def test_a_group_that_was_given_up_answers_nothing_more(make: Callable[..., Group]) -> None:
+    group = make(heals=True)
+    futures = group.ask(*range(8))
+    group.has(e0=[0, 3], e1=[1, 4], e4=[2, 5])
+    group.engines.give_up(EngineDeadError("too often"))
+    with pytest.raises(EngineDeadError, match="too often"):
+        futures[6].result(5)
+    with pytest.raises(EngineDeadError, match="too often"):
+        group.ask(9)
+    assert not futures[0].done()
+
+
+def test_turns_that_wait_are_cancelled_and_given_up_too(make: Callable[..., Group]) -> None:
+    group = make()
+    of_call = group.ask(*range(1, 8))
+    group.has(e0=[1, 4], e1=[2, 5], e4=[3, 6])
+    turn, cancelled = group.ask(8, 9, waits=True)
+    assert cancelled.cancel() and of_call[3].cancel()
+    until(lambda: any(name == "give_up_turns" for name, *_ in group.made[0].asked))
+    group.turns.give_up()
+    assert turn.result(5) == Response([], [], "abort") and not of_call[6].done()
+    group.made[0].answer()
+    group.has(e0=[4, 7], e1=[2, 5], e4=[3, 6])
+
+
+def test_an_update_waits_for_calls_made_before_it_and_for_no_turn(make: Callable[..., Group]) -> None:
+    group = make()
+    (turn,), calls = group.ask(9, waits=True), group.ask(1, 2)
+    group.has(e0=[9], e1=[1], e4=[2])
+    updates = threading.Event()
+
+    def update() -> None:
+        with group.engines.fixed().updating():
+            updates.set()
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    group.made[1].answer()
+    assert calls[0].result(5) and not updates.wait(0.05)
+    group.ask(3)
+    group.made[4].answer()
+    assert updates.wait(5) and not turn.done(), "the last was asked for later"
+    thread.join()
+
+
+def test_an_update_does_not_wait_where_no_engine_is_left_for_calls(make: Callable[..., Group]) -> None:
+    group = make(heals=True)
+    group.ask(1)
+    group.has(e0=[1])
+    for engine, actor in group.made.items():
+        group.engines.note(engine, EngineDeadError("killed"), actor)
+    group.engines.wait_for_calls()
+    assert group.engines.asked
+
+
+def test_a_group_has_turns_of_each_process_and_of_another_after_a_restart(
+    make: Callable[..., Group], ray: RayInProcess
+) -> None:
+    group = make()
+    first = group.ask(1, waits=True)[0]
+    group.has(e0=[1])
+    group.made[0].answer()
+    first.result(5)
+    old = group.made[0]
+    ((turn,),) = group.turns.ask([[Request([1, 10, 2], REQUEST.sampling, 1)]])
+    group.has(e0=[2])
+    group.start(0, "new actor 0")
+    ((later,),) = group.turns.ask([[Request([1, 10, 3], REQUEST.sampling, 1)]])
+    group.has(e0=[3])
+    old.die()
+    until(lambda: ray.killed == ["actor 0"])
+    assert group.engines.lost_engines == {}, "the new process lives"
+    group.has(e0=[3, 2])
+    group.made[0].answer(2)
+    assert turn.result(5).engine == later.result(5).engine == 0
     group.turns.end(RolloutError("the rollout group is closed"))
     with pytest.raises(RolloutError, match="is closed"):
-        group.turns.ask(4, REQUEST).result(5)
+        group.ask(4)
 
 
-def test_a_turn_may_take_as_long_as_the_group_says(ray: RayInProcess) -> None:
-    group = Group()
-    group.turns.ask(1, REQUEST)
-    assert group.turns._turns[1]._limit == 77.0
-    group.turns.end(RolloutError("over"))
+def test_a_turn_may_take_as_long_as_the_group_says(make: Callable[..., Group]) -> None:
+    group = make()
+    group.ask(1)
+    group.has(e0=[1])
+    assert group.turns._turns[0]._limit == 77.0

@@ -1,0 +1,167 @@
+"""Shared prefixes: which sequences begin with the same tokens, found from the tokens alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import PackedBatch
+from rl_backend.contracts.replay import KEYS, ROUTES, ROUTES_MASK
+from rl_backend.data.balance import ATTENTION_CROSSOVER_TOKENS, MicroBatchPlan, fewest_micro_batches
+from rl_backend.primitive.prefix_tree import PrefixTree
+
+SHORTEST_RUN = 32
+"""Tokens. To share fewer saves less than one more run costs."""
+
+
+def shared_prefixes(batch: PackedBatch, *, replays: bool, owners: Sequence[int] = ()) -> PrefixTree | None:
+    """The tree of a micro-batch; None where no sequences begin with the same :data:`SHORTEST_RUN` tokens.
+
+    With recorded keys nothing is shared.
+
+    Args:
+        replays: routes are replayed, and tokens with other routes are other tokens.
+        owners: of each sequence; those of another share nothing. Empty where all may.
+    """
+    tokens = compared_tokens(batch.input_ids, batch.token_fields, replays=replays)
+    if tokens is None:
+        return None
+    tokens = tokens.cpu()
+    if owners:
+        owner = torch.tensor(owners).repeat_interleave(batch.seq_lens)
+        tokens = torch.cat((owner[:, None], tokens.view(len(owner), -1)), dim=1)
+    tree = grow(tokens.split(batch.seq_lens.tolist()))
+    return tree if tree.shares else None
+
+
+def compared_tokens(input_ids: Tensor, token_fields: Mapping[str, Tensor], *, replays: bool) -> Tensor | None:
+    """(T,) or (T, C) int64: what a model computes with at each token; None where that is too much to compare."""
+    if KEYS in token_fields:
+        return None
+    if not replays or ROUTES not in token_fields:
+        return input_ids
+    fields = [token_fields[name] for name in (ROUTES, ROUTES_MASK) if name in token_fields]
+    return torch.cat([field.reshape(len(input_ids), -1).to(torch.int64) for field in (input_ids, *fields)], dim=1)
+
+
+def grow(sequences: Sequence[Tensor]) -> PrefixTree:
+    """The tree of sequences of (L,) or (L, C) integers on the CPU; shared runs have :data:`SHORTEST_RUN` rows or more."""
+    lengths, parents, ends = list[int](), list[int](), [-1] * len(sequences)
+    # Groups of sequences that are equal for a run from a place on; a stack, as deep as a tree may be.
+    waiting = [(group, 0, -1) for group in reversed(_alike(sequences, range(len(sequences)), 0))]
+    while waiting:
+        group, start, parent = waiting.pop()
+        length = _common(sequences, group, start)
+        run, end = len(lengths), start + length
+        lengths.append(length)
+        parents.append(parent)
+        for index in group:
+            if len(sequences[index]) == end:
+                ends[index] = run
+        others = [index for index in group if len(sequences[index]) > end]
+        waiting += [(each, end, run) for each in reversed(_alike(sequences, others, end))]
+    return PrefixTree(tuple(lengths), tuple(parents), tuple(ends))
+
+
+def _alike(sequences: Sequence[Tensor], members: Sequence[int], start: int) -> list[list[int]]:
+    """``members`` whose next :data:`SHORTEST_RUN` rows are equal together, in the order of the first of each group."""
+    groups: dict[bytes | int, list[int]] = {}
+    for index in members:
+        rows = sequences[index][start : start + SHORTEST_RUN]
+        # One that ends before is like no other.
+        key = rows.contiguous().numpy().tobytes() if len(rows) == SHORTEST_RUN else index
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+def _common(sequences: Sequence[Tensor], group: Sequence[int], start: int) -> int:
+    """For how many rows from ``start`` on all of ``group`` are equal."""
+    first = sequences[group[0]][start:]
+    length = len(first)
+    for index in group[1:]:
+        rows = sequences[index][start : start + length]
+        length = len(rows)
+        differs = (first[:length] != rows).view(length, -1).any(1)
+        # The first of the largest.
+        length = int(differs.to(torch.uint8).argmax()) if bool(differs.any()) else length
+    return length
+
+
+def plan_shared(
+    sequences: Sequence[Tensor], dp_size: int, max_tokens: int, *, multiple_of: int = 1
+) -> MicroBatchPlan | None:
+    """As :func:`~rl_backend.data.balance.plan_micro_batches`, where tokens that sequences of a micro-batch share count once.
+
+    Sequences that share stay together, unless that is more than ``max_tokens``, leaves a rank without a micro-batch, or
+    leaves ranks with so uneven work that to compute the shared tokens again costs less. Arguments are those of :func:`grow`.
+    None where nothing is shared, or no such plan is found.
+    """
+    tree = grow(sequences)
+    parts = _fitting_parts(sequences, tree, max_tokens) if tree.shares else []
+    best: tuple[float, _MicroBatches] | None = None
+    while parts:
+        work = [part.work for part in parts]
+        found = fewest_micro_batches([part.rows for part in parts], work, dp_size, max_tokens, multiple_of)
+        if found is not None:
+            # Ranks wait for each other after every micro-batch.
+            cost = sum(max(sum(work[part] for part in of_rank) for of_rank in column) for column in zip(*found, strict=True))
+            if best is not None and cost >= best[0]:
+                break
+            best = cost, _members(found, parts)
+        largest = max((part for part in parts if len(part.members) > 1), key=lambda part: part.work, default=None)
+        if largest is None:
+            break
+        parts.remove(largest)
+        parts += [_Part.of(sequences, half) for half in largest.halves]
+    # What parts of one group share in a micro-batch is not counted above, and may end runs earlier than in each.
+    rows = [grow([sequences[index] for index in each]).num_rows for rank in (best[1] if best else ()) for each in rank]
+    return None if best is None or max(rows) > max_tokens else MicroBatchPlan(best[1])
+
+
+type _MicroBatches = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+class _Part(NamedTuple):
+    """Sequences that stay together, the rows that are computed of them, and the work, as of a whole sequence elsewhere."""
+
+    members: list[int]
+    rows: int
+    work: float
+
+    @classmethod
+    def of(cls, sequences: Sequence[Tensor], members: list[int]) -> Self:
+        tree = grow([sequences[index] for index in members])
+        squares = sum(keys**2 - (keys - own) ** 2 for own, keys in zip(tree.lengths, tree.key_lens, strict=True))
+        return cls(members, tree.num_rows, tree.num_rows + squares / ATTENTION_CROSSOVER_TOKENS)
+
+    @property
+    def halves(self) -> list[list[int]]:
+        middle = len(self.members) // 2
+        return [self.members[:middle], self.members[middle:]]
+
+
+def _fitting_parts(sequences: Sequence[Tensor], tree: PrefixTree, max_tokens: int) -> list[_Part]:
+    """Those that share anything, together as far as there is room; none where a sequence alone has no room."""
+    groups: dict[int, list[int]] = {}
+    for index, end in enumerate(tree.ends):
+        groups.setdefault(tree.path(end)[0], []).append(index)
+    # In the order of the tree: neighbours share most.
+    waiting = [sorted(group, key=lambda index: (tree.ends[index], index)) for group in reversed(groups.values())]
+    parts = list[_Part]()
+    while waiting:
+        part = _Part.of(sequences, waiting.pop())
+        if part.rows <= max_tokens:
+            parts.append(part)
+        elif len(part.members) > 1:
+            waiting += reversed(part.halves)
+        else:
+            return []
+    return parts
+
+
+def _members(plan: _MicroBatches, parts: Sequence[_Part]) -> _MicroBatches:
+    return tuple(
+        tuple(tuple(sorted(index for part in of_parts for index in parts[part].members)) for of_parts in rank)
+        for rank in plan
+    )

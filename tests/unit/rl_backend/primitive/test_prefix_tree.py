@@ -1,0 +1,73 @@
+"""Runs that sequences share: their rows, and attention over their paths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_backend.data import prefixes
+from rl_backend.primitive.attention import Segments, packed_attention
+from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
+from tests.support.random_trees import sequences_of_a_tree
+
+TREE = PrefixTree(lengths=(3, 2, 1, 4), parents=(-1, 0, 0, -1), ends=(1, 2, 0, 3, 1))
+"""Two sequences that are identical, one that continues the same prefix, the prefix itself, and one alone."""
+
+
+def test_rows_of_runs_paths_and_tokens() -> None:
+    assert (TREE.num_rows, TREE.starts, TREE.levels) == (10, (0, 3, 5, 6), (0, 1, 1, 0))
+    assert (TREE.query_lens, TREE.key_lens) == ((3, 2, 1, 4), (3, 5, 4, 4))
+    assert [TREE.path(run) for run in range(4)] == [(0,), (0, 1), (0, 2), (3,)]
+    assert TREE.key_rows.tolist() == [0, 1, 2, *(0, 1, 2, 3, 4), *(0, 1, 2, 5), *(6, 7, 8, 9)]
+    assert TREE.rows_of_tokens.tolist() == [0, 1, 2, 3, 4, *(0, 1, 2, 5), *(0, 1, 2), *(6, 7, 8, 9), *(0, 1, 2, 3, 4)]
+    assert TREE.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2, 3]
+    padded = TREE.padded(4)
+    assert (padded.lengths, padded.parents, padded.ends) == ((3, 2, 1, 4, 2), (-1, 0, 0, -1, -1), TREE.ends)
+    assert padded.rows_of_tokens.tolist() == TREE.rows_of_tokens.tolist() and padded.padded(4) is padded
+    alone = PrefixTree.unshared((2, 3))
+    assert TREE.shares and not alone.shares and alone._replace(ends=(0, 1, 1)).shares
+    assert alone.rows_of_tokens.tolist() == alone.key_rows.tolist() == [0, 1, 2, 3, 4]
+    assert (TREE.sequence_rows, padded.sequence_rows, alone.sequence_rows) == ((6, 0, 0, 4, 0), (6, 0, 0, 4, 0), (2, 3))
+
+
+def test_gradients_of_a_row_are_those_of_all_that_take_it() -> None:
+    rows = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(
+        (take_rows(rows, torch.tensor([2, 0, 2, 2])) * torch.tensor([[1.0], [2], [3], [4]])).sum(), rows
+    )
+    assert gradient.tolist() == [[2, 2], [0, 0], [8, 8]]
+
+
+@pytest.mark.shows(
+    "model: attention over shared prefixes equals attention to whole sequences to 1e-12 in float64, gradients too"
+)
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_attention_over_a_tree_is_that_of_its_sequences(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, has_sinks: bool
+) -> None:
+    monkeypatch.setattr(prefixes, "SHORTEST_RUN", 1)
+    for seed in range(30):
+        sequences = sequences_of_a_tree(seed)
+        tree = prefixes.grow(sequences)
+        assert tree.shares
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int, generator: torch.Generator = generator) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+        query, key, value = random(tree.num_rows, 4, 8), random(tree.num_rows, 2, 8), random(tree.num_rows, 2, 6)
+        sinks = random(4) if has_sinks else None
+        inputs = [each for each in (query, key, value, sinks) if each is not None]
+        places = tree.rows_of_tokens
+        lengths = [len(ids) for ids in sequences]
+        whole = Segments.of_sequences(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), lengths)
+        mix = torch.randn(len(places), 4, 6, generator=generator, dtype=torch.float64)
+        found = []
+        for attended in (
+            packed_attention(query, key, value, Segments.of_tree(tree), window, sinks)[places],
+            packed_attention(query[places], key[places], value[places], whole, window, sinks),
+        ):
+            found.append((attended, *torch.autograd.grad((attended * mix).sum(), inputs)))
+        torch.testing.assert_close(found[0], found[1], rtol=0.0, atol=1e-12)
