@@ -287,7 +287,7 @@ def test_a_push_begins_again_when_ranks_were_replaced_in_it(monkeypatch: pytest.
 def test_an_engine_that_joins_while_ranks_are_replaced_gets_the_weights_of_the_new_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pushed, tries = Pushed(streams=False, turns=False), []
+    pushed, tries = Pushed(streams=False), []
     engines: Any = pushed.engines
     pushed.sync._served, pushed.sync._transport = PLAN.version, InMemory()
 
