@@ -8,12 +8,13 @@ import threading
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 INTERVAL_SECONDS = 0.25
-_MARK = "RL_BACKEND_BENCHMARK_RUN"
+MARK = "RL_BACKEND_BENCHMARK_RUN"
+"""A variable that a command is started with: processes that inherit it are its own, also those that left its group."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -45,8 +46,6 @@ class Use:
 def watch(command: Sequence[str], *, lines_of: Path, log: Path, environment: Mapping[str, str]) -> Use:
     """Runs a command to its end, with its output in ``log``.
 
-    Processes are found by a variable that they inherit, so those that left the command's group count as well.
-
     Args:
         lines_of: a file of which the command writes one line a step.
 
@@ -58,7 +57,7 @@ def watch(command: Sequence[str], *, lines_of: Path, log: Path, environment: Map
     cpu: dict[int, float] = {}
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment, _MARK: mark}
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment, MARK: mark}
         )
         sampler = threading.Thread(target=_sample, args=(mark, lines_of, use, cpu, done))
         sampler.start()
@@ -73,19 +72,41 @@ def watch(command: Sequence[str], *, lines_of: Path, log: Path, environment: Map
     return use
 
 
+def processes(mark: str) -> Iterator[tuple[int, str]]:
+    """Number and command of every living process that was started with this :data:`MARK`."""
+    wanted = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                command = (folder / "cmdline").read_bytes()
+                yield int(folder.name), command.replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it has ended meanwhile
+
+
+def kind_of(command: str) -> str:
+    """What a process is: a training rank, an engine, one of an engine's workers, or the rest (the program itself, Ray's
+    servers, idle workers).
+    """
+    if command.startswith("ray::TrainWorker"):
+        return "rank"
+    if command.startswith("VLLM::Worker"):
+        return "worker"
+    if "EngineActor" in command or "EngineCore" in command or "RolloutEngine" in command:
+        return "engine"
+    return "rest"
+
+
 def _sample(mark: str, lines_of: Path, use: Use, cpu: dict[int, float], done: threading.Event) -> None:
-    wanted = f"{_MARK}={mark}".encode()
     while not done.wait(INTERVAL_SECONDS):
         memory: dict[str, int] = {}
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdigit():
-                continue
+        for pid, command in processes(mark):
+            folder, kind = Path("/proc") / str(pid), kind_of(command)
             try:
-                if wanted not in (folder / "environ").read_bytes().split(b"\0"):
-                    continue
                 times = (folder / "stat").read_text().rpartition(")")[2].split()
-                cpu[int(folder.name)] = (int(times[11]) + int(times[12])) / _TICKS
-                kind = _kind((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                cpu[pid] = (int(times[11]) + int(times[12])) / _TICKS
                 rollup = (folder / "smaps_rollup").read_text()
             except (OSError, IndexError):
                 continue  # it has ended meanwhile
@@ -97,12 +118,3 @@ def _sample(mark: str, lines_of: Path, use: Use, cpu: dict[int, float], done: th
         use.at.append(now)
         use.cpu.append(sum(cpu.values()))
         use.memory.append(memory)
-
-
-def _kind(command: str) -> str:
-    """What a process is: a training rank, an engine, or the rest (the program itself, Ray's servers, idle workers)."""
-    if command.startswith("ray::TrainWorker"):
-        return "rank"
-    if "EngineActor" in command or "EngineCore" in command or "RolloutEngine" in command:
-        return "engine"
-    return "rest"

@@ -1,9 +1,12 @@
-"""Processes of a host, told apart from later ones that have the same number, and tasks beside those of other nodes."""
+"""Processes of a host, told apart from later ones that have the same number, where they are, and tasks of other nodes."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import re
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _ENDED, _STOPPED = ("Z", "X", "x"), ("T", "t")
+_STACKS, _STACKS_SECONDS = "rl_backend_stacks", 2.0
 
 
 class Process(NamedTuple):
@@ -46,6 +50,49 @@ def call_on_node(node_id: str, function: Callable[..., object], *arguments: Any)
     """Calls a function in a task of that node alone, once; a reference to its result."""
     task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
     return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(*arguments)
+
+
+def offer_stacks() -> None:
+    """Lets :func:`stacks_of` ask this process, from now on, with SIGUSR1, which is answered even by code that keeps Python's
+    lock.
+    """
+    # A file in memory: it ends with the process, however that ends.
+    faulthandler.register(signal.SIGUSR1, os.memfd_create(_STACKS), all_threads=True)
+
+
+def stacks_of(process: Process) -> str:
+    """Where each thread of a process of this host is, the innermost call first; empty of one that is stopped or does not
+    offer it.
+    """
+    with suppress(OSError):  # it ends meanwhile
+        for file in Path(f"/proc/{process.pid}/fd").iterdir():
+            if os.readlink(file) == f"/memfd:{_STACKS} (deleted)" and not (process.is_stopped or process.has_ended):
+                return _asked(process, file)
+    return ""
+
+
+def _asked(process: Process, file: Path) -> str:
+    before, found, deadline = len(file.read_bytes()), b"", time.monotonic() + _STACKS_SECONDS
+    os.kill(process.pid, signal.SIGUSR1)
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        last, found = found, file.read_bytes()[before:]
+        if found and found == last:
+            break
+    return found.decode(errors="replace")
+
+
+def innermost_calls(stacks: str, below: str, most: int = 4) -> str:
+    """Of a text of :func:`stacks_of` the thread that has a call of ``below`` (``file.py:function``): ``step (adam.py:12),
+    called from ...``; empty without one.
+    """
+    for thread in stacks.split("\n\n"):
+        calls = re.findall(r'File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)', thread)
+        names = [f"{file}:{function}" for file, _, function in calls]
+        if below in names:
+            inside = calls[: min(names.index(below), most)] or calls[:1]
+            return ", called from ".join(f"{function} ({file}:{line})" for file, line, function in inside)
+    return ""
 
 
 def start_time(pid: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -104,10 +105,14 @@ class RunSaver:
         missing = [name for name in self._models if not (draft / name).is_dir()]
         if missing:
             raise CheckpointError(f"{draft} has no {', '.join(missing)}: the save has failed", path=str(draft))
-        committed = self._store.commit(self._saving, self._state)
+        with ExitStack() as groups:
+            # A recovery would look for what was saved where it was, or for a checkpoint that the commit removes.
+            for group in dict.fromkeys(model.group for model in self._models.values()):
+                groups.enter_context(group.steady())
+            committed = self._store.commit(self._saving, self._state)
+            for name, model in self._models.items():
+                model.group.bound(model.handle, draft / name, committed.model(name))
         self._saving, self._state = None, {}
-        for name, model in self._models.items():
-            model.group.bound(model.handle, draft / name, committed.model(name))
 
     def __enter__(self) -> Self:
         return self

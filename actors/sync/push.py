@@ -187,6 +187,8 @@ class WeightSync:
                 self._staged = None
         except (EngineDeadError, EngineDirtyError):
             raise
+        except RanksReplacedError:  # those that are there now have the same weights
+            return self.give(engines)
         except RLBackendError:  # of the trainer, which may have ended
             return False
         return True

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -25,12 +27,13 @@ from actors.train.loss import LossSender
 from actors.train.order import Driver
 from actors.train.outcome import Apart, RankInfo
 from actors.train.passes import merged, spread, token_budget
-from actors.train.pulse import BOUNDS, Recover, WaitBounds
+from actors.train.pulse import BOUNDS, Recover, WaitBounds, end_processes
 from actors.train.ranks import GroupMembers, TrainRanks, start_ranks
 from actors.train.recovery import Recovered, Recovery
 from rl_backend.contracts import (
     AdamParams,
     ForwardResult,
+    GroupFailedError,
     HandleError,
     Losses,
     RLBackendError,
@@ -43,6 +46,9 @@ from rl_backend.runtime import RouterReplay, Runtime
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
+
+
+logger = logging.getLogger(__name__)
 
 
 class GroupFuture[R]:
@@ -273,13 +279,21 @@ class TrainGroup:
         if self._recovery is not None:
             self._recovery.stop("the group is shut down")
         # Refused before anything ends where another driver operates the group, which this one may learn only here.
-        closing = self._on_ranks("shutdown", RankFunction(RankContext.close), list)
         try:
-            closing.result(timeout)
-        except TimeoutError:
-            return
-        finally:
-            self._ranks.end()
+            closing = self._on_ranks("shutdown", RankFunction(RankContext.close), list)
+            try:
+                closing.result(timeout)
+            except TimeoutError:
+                return
+            finally:
+                self._ranks.end()
+        except GroupFailedError as error:
+            # All that was asked of the ranks is done: what a run has saved is there.
+            if self._recovery is None:
+                raise
+            # Ray does not reach one that is stopped.
+            end_processes(self._ranks.infos)
+            logger.warning("a rank was lost while its group closed: %s", error)
 
     def __enter__(self) -> Self:
         return self
@@ -316,6 +330,10 @@ class TrainGroup:
         """
         if self._recovery is not None:
             self._recovery.bound(handle, saved, committed)
+
+    def steady(self) -> AbstractContextManager[object]:
+        """Inside, no thread replaces ranks: what was saved may move, and :meth:`bound` says where to."""
+        return nullcontext() if self._recovery is None else self._recovery.steady
 
     def say_recoveries(self, say: Callable[[str], None]) -> None:
         """Calls ``say`` with a line for each recovery from now on, in place of a warning of the logger."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,13 +12,14 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import RayError
 
-from actors.cluster.processes import Process, call_on_node
+from actors.cluster.processes import Process, call_on_node, innermost_calls, stacks_of
 from actors.train.outcome import RankInfo
 
 LOOK_SECONDS = 1.0
 # Of a process of this node the kernel says whether it is stopped. Whoever stops one to look at it for a moment may.
 STOPPED_SECONDS = 4.0
 _END_SECONDS = 20.0
+_STACKS_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class WaitBounds:
 
 
 BOUNDS = WaitBounds()
+# While ranks start, imports and the first use of a GPU keep Python's lock for long: one that is stopped alone hangs.
+STARTING = WaitBounds(math.inf, math.inf)
 
 type Recover = Literal["checkpoint", "memory", "off"]
 """What the death of a rank does: its group recovers from the last checkpoint, or from the state after the last step, which
@@ -106,6 +110,25 @@ def _is_stopped(info: RankInfo) -> bool:
 
 def _here() -> str:
     return str(ray.get_runtime_context().get_node_id())
+
+
+def places_in_code(infos: Sequence[RankInfo]) -> dict[int, str]:
+    """Rank -> the innermost calls of its operation, where its process can say it."""
+    asked = {
+        info.rank: call_on_node(info.node_id, _place_in_code, info.pid, info.started)
+        for info in infos
+        if info.started and info.node_id != _here()
+    }
+    found = {info.rank: _place_in_code(info.pid, info.started) for info in infos if info.node_id == _here()}
+    if asked:
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STACKS_SECONDS)
+        with suppress(RayError):  # of a node that is lost
+            found |= {rank: ray.get(ref) for rank, ref in asked.items() if ref in ready}
+    return {rank: found[rank] for rank in sorted(found) if found[rank]}
+
+
+def _place_in_code(pid: int, started: str) -> str:
+    return innermost_calls(stacks_of(Process(pid, started)), "worker.py:execute") if started else ""
 
 
 def end_processes(infos: Sequence[RankInfo]) -> None:

@@ -30,7 +30,7 @@ from actors.cluster.rendezvous import rendezvous_address
 from actors.train.loss import SentLoss
 from actors.train.order import Driver, OperationHeader, this_thread
 from actors.train.outcome import AFTERWARDS, Completed, Failed, RankInfo, breaks_process_group, with_origin
-from actors.train.pulse import LOOK_SECONDS, Pulse, WaitBounds
+from actors.train.pulse import LOOK_SECONDS, STARTING, Pulse, WaitBounds, places_in_code
 from actors.train.worker import TrainActor
 from rl_backend.contracts import (
     ConfigError,
@@ -133,7 +133,7 @@ class TrainRanks:
     def collect(self, title: str, number: int, refs: Sequence[ray.ObjectRef], timeout: float | None) -> list[Any]:
         """One value per rank; raises as :meth:`~actors.train.group.GroupFuture.result`."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        pulse = None if self.bounds is None else Pulse(self.members.workers, self.infos, self.bounds)
+        pulse = self._pulse()
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         pending = list(refs)
         values: dict[int, Any] = {}
@@ -143,7 +143,7 @@ class TrainRanks:
             look = pulse is not None and (wait is None or wait > LOOK_SECONDS)
             ready, pending = ray.wait(pending, num_returns=1, timeout=LOOK_SECONDS if look else wait)
             if not ready and pulse is not None and look:
-                self._require_alive(title, pulse)
+                self._require_alive(f"in {title}", pulse)
                 continue
             if not ready:
                 if failures:
@@ -177,11 +177,11 @@ class TrainRanks:
 
     def keep(self, operation: Operation) -> None:
         self.journal.append(operation)
-        self._control("keep", operation)
+        self._tell("keep", operation)
 
     def forget(self, key: int) -> None:
         self.journal = [each for each in self.journal if each.number != key]
-        self._control("forget", key)
+        self._tell("forget", key)
 
     def take_over(self, timeout: float) -> None:
         with self._lock:
@@ -236,12 +236,20 @@ class TrainRanks:
         workers = self.members.workers
         return [worker.execute.remote(header, call, loss) for worker, call in zip(workers, pickled_calls, strict=True)]
 
-    def _require_alive(self, title: str, pulse: Pulse) -> None:
+    def _pulse(self) -> Pulse | None:
+        return None if self.bounds is None else Pulse(self.members.workers, self.infos, self.bounds)
+
+    def _require_alive(self, when: str, pulse: Pulse) -> None:
         if (found := pulse.look()) is not None:
             ranks, how = found
             places = [f"process {info.pid} on {info.node_ip}" for info in self.infos if info.rank in ranks]
             where = f" ({', '.join(places)})" if places else ""
-            self.fail(f"rank {', '.join(map(str, ranks))}{where} {how} in {title}", ranks=ranks, hung=True)
+            problem = f"rank {', '.join(map(str, ranks))}{where} {how} {when}{self._places_in_code(ranks)}"
+            self.fail(problem, ranks=ranks, hung=True)
+
+    def _places_in_code(self, ranks: Sequence[int]) -> str:
+        found = places_in_code([info for info in self.infos if info.rank in ranks])
+        return "".join(f"; rank {rank} is in {place}" for rank, place in found.items())
 
     def _check_alive(self) -> None:
         if self._ended is not None:
@@ -252,19 +260,29 @@ class TrainRanks:
         ref = getattr(self.members.workers[0], method).remote(*arguments)
         return self._answers([ref])[0]
 
+    def _tell(self, method: str, *arguments: Any) -> None:
+        # What the journal here has is told to those that take the place of a dead one, too; else the next operation raises.
+        with suppress(GroupFailedError):
+            self._control(method, *arguments)
+
     def _all(self, method: str) -> list[Any]:
         return self._answers([getattr(worker, method).remote() for worker in self.members.workers])
 
     def _answers(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
-        answers = []
-        for rank, ref in enumerate(refs):
+        return [self._answer(rank, ref) for rank, ref in enumerate(refs)]
+
+    def _answer(self, rank: int, ref: ray.ObjectRef) -> Any:
+        pulse = None
+        while True:
             try:
-                answers.append(ray.get(ref, timeout=LEDGER_TIMEOUT_SECONDS))
+                return ray.get(ref, timeout=LEDGER_TIMEOUT_SECONDS if self.bounds is None else LOOK_SECONDS)
             except GetTimeoutError:
-                self.fail(f"rank {rank} does not answer", ranks=[rank])
+                pulse = pulse or self._pulse()
+                if pulse is None:
+                    self.fail(f"rank {rank} does not answer", ranks=[rank])
+                self._require_alive("between operations", pulse)
             except RayError as error:
                 self._rank_died("between operations", {rank: error})
-        return answers
 
     def _outcome(
         self,
@@ -314,7 +332,7 @@ class TrainRanks:
         cause = with_origin(failure, rank)
         self.fail(
             f"rank {rank} failed in {title} with {cause!r} while ranks {sorted(silent)} gave no answer within "
-            f"{self.members.failure_grace:g} s, most likely waiting for it in a collective",
+            f"{self.members.failure_grace:g} s, most likely waiting for it in a collective{self._places_in_code(silent)}",
             cause=cause,
             ranks=sorted(failures),
             silent=sorted(silent),
@@ -423,14 +441,15 @@ def _start(
     ranks = TrainRanks(GroupMembers(group_id, name, workers, placed.group, failure_grace), driver, owned=True)
     try:
         # Waiting for every process first keeps a slow one from looking like one that hangs.
-        nodes = ranks.collect("start", 0, [worker.node_address.remote() for worker in workers], timeout)
+        ranks.infos = tuple(ranks.collect("start", 0, [worker.locate.remote() for worker in workers], timeout))
+        ranks.bounds, nodes = STARTING, [info.node_ip for info in ranks.infos]
         (rendezvous,) = ranks.collect("start", 0, [workers[0].open_rendezvous.remote(rendezvous_address(nodes))], timeout)
         pickled = cloudpickle.dumps(config)
         refs = [
             worker.start.remote(_rank_environment(rank, num_ranks, placed, gpus), rendezvous, pickled)
             for rank, worker in enumerate(workers)
         ]
-        ranks.infos = tuple(ranks.collect("start", 0, refs, timeout))
+        ranks.collect("start", 0, refs, timeout)
     except TimeoutError:
         ranks.fail(f"the ranks did not start within {timeout:g} s; see Ray's logs, or raise start_timeout")
     except BaseException:

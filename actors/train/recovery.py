@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +25,6 @@ from rl_backend.contracts import (
     OperationOrderError,
     RanksReplacedError,
     RLBackendError,
-    UnsupportedError,
 )
 from rl_backend.lab.text import count, duration
 from rl_backend.trace.recorder import span
@@ -35,7 +34,7 @@ from rl_backend.trace.recorder import span
 MOST_KEPT_BYTES = 2**30
 # Deaths in one operation, and starts of ranks in one recovery.
 MOST_DEATHS, MOST_STARTS = 2, 3
-_PAUSE_SECONDS = 2.0
+_PAUSE_SECONDS, _START_SECONDS = 2.0, 60.0
 # For a state that ranks have written, until it has reached whoever keeps it: after the next step, while its pass runs; and
 # before what came since is run again, or given up.
 _NEAR_SECONDS, _TAKE_SECONDS = 0.5, 10.0
@@ -63,7 +62,7 @@ class Recovered(NamedTuple):
 
 
 class StartRanks[R](Protocol):
-    def __call__(self, *, driver: Driver, epoch: int) -> R: ...
+    def __call__(self, *, driver: Driver, epoch: int, **limits: float) -> R: ...
 
 
 class Recovery[R: Ranks]:
@@ -90,7 +89,7 @@ class Recovery[R: Ranks]:
         self._kept = KeptOperations()
         self._number = 0
         self._off = ""
-        self._lock = threading.RLock()
+        self._lock = self.steady = threading.RLock()
         self._memory: MemoryBoundaries | None = None
         if in_memory:
             self._memory = MemoryBoundaries(lambda text: self.on_recovered(text))
@@ -217,11 +216,16 @@ class Recovery[R: Ranks]:
         attempt = 1
         while True:
             try:
-                return self._replace()
-            except (GroupFailedError, UnsupportedError) as again:
+                # A rank that is stopped while it imports cannot be told from one that is slow.
+                return self._replace({} if attempt == MOST_STARTS else {"start_timeout": _START_SECONDS * attempt})
+            # Of any type: a GPU, a port or a node may not be free again yet.
+            except Exception as again:
                 if attempt == MOST_STARTS or self._off:
                     self.stop(f"other ranks could not take their place: {again}")
-                    raise (again if isinstance(again, GroupFailedError) else error) from again
+                    if isinstance(again, GroupFailedError):
+                        raise
+                    message = error.message.removesuffix(f"; {AFTERWARDS}")
+                    raise GroupFailedError(f"{message}; {self._off}; {AFTERWARDS}", **error.details) from again
                 time.sleep(_PAUSE_SECONDS * attempt)
                 attempt += 1
             except BaseException:
@@ -269,13 +273,15 @@ class Recovery[R: Ranks]:
                 **error.details,
             ) from error
 
-    def _replace(self) -> list[Kept]:
+    def _replace(self, limits: Mapping[str, float]) -> list[Kept]:
         lost = self.ranks
         lost.end()
         # Before others are there: what wakes up later must find itself dead.
         end_processes(lost.infos)
-        fresh = self._start(driver=lost.driver, epoch=self.epoch + 1)
-        self.ranks, self.epoch, self._number = fresh, self.epoch + 1, self._number + 1
+        # Also of a start that fails: Ray may still have the names of its ranks.
+        self.epoch += 1
+        fresh = self._start(driver=lost.driver, epoch=self.epoch, **limits)
+        self.ranks, self._number = fresh, self._number + 1
         fresh.take_place_of(lost, self._number)
         if self._memory is not None:
             self._memory.place(fresh.infos)

@@ -13,7 +13,7 @@ import torch
 from ray import cloudpickle
 
 from actors.cluster import prometheus
-from actors.cluster.processes import start_time
+from actors.cluster.processes import offer_stacks, start_time
 from actors.cluster.rendezvous import Rendezvous, RendezvousPoint, RendezvousRoute, node_address, use_interface
 from actors.train.context import RankContext, RankFunction, refs_in
 from actors.train.loss import LossReceiver, SentLoss
@@ -45,8 +45,11 @@ class TrainWorker:
         self._rendezvous_point: RendezvousPoint | None = None
         self._path: RendezvousRoute | None = None
 
-    def node_address(self) -> Outcome:
-        return Completed(node_address())
+    def locate(self) -> Outcome:
+        """A :class:`~actors.train.outcome.RankInfo`."""
+        pid = os.getpid()
+        node_id = ray.get_runtime_context().get_node_id()
+        return Completed(RankInfo(self._rank, node_id, node_address(), pid, start_time(pid)))
 
     def open_rendezvous(self, address: str) -> Outcome:
         try:
@@ -56,6 +59,7 @@ class TrainWorker:
         return Completed(self._rendezvous_point.rendezvous)
 
     def start(self, environment: Mapping[str, str], rendezvous: Rendezvous, pickled_config: bytes) -> Outcome:
+        offer_stacks()
         try:
             self._path = RendezvousRoute(rendezvous)
             os.environ.update({**environment, **store_environment(self._path.port)})
@@ -65,9 +69,7 @@ class TrainWorker:
             self._context = RankContext(runtime, self._group_id, self._rank, self._world_size)
         except Exception as error:  # noqa: BLE001, every error is the driver's to judge
             return failed(error)
-        node_id = ray.get_runtime_context().get_node_id()
-        pid = os.getpid()
-        return Completed(RankInfo(self._rank, node_id, node_address(), pid, start_time(pid)))
+        return Completed(None)
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def execute(self, header: OperationHeader, pickled_call: bytes, loss: SentLoss | None) -> tuple[Outcome, Any]:

@@ -1,7 +1,8 @@
-"""Run folders as a loop of so many steps would leave them."""
+"""Run folders as a loop of so many steps would leave them, and what two of them have in common."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -29,3 +30,46 @@ def write_run(
     for name, values in files.items():
         (folder / f"{name}.json").write_text(json.dumps(values))
     return folder
+
+
+# What tells of faults, and what depends on what engines have served before.
+_NOT_COMPARED = ("engines/", "recovery/", "environment_share", "prompt_tokens_cached")
+# The rest of a batch is sampled in other company when an engine is lost, which rounds its log-probs.
+_ROUNDING = 1e-5
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What runs that are the same have in common: lines of metrics and samples, and digests of weights, by file."""
+    found: dict[str, Any] = {}
+    for file in sorted(run.rglob("*")):
+        name = str(file.relative_to(run))
+        if file.name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
+            found[name] = [json.loads(line) for line in file.read_text().splitlines()]
+        elif file.suffix == ".safetensors" and "checkpoints" not in file.parts:
+            found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Files and metrics in which a run differs from another, times apart; log-probs of engines may differ by rounding."""
+    told = [f"only one run has {name}" for name in sorted(found.keys() ^ wanted.keys())]
+    for name in sorted(found.keys() & wanted.keys()):
+        one, other = found[name], wanted[name]
+        if isinstance(one, str) or len(one) != len(other):
+            told += [name] if one != other else []
+            continue
+        for number, (line, expected) in enumerate(zip(map(_compared, one), map(_compared, other), strict=True), start=1):
+            wrong = [each for each in line.keys() | expected.keys() if not _same(each, line.get(each), expected.get(each))]
+            told += [f"{name}:{number}: {', '.join(sorted(wrong))}"] if wrong else []
+    return told
+
+
+def _compared(line: Mapping[str, Any]) -> dict[str, Any]:
+    left = {name: value for name, value in of_the_run(line).items() if not name.startswith(_NOT_COMPARED)}
+    return {name: _compared(value) if isinstance(value, Mapping) else value for name, value in left.items()}
+
+
+def _same(metric: str, one: Any, other: Any) -> bool:
+    if metric.startswith("log_prob_gap") and isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= _ROUNDING
+    return bool(one == other)

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,9 @@ class Weight:
 
     def say_recoveries(self, say: Callable[[str], None]) -> None:
         self.say = say
+
+    def steady(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def bound(self, handle: Any, saved: Path, committed: Path) -> None:
         assert not saved.exists() and committed.is_dir()

@@ -15,7 +15,7 @@ import ray
 import torch
 
 from actors.cluster import prometheus
-from actors.cluster.processes import start_time
+from actors.cluster.processes import Process, start_time
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine.adapters import AdapterStore
 from actors.rollout.engine.in_process import VllmInProcess
@@ -148,6 +148,10 @@ class RolloutEngine:
     start_turns = _answered_by("_turns", TurnQueue.start)
     give_up_turns = _answered_by("_turns", TurnQueue.give_up)
     take_turns = _answered_by("_turns", TurnQueue.take)
+
+    def locate(self) -> tuple[str, Process]:
+        """This node's id, and the process."""
+        return self.node(), Process.of(os.getpid())
 
     def node(self) -> str:
         return str(ray.get_runtime_context().get_node_id())

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 import ray
 
+from actors.cluster.processes import Process
 from actors.cluster.ray_watch import ray_is_usable
 from actors.rollout.config import RolloutConfig, SamplingConfig, require_tokenizer, within_model
 from actors.rollout.engine.engine import CONCURRENCY_GROUPS, RolloutEngine
@@ -16,6 +17,7 @@ from actors.rollout.group.adapters import GroupAdapters
 from actors.rollout.group.calls import PendingSamples, check_prompts, collect
 from actors.rollout.group.engines import EngineSet, engine_name, raise_failures
 from actors.rollout.group.healing import Healing
+from actors.rollout.group.heartbeats import ending_stopped
 from actors.rollout.group.turns import GroupTurns
 from actors.rollout.messages import AdapterVersion, EngineInfo, Request, Sample
 from actors.rollout.placement import EnginePlacement, places_on_nodes
@@ -262,12 +264,16 @@ class RolloutGroup:
         names = {engine: engine_name(engine) for engine in engines}
         self._starting |= actors
         try:
-            nodes = self._nodes_of(actors)
+            found = self._located(actors)
+            nodes = {engine: node for engine, (node, _) in found.items()}
             places = places_on_nodes({**{engine: info.node_id for engine, info in self.infos.items()}, **nodes})
-            calls = {engine: actor.start.remote(places[engine]) for engine, actor in actors.items()}
-            outcomes = collect(calls, names, self.config.start_timeout)
-            raise_failures(outcomes)
-            self._join(actors, outcomes)
+            here = ray.get_runtime_context().get_node_id()
+            # Engines have no heartbeat before they have joined.
+            with ending_stopped([process for node, process in found.values() if node == here]):
+                calls = {engine: actor.start.remote(places[engine]) for engine, actor in actors.items()}
+                outcomes = collect(calls, names, self.config.start_timeout)
+                raise_failures(outcomes)
+                self._join(actors, outcomes)
         except BaseException:
             for actor in actors.values():
                 ray.kill(actor)
@@ -281,9 +287,9 @@ class RolloutGroup:
                 ray.kill(actor)
             raise RolloutError(f"the rollout group was closed while {', '.join(names.values())} started")
 
-    def _nodes_of(self, actors: dict[int, Any]) -> dict[int, str]:
+    def _located(self, actors: dict[int, Any]) -> dict[int, tuple[str, Process]]:
         names = {engine: engine_name(engine) for engine in actors}
-        calls = {engine: actor.node.remote() for engine, actor in actors.items()}
+        calls = {engine: actor.locate.remote() for engine, actor in actors.items()}
         _, waiting = ray.wait(list(calls.values()), num_returns=len(calls), timeout=self.config.start_timeout)
         if waiting:
             late = [names[engine] for engine, call in calls.items() if call in waiting]
@@ -292,9 +298,9 @@ class RolloutGroup:
                 "engines reserve is not free, or their node is gone",
                 engines=late,
             )
-        nodes = collect(calls, names, 0.0)
-        raise_failures(nodes)
-        return nodes
+        found = collect(calls, names, 0.0)
+        raise_failures(found)
+        return found
 
     def _join(self, actors: dict[int, Any], infos: dict[int, EngineInfo]) -> None:
         with self.pushing:

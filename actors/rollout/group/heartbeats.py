@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +95,27 @@ class Heartbeats:
         if found is True:
             beat.stopped = STOPPED_LOOKS
         return found is True
+
+
+@contextmanager
+def ending_stopped(processes: Sequence[Process]) -> Iterator[None]:
+    """Inside, those of these processes of this host that are stopped, and remain so, are ended."""
+    left = threading.Event()
+
+    def look(process: Process) -> None:
+        stopped = 0
+        while stopped < STOPPED_LOOKS:
+            if left.wait(BEAT_SECONDS):
+                return
+            stopped = stopped + 1 if process.is_stopped else 0
+        process.kill()
+
+    for process in processes:
+        threading.Thread(target=look, args=(process,), name=f"look at process {process.pid}", daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
 
 
 def remains_stopped(process: Process, wait: Callable[[float], None] = time.sleep) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -193,7 +193,7 @@ def draw_one_number_for_a_token() -> None:
     if not current_platform.is_cpu():
         return
     # vLLM draws a number for every token of the vocabulary, which takes as long as the model where the model is small.
-    forward = TopKTopPSampler.forward_cpu
+    forward: Callable[..., tuple[Tensor, Tensor | None]] = TopKTopPSampler.forward_cpu
 
     @wraps(forward)
     def draw(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from actors.cluster.processes import Process
+from actors.cluster.processes import Process, innermost_calls, stacks_of
 from tests.support.actors_in_process import until
 
 
@@ -43,3 +44,44 @@ def test_another_process_of_the_same_number_is_left_alone(child: subprocess.Pope
     earlier.kill()
     time.sleep(0.05)
     assert child.poll() is None
+
+
+PROGRAM = """
+import ctypes, sys
+from actors.cluster.processes import offer_stacks
+
+def hold():
+    print("there", flush=True)
+    while True:  # a signal ends it
+        ctypes.PyDLL(None).sleep(60)
+
+def outer():
+    hold()
+
+offer_stacks()
+outer()
+"""
+
+
+def test_a_process_says_where_it_is_although_it_keeps_pythons_lock(child: subprocess.Popen[bytes]) -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE) as holding:
+        assert holding.stdout is not None
+        holding.stdout.readline()
+        process = Process.of(holding.pid)
+        for _ in range(2):
+            assert innermost_calls(stacks_of(process), "<string>:outer").startswith("hold (<string>:")
+        os.kill(holding.pid, signal.SIGSTOP)
+        until(lambda: process.is_stopped)
+        began = time.monotonic()
+        assert stacks_of(process) == "" and time.monotonic() - began < 1
+        process.kill()
+    assert stacks_of(process) == "" and stacks_of(Process.of(child.pid)) == "" and child.poll() is None
+
+
+def test_the_calls_of_the_thread_that_is_asked_for_are_named_innermost_first() -> None:
+    frames = "".join(f'  File "/a/b{number}.py", line {number} in f{number}\n' for number in range(9))
+    stacks = f'Thread 0x1 (most recent call first):\n  File "/a/x.py", line 1 in x\n\nCurrent thread 0x2:\n{frames}'
+    assert innermost_calls(stacks, "b2.py:f2") == "f0 (b0.py:0), called from f1 (b1.py:1)"
+    assert innermost_calls(stacks, "b8.py:f8", most=1) == "f0 (b0.py:0)"
+    assert innermost_calls(stacks, "b0.py:f0") == "f0 (b0.py:0)"
+    assert innermost_calls(stacks, "b1.py:f9") == innermost_calls("", "b1.py:f1") == ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,17 @@ class Group:
         self.wait_for_checkpoint = Waiting(self)
         self.loaded: list[Path] = []
         self.bounds: list[tuple[str, str]] = []
-        self.wants_boundary = False
+        self.wants_boundary = self.is_steady = False
+
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        assert not self.writing, "all is written, and has not moved"
+        self.is_steady = True
+        yield
+        self.is_steady = False
 
     def bound(self, handle: Any, saved: Path, committed: Path) -> None:
-        assert committed.is_dir()
+        assert committed.is_dir() and self.is_steady
         self.bounds.append((f"{saved.parent.name}/{saved.name}", f"{committed.parent.name}/{committed.name}"))
 
     def save_checkpoint(self, handle: Any, path: Path, *, asynchronous: bool) -> None:

@@ -284,6 +284,24 @@ def test_a_push_begins_again_when_ranks_were_replaced_in_it(monkeypatch: pytest.
     assert pushed_report is report and len(tries) == 3
 
 
+def test_an_engine_that_joins_while_ranks_are_replaced_gets_the_weights_of_the_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pushed, tries = Pushed(streams=False), []
+    engines: Any = pushed.engines
+    pushed.sync._served, pushed.sync._transport = PLAN.version, InMemory()
+
+    def plan() -> PushPlan:
+        tries.append("plan")
+        if len(tries) == 1:
+            raise RanksReplacedError("others have taken their place")
+        return PLAN
+
+    monkeypatch.setattr(pushed.sync, "_plan", plan)
+    assert pushed.sync.give(engines) and len(tries) == 2
+    assert pushed.methods == ["verify", "pause_turns", "load", "resume"]
+
+
 def test_a_version_that_other_ranks_have_computed_again_has_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     pushed = Pushed(streams=False)
     one, other = (TensorInfo.of("weight", (2,), torch.float32).replace(digest=digest) for digest in ("1" * 16, "2" * 16))

@@ -126,3 +126,30 @@ def test_what_was_stopped_is_gone_when_others_take_its_place(process: subprocess
     end_process(process.pid, started)
     os.kill(process.pid, signal.SIGCONT)
     assert process.wait(5) == -signal.SIGKILL and start_time(process.pid) == ""
+
+
+STACKS = """Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.12/threading.py", line 355 in wait
+  File "/usr/lib/python3.12/threading.py", line 1030 in _bootstrap
+
+Current thread 0x00007f02 (most recent call first):
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 2800 in all_reduce
+  File "/project/mine.py", line 12 in step
+  File "/work/actors/train/worker.py", line 112 in run
+  File "/work/actors/train/worker.py", line 80 in execute
+  File "/site-packages/ray/util/tracing.py", line 464 in _resume_span
+"""
+
+
+def test_ranks_say_where_in_their_operation_they_are_on_every_node(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_node(rank: int, node: str, pid: int, started: str = "1") -> RankInfo:
+        return RankInfo(rank, node, "10.0.0.1", pid, started)
+
+    stacks = {3: STACKS, 4: "", 6: 'Thread 0x1:\n  File "a.py", line 1 in f'}
+    monkeypatch.setattr(module, "stacks_of", lambda process: stacks[process.pid])
+    monkeypatch.setattr(module, "call_on_node", lambda node, function, *given: Ref(function(*given), comes=node != "lost"))
+    infos = [of_node(0, "here", 3), of_node(1, "here", 4), of_node(2, "here", 6), of_node(3, "there", 3)]
+    infos.append(of_node(4, "here", 9, ""))
+    place = "all_reduce (distributed_c10d.py:2800), called from step (mine.py:12), called from run (worker.py:112)"
+    assert module.places_in_code(infos) == {0: place, 3: place}
+    assert module.places_in_code([of_node(0, "lost", 3)]) == {}

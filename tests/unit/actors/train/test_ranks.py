@@ -10,6 +10,8 @@ from ray.exceptions import GetTimeoutError
 
 from actors.train import ranks as module
 from actors.train.order import OperationHeader, this_thread
+from actors.train.outcome import RankInfo
+from actors.train.pulse import LOOK_SECONDS, WaitBounds
 from actors.train.ranks import GroupMembers
 from rl_backend.contracts import GroupFailedError, HandleError, OperationOrderError, RLBackendError
 from rl_backend.contracts.atoms import Operation
@@ -133,6 +135,58 @@ def test_a_rank_that_does_not_say_how_far_it_is_ends_the_group(told: ToldRay, ra
     with pytest.raises(GroupFailedError, match=f"'ours': {message}") as caught:
         group.ranks.take_over(1.0)
     assert caught.value.details["ranks"] == [1] and group.killed == 1
+
+
+class Looks:
+    """A pulse that finds rank 0 stopped at its third look."""
+
+    def __init__(self, *_: Any) -> None:
+        self.count = 0
+
+    def look(self) -> tuple[list[int], str] | None:
+        self.count += 1
+        return ([0], "is stopped (SIGSTOP)") if self.count == 3 else None
+
+
+@pytest.mark.parametrize("late", [2, 3])
+def test_a_rank_between_operations_may_be_late_and_is_lost_when_it_gives_no_sign_of_life(
+    told: ToldRay, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    group, waits, get = ToldGroup(1, told), [], told.get
+    group.ranks.infos, group.ranks.bounds = (RankInfo(0, "node", "10.0.0.1", 77),), WaitBounds()
+
+    def late_answer(ref: Any, timeout: float | None = None) -> Any:
+        waits.append(timeout)
+        if len(waits) <= late:
+            raise GetTimeoutError
+        return get(ref)
+
+    monkeypatch.setattr(told, "get", late_answer)
+    monkeypatch.setattr(module, "Pulse", Looks)
+    monkeypatch.setattr(module, "places_in_code", lambda infos: {info.rank: "step (adam.py:3)" for info in infos})
+    if late == 2:
+        assert group.ranks.dispatch("step", [b"a"])[0].number == 1 and not group.killed
+    else:
+        stopped = (
+            r"rank 0 \(process 77 on 10.0.0.1\) is stopped \(SIGSTOP\) between operations; rank 0 is in step \(adam.py:3\)"
+        )
+        with pytest.raises(GroupFailedError, match=stopped):
+            group.ranks.dispatch("step", [b"a"])
+        assert group.killed == 1
+    assert waits == [LOOK_SECONDS] * 3
+
+
+@pytest.mark.parametrize("method", ["keep", "forget"])
+def test_a_rank_that_dies_while_it_is_told_of_the_journal_is_missed_by_the_next_operation(
+    told: ToldRay, method: str
+) -> None:
+    group, operation = ToldGroup(1, told), Operation("build_model", {}, 1)
+    group.workers[0].answers[method] = told_death("gone")
+    group.ranks.journal = [] if method == "keep" else [operation]
+    getattr(group.ranks, method)(operation if method == "keep" else 1)
+    assert group.ranks.journal == ([operation] if method == "keep" else []), "those in its place build what it had built"
+    with pytest.raises(GroupFailedError, match="rank 0 died between operations"):
+        group.ranks.dispatch("step", [b""])
 
 
 def test_a_group_that_failed_says_so_again_and_its_end_frees_it_once_more(told: ToldRay) -> None:

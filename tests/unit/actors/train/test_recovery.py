@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from actors.train.context import HandleRef, RankContext, RankFunction
 from actors.train.group import TrainGroup
 from actors.train.outcome import RankInfo
 from rl_backend.algorithm import sft_loss
-from rl_backend.contracts import BatchError, GroupFailedError, RanksReplacedError
+from rl_backend.contracts import BatchError, GroupFailedError, RanksReplacedError, UnsupportedError
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
 from tests.support.models import write_tiny
 from tests.support.ranks_in_process import assert_same, group_that_recovers, sequences, use_ranks_here
@@ -107,6 +108,35 @@ def test_a_rank_that_dies_while_another_catches_up_is_replaced_too(
         assert len(ranks) == 3 and len(group.recoveries) == 1 and len(ended) == 2
 
 
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), UnsupportedError("there is no room")])
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_start_of_other_ranks_that_fails_is_tried_again(model: Path, error: Exception, failures: int) -> None:
+    with group_that_recovers(model, 2) as (group, ranks):
+        recovery: Any = group._recovery
+        start, failed, limits = recovery._start, [], []
+
+        def start_late(**options: Any) -> Any:
+            if len(failed) == failures:
+                limits.append(options.get("start_timeout"))
+                return start(**options)
+            failed.append((options["epoch"], options.get("start_timeout")))
+            raise error
+
+        recovery._start = start_late
+        policy = group.build_model()
+        if failures == 2:
+            group.zero_grad(policy)
+            assert len(ranks) == 2 and len(group.recoveries) == 1 and group.epoch == 3
+            # Names of ranks that did not start may be taken for a while, and the last try has all the time of a start.
+            assert failed == [(1, 60.0), (2, 120.0)] and limits == [None]
+            return
+        why = rf"^rank 0 died during operation 2 .*; other ranks could not take their place: {error}; all ranks were stopped"
+        with pytest.raises(GroupFailedError, match=why):
+            group.zero_grad(policy)
+        with pytest.raises(GroupFailedError):
+            group.zero_grad(policy)
+
+
 def test_an_operation_that_ends_its_ranks_twice_ends_the_group_by_its_name(model: Path, tmp_path: Path) -> None:
     with group_that_recovers(model, 3, 3) as (group, ranks):
         policy = group.build_model()
@@ -118,6 +148,19 @@ def test_an_operation_that_ends_its_ranks_twice_ends_the_group_by_its_name(model
         assert len(ranks) == 2 and not group.recoveries
         with pytest.raises(GroupFailedError):
             group.zero_grad(policy)
+
+
+@pytest.mark.parametrize("when", ["before", "in it"])
+def test_a_rank_that_dies_while_its_group_closes_is_no_error(
+    model: Path, when: str, caplog: pytest.LogCaptureFixture, ended: list[RankInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.train.group.end_processes", ended.extend)
+    with group_that_recovers(model, *([2] if when == "in it" else [])) as (group, ranks):
+        group.build_model()
+        ranks[0].is_dead = when == "before"
+        group.shutdown()
+        assert len(ranks) == 1 and not group.recoveries and ended == list(ranks[0].infos)
+    assert "a rank was lost while its group closed: rank 0 died" in caplog.text
 
 
 def test_other_results_on_new_ranks_end_the_group(model: Path, tmp_path: Path) -> None:
@@ -149,6 +192,24 @@ def test_a_checkpoint_with_gradients_before_it_is_no_boundary(model: Path, tmp_p
             "save_checkpoint",
             "optimizer_step",
         ]
+
+
+def test_no_ranks_are_replaced_while_a_checkpoint_moves(model: Path, tmp_path: Path) -> None:
+    with group_that_recovers(model, 3) as (group, ranks):
+        policy, draft = group.build_model(), tmp_path / "draft"
+        draft.mkdir()
+        group.save_checkpoint(policy, draft / "policy")
+        dead = group.zero_grad.submit(policy)
+        with group.steady():
+            waiting = threading.Thread(target=dead.result)
+            waiting.start()
+            draft.rename(tmp_path / "step")
+            waiting.join(0.3)
+            assert waiting.is_alive() and len(ranks) == 1
+            group.bound(policy, draft / "policy", tmp_path / "step" / "policy")
+        waiting.join(60)
+        assert not waiting.is_alive() and not draft.exists()
+        assert [name for _, name in ranks[1].ran][:3] == ["build_model", "load_checkpoint", "zero_grad"]
 
 
 def test_calls_that_are_pinned_to_ranks_are_not_made_on_others(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +47,7 @@ class Cluster:
         self.made: list[tuple[Any, ...]] = []
         self.started: list[tuple[Any, ...]] = []
         self.addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.2"]
-        self.answers: list[Any] = [
-            Completed(RankInfo(rank, node, f"address {rank}", 7 + rank)) for rank, node in enumerate("abb")
-        ]
+        self.answers: list[Any] = [Completed(None)] * 3
 
     def scheduling_strategy(self, rank: int) -> str:
         return f"bundle {self.slots[rank].bundle}"
@@ -74,7 +73,9 @@ class Cluster:
             return Ref(answer, comes=answer is not None)
 
         return SimpleNamespace(
-            node_address=SimpleNamespace(remote=lambda: Ref(Completed(self.addresses[rank]))),
+            locate=SimpleNamespace(
+                remote=lambda: Ref(Completed(RankInfo(rank, "abb"[rank], self.addresses[rank], 7 + rank)))
+            ),
             open_rendezvous=SimpleNamespace(
                 remote=lambda address: Ref(Completed(f"rendezvous of rank {rank} at {address}"))
             ),
@@ -129,7 +130,7 @@ def test_every_rank_is_an_actor_with_its_place_and_environment(cluster: Cluster)
         assert given == {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": ("0", "0", "1")[rank]}
         assert rendezvous == "rendezvous of rank 0 at 10.0.0.1" and cloudpickle.loads(pickled) == CONFIG
     assert len(cluster.started) == 3
-    assert [info.node_ip for info in ranks.infos] == ["address 0", "address 1", "address 2"]
+    assert [(info.node_ip, info.pid) for info in ranks.infos] == [("10.0.0.1", 7), ("10.0.0.2", 8), ("10.0.0.2", 9)]
     ranks.check_usable()
     members: Any = ranks.members
     assert (members.id, members.name, members.placement_group) == ("0123456789abcdef", "ours", cluster.group)
@@ -157,6 +158,23 @@ def test_a_rank_that_does_not_start_in_time_frees_everything(cluster: Cluster) -
     with pytest.raises(GroupFailedError, match=r"'ours': the ranks did not start within 0.05 s; see Ray's logs, or raise"):
         begin()
     assert cluster.killed == ["ours"] and cluster.removed == 1
+
+
+def test_a_rank_that_is_stopped_while_it_starts_is_seen_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[Any] = []
+
+    def pulse(workers: Any, infos: Any, given: Any) -> Any:
+        bounds.append(given)
+        return SimpleNamespace(look=lambda: ([1], "is stopped (SIGSTOP)"))
+
+    monkeypatch.setattr(ranks_module, "Pulse", pulse)
+    monkeypatch.setattr(ranks_module, "places_in_code", lambda infos: {})
+    cluster.answers[1] = None
+    with pytest.raises(GroupFailedError, match=r"rank 1 \(process 8 on 10.0.0.2\) is stopped \(SIGSTOP\) in start"):
+        begin(start_timeout=30.0)
+    assert set(cluster.killed) == {"ours"}
+    # Imports and the first use of a GPU may take as long as they like.
+    assert {(each.silence, each.operation) for each in bounds} == {(math.inf, math.inf)}
 
 
 def test_a_rank_that_cannot_start_frees_everything_and_says_why(cluster: Cluster) -> None:

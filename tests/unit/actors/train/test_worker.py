@@ -49,7 +49,8 @@ def test_a_rank_computes_with_its_cores_and_knows_its_place(
 
     monkeypatch.setattr(worker, "create_runtime", create)
     made, outcome = start(rank, world_size, cores)
-    assert outcome == Completed(RankInfo(rank, "a node", "10.0.0.7", os.getpid(), start_time(os.getpid())))
+    assert outcome == Completed(None)
+    assert made.locate() == Completed(RankInfo(rank, "a node", "10.0.0.7", os.getpid(), start_time(os.getpid())))
     context = made._context
     assert context is not None and context.runtime == "runtime of a config"
     assert (context.group_id, context.rank, context.world_size) == ("group", rank, world_size)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from actors.cluster.processes import Process
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group import group as group_module
 from actors.rollout.group.engines import EngineSet
@@ -75,7 +77,11 @@ class Cluster:
                 def remote(self, config: RolloutConfig, engine: int, device: str, require_push: bool) -> Actor:
                     cluster.asked.append((kind, options, self.own, config, engine, device, require_push))
                     number = len(cluster.made)
-                    answers = {"node": NODES[engine], "start": info(engine, number), **cluster.answers[engine]}
+                    answers = {
+                        "locate": (NODES[engine], Process(1, "")),
+                        "start": info(engine, number),
+                        **cluster.answers[engine],
+                    }
                     actor = Actor(f"actor {number} of engine {engine}", answers)
                     cluster.made.append((engine, actor))
                     return actor
@@ -117,7 +123,7 @@ def test_every_engine_starts_at_its_place_among_those_of_its_node(cluster: Clust
     with RolloutGroup(config(require_push=True)) as group:
         assert [engine for engine, _ in cluster.made] == [0, 1, 2]
         places = {0: NodePlace(0, 2), 1: NodePlace(0, 1), 2: NodePlace(1, 2)}
-        assert all(actor.asked == [("node",), ("start", places[engine])] for engine, actor in cluster.made)
+        assert all(actor.asked == [("locate",), ("start", places[engine])] for engine, actor in cluster.made)
         assert group.infos == {engine: info(engine, engine) for engine in NODES} and living(group) == (0, 1, 2)
         for kind, options, own, given, engine, device, require_push in cluster.asked:
             assert kind is group.engine_class and options == {"concurrency_groups": {"turns": 1, "answers": 1, "pulse": 1}}
@@ -128,12 +134,29 @@ def test_every_engine_starts_at_its_place_among_those_of_its_node(cluster: Clust
     assert all(actor.asked[-1] == ("close",) for _, actor in cluster.made)
 
 
-@pytest.mark.parametrize(("method", "engine"), [("node", 2), ("start", 1), ("start", 2)])
+@pytest.mark.parametrize(("method", "engine"), [("locate", 2), ("start", 1), ("start", 2)])
 def test_engines_that_started_are_ended_when_one_of_them_does_not(cluster: Cluster, method: str, engine: int) -> None:
     cluster.answers[engine][method] = WeightCheckError("this one cannot")
     with pytest.raises(WeightCheckError, match="this one cannot"):
         RolloutGroup(config())
     assert sorted(cluster.ray.killed) == sorted(actor.name for _, actor in cluster.made) and len(cluster.made) == 3
+
+
+def test_engines_of_this_node_are_looked_at_until_they_have_joined(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Any] = []
+
+    @contextmanager
+    def looking(processes: Sequence[Process]) -> Iterator[None]:
+        looked.append(list(processes))
+        yield
+        assert [len(actor.asked) for _, actor in cluster.made] == [2] * 3, "they have started"
+
+    cluster.ray.node = "node a"
+    monkeypatch.setattr(group_module, "ending_stopped", looking)
+    with RolloutGroup(config()):
+        assert looked == [[Process(1, "")] * 2]
 
 
 def test_an_engine_may_take_so_long_to_start(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +194,7 @@ def test_a_restart_replaces_one_engine_and_gives_it_every_tenant(cluster: Cluste
     assert living(group) == (0, 1, 2) and not group.lost_engines
     old, new = (actor for engine, actor in cluster.made if engine == 2)
     assert old.asked[-1] == ("close",) and cluster.ray.killed == [old.name] and cluster.asked[-1][-1] is True
-    assert new.asked == [("node",), ("start", NodePlace(1, 2)), *(("push_adapter", *each) for each in pushed)]
+    assert new.asked == [("locate",), ("start", NodePlace(1, 2)), *(("push_adapter", *each) for each in pushed)]
     assert not any(call[0] == "push_adapter" for engine, actor in cluster.made if engine != 2 for call in actor.asked)
     assert group.restart(0) == info(0, 4), "a healthy one, too"
     for engine in (3, -1):

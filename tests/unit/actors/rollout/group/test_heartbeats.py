@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ from ray.exceptions import ActorDiedError
 
 from actors.cluster.processes import Process
 from actors.rollout.config import RolloutConfig
+from actors.rollout.group import heartbeats as module
 from actors.rollout.group.engines import EngineSet
-from actors.rollout.group.heartbeats import LATE_BEATS, STOPPED_LOOKS, Heartbeats, remains_stopped
+from actors.rollout.group.heartbeats import LATE_BEATS, STOPPED_LOOKS, Heartbeats, ending_stopped, remains_stopped
 from actors.wire.segment import host_identity
 from rl_backend.contracts import EngineDeadError, EngineDirtyError
 from tests.support.actors_in_process import Actor, RayInProcess, until, use
@@ -115,3 +117,23 @@ def test_a_process_is_looked_at_before_it_is_ended(child: Process) -> None:
     os.kill(child.pid, signal.SIGSTOP)
     until(lambda: child.is_stopped)
     assert remains_stopped(child, waits.append) and len(waits) == STOPPED_LOOKS and not child.has_ended
+
+
+def test_a_process_that_is_stopped_before_its_engine_has_a_heartbeat_is_ended(
+    child: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
+    with ending_stopped([child]):
+        time.sleep(0.1)
+        assert not child.has_ended
+        os.kill(child.pid, signal.SIGSTOP)
+        until(lambda: child.has_ended)
+
+
+def test_a_process_that_is_stopped_later_is_not(child: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
+    with ending_stopped([child]):
+        pass
+    os.kill(child.pid, signal.SIGSTOP)
+    time.sleep(0.15)
+    assert child.is_stopped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 import socket
 from collections.abc import Sequence
@@ -236,7 +237,7 @@ def generators(seeds: Sequence[int]) -> dict[int, torch.Generator]:
 
 
 def test_a_seeded_token_takes_one_number_and_not_one_for_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllms = TopKTopPSampler.forward_cpu
+    vllms = inspect.unwrap(TopKTopPSampler.forward_cpu)
     monkeypatch.setattr(TopKTopPSampler, "forward_cpu", vllms)
     patches.draw_one_number_for_a_token()
     rows, words = 3, 50
@@ -264,7 +265,7 @@ def test_a_seeded_token_takes_one_number_and_not_one_for_every_word(monkeypatch:
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely_and_never_those_that_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TopKTopPSampler, "forward_cpu", TopKTopPSampler.forward_cpu)
+    monkeypatch.setattr(TopKTopPSampler, "forward_cpu", inspect.unwrap(TopKTopPSampler.forward_cpu))
     patches.draw_one_number_for_a_token()
     sampler: Any = SimpleNamespace(logprobs_mode="raw_logprobs", use_fp64_gumbel=False)
     logits = torch.tensor([-torch.inf, 1.0, 0.0, -torch.inf, 2.0, -1.0, -torch.inf])

@@ -1,0 +1,348 @@
+"""Runs whose processes are killed or stopped at random moments, compared with the same runs left alone.
+
+Each trial is a command that a user would type. From outside, training ranks, engines or workers of an engine are ended by
+SIGKILL or stopped by SIGSTOP; one that was stopped gets SIGCONT when another serves in its place. Metrics (times apart),
+samples and weights must be those of the undisturbed run, beside which other programs keep all cores busy, and in which
+nothing may be replaced.
+
+    make bench NAME=recovery ARGS="--only sft_native --trials 6 --seconds 330 --folder /tmp/recovery"
+
+A trial is written to ``results/recovery.json`` when it ends; the next call takes those that follow it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from actors.cluster.processes import Process
+from benchmarks import environment_tasks
+from benchmarks.process_use import MARK, kind_of, processes
+from benchmarks.report import machine, read_result, write_result
+from examples.demo.task import layers_for, write_task
+from tests.support.runs import differences, outcome
+
+type Kind = Literal["kill", "stop"]
+
+ROOT = Path(__file__).parents[1]
+SIGNALS: Mapping[Kind, signal.Signals] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+MOST_FAULTS = 3
+RUN_SECONDS, END_SECONDS = 280.0, 30.0
+
+REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 7 / 6  # also a model that knows nothing gives some better answers than others
+"""
+ALL = {"ranks": 2, "dtype": "float32", "metrics_to": "none"}
+SUMS = {**ALL, "model": "TASKS/sums/model", "dataset": "TASKS/sums/train.jsonl"}
+SFT = {**SUMS, "steps": 40, "save_every": 5, "batch_size": 8, "lr": 1e-3}
+SAMPLED = {"save_every": 2, "engines": 2, "samples_per_prompt": 4, "lr": 3e-4}
+LENGTHS = {"max_prompt_tokens": 8, "max_response_tokens": 8, "prompts_per_step": 8}
+GRPO = {**SUMS, **SAMPLED, **LENGTHS, "steps": 10, "reward": "TASKS/reward.py:compute_score"}
+TURNS = {"max_response_tokens": 12, "max_episode_tokens": 64, "max_turns": 3, "prompts_per_step": 4}
+CALCULATOR = {"model": "TASKS/calculator/model", "dataset": "TASKS/calculator/train.jsonl"}
+ENVIRONMENT = f"{ROOT / 'examples' / 'episodes.py'}:Calculator"
+EPISODES = {**ALL, **SAMPLED, **TURNS, **CALCULATOR, "steps": 8, "environment": ENVIRONMENT}
+SETTINGS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
+    "sft_native": ("sft", SFT, ("rank",)),
+    "sft_bridge": ("sft", {**SFT, "backend": "bridge"}, ("rank",)),
+    "sft_pp2": ("sft", {**SFT, "pp": 2}, ("rank",)),
+    "grpo": ("grpo", GRPO, ("rank", "engine")),
+    "grpo_bridge": ("grpo", {**GRPO, "backend": "bridge"}, ("rank", "engine")),
+    "grpo_workers": ("grpo", {**GRPO, "engines": 1, "rollout": {"tensor_parallel": 2}}, ("engine", "worker")),
+    "tenants": (
+        "tenants",
+        {**GRPO, "lora": {"rank": 4}, "users": {"ann": {}, "bob": {"lora.rank": 8, "lr": 1e-3}}},
+        ("rank", "engine"),
+    ),
+    "episodes": ("episodes", EPISODES, ("rank", "engine")),
+}
+"""Command, options (``TASKS`` is a folder) and the kinds of processes that are struck."""
+
+RANKS_REPLACED = re.compile(r"warning: training group .*all ranks were replaced in (?:(\d+) min )?([\d.]+) s ")
+ENGINE_LOST = re.compile(r"warning: (engine \d+)\b.*it is started again")
+BEGUN = re.compile(r" model +loading")
+NOT_STRUCK = Process(0, "")
+
+
+@dataclass
+class Fault:
+    """A process that is struck.
+
+    Attributes:
+        moment: steps after the beginning; 2.5 is in the middle of the third step.
+        chosen: which of the processes of this place, from 0 to 1.
+        at: when it was struck, by ``time.monotonic``, as the two below.
+        seen, back: when the run saw it, and when another process served in its place, as far as it said so.
+        woke: it was there still when another had taken its place, and got SIGCONT.
+    """
+
+    kind: Kind
+    place: str
+    moment: float
+    chosen: float
+    process: Process = NOT_STRUCK
+    at: float = math.inf
+    seen: float | None = None
+    back: float | None = None
+    woke: bool = False
+
+    def told(self) -> dict[str, Any]:
+        seconds = {
+            "seen_seconds": None if self.seen is None else round(self.seen - self.at, 2),
+            "lost_seconds": None if self.back is None else round(self.back - self.at, 2),
+        }
+        return {"kind": self.kind, "place": self.place, "step": round(self.moment, 2), **seconds, "woke": self.woke}
+
+
+def draw(name: str, number: int, steps: int, places: Sequence[str]) -> list[Fault]:
+    """The faults of a trial, always the same of one number; every place has its turn as the first that is drawn."""
+    generator = random.Random(f"{name} {number}")
+    first, rest = places[number % len(places)], range(generator.randrange(MOST_FAULTS))
+    found = [
+        Fault(generator.choice(list(SIGNALS)), place, generator.uniform(0, steps + 0.2), generator.random())
+        for place in [first, *(generator.choice(places) for _ in rest)]
+    ]
+    return sorted(found, key=lambda fault: fault.moment)
+
+
+@dataclass
+class Command:
+    """A run in a process of its own; ``lines`` are what it has said, each with when it came."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    mark: str
+    lines: list[tuple[float, str]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, name: str, folder: Path, tasks: Path) -> Command:
+        example, options, _ = SETTINGS[name]
+        folder.mkdir(parents=True)
+        (folder / "options.json").write_text(json.dumps(options).replace("TASKS", str(tasks)))
+        files = ("--config", str(folder / "options.json"), "--run-dir", str(folder / "run"))
+        mark = uuid.uuid4().hex
+        process = subprocess.Popen(
+            (sys.executable, "-m", "rl_backend.cli", example, *files),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, MARK: mark},
+        )
+        made = cls(process, folder, mark)
+        threading.Thread(target=made._read, daemon=True).start()
+        return made
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with (self.folder / "log").open("w", buffering=1) as log:
+            for line in self.process.stdout:
+                self.lines.append((time.monotonic(), line.rstrip()))
+                log.write(line)
+
+    def steps(self) -> int:
+        """Steps of which metrics were written, of several users the mean; -1 before models are built."""
+        if not any(BEGUN.search(line) for _, line in self.lines):
+            return -1
+        counts = [file.read_bytes().count(b"\n") for file in (self.folder / "run").rglob("metrics.jsonl")]
+        return sum(counts) // max(len(counts), 1)
+
+    def disturb(self, faults: Sequence[Fault], pace: float) -> None:
+        """Strikes at the moments of ``faults`` until the run ends or takes too long; ``pace`` is the seconds of a step."""
+        left, due = list(faults), math.inf
+        deadline = time.monotonic() + RUN_SECONDS
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if left and math.isinf(due) and self.steps() >= int(left[0].moment):
+                due = time.monotonic() + left[0].moment % 1 * pace
+            if time.monotonic() >= due:
+                struck = self._strike(left[0], {fault.process for fault in faults})
+                left, due = (left[1:], math.inf) if struck else (left, due + 0.2)
+            attribute(self.lines, faults)
+            for fault in faults:
+                if fault.kind == "stop" and fault.back is not None and not fault.woke and not fault.process.has_ended:
+                    fault.woke = True
+                    os.kill(fault.process.pid, signal.SIGCONT)
+            time.sleep(0.02)
+        self.process.kill()
+        self.process.wait()
+        time.sleep(0.2)  # for the last lines
+        attribute(self.lines, faults)
+
+    def _strike(self, fault: Fault, struck: set[Process]) -> bool:
+        """False while no process of this place is there."""
+        found = {Process.of(pid) for pid, command in processes(self.mark) if kind_of(command) == fault.place}
+        there = sorted(process for process in found - struck if process.started)
+        if there:
+            fault.process, fault.at = there[int(fault.chosen * len(there))], time.monotonic()
+            with suppress(ProcessLookupError):
+                os.kill(fault.process.pid, SIGNALS[fault.kind])
+        return bool(there)
+
+    def end(self) -> int:
+        """Ends what the run has left behind when :data:`END_SECONDS` have passed; the number of those processes (and so of
+        who may hold ports, sockets or groups).
+        """
+        deadline = time.monotonic() + END_SECONDS
+        while (left := dict(processes(self.mark))) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(left)
+
+
+def attribute(lines: Sequence[tuple[float, str]], faults: Sequence[Fault]) -> None:
+    """Notes when the run saw each fault that has struck, and when another process served in its place.
+
+    Of one that struck while others took the place of processes that were lost before, the run does not tell.
+    """
+    told: set[float] = set()
+    for fault in faults:
+        after = [(when, line) for when, line in lines if when >= fault.at]
+        if fault.place == "rank":
+            replaced = [(when, line, found) for when, line in after if (found := RANKS_REPLACED.search(line))]
+            for when, line, found in replaced[:1]:
+                began, fault.back = when - 60 * int(found[1] or 0) - float(found[2]), when
+                if began >= fault.at or f"process {fault.process.pid} on" in line:
+                    fault.seen = max(began, fault.at)
+            continue
+        lost = [(when, found[1]) for when, line in after if when not in told and (found := ENGINE_LOST.search(line))]
+        since, engine = lost[0] if lost else (fault.at, "")
+        if lost:
+            fault.seen = since
+            told.add(since)
+        fault.back = next((when for when, line in after if when >= since and f"{engine} was replaced after" in line), None)
+
+
+def left_alone(name: str, folder: Path, tasks: Path, busy: int) -> dict[str, Any]:
+    """The undisturbed run of a setting, beside ``busy`` programs that compute all the time."""
+    neighbours = [subprocess.Popen((sys.executable, "-c", "while True: pass")) for _ in range(busy)]
+    try:
+        command = Command.start(name, folder, tasks)
+        command.disturb((), 1.0)
+    finally:
+        for each in neighbours:
+            each.kill()
+            each.wait()
+    if command.process.returncode or command.end():
+        said = "\n".join(line for _, line in command.lines[-20:])
+        raise RuntimeError(f"{name}, left alone, ended with {command.process.returncode} or left processes:\n{said}")
+    (folder / "whole").touch()
+    replaced = sum(bool(RANKS_REPLACED.search(line) or ENGINE_LOST.search(line)) for _, line in command.lines)
+    return {"setting": name, "busy": busy, "replaced": replaced}
+
+
+def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> dict[str, Any]:
+    """A run with faults, and in what it differs from the undisturbed one in ``expected``."""
+    (_, options, places), began, wanted = SETTINGS[name], time.monotonic(), outcome(expected / "run")
+    faults = draw(name, number, options["steps"], places)
+    command = Command.start(name, folder, tasks)
+    metrics = next(lines for file, lines in wanted.items() if file.endswith("metrics.jsonl"))
+    command.disturb(faults, statistics.median(sum(step[each] for each in step if "seconds/" in each) for step in metrics))
+    status, left = command.process.returncode, command.end()
+    return {
+        "setting": name,
+        "number": number,
+        "status": status,
+        "differs_in": ["it failed"] if status else differences(outcome(folder / "run"), wanted)[:8],
+        "faults": [fault.told() for fault in faults if fault.at < math.inf],
+        "left": {"processes": left, "segments": stale_segments()},
+        "seconds": round(time.monotonic() - began, 1),
+        **({"said": [line for _, line in command.lines[-8:]]} if status else {}),
+    }
+
+
+def stale_segments() -> int:
+    """Segments of weights whose owner has ended, by its number and start in their names (``actors/wire/segment.py``)."""
+    names = (path.name.split("-") for path in Path("/dev/shm").glob("rl_backend_weights-*"))
+    return sum(Process(int(name[2]), name[3]).has_ended for name in names)
+
+
+def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Shares of trials that ended, and that ended as the undisturbed run, by what was struck; seconds of their faults."""
+    found: dict[str, Any] = {}
+    for group, places in {"ranks": ("rank",), "engines": ("engine", "worker")}.items():
+        struck = [each for each in trials if any(fault["place"] in places for fault in each["faults"])]
+        faults = [fault for each in struck for fault in each["faults"] if fault["place"] in places]
+        lost = [fault["lost_seconds"] for fault in faults if fault["lost_seconds"] is not None]
+        seen = {kind: [fault["seen_seconds"] for fault in faults if fault["kind"] == kind] for kind in SIGNALS}
+        found[group] = {
+            "trials": len(struck),
+            "faults": len(faults),
+            "recovered_fraction": share(each["status"] == 0 for each in struck),
+            "equal_fraction": share(not each["differs_in"] for each in struck),
+            "detect_seconds_p95": {kind: p95(seconds) for kind, seconds in seen.items()},
+            "lost_seconds_median": round(statistics.median(lost), 2) if lost else None,
+            "woke": sum(fault["woke"] for fault in faults),
+        }
+    left = {kind: sum(each["left"][kind] for each in trials) for kind in ("processes", "segments")}
+    false = {"runs": len(undisturbed), "replaced": sum(each["replaced"] for each in undisturbed)}
+    return {**found, "left": left, "false_replacements": false}
+
+
+def share(values: Iterable[bool]) -> float | None:
+    known = list(values)
+    return round(sum(known) / len(known), 3) if known else None
+
+
+def p95(values: Iterable[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None)
+    return known[math.ceil(0.95 * len(known)) - 1] if known else None
+
+
+def record(trials: Sequence[Mapping[str, Any]] = (), undisturbed: Sequence[Mapping[str, Any]] = ()) -> None:
+    before = read_result("recovery")
+    every = {"undisturbed": [*before.get("undisturbed", []), *undisturbed], "trials": [*before.get("trials", []), *trials]}
+    write_result("recovery", {**figures(every["trials"], every["undisturbed"]), **every, "machine": machine()})
+
+
+def measure(names: list[str], arguments: argparse.Namespace, folder: Path) -> None:
+    began, tasks, longest = time.monotonic(), folder / "tasks", dict.fromkeys(names, 0.0)
+    if not tasks.exists():
+        write_task(tasks / "sums", 0, num_layers=layers_for(2))
+        environment_tasks.write_task(tasks / "calculator", "calculator")
+        (tasks / "reward.py").write_text(REWARD)
+    for name in names * arguments.trials:
+        expected, now = folder / f"{name}-alone", time.monotonic()
+        if not (expected / "whole").exists() and now - began < arguments.seconds / 2:
+            record(undisturbed=[left_alone(name, expected, tasks, arguments.busy)])
+            longest[name] = time.monotonic() - now
+        if time.monotonic() - began + 1.2 * longest[name] > arguments.seconds or not (expected / "whole").exists():
+            continue
+        number = sum(each["setting"] == name for each in read_result("recovery").get("trials", []))
+        found = trial(name, number, folder / f"{name}-{number}-{uuid.uuid4().hex[:4]}", tasks, expected)
+        record(trials=[found])
+        longest[name] = max(longest[name], found["seconds"])
+        print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=tuple(SETTINGS), action="append", help="this kind of run (may be given again)")
+    parser.add_argument("--trials", type=int, default=6, help="more trials of each kind of run")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no trial that would end later")
+    parser.add_argument("--busy", type=int, default=4, help="programs that compute beside an undisturbed run")
+    parser.add_argument("--folder", type=Path, help="of all runs; undisturbed ones that are there are not run again")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        measure(arguments.only or list(SETTINGS), arguments, arguments.folder or Path(temporary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The benchmark of recovery: what it draws, what it reads from a run's lines, and what it counts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.cluster.processes import Process
+from actors.rollout.group.healing import EngineEvent
+from actors.train.recovery import Recovered
+from actors.watch.engines import EngineEvents
+from benchmarks.process_use import MARK, kind_of, processes
+from benchmarks.recovery import SETTINGS, Fault, attribute, draw, figures
+from rl_backend.contracts import EngineDeadError
+from tests.support.runs import differences, outcome, write_run
+
+
+def fault(place: str, at: float, pid: int = 0) -> Fault:
+    return Fault("kill", place, 1.5, 0.0, Process(pid, "1"), at)
+
+
+def test_faults_are_drawn_by_the_number_of_a_trial_and_every_place_has_its_turn() -> None:
+    places = ("rank", "engine")
+    assert draw("grpo", 3, 10, places) == draw("grpo", 3, 10, places) != draw("grpo", 4, 10, places)
+    drawn = [draw("grpo", number, 10, places) for number in range(40)]
+    for number, faults in enumerate(drawn):
+        assert places[number % 2] in [each.place for each in faults] and 1 <= len(faults) <= 3
+        assert [each.moment for each in faults] == sorted(each.moment for each in faults)
+        assert all(0 <= each.moment <= 10.2 and each.at == math.inf for each in faults)
+    assert {each.kind for faults in drawn for each in faults} == {"kill", "stop"}
+    assert all(set(places) <= {"rank", "engine", "worker"} for _, _, places in SETTINGS.values())
+
+
+def rank_line(pid: int, seconds: float) -> str:
+    why = f"training group 'train-1': rank 1 (process {pid} on 127.0.0.1) died during operation 5 (step); Ray says: gone"
+    return f"warning: {Recovered(why, 3, 1, seconds).describe()}"
+
+
+def engine_lines(capsys: pytest.CaptureFixture[str], *events: EngineEvent) -> list[str]:
+    rollout: Any = SimpleNamespace(config=SimpleNamespace(max_restarts=3))
+    heard = EngineEvents(rollout)
+    for event in events:
+        heard._heard(event)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_rank_was_seen_when_its_replacement_began() -> None:
+    faults = [fault("rank", 10.0, 41), fault("rank", 13.0, 42), fault("rank", 30.0, 43), fault("rank", 200.0, 44)]
+    lines = [(9.0, rank_line(40, 2.0)), (20.0, rank_line(41, 9.0)), (120.0, rank_line(43, 88.0)), (130.0, "step 9/10")]
+    attribute(lines, faults)
+    # The second one struck while the first was being replaced.
+    assert [(each.seen, each.back) for each in faults] == [(11.0, 20.0), (None, 20.0), (32.0, 120.0), (None, None)]
+    assert faults[0].told() == {
+        "kind": "kill", "place": "rank", "step": 1.5, "seen_seconds": 1.0, "lost_seconds": 10.0, "woke": False
+    }  # fmt: skip
+
+
+def test_an_engine_was_seen_when_the_run_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    died = str(EngineDeadError("engine 1 is dead: its process ended (gone)"))
+    first, second, again, later = engine_lines(
+        capsys,
+        EngineEvent(1, "died", died),
+        EngineEvent(0, "hung", died.replace("engine 1", "engine 0")),
+        EngineEvent(0, "replaced", "hung", 6.0),
+        EngineEvent(1, "replaced", "died", 9.0),
+    )
+    faults = [fault("engine", 10.0), fault("worker", 10.5), fault("engine", 40.0)]
+    attribute([(11.0, first), (12.0, second), (18.0, again), (20.0, later)], faults)
+    assert [(each.seen, each.back) for each in faults] == [(11.0, 20.0), (12.0, 18.0), (None, None)]
+
+
+def test_processes_are_found_by_what_they_inherit_and_told_apart() -> None:
+    mark = uuid.uuid4().hex
+    with subprocess.Popen((sys.executable, "-c", "input()"), stdin=subprocess.PIPE, env={**os.environ, MARK: mark}) as made:
+        (found,) = processes(mark)
+        made.communicate(b"\n")
+    assert found[0] == made.pid and kind_of(found[1]) == "rest"
+    titles = ("ray::TrainWorker.execute", "ray::RolloutEngine", "VLLM::Worker_TP1", "ray::IDLE")
+    assert [kind_of(title) for title in titles] == ["rank", "engine", "worker", "rest"]
+    assert list(processes("none")) == []
+
+
+def trial(status: int, differs_in: list[str], *faults: tuple[str, str, float | None]) -> dict[str, Any]:
+    told = [
+        {"kind": kind, "place": place, "seen_seconds": seen, "lost_seconds": seen, "woke": False}
+        for kind, place, seen in faults
+    ]
+    left = {"processes": 0, "segments": 1}
+    return {"status": status, "differs_in": differs_in, "faults": told, "left": left}
+
+
+def test_figures_are_of_the_trials_that_struck_a_place() -> None:
+    trials = [
+        trial(0, [], ("kill", "rank", 1.0), ("stop", "rank", 5.0)),
+        trial(2, ["it failed"], ("kill", "rank", 3.0), ("kill", "worker", None)),
+        trial(0, ["metrics.jsonl:3: loss"], ("stop", "engine", 4.0)),
+    ]
+    found = figures(trials, [{"replaced": 0}, {"replaced": 1}])
+    ranks, engines = found["ranks"], found["engines"]
+    assert (ranks["trials"], ranks["faults"], ranks["recovered_fraction"], ranks["equal_fraction"]) == (2, 3, 0.5, 0.5)
+    assert (engines["trials"], engines["recovered_fraction"], engines["equal_fraction"]) == (2, 0.5, 0.0)
+    assert ranks["detect_seconds_p95"] == {"kill": 3.0, "stop": 5.0} and ranks["lost_seconds_median"] == 3.0
+    assert engines["detect_seconds_p95"] == {"kill": None, "stop": 4.0}
+    assert found["left"]["segments"] == 3 and found["false_replacements"] == {"runs": 2, "replaced": 1}
+    nothing = figures([], [])["ranks"]
+    assert nothing["recovered_fraction"] is None and nothing["lost_seconds_median"] is None
+
+
+def test_runs_differ_in_metrics_samples_and_weights_and_not_in_times_and_events(tmp_path: Path) -> None:
+    def run(name: str, changes: dict[str, Any], reward: float = 1.0, weights: bytes = b"w") -> dict[str, Any]:
+        metrics = {"loss": 0.5, "seconds/train": 1.0, "log_prob_gap": 1e-7}
+        written = write_run(tmp_path / name, 2, lambda step: metrics | changes, [{"reward": reward}])
+        for folder in ("model", "checkpoints/step-1/policy"):
+            (written / folder).mkdir(parents=True)
+        (written / "model" / "model.safetensors").write_bytes(weights)
+        (written / "checkpoints" / "step-1" / "policy" / "a.safetensors").write_text(name)
+        return outcome(written)
+
+    wanted = run("wanted", {})
+    events = {"seconds/train": 9.0, "recovery/count": 1.0, "engines/died": 1.0, "log_prob_gap": 9e-6}
+    assert differences(run("same", events), wanted) == []
+    assert differences(run("far", {"log_prob_gap": 1e-4}), wanted)[0] == "metrics.jsonl:1: log_prob_gap"
+    assert differences(run("other", {"loss": math.nextafter(0.5, 1)}), wanted)[0] == "metrics.jsonl:1: loss"
+    found = differences(run("samples", {}, reward=0.0, weights=b"v"), wanted)
+    assert found == ["model/model.safetensors", "samples.jsonl:1: reward"]
+    assert differences({**wanted, "held_out.jsonl": []}, wanted) == ["only one run has held_out.jsonl"]
+    json.dumps(wanted)
