@@ -36,13 +36,15 @@ def shared_prefixes(batch: PackedBatch, *, replays: bool, owners: Sequence[int] 
 
 
 def compared_tokens(input_ids: Tensor, token_fields: Mapping[str, Tensor], *, replays: bool) -> Tensor | None:
-    """(T,) or (T, C) int64: what a model computes with at each token; None where that is too much to compare."""
+    """(T,) int64 or (T, C) uint8: what a model computes with at each token; None where that is too much to compare."""
     if KEYS in token_fields:
         return None
     if not replays or ROUTES not in token_fields:
         return input_ids
     fields = [token_fields[name] for name in (ROUTES, ROUTES_MASK) if name in token_fields]
-    return torch.cat([field.reshape(len(input_ids), -1).to(torch.int64) for field in (input_ids, *fields)], dim=1)
+    rows = [field.reshape(len(input_ids), -1).contiguous() for field in (input_ids, *fields)]
+    # Their bytes: a driver has those of a whole batch, and routes as int64 would be eight times as many.
+    return torch.cat([field.view(torch.uint8) for field in rows], dim=1)
 
 
 def grow(sequences: Sequence[Tensor]) -> PrefixTree:

@@ -80,10 +80,26 @@ def test_replayed_tokens_are_shared_where_their_routes_are_equal(monkeypatch: py
     mask[7] = False
     tree = shared_prefixes(batch, replays=True)
     assert tree is not None and tree.num_rows == 11
+    assert shared_prefixes(batch, replays=True, owners=[4, 4]) == tree
+    assert shared_prefixes(batch, replays=True, owners=[4, 5]) is None
     # Malformed routes are refused elsewhere.
     compared = compared_tokens(torch.arange(3), {"routed_experts": torch.zeros(3)}, replays=True)
-    assert compared is not None and compared.shape == (3, 2)
+    assert compared is not None and compared.shape == (3, 8 + 4)
     assert compared_tokens(torch.arange(3), {"indexed_keys": torch.zeros(3, 1, 1)}, replays=False) is None
+
+
+def test_compared_routes_take_no_more_memory_than_they_are_and_every_byte_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "SHORTEST_RUN", 1)
+    for dtype, size in ((torch.uint8, 1), (torch.int16, 2), (torch.int32, 4)):
+        routes = torch.zeros(8, 3, 2, dtype=dtype)
+        mask = torch.ones(8, dtype=torch.bool)
+        given = {"routed_experts": routes, "routed_experts_mask": mask}
+        batch = PackedBatch(torch.arange(4).repeat(2), torch.tensor([4, 4]), given)
+        compared = compared_tokens(batch.input_ids, given, replays=True)
+        assert compared is not None and (compared.dtype, compared.shape) == (torch.uint8, (8, 8 + 6 * size + 1))
+        routes[6, 2, 1] = 1 << (8 * size - 2)
+        tree = shared_prefixes(batch, replays=True)
+        assert tree is not None and tree.num_rows == 6
 
 
 def group(prompt: int, count: int, length: int = 40, answer: int = 10) -> list[Tensor]:
