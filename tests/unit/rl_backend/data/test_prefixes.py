@@ -137,6 +137,16 @@ def test_a_group_is_cut_where_it_has_no_room_or_ranks_would_wait() -> None:
     assert several is not None and several.num_micro_batches == 2
 
 
+def test_a_group_without_room_is_cut_between_its_branches() -> None:
+    """All begin with the same 40 tokens: each of five prompts stays with its six answers."""
+    system = torch.arange(2000, 2040)
+    sequences = [torch.cat((system, ids)) for prompt in range(5) for ids in group(prompt, 6, 100)]
+    random.Random(0).shuffle(sequences)
+    plan = plan_shared(sequences, 1, 600)
+    # 40 + 2 * (100 + 6 * 10), and of three; in halves of 15 it would be 490 twice.
+    assert plan is not None and sorted(computed(plan, sequences)[0]) == [360, 520]
+
+
 def test_plans_are_todays_where_nothing_is_shared_or_there_is_no_room() -> None:
     assert plan_shared([torch.arange(index, index + 50) for index in range(4)], 1, 100) is None
     assert plan_shared(group(1, 2), 1, 49) is None, "a sequence alone is too long"
