@@ -1,6 +1,7 @@
 """Shared prefixes: which sequences begin with the same tokens, found from the tokens alone."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Self
 
 import torch
@@ -36,13 +37,15 @@ def shared_prefixes(batch: PackedBatch, *, replays: bool, owners: Sequence[int] 
 
 
 def compared_tokens(input_ids: Tensor, token_fields: Mapping[str, Tensor], *, replays: bool) -> Tensor | None:
-    """(T,) or (T, C) int64: what a model computes with at each token; None where that is too much to compare."""
+    """(T,) int64 or (T, C) uint8: what a model computes with at each token; None where that is too much to compare."""
     if KEYS in token_fields:
         return None
     if not replays or ROUTES not in token_fields:
         return input_ids
     fields = [token_fields[name] for name in (ROUTES, ROUTES_MASK) if name in token_fields]
-    return torch.cat([field.reshape(len(input_ids), -1).to(torch.int64) for field in (input_ids, *fields)], dim=1)
+    rows = [field.reshape(len(input_ids), -1).contiguous() for field in (input_ids, *fields)]
+    # Their bytes: a driver has those of a whole batch, and routes as int64 would be eight times as many.
+    return torch.cat([field.view(torch.uint8) for field in rows], dim=1)
 
 
 def grow(sequences: Sequence[Tensor]) -> PrefixTree:
@@ -148,16 +151,31 @@ def _fitting_parts(sequences: Sequence[Tensor], tree: PrefixTree, max_tokens: in
         groups.setdefault(tree.path(end)[0], []).append(index)
     # In the order of the tree: neighbours share most.
     waiting = [sorted(group, key=lambda index: (tree.ends[index], index)) for group in reversed(groups.values())]
+    key_lens, paths = tree.key_lens, [set(tree.path(end)) for end in tree.ends]
+    shared = {
+        first: max(key_lens[run] for run in paths[first] & paths[second])
+        for group in waiting
+        for first, second in pairwise(group)
+    }
     parts = list[_Part]()
     while waiting:
         part = _Part.of(sequences, waiting.pop())
         if part.rows <= max_tokens:
             parts.append(part)
         elif len(part.members) > 1:
-            waiting += reversed(part.halves)
+            waiting += reversed(_cut(part.members, shared))
         else:
             return []
     return parts
+
+
+def _cut(members: list[int], shared: Mapping[int, int]) -> list[list[int]]:
+    """Two parts of similar size, cut where neighbours share least. ``shared``: what each shares with the next."""
+    # Where all sequences have a system prompt in common, groups stay whole.
+    middle, margin = len(members) // 2, max(len(members) // 4, 1)
+    places = range(margin, len(members) - margin + 1)
+    place = min(places, key=lambda at: (shared[members[at - 1]], abs(at - middle)))
+    return [members[:place], members[place:]]
 
 
 def _members(plan: _MicroBatches, parts: Sequence[_Part]) -> _MicroBatches:

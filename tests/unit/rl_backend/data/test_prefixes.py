@@ -80,10 +80,26 @@ def test_replayed_tokens_are_shared_where_their_routes_are_equal(monkeypatch: py
     mask[7] = False
     tree = shared_prefixes(batch, replays=True)
     assert tree is not None and tree.num_rows == 11
+    assert shared_prefixes(batch, replays=True, owners=[4, 4]) == tree
+    assert shared_prefixes(batch, replays=True, owners=[4, 5]) is None
     # Malformed routes are refused elsewhere.
     compared = compared_tokens(torch.arange(3), {"routed_experts": torch.zeros(3)}, replays=True)
-    assert compared is not None and compared.shape == (3, 2)
+    assert compared is not None and compared.shape == (3, 8 + 4)
     assert compared_tokens(torch.arange(3), {"indexed_keys": torch.zeros(3, 1, 1)}, replays=False) is None
+
+
+def test_compared_routes_take_no_more_memory_than_they_are_and_every_byte_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "SHORTEST_RUN", 1)
+    for dtype, size in ((torch.uint8, 1), (torch.int16, 2), (torch.int32, 4)):
+        routes = torch.zeros(8, 3, 2, dtype=dtype)
+        mask = torch.ones(8, dtype=torch.bool)
+        given = {"routed_experts": routes, "routed_experts_mask": mask}
+        batch = PackedBatch(torch.arange(4).repeat(2), torch.tensor([4, 4]), given)
+        compared = compared_tokens(batch.input_ids, given, replays=True)
+        assert compared is not None and (compared.dtype, compared.shape) == (torch.uint8, (8, 8 + 6 * size + 1))
+        routes[6, 2, 1] = 1 << (8 * size - 2)
+        tree = shared_prefixes(batch, replays=True)
+        assert tree is not None and tree.num_rows == 6
 
 
 def group(prompt: int, count: int, length: int = 40, answer: int = 10) -> list[Tensor]:
@@ -119,6 +135,16 @@ def test_a_group_is_cut_where_it_has_no_room_or_ranks_would_wait() -> None:
     assert even is not None and computed(even, three) == [[200], [200]], "two groups beside one would let a rank wait"
     several = plan_shared(group(1, 8), 1, 1000, multiple_of=2)
     assert several is not None and several.num_micro_batches == 2
+
+
+def test_a_group_without_room_is_cut_between_its_branches() -> None:
+    """All begin with the same 40 tokens: each of five prompts stays with its six answers."""
+    system = torch.arange(2000, 2040)
+    sequences = [torch.cat((system, ids)) for prompt in range(5) for ids in group(prompt, 6, 100)]
+    random.Random(0).shuffle(sequences)
+    plan = plan_shared(sequences, 1, 600)
+    # 40 + 2 * (100 + 6 * 10), and of three; in halves of 15 it would be 490 twice.
+    assert plan is not None and sorted(computed(plan, sequences)[0]) == [360, 520]
 
 
 def test_plans_are_todays_where_nothing_is_shared_or_there_is_no_room() -> None:
