@@ -83,7 +83,7 @@ def make_app(server: Server) -> FastAPI:
     app.add_exception_handler(BusyError, lambda _, error: JSONResponse({"detail": str(error)}, 429))
     app.add_exception_handler(RLBackendError, lambda _, error: JSONResponse({"detail": str(error)}, 400))
     app.add_exception_handler(KeyError, lambda _, error: JSONResponse({"detail": f"body: {error} is missing"}, 400))
-    for kind in (TypeError, ValueError, AttributeError):
+    for kind in (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         app.add_exception_handler(kind, lambda _, error: JSONResponse({"detail": f"body: {error}"}, 400))
     api = APIRouter(prefix="/api/v1")
     _add_sessions(api, server)

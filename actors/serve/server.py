@@ -11,8 +11,8 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,9 @@ class Server:
         self.started = time.time()
         self.errors = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._snapshots: dict[str, deque[Path]] = {}
+        # When each was made, and its folder.
+        self._snapshots: dict[str, deque[tuple[float, Path]]] = {}
+        self._open_samples = 0
 
     # Sessions.
 
@@ -180,15 +182,21 @@ class Server:
         """For as long as the server lives: ends sessions that are silent, and forgets old results."""
         while True:
             await asyncio.sleep(min(_SWEEP_SECONDS, self.limits.session_timeout / 4))
-            now = time.time()
-            for session in self.store.rows(SESSIONS, ended=False):
-                if session["seen"] < now - self.limits.session_timeout:
-                    silent = f"the session sent no heartbeat for {self.limits.session_timeout:g} s and has ended"
-                    await self.end_session(session["id"], f"{silent}; create a run from a checkpoint")
-            for checkpoint in self.store.rows(CHECKPOINTS):
-                if checkpoint["expires"] is not None and checkpoint["expires"] < now:
-                    self._delete_checkpoint(checkpoint)
-            self.store.forget_results(now - self.limits.keep_results)
+            try:
+                await self._sweep_once()
+            except Exception:
+                logger.exception("sweeping failed, and is tried again")
+
+    async def _sweep_once(self) -> None:
+        now = time.time()
+        for session in self.store.rows(SESSIONS, ended=False):
+            if session["seen"] < now - self.limits.session_timeout:
+                silent = f"the session sent no heartbeat for {self.limits.session_timeout:g} s and has ended"
+                await self.end_session(session["id"], f"{silent}; create a run from a checkpoint")
+        for checkpoint in self.store.rows(CHECKPOINTS):
+            if checkpoint["expires"] is not None and checkpoint["expires"] < now:
+                self._delete_checkpoint(checkpoint)
+        self.store.forget_results(now - self.limits.keep_results)
 
     # Runs.
 
@@ -321,15 +329,15 @@ class Server:
             self.training.save(run, folder, state=False)
             self._add_sampler(owner, session, sampler, None, folder, self._lora_of(run))
             kept = self._snapshots.setdefault(run.id, deque())
-            kept.append(folder)
+            kept.append((time.time(), folder))
             if len(kept) > self.limits.snapshots:
-                asyncio.run_coroutine_threadsafe(self._delete(kept.popleft()), loop)
+                asyncio.run_coroutine_threadsafe(self._delete(kept.popleft()[1]), loop)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
 
         return self.call(owner, asked, work)
 
-    def newest_snapshot(self, run: str) -> Path | None:
-        """The folder of a run's last unnamed snapshot; None where it has none, or the server was restarted since."""
+    def newest_snapshot(self, run: str) -> tuple[float, Path] | None:
+        """When a run's last unnamed snapshot was made, and its folder; None where this server has made none."""
         kept = self._snapshots.get(run)
         return kept[-1] if kept else None
 
@@ -441,13 +449,33 @@ class Server:
         count = number_in({"num_samples": 1, **asked}, "num_samples")
         if count > self.limits.open_samples:
             raise BatchError(f"num_samples={count}: this server takes up to {self.limits.open_samples} in a request")
-        if self.sampling.open and self.sampling.open + count > self.limits.open_samples:
-            raise BusyError(f"{self.sampling.open} samples are open; ask again")
+        self.require_places(count)
         seq_id = secrets.randbits(62) if asked.get("seq_id") is None else number_in(asked, "seq_id")
         request_id, is_new = self.store.accept(sampler["id"], seq_id, owner)
         if is_new:
-            self._tasks[request_id] = asyncio.get_running_loop().create_task(self._sample(request_id, asked, sampler))
+            task = asyncio.get_running_loop().create_task(self._sample(request_id, asked, sampler))
+            self._tasks[request_id] = task
+            self._open_samples += count
+            # Not in the task: one that is cancelled before it begins never runs.
+            task.add_done_callback(lambda _: self._give_back(count))
         return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}/{index}" for index in range(count)]}
+
+    def require_places(self, count: int) -> None:
+        """Raises :class:`BusyError` where so many samples more are too many. Those that wait for an engine count too."""
+        if self._open_samples and self._open_samples + count > self.limits.open_samples:
+            raise BusyError(f"{self._open_samples} samples are open; ask again")
+
+    @contextmanager
+    def places(self, count: int) -> Iterator[None]:
+        """Inside, so many samples more are open."""
+        self._open_samples += count
+        try:
+            yield
+        finally:
+            self._give_back(count)
+
+    def _give_back(self, count: int) -> None:
+        self._open_samples -= count
 
     def cancel(self, owner: str, request_id: str) -> None:
         """Ends a request for samples, which fails; one that is answered, or is no such request, stays as it is.

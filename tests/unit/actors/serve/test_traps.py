@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import zstandard
 
 from actors.serve import app
+from actors.serve.openai import _newest
 from actors.serve.store import RUNS
 from actors.serve.wire import Datum, PassRequest, read_answer, read_pass, write_request
 from rl_backend.contracts import BatchError
@@ -210,3 +213,56 @@ def test_clients_at_one_time_get_the_bits_that_each_has_alone(running: SimpleNam
     assert any(len(set(shared)) > 1 for shared in running.group.passes[passes:])
     for one, two in zip(alone, together, strict=True):
         assert one.equals(two)
+
+
+def test_samples_that_wait_for_an_engine_are_counted(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    async def waits(*_: Any) -> bytes:
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
+        return b""
+
+    with served(model, tmp_path, open_samples=4) as small:
+        monkeypatch.setattr(small.server.sampling, "answer", waits)
+        wire = Wire(small.url)
+        session = wire.post("create_session").json()["session_id"]
+        made = wire.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=str(model))
+        asked = {"sampling_session_id": made.json()["sampling_session_id"], "prompt": {}, "num_samples": 2}
+        assert [wire.post("asample", seq_id=number, **asked).status_code for number in range(3)] == [200, 200, 429]
+        gate.set()
+        until(lambda: wire.post("asample", seq_id=2, **asked).status_code == 200)
+
+
+def test_a_server_that_runs_is_not_open_to_all_when_its_last_key_is_removed(model: Path, tmp_path: Path) -> None:
+    with served(model, tmp_path) as shared:
+        ann = Wire(shared.url, shared.store.make_key("ann"))
+        assert ann.get("sessions").status_code == 200
+        shared.store.remove_key("ann")
+        assert {each.get("sessions").status_code for each in (ann, Wire(shared.url))} == {401}
+
+
+def test_sweeping_goes_on_after_it_has_failed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: float) -> None:
+        raise OSError("no space is left")
+
+    with served(model, tmp_path, session_timeout=0.8) as strict:
+        monkeypatch.setattr(strict.store, "forget_results", fail)
+        Wire(strict.url).run(model)
+        until(lambda: not strict.training.waiting)
+
+
+def test_a_run_answers_with_what_it_saved_last_named_or_not(running: SimpleNamespace, model: Path) -> None:
+    wire = Wire(running.url)
+    _, run = wire.run(model)
+
+    def save(seq_id: int, **named: Any) -> Path | None:
+        made = wire.post("save_weights_for_sampler", model_id=run, seq_id=seq_id, **named)
+        assert "error" not in wire.answer(made).json()
+        return _newest(running.server, "local", run)
+
+    first = save(1, sampling_session_seq_id=0)
+    assert first is not None and first.parent.name == "snapshots"
+    second = save(2, path="later")
+    assert second is not None and second.parent.name == "checkpoints"
+    assert save(3, sampling_session_seq_id=1) not in (None, first, second)
