@@ -32,7 +32,6 @@ _CONFIG = {
 }
 _NOT_SERVED = {
     "POST /create_custom_loss": "custom losses on the server",
-    "POST /save_weights_external": "save_weights_external",
     "POST /copy_weights": "copy_weights",
     "POST /sessions/search": "search of sessions",
 }
@@ -196,6 +195,14 @@ def _add_training(api: APIRouter, server: Server) -> None:
         if asked.get("path") is None:
             return server.snapshot(owner, asked)
         return server.save(owner, asked, "sampler_weights")
+
+    @api.post("/save_weights_external")
+    async def save_weights_external(owner: Owner, asked: Asked) -> Any:
+        # It has a number of its run: refused with a status, those that follow would wait for it.
+        def refuse(_: Any) -> dict[str, Any]:
+            raise UnsupportedError("save_weights_external: not served here; docs/serve.md lists what is")
+
+        return server.call(owner, asked, refuse)
 
     @api.post("/load_weights")
     async def load_weights(owner: Owner, asked: Asked) -> Any:

@@ -266,3 +266,11 @@ def test_a_run_answers_with_what_it_saved_last_named_or_not(running: SimpleNames
     second = save(2, path="later")
     assert second is not None and second.parent.name == "checkpoints"
     assert save(3, sampling_session_seq_id=1) not in (None, first, second)
+
+
+def test_what_is_not_served_of_a_run_does_not_stop_what_follows(running: SimpleNamespace, model: Path) -> None:
+    wire = Wire(running.url)
+    _, run = wire.run(model)
+    external = wire.post("save_weights_external", model_id=run, seq_id=1, path="a")
+    assert "save_weights_external: not served" in wire.answer(external).json()["error"]
+    assert b"loss:sum" in wire.answer(wire.data(run, 2)).content
