@@ -174,9 +174,11 @@ class Server:
             self.store.change(RUNS, {"over": why}, id=run["id"])
             self.training.end(run["id"], why)
             self._snapshots.pop(run["id"], None)
-        for sampler in self.store.rows(SAMPLERS, session=session, path=None):
-            if sampler["folder"]:
-                await self._delete(Path(sampler["folder"]))
+        kept = {checkpoint["folder"] for checkpoint in self.store.rows(CHECKPOINTS)}
+        for sampler in self.store.rows(SAMPLERS, session=session):
+            folder = sampler["folder"]
+            if folder and folder not in kept and not (sampler["path"] and self._has_sampler(folder)):
+                await self._delete(Path(folder))
 
     async def sweep(self) -> None:
         """For as long as the server lives: ends sessions that are silent, and forgets old results."""
@@ -395,8 +397,13 @@ class Server:
         key = {"run": found["run"], "kind": found["kind"], "name": found["name"], "folder": found["folder"]}
         self.store.delete(CHECKPOINTS, **key)
         # A sampler that has these weights goes on with them.
-        if self.store.get(SAMPLERS, folder=found["folder"]) is None:
+        if not self._has_sampler(found["folder"]):
             shutil.rmtree(found["folder"], ignore_errors=True)
+
+    def _has_sampler(self, folder: str) -> bool:
+        """Of a session that lives."""
+        sessions = {sampler["session"] for sampler in self.store.rows(SAMPLERS, folder=folder)}
+        return any(not found["ended"] for each in sessions for found in self.store.rows(SESSIONS, id=each))
 
     async def _delete(self, folder: Path) -> None:
         self.training.forget(folder / ADAPTER)

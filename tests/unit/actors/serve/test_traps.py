@@ -15,7 +15,7 @@ import zstandard
 
 from actors.serve import app
 from actors.serve.openai import _newest
-from actors.serve.store import RUNS
+from actors.serve.store import CHECKPOINTS, RUNS
 from actors.serve.wire import Datum, PassRequest, read_answer, read_pass, write_request
 from rl_backend.contracts import BatchError
 from tests.support.actors_in_process import until
@@ -274,3 +274,16 @@ def test_what_is_not_served_of_a_run_does_not_stop_what_follows(running: SimpleN
     external = wire.post("save_weights_external", model_id=run, seq_id=1, path="a")
     assert "save_weights_external: not served" in wire.answer(external).json()["error"]
     assert b"loss:sum" in wire.answer(wire.data(run, 2)).content
+
+
+def test_a_checkpoint_that_is_deleted_lies_on_disk_while_its_samplers_live(running: SimpleNamespace, model: Path) -> None:
+    wire = Wire(running.url)
+    session, run = wire.run(model)
+    path = wire.answer(wire.post("save_weights_for_sampler", model_id=run, seq_id=1, path="a")).json()["path"]
+    folder = Path(running.store.get(CHECKPOINTS, run=run)["folder"])
+    other = wire.post("create_session").json()["session_id"]
+    wire.post("create_sampling_session", session_id=other, sampling_session_seq_id=0, model_path=path)
+    assert wire._client.delete(f"/training_runs/{run}/checkpoints/sampler_weights/a").status_code == 204
+    assert wire.post(f"sessions/{session}/finish").status_code == 200 and folder.is_dir()
+    assert wire.post(f"sessions/{other}/finish").status_code == 200
+    until(lambda: not folder.exists())
