@@ -26,7 +26,7 @@ from rl_backend.contracts import BatchError, CheckpointError, ConfigError, RLBac
 logger = logging.getLogger(__name__)
 
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
-_NAME = re.compile(r"[\w][\w.-]*")
+_NAME = re.compile(r"[\w][\w.-]{0,199}")
 _SWEEP_SECONDS = 10.0
 _LONGEST_LIFE = 10 * 366 * 86400.0
 
@@ -291,7 +291,8 @@ class Server:
         def work(run: Run) -> Mapping[str, Any]:
             name = str(asked["path"])
             if not _NAME.fullmatch(name):
-                raise ConfigError(f"path={name!r}: the name of a checkpoint has letters, digits, '_', '-' and '.' alone")
+                expected = "a name has up to 200 letters, digits, '_', '-' and '.'"
+                raise ConfigError(f"path={name[:200]!r}: {expected}")
             expires = expiry(asked)
             known = self.store.get(CHECKPOINTS, run=run.id, kind=kind, name=name)
             if known is not None and not asked.get("overwrite"):

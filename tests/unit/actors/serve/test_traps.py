@@ -16,7 +16,7 @@ import zstandard
 from actors.serve import app
 from actors.serve.openai import _newest
 from actors.serve.store import CHECKPOINTS, RUNS
-from actors.serve.wire import Datum, PassRequest, read_answer, read_pass, write_request
+from actors.serve.wire import Datum, PassRequest, read_answer, read_cells, read_pass, write_request
 from rl_backend.contracts import BatchError
 from tests.support.actors_in_process import until
 from tests.support.libraries import cookbook
@@ -111,6 +111,16 @@ def test_sparse_arrays_that_would_fill_the_memory_are_refused() -> None:
     tensor.shape[:] = (1, -3)
     with pytest.raises(BatchError, match="negative"):
         read_pass(message.SerializeToString())
+    # Their product would have hundreds of millions of digits.
+    tensor.shape[:] = [1 << 62] * 1_000_000
+    with pytest.raises(BatchError, match="1000000 dimensions"):
+        read_pass(message.SerializeToString())
+    tensor.ClearField("sparse_csr")
+    with pytest.raises(BatchError, match="1000000 dimensions"):
+        read_pass(message.SerializeToString())
+    with pytest.raises(BatchError, match="1000000 dimensions"):
+        read_cells("ids", {"data": [], "shape": [9] * 1_000_000}, -1)
+    tensor.sparse_csr.crow_indices = np.zeros(2, "<i8").tobytes()
     tensor.shape[:] = (1, 3)
     assert read_pass(message.SerializeToString()).data[0].inputs["target_tokens"].tolist() == [[0, 0, 0]]
 
