@@ -14,7 +14,7 @@ import zstandard
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
-from actors.serve.server import BusyError, Server, UnknownError, as_object, number_in, shown_time, text_in
+from actors.serve.server import BusyError, Server, UnknownError, as_object, held_by, number_in, shown_time, text_in
 from actors.serve.store import CHECKPOINTS, CLIENT_NUMBERS, JSON, RUNS, SAMPLERS, SESSIONS, Result
 from actors.serve.training import Pass, Step
 from actors.serve.wire import read_header
@@ -184,7 +184,8 @@ def _add_training(api: APIRouter, server: Server) -> None:
     @api.post("/optim_step")
     async def optim_step(owner: Owner, asked: Asked) -> Any:
         run, seq_id = text_in(asked, "model_id"), number_in(asked, "seq_id")
-        return server.submit(owner, run, seq_id, lambda request_id: Step(request_id, asked))
+        size = held_by(asked)
+        return server.submit(owner, run, seq_id, lambda request_id: Step(request_id, asked, size), size)
 
     @api.post("/save_weights")
     async def save_weights(owner: Owner, asked: Asked) -> Any:

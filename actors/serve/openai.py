@@ -58,7 +58,10 @@ def add_openai(app: FastAPI, server: Server, owner_kind: Any, asked_kind: Any) -
     async def models(owner: owner_kind) -> Any:
         return {
             "object": "list",
-            "data": [{"id": name, "object": "model", "owned_by": owner} for name in _names(server, owner)],
+            "data": [
+                {"id": name, "object": "model", "created": int(server.started), "owned_by": owner}
+                for name in _names(server, owner)
+            ],
         }
 
     async def completions(owner: owner_kind, asked: asked_kind) -> Any:

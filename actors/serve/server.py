@@ -29,6 +29,8 @@ KINDS = {"weights": "training", "sampler_weights": "sampler"}
 _NAME = re.compile(r"[\w][\w.-]{0,199}")
 _SWEEP_SECONDS = 10.0
 _LONGEST_LIFE = 10 * 366 * 86400.0
+_RECORD = 1024
+"""Bytes that a request holds at least while it waits, about."""
 
 
 class UnknownError(Exception):
@@ -281,7 +283,8 @@ class Server:
 
     def call(self, owner: str, asked: Mapping[str, Any], work: Callable[[Run], Mapping[str, Any]]) -> Mapping[str, Any]:
         run, seq_id = text_in(asked, "model_id"), number_in(asked, "seq_id")
-        return self.submit(owner, run, seq_id, lambda request_id: Call(request_id, work))
+        size = held_by(asked)
+        return self.submit(owner, run, seq_id, lambda request_id: Call(request_id, work, size), size)
 
     # Checkpoints.
 
@@ -599,6 +602,11 @@ def as_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BatchError(f"body: a {type(value).__name__}; expected an object")
     return value
+
+
+def held_by(asked: Mapping[str, Any]) -> int:
+    """Bytes of a request that waits."""
+    return _RECORD + len(json.dumps(asked))
 
 
 def text_in(asked: Mapping[str, Any], name: str) -> str:

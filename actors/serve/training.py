@@ -76,6 +76,10 @@ class Pass:
     log_probs: list[np.ndarray] = field(default_factory=list)
 
     @property
+    def size(self) -> int:
+        return len(self.body)
+
+    @property
     def signature(self) -> tuple[bool, Signature]:
         assert self.request is not None, "read before it is merged"
         return self.request.forward_only, signature_of(self.request.data[self.cursor], self.request.loss)
@@ -102,6 +106,7 @@ class Step:
 
     request_id: str
     asked: Mapping[str, Any]
+    size: int = 0
 
 
 @dataclass(eq=False)
@@ -110,6 +115,7 @@ class Call:
 
     request_id: str
     work: Callable[[Run], Mapping[str, Any]]
+    size: int = 0
 
 
 @dataclass(eq=False)
@@ -233,8 +239,8 @@ class Training:
             run = self._runs.get(run_id)
             if run is None or seq_id <= run.next_seq:
                 return True
-            jobs = [job for each in self._runs.values() for job in each.waiting.values() if isinstance(job, Pass)]
-        return sum(len(job.body) for job in jobs) + size <= most
+            waiting = sum(job.size for each in self._runs.values() for job in each.waiting.values())
+        return waiting + size <= most
 
     def end(self, run_id: str, why: str) -> None:
         """Frees the run's adapter; what waits of it, and what comes, fails."""

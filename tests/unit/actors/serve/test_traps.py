@@ -132,6 +132,8 @@ def test_what_waits_is_bounded_and_what_is_next_always_comes_in(model: Path, tmp
         early = [wire.data(run, seq_id).status_code for seq_id in (3, 4, 5, 6, 7)]
         assert early[0] == 200 and early[-1] == 429
         assert wire.data(run, 2).status_code == 429
+        # A step holds what is sent with it.
+        assert wire.post("optim_step", model_id=run, seq_id=2, adam_params={"new": "x" * 400}).status_code == 429
         for seq_id in (1, 2):
             assert b"loss:sum" in wire.answer(wire.data(run, seq_id)).content
         assert b"loss:sum" in wire.answer(wire.data(run, 3)).content
