@@ -402,6 +402,8 @@ class Server:
         self.store.delete(CHECKPOINTS, **key)
         # A sampler that has these weights goes on with them.
         if not self._has_sampler(found["folder"]):
+            # New ranks would look for what ranks compute log-probs with.
+            self.training.forget(Path(found["folder"]) / ADAPTER)
             shutil.rmtree(found["folder"], ignore_errors=True)
 
     def _has_sampler(self, folder: str) -> bool:

@@ -299,3 +299,20 @@ def test_a_checkpoint_that_is_deleted_lies_on_disk_while_its_samplers_live(runni
     assert wire.post(f"sessions/{session}/finish").status_code == 200 and folder.is_dir()
     assert wire.post(f"sessions/{other}/finish").status_code == 200
     until(lambda: not folder.exists())
+
+
+def test_ranks_forget_the_adapter_of_a_checkpoint_that_is_deleted(running: SimpleNamespace, model: Path) -> None:
+    wire = Wire(running.url)
+    _, run = wire.run(model)
+    path = wire.answer(wire.post("save_weights_for_sampler", model_id=run, seq_id=1, path="a")).json()["path"]
+    adapter = Path(running.store.get(CHECKPOINTS, run=run)["folder"]) / "adapter"
+    other = wire.post("create_session").json()["session_id"]
+    made = wire.post("create_sampling_session", session_id=other, sampling_session_seq_id=0, model_path=path).json()
+    asked = {"prompt": {"chunks": [{"tokens": IDS.tolist()}]}, "sampling_params": {"max_tokens": 1}, "prompt_logprobs": True}
+    sample = wire.post("asample", sampling_session_id=made["sampling_session_id"], seq_id=0, **asked)
+    assert "protobuf" in wire.answer(sample).headers["content-type"] and adapter in running.training._readers
+    wire.post(f"sessions/{other}/finish")
+    assert adapter.is_dir() and adapter in running.training._readers
+    assert wire._client.delete(f"/training_runs/{run}/checkpoints/sampler_weights/a").status_code == 204
+    assert not adapter.exists()
+    until(lambda: adapter not in running.training._readers)
