@@ -58,6 +58,8 @@ _STEPS_TO_BOUNDARY = 16
 _MOST_KEPT_TARGETS = 1 << 22
 # A piece of one client's data is at most this part of a pass, so that whoever comes meanwhile does not wait for a whole one.
 _SHARE_OF_A_PASS = 0.5
+# Targets that count as a token of a pass, where a datum has more of them: a few tokens can have very many.
+_TARGETS_OF_A_TOKEN = 32
 
 type Finish = Callable[[str, Result], None]
 
@@ -93,7 +95,7 @@ class Pass:
         taken: list[Datum] = []
         first = self.signature[1]
         for datum in self.request.data[self.cursor :]:
-            tokens -= len(datum.tokens)
+            tokens -= _cost([datum])
             if taken and (tokens < 0 or signature_of(datum, self.request.loss) != first):
                 break
             taken.append(datum)
@@ -515,7 +517,7 @@ class Training:
                 continue
             job = _job(run)
             piece = job.piece(most) if job.signature == first else ()
-            tokens = sum(len(datum.tokens) for datum in piece)
+            tokens = _cost(piece)
             if piece and (not chosen or tokens <= room):
                 chosen.append((run, piece))
                 room -= tokens
@@ -721,6 +723,11 @@ def adam_of(asked: Mapping[str, Any]) -> AdamParams:
         weight_decay=params.get("weight_decay", 0.0),
         clip_grad=params.get("grad_clip_norm", 0.0),
     )
+
+
+def _cost(data: Sequence[Datum]) -> int:
+    """Tokens of data, as passes count them."""
+    return sum(max(len(datum.tokens), datum.inputs["target_tokens"].size // _TARGETS_OF_A_TOKEN) for datum in data)
 
 
 def _made(run: Run) -> tuple[HandleRef, LoRAConfig]:

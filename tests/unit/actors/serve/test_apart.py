@@ -239,3 +239,15 @@ def test_a_run_whose_requests_wait_in_a_row_is_saved_for_new_ranks(
         found.wait(last)
         found.training.close()
         assert "save_checkpoint" in [name for _, name in ranks[0].ran]
+
+
+def test_data_with_very_many_targets_share_no_pass(model: Path) -> None:
+    wide = Datum(IDS, {"target_tokens": np.tile(IDS[:, None], (1, 400)), "weights": np.full((6, 400), 1e-3, np.float32)})
+    with clients(model) as found:
+        for name in ("ann", "bob"):
+            found.run(name, 2)
+        before = len(found.group.passes)
+        with found.held():
+            asked = [found.passes(name, [wide]) for name in ("ann", "bob")]
+        assert all(read_answer(found.wait(each).body)[0][0].shape == (6, 400) for each in asked)
+        assert [len(rows) for rows in found.group.passes[before:]] == [1, 1]
