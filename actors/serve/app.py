@@ -14,7 +14,7 @@ import zstandard
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
-from actors.serve.server import BusyError, Server, UnknownError, as_object, number_in, shown_time, text_in
+from actors.serve.server import BusyError, Server, UnknownError, as_object, held_by, number_in, shown_time, text_in
 from actors.serve.store import CHECKPOINTS, CLIENT_NUMBERS, JSON, RUNS, SAMPLERS, SESSIONS, Result
 from actors.serve.training import Pass, Step
 from actors.serve.wire import read_header
@@ -32,7 +32,6 @@ _CONFIG = {
 }
 _NOT_SERVED = {
     "POST /create_custom_loss": "custom losses on the server",
-    "POST /save_weights_external": "save_weights_external",
     "POST /copy_weights": "copy_weights",
     "POST /sessions/search": "search of sessions",
 }
@@ -83,7 +82,7 @@ def make_app(server: Server) -> FastAPI:
     app.add_exception_handler(BusyError, lambda _, error: JSONResponse({"detail": str(error)}, 429))
     app.add_exception_handler(RLBackendError, lambda _, error: JSONResponse({"detail": str(error)}, 400))
     app.add_exception_handler(KeyError, lambda _, error: JSONResponse({"detail": f"body: {error} is missing"}, 400))
-    for kind in (TypeError, ValueError, AttributeError):
+    for kind in (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         app.add_exception_handler(kind, lambda _, error: JSONResponse({"detail": f"body: {error}"}, 400))
     api = APIRouter(prefix="/api/v1")
     _add_sessions(api, server)
@@ -185,7 +184,8 @@ def _add_training(api: APIRouter, server: Server) -> None:
     @api.post("/optim_step")
     async def optim_step(owner: Owner, asked: Asked) -> Any:
         run, seq_id = text_in(asked, "model_id"), number_in(asked, "seq_id")
-        return server.submit(owner, run, seq_id, lambda request_id: Step(request_id, asked))
+        size = held_by(asked)
+        return server.submit(owner, run, seq_id, lambda request_id: Step(request_id, asked, size), size)
 
     @api.post("/save_weights")
     async def save_weights(owner: Owner, asked: Asked) -> Any:
@@ -196,6 +196,14 @@ def _add_training(api: APIRouter, server: Server) -> None:
         if asked.get("path") is None:
             return server.snapshot(owner, asked)
         return server.save(owner, asked, "sampler_weights")
+
+    @api.post("/save_weights_external")
+    async def save_weights_external(owner: Owner, asked: Asked) -> Any:
+        # It has a number of its run: refused with a status, those that follow would wait for it.
+        def refuse(_: Any) -> dict[str, Any]:
+            raise UnsupportedError("save_weights_external: not served here; docs/serve.md lists what is")
+
+        return server.call(owner, asked, refuse)
 
     @api.post("/load_weights")
     async def load_weights(owner: Owner, asked: Asked) -> Any:

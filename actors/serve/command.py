@@ -89,6 +89,9 @@ def serve_at(listener: socket.socket, options: argparse.Namespace, up: Callable[
     """
     store = Store(options.state)
     try:
+        if up is not None:
+            # The last key may be gone since the server was started for the first time.
+            _require_keys(store, options.host)
         with open_server(options, store) as server:
             host, port = listener.getsockname()[:2]
             url = f"http://{host}:{port}"

@@ -7,7 +7,8 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from actors.serve.scores import Scores, width_in
-from actors.serve.server import Server, UnknownError
+from actors.serve.server import BusyError, Server, UnknownError
 from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS
 from actors.serve.training import ADAPTER
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
@@ -34,10 +35,19 @@ _NOT_SERVED: Mapping[str, Sequence[Any]] = {
     "tool_choice": (None, "auto", "none"),
     "suffix": (None, ""),
     "best_of": (None, 1),
+    # Of servers that people know; without a word they would be thought to work.
+    "top_k": (None, -1, 0),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+    "stop_token_ids": (None, []),
 }
 """Option -> values that ask for nothing, or for what is done anyway."""
 _MARKS = {"hermes": ("<tool_call>",), "pythonic": ("<|tool_call_start|>", "<|python_start|>")}
 """Format of calls -> what a chat template has that writes them so. Others are read as JSON."""
+_MOST_LIKELY = 20
+"""Likeliest tokens of a place, as OpenAI has it: each is decoded by itself."""
 _REPLACEMENT = "\ufffd"
 """What a tokenizer makes of bytes that are no whole character yet."""
 
@@ -48,7 +58,10 @@ def add_openai(app: FastAPI, server: Server, owner_kind: Any, asked_kind: Any) -
     async def models(owner: owner_kind) -> Any:
         return {
             "object": "list",
-            "data": [{"id": name, "object": "model", "owned_by": owner} for name in _names(server, owner)],
+            "data": [
+                {"id": name, "object": "model", "created": int(server.started), "owned_by": owner}
+                for name in _names(server, owner)
+            ],
         }
 
     async def completions(owner: owner_kind, asked: asked_kind) -> Any:
@@ -70,6 +83,8 @@ async def _reported(work: Any) -> Any:
         return await work
     except UnknownError as error:
         return _error(str(error), 404)
+    except BusyError as error:
+        return _error(str(error), 429)
     except RLBackendError as error:
         return _error(str(error), 400)
 
@@ -86,8 +101,9 @@ def _names(server: Server, owner: str) -> list[str]:
 def _newest(server: Server, owner: str, run: str) -> Path | None:
     """The adapter that a run saved last, named or not."""
     snapshot = server.newest_snapshot(run)
-    saved = sorted(server.store.rows(CHECKPOINTS, run=run, owner=owner), key=lambda row: row["created"])
-    return snapshot or (Path(saved[-1]["folder"]) if saved else None)
+    saved = [(row["created"], Path(row["folder"])) for row in server.store.rows(CHECKPOINTS, run=run, owner=owner)]
+    newest = max([*saved, *([] if snapshot is None else [snapshot])], default=None)
+    return None if newest is None else newest[1]
 
 
 def _adapter(server: Server, owner: str, model: str) -> tuple[Path | None, Mapping[str, Any] | None]:
@@ -131,14 +147,19 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     prompt = await _prompt(server, asked, tools, chat=chat)
     stop = asked.get("stop")
     ends = [stop] if isinstance(stop, str) else list(stop or ())
-    most = (asked.get("max_completion_tokens"), asked.get("max_tokens"))
+    if not all(isinstance(each, str) and each for each in ends):
+        raise BatchError(f"stop={stop!r}: expected a text, or a list of texts")
+    most = next((name for name in ("max_completion_tokens", "max_tokens") if asked.get(name) is not None), "")
     params: dict[str, Any] = {
         "temperature": 1.0 if asked.get("temperature") is None else asked["temperature"],
         "top_p": 1.0 if asked.get("top_p") is None else asked["top_p"],
-        "max_tokens": next((given for given in most if given is not None), None if chat else 16),
+        "max_tokens": _whole(asked, most, 1, 1 << 31) if most else None if chat else 16,
         "stop": [*server.sampling.end_tokens, *ends],
     }
-    seed, count = asked.get("seed"), int(asked.get("n") or 1)
+    # Engines would end all that they run at a seed that has more bits.
+    seed = None if asked.get("seed") is None else _whole(asked, "seed", -(1 << 62), 1 << 62)
+    count = 1 if asked.get("n") is None else _whole(asked, "n", 1, server.limits.open_samples)
+    server.require_places(count)
     answer = _Answer(server, str(asked["model"]), ends, has_tools=bool(tools), chat=chat)
     # A number in completions, which may be 0; a flag in chats.
     shown = asked.get("logprobs")
@@ -147,20 +168,27 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     if asked.get("stream"):
         if count != 1 or wants_log_probs or echo:
             raise UnsupportedError("stream=true with logprobs, echo, or n above 1, is not served here; leave one out")
-        server.sampling.check(prompt)
         pieces = server.sampling.stream(prompt, params, folder, seed)
         shows_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
         return StreamingResponse(answer.events(prompt, pieces, shows_usage=shows_usage), media_type="text/event-stream")
-    width = width_in(asked, "top_logprobs" if chat else "logprobs", server.longest, server.sampling.vocab_size)
+    widest = min(_MOST_LIKELY, server.sampling.vocab_size)
+    width = width_in(asked, "top_logprobs" if chat else "logprobs", count * server.longest, widest)
     if width and not wants_log_probs:
         raise BatchError(f"top_logprobs={width} without logprobs=true; set that too")
-    seeds = [None if seed is None else int(seed) + index for index in range(count)]
-    work = [server.sampling.generate(prompt, params, folder, each) for each in seeds]
-    found = await asyncio.gather(*work)
-    scores: Sequence[Scores | None] = [None] * count
-    if width or (echo and wants_log_probs):
-        scores = await server.sampling.scores_of(prompt, found, width, params, server.scorer(folder, lora))
-    return await answer.whole(prompt, found, scores, log_probs=wants_log_probs, echo=echo)
+    seeds = [None if seed is None else seed + index for index in range(count)]
+    with server.places(count):
+        found = await asyncio.gather(*(server.sampling.generate(prompt, params, folder, each) for each in seeds))
+        scores: Sequence[Scores | None] = [None] * count
+        if width or (echo and wants_log_probs):
+            scores = await server.sampling.scores_of(prompt, found, width, params, server.scorer(folder, lora))
+        return await asyncio.to_thread(answer.whole, prompt, found, scores, log_probs=wants_log_probs, echo=echo)
+
+
+def _whole(asked: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    value = asked[name]
+    if not isinstance(value, int) or not least <= value <= most:
+        raise BatchError(f"{name}={value!r}: expected a whole number from {least} to {most}")
+    return value
 
 
 async def _prompt(server: Server, asked: Mapping[str, Any], tools: Sequence[Any], *, chat: bool) -> list[int]:
@@ -174,11 +202,12 @@ async def _prompt(server: Server, asked: Mapping[str, Any], tools: Sequence[Any]
         raise BatchError(f"{'messages' if chat else 'prompt'}: expected {expected}")
     tokenizer = await asyncio.to_thread(_tokenizer, server.model)
     if not chat:
-        return list(tokenizer.encode(given))
+        return list(await asyncio.to_thread(tokenizer.encode, given))
     variables = dict(asked.get("chat_template_kwargs") or {})
     if "strftime_now" in template_variables(chat_template(tokenizer)):
         variables.setdefault("strftime_now", datetime.now(UTC).date().isoformat())
-    return encode_messages([_message(each) for each in given], tokenizer, chat_template_kwargs=variables, tools=tools)
+    messages = [_message(each) for each in given]
+    return await asyncio.to_thread(encode_messages, messages, tokenizer, chat_template_kwargs=variables, tools=tools)
 
 
 def _message(said: Any) -> dict[str, Any]:
@@ -208,9 +237,10 @@ class _Answer:
     def __init__(self, server: Server, model: str, ends: Sequence[str], *, has_tools: bool, chat: bool) -> None:
         self._server, self._ends, self._has_tools, self._chat = server, ends, has_tools, chat
         self._kind = "chat.completion" if chat else "text_completion"
+        self._has_begun = False
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    async def whole(
+    def whole(
         self,
         prompt: Sequence[int],
         found: Sequence[Generation],
@@ -219,11 +249,11 @@ class _Answer:
         log_probs: bool,
         echo: bool,
     ) -> Mapping[str, Any]:
-        tokenizer = await asyncio.to_thread(_tokenizer, self._server.model)
+        tokenizer = _tokenizer(self._server.model)
         choices = []
         for index, (each, scored) in enumerate(zip(found, scores, strict=True)):
             turn = self._turn(each.token_ids, tokenizer)
-            choice = {"index": index, "finish_reason": _reason(each, turn), "logprobs": None}
+            choice = {"index": index, "finish_reason": _reason(each.finish, turn), "logprobs": None}
             text = (decode(prompt, tokenizer) if echo else "") + turn.content
             choice |= {"message": _assistant(turn)} if self._chat else {"text": text}
             if log_probs:
@@ -233,29 +263,31 @@ class _Answer:
         return {**self._head, "object": self._kind, "choices": choices, "usage": usage}
 
     async def events(
-        self, prompt: Sequence[int], pieces: AsyncIterator[Generation], *, shows_usage: bool
+        self, prompt: Sequence[int], pieces: AsyncGenerator[Generation, None], *, shows_usage: bool
     ) -> AsyncIterator[str]:
         """Server-sent events. What may be the beginning of a stop string or of a call, or half a character, waits."""
-        sent, last = "", None
+        sent, finish = "", "length"
         tokens: list[int] = []
         held = max((len(each) - 1 for each in self._ends), default=0)
         try:
             tokenizer = await asyncio.to_thread(_tokenizer, self._server.model)
-            async for piece in pieces:
-                tokens += piece.token_ids
-                last = piece
-                if self._has_tools:
-                    continue
-                text = decode(tokens, tokenizer, special=False)
-                ready = self._cut(text)
-                if len(ready) == len(text):
-                    ready = text[: len(text) - held].rstrip(_REPLACEMENT)
-                if len(ready) > len(sent):
-                    yield self._event(ParsedTurn(ready[len(sent) :]), None)
-                    sent = ready
+            with self._server.places(1):
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        tokens += piece.token_ids
+                        finish = piece.finish
+                        text = decode(tokens, tokenizer, special=False)
+                        if len(self._cut(text)) < len(text):
+                            # Engines see one piece, and no stop string that began in the piece before.
+                            finish = "stop"
+                            break
+                        ready = text[: max(0, len(text) - held)].rstrip(_REPLACEMENT)
+                        if not self._has_tools and len(ready) > len(sent):
+                            yield self._event(ParsedTurn(ready[len(sent) :]), None)
+                            sent = ready
             turn = self._turn(tokens, tokenizer)
             rest = ParsedTurn(turn.content[len(sent) :], turn.attempts)
-            yield self._event(rest, "length" if last is None else _reason(last, turn))
+            yield self._event(rest, _reason(finish, turn))
             if shows_usage:
                 yield self._line([], usage=_usage(prompt, len(tokens)))
             yield "data: [DONE]\n\n"
@@ -264,7 +296,12 @@ class _Answer:
 
     def _event(self, said: ParsedTurn, reason: str | None) -> str:
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
-        return self._line([choice | ({"delta": _assistant(said)} if self._chat else {"text": said.content})])
+        delta = _assistant(said)
+        if self._has_begun:
+            # Clients join what deltas have, and two roles would be one word.
+            del delta["role"]
+        self._has_begun = True
+        return self._line([choice | ({"delta": delta} if self._chat else {"text": said.content})])
 
     def _line(self, choices: Sequence[Any], **more: Any) -> str:
         kind = "chat.completion.chunk" if self._chat else self._kind
@@ -310,11 +347,19 @@ class _Answer:
         return {
             "tokens": texts,
             "token_logprobs": [None if index in none else value for index, value in enumerate(values)],
-            "top_logprobs": [None if index in none else dict(row) for index, row in enumerate(likely)]
+            "top_logprobs": [None if index in none else _by_text(row) for index, row in enumerate(likely)]
             if any(likely)
             else None,
             "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
         }
+
+
+def _by_text(row: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Of tokens that look the same, the likeliest."""
+    found: dict[str, float] = {}
+    for text, value in row:
+        found.setdefault(text, value)
+    return found
 
 
 def _token(text: str, value: float) -> dict[str, Any]:
@@ -340,5 +385,5 @@ def _assistant(said: ParsedTurn) -> dict[str, Any]:
     return {"role": "assistant", "content": said.content or None, "tool_calls": calls}
 
 
-def _reason(found: Generation, turn: ParsedTurn) -> str:
-    return "tool_calls" if turn.attempts else "stop" if found.finish == "stop" else "length"
+def _reason(finish: str, turn: ParsedTurn) -> str:
+    return "tool_calls" if turn.attempts else "stop" if finish == "stop" else "length"

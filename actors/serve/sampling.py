@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,8 @@ type Score = Callable[[Scoring], Awaitable[Scores]]
 
 # A text that streams comes in pieces of so many tokens.
 STREAMED_TOKENS = 8
+# Of one request; engines look for each after every token.
+_MOST_STOPS = 256
 
 
 class Sampling:
@@ -70,6 +72,10 @@ class Sampling:
         Raises:
             EngineDeadError, EngineDirtyError: all engines are lost, and none is replaced any more.
         """
+        # Whoever asks may be cancelled; what engines have then is known here all the same.
+        return await asyncio.shield(self._push(folder))
+
+    async def _push(self, folder: Path) -> str:
         async with self._pushing:
             if folder in self._pushed:
                 self._pushed.move_to_end(folder)
@@ -113,11 +119,12 @@ class Sampling:
         params = asked.get("sampling_params") or {}
         self.check(prompt)
         sampling, wanted = self._sampling(params), Scoring.of(asked, prompt, self.vocab_size)
-        width = width_in(asked, "topk_sample_logprobs", self.longest, self.vocab_size)
         count = int(asked.get("num_samples", 1))
         if count < 1:
             raise BatchError(f"num_samples={count}: expected at least 1")
         seed, most = params.get("seed"), params.get("max_tokens")
+        scored = count * (len(prompt) + max(1, self._room(prompt, most)))
+        width = width_in(asked, "topk_sample_logprobs", scored, self.vocab_size)
         seeds = [secrets.randbits(62) if seed is None else sample_seed(int(seed), 0, 0, index) for index in range(count)]
         async with self._adapter(folder) as adapter:
             work = [self._generate(prompt, sampling, adapter, each, most) for each in seeds]
@@ -155,16 +162,19 @@ class Sampling:
             chosen = secrets.randbits(62) if seed is None else seed
             return await self._generate(prompt, self._sampling(params), adapter, chosen, params.get("max_tokens"))
 
-    async def stream(
+    def stream(
         self, prompt: Sequence[int], params: Mapping[str, Any], folder: Path | None, seed: int | None = None
-    ) -> AsyncIterator[Generation]:
+    ) -> AsyncGenerator[Generation, None]:
         """One response in pieces, each a request that continues the one before; the engines' prefix cache has its keys."""
         self.check(prompt)
         chosen = secrets.randbits(62) if seed is None else seed
-        left = self._room(prompt, params.get("max_tokens"))
+        return self._stream(prompt, self._sampling(params), folder, chosen, self._room(prompt, params.get("max_tokens")))
+
+    async def _stream(
+        self, prompt: Sequence[int], sampling: SamplingConfig, folder: Path | None, chosen: int, left: int
+    ) -> AsyncGenerator[Generation, None]:
         so_far = list(prompt)
         async with self._adapter(folder) as adapter:
-            sampling = self._sampling(params)
             for number in range(left):
                 part = sample_seed(chosen, 0, 0, number)
                 piece = await self._generate(so_far, sampling, adapter, part, min(left, STREAMED_TOKENS))
@@ -199,6 +209,8 @@ class Sampling:
     def _sampling(self, params: Mapping[str, Any]) -> SamplingConfig:
         stop = params.get("stop")
         stops = [stop] if isinstance(stop, str | int) else stop
+        if len(stops or ()) > _MOST_STOPS:
+            raise BatchError(f"stop: {len(stops)} of them; expected at most {_MOST_STOPS}")
         top_k = int(params.get("top_k", -1))
         given: dict[str, Any] = {
             "temperature": float(params.get("temperature", 1.0)),

@@ -11,8 +11,8 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from rl_backend.contracts import BatchError, CheckpointError, ConfigError, RLBac
 logger = logging.getLogger(__name__)
 
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
-_NAME = re.compile(r"[\w][\w.-]*")
+_NAME = re.compile(r"[\w][\w.-]{0,199}")
 _SWEEP_SECONDS = 10.0
 _LONGEST_LIFE = 10 * 366 * 86400.0
+_RECORD = 1024
+"""Bytes that a request holds at least while it waits, about."""
 
 
 class UnknownError(Exception):
@@ -138,7 +140,9 @@ class Server:
         self.started = time.time()
         self.errors = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._snapshots: dict[str, deque[Path]] = {}
+        # When each was made, and its folder.
+        self._snapshots: dict[str, deque[tuple[float, Path]]] = {}
+        self._open_samples = 0
 
     # Sessions.
 
@@ -172,23 +176,31 @@ class Server:
             self.store.change(RUNS, {"over": why}, id=run["id"])
             self.training.end(run["id"], why)
             self._snapshots.pop(run["id"], None)
-        for sampler in self.store.rows(SAMPLERS, session=session, path=None):
-            if sampler["folder"]:
-                await self._delete(Path(sampler["folder"]))
+        kept = {checkpoint["folder"] for checkpoint in self.store.rows(CHECKPOINTS)}
+        for sampler in self.store.rows(SAMPLERS, session=session):
+            folder = sampler["folder"]
+            if folder and folder not in kept and not (sampler["path"] and self._has_sampler(folder)):
+                await self._delete(Path(folder))
 
     async def sweep(self) -> None:
         """For as long as the server lives: ends sessions that are silent, and forgets old results."""
         while True:
             await asyncio.sleep(min(_SWEEP_SECONDS, self.limits.session_timeout / 4))
-            now = time.time()
-            for session in self.store.rows(SESSIONS, ended=False):
-                if session["seen"] < now - self.limits.session_timeout:
-                    silent = f"the session sent no heartbeat for {self.limits.session_timeout:g} s and has ended"
-                    await self.end_session(session["id"], f"{silent}; create a run from a checkpoint")
-            for checkpoint in self.store.rows(CHECKPOINTS):
-                if checkpoint["expires"] is not None and checkpoint["expires"] < now:
-                    self._delete_checkpoint(checkpoint)
-            self.store.forget_results(now - self.limits.keep_results)
+            try:
+                await self._sweep_once()
+            except Exception:
+                logger.exception("sweeping failed, and is tried again")
+
+    async def _sweep_once(self) -> None:
+        now = time.time()
+        for session in self.store.rows(SESSIONS, ended=False):
+            if session["seen"] < now - self.limits.session_timeout:
+                silent = f"the session sent no heartbeat for {self.limits.session_timeout:g} s and has ended"
+                await self.end_session(session["id"], f"{silent}; create a run from a checkpoint")
+        for checkpoint in self.store.rows(CHECKPOINTS):
+            if checkpoint["expires"] is not None and checkpoint["expires"] < now:
+                self._delete_checkpoint(checkpoint)
+        self.store.forget_results(now - self.limits.keep_results)
 
     # Runs.
 
@@ -271,7 +283,8 @@ class Server:
 
     def call(self, owner: str, asked: Mapping[str, Any], work: Callable[[Run], Mapping[str, Any]]) -> Mapping[str, Any]:
         run, seq_id = text_in(asked, "model_id"), number_in(asked, "seq_id")
-        return self.submit(owner, run, seq_id, lambda request_id: Call(request_id, work))
+        size = held_by(asked)
+        return self.submit(owner, run, seq_id, lambda request_id: Call(request_id, work, size), size)
 
     # Checkpoints.
 
@@ -281,7 +294,8 @@ class Server:
         def work(run: Run) -> Mapping[str, Any]:
             name = str(asked["path"])
             if not _NAME.fullmatch(name):
-                raise ConfigError(f"path={name!r}: the name of a checkpoint has letters, digits, '_', '-' and '.' alone")
+                expected = "a name has up to 200 letters, digits, '_', '-' and '.'"
+                raise ConfigError(f"path={name[:200]!r}: {expected}")
             expires = expiry(asked)
             known = self.store.get(CHECKPOINTS, run=run.id, kind=kind, name=name)
             if known is not None and not asked.get("overwrite"):
@@ -321,15 +335,15 @@ class Server:
             self.training.save(run, folder, state=False)
             self._add_sampler(owner, session, sampler, None, folder, self._lora_of(run))
             kept = self._snapshots.setdefault(run.id, deque())
-            kept.append(folder)
+            kept.append((time.time(), folder))
             if len(kept) > self.limits.snapshots:
-                asyncio.run_coroutine_threadsafe(self._delete(kept.popleft()), loop)
+                asyncio.run_coroutine_threadsafe(self._delete(kept.popleft()[1]), loop)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
 
         return self.call(owner, asked, work)
 
-    def newest_snapshot(self, run: str) -> Path | None:
-        """The folder of a run's last unnamed snapshot; None where it has none, or the server was restarted since."""
+    def newest_snapshot(self, run: str) -> tuple[float, Path] | None:
+        """When a run's last unnamed snapshot was made, and its folder; None where this server has made none."""
         kept = self._snapshots.get(run)
         return kept[-1] if kept else None
 
@@ -387,8 +401,15 @@ class Server:
         key = {"run": found["run"], "kind": found["kind"], "name": found["name"], "folder": found["folder"]}
         self.store.delete(CHECKPOINTS, **key)
         # A sampler that has these weights goes on with them.
-        if self.store.get(SAMPLERS, folder=found["folder"]) is None:
+        if not self._has_sampler(found["folder"]):
+            # New ranks would look for what ranks compute log-probs with.
+            self.training.forget(Path(found["folder"]) / ADAPTER)
             shutil.rmtree(found["folder"], ignore_errors=True)
+
+    def _has_sampler(self, folder: str) -> bool:
+        """Of a session that lives."""
+        sessions = {sampler["session"] for sampler in self.store.rows(SAMPLERS, folder=folder)}
+        return any(not found["ended"] for each in sessions for found in self.store.rows(SESSIONS, id=each))
 
     async def _delete(self, folder: Path) -> None:
         self.training.forget(folder / ADAPTER)
@@ -441,13 +462,33 @@ class Server:
         count = number_in({"num_samples": 1, **asked}, "num_samples")
         if count > self.limits.open_samples:
             raise BatchError(f"num_samples={count}: this server takes up to {self.limits.open_samples} in a request")
-        if self.sampling.open and self.sampling.open + count > self.limits.open_samples:
-            raise BusyError(f"{self.sampling.open} samples are open; ask again")
+        self.require_places(count)
         seq_id = secrets.randbits(62) if asked.get("seq_id") is None else number_in(asked, "seq_id")
         request_id, is_new = self.store.accept(sampler["id"], seq_id, owner)
         if is_new:
-            self._tasks[request_id] = asyncio.get_running_loop().create_task(self._sample(request_id, asked, sampler))
+            task = asyncio.get_running_loop().create_task(self._sample(request_id, asked, sampler))
+            self._tasks[request_id] = task
+            self._open_samples += count
+            # Not in the task: one that is cancelled before it begins never runs.
+            task.add_done_callback(lambda _: self._give_back(count))
         return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}/{index}" for index in range(count)]}
+
+    def require_places(self, count: int) -> None:
+        """Raises :class:`BusyError` where so many samples more are too many. Those that wait for an engine count too."""
+        if self._open_samples and self._open_samples + count > self.limits.open_samples:
+            raise BusyError(f"{self._open_samples} samples are open; ask again")
+
+    @contextmanager
+    def places(self, count: int) -> Iterator[None]:
+        """Inside, so many samples more are open."""
+        self._open_samples += count
+        try:
+            yield
+        finally:
+            self._give_back(count)
+
+    def _give_back(self, count: int) -> None:
+        self._open_samples -= count
 
     def cancel(self, owner: str, request_id: str) -> None:
         """Ends a request for samples, which fails; one that is answered, or is no such request, stays as it is.
@@ -563,6 +604,11 @@ def as_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BatchError(f"body: a {type(value).__name__}; expected an object")
     return value
+
+
+def held_by(asked: Mapping[str, Any]) -> int:
+    """Bytes of a request that waits."""
+    return _RECORD + len(json.dumps(asked))
 
 
 def text_in(asked: Mapping[str, Any], name: str) -> str:

@@ -140,6 +140,8 @@ class Store:
                         connection.exec_driver_sql(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {column.type}")
                 for index in table.indexes:
                     index.create(connection, checkfirst=True)
+        # Now, so that it is known where the last key goes before a request comes.
+        self._had_keys = bool(self.rows(KEYS))
 
     def close(self) -> None:
         self._engine.dispose()
@@ -246,7 +248,9 @@ class Store:
 
     @property
     def has_keys(self) -> bool:
-        return bool(self.rows(KEYS))
+        """Whether there are keys, or were: where the last one is removed, a server that runs is not open to all."""
+        self._had_keys = self._had_keys or bool(self.rows(KEYS))
+        return self._had_keys
 
     def owner_of(self, key: str) -> str | None:
         """The name that a key was made for; None for an unknown one."""

@@ -54,10 +54,12 @@ STATE, ADAPTER = "state", "adapter"
 _KEPT_READERS = 4
 # Steps of a run after which its state is saved, for ranks that take the place of others.
 _STEPS_TO_BOUNDARY = 16
-# Of passes since a run's last step, which are kept to be computed again.
-_MOST_KEPT_TOKENS = 1 << 22
+# Of passes since a run's last step, which are kept to be computed again. A few tokens can have very many.
+_MOST_KEPT_TARGETS = 1 << 22
 # A piece of one client's data is at most this part of a pass, so that whoever comes meanwhile does not wait for a whole one.
 _SHARE_OF_A_PASS = 0.5
+# Targets that count as a token of a pass, where a datum has more of them: a few tokens can have very many.
+_TARGETS_OF_A_TOKEN = 32
 
 type Finish = Callable[[str, Result], None]
 
@@ -70,10 +72,14 @@ class Pass:
     body: bytes
     request: PassRequest | None = None
     loss: Loss | None = None
-    tokens: int = 0
+    targets: int = 0
     cursor: int = 0
     total: float = 0.0
     log_probs: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return len(self.body)
 
     @property
     def signature(self) -> tuple[bool, Signature]:
@@ -89,7 +95,7 @@ class Pass:
         taken: list[Datum] = []
         first = self.signature[1]
         for datum in self.request.data[self.cursor :]:
-            tokens -= len(datum.tokens)
+            tokens -= _cost([datum])
             if taken and (tokens < 0 or signature_of(datum, self.request.loss) != first):
                 break
             taken.append(datum)
@@ -102,6 +108,7 @@ class Step:
 
     request_id: str
     asked: Mapping[str, Any]
+    size: int = 0
 
 
 @dataclass(eq=False)
@@ -110,6 +117,7 @@ class Call:
 
     request_id: str
     work: Callable[[Run], Mapping[str, Any]]
+    size: int = 0
 
 
 @dataclass(eq=False)
@@ -233,8 +241,8 @@ class Training:
             run = self._runs.get(run_id)
             if run is None or seq_id <= run.next_seq:
                 return True
-            jobs = [job for each in self._runs.values() for job in each.waiting.values() if isinstance(job, Pass)]
-        return sum(len(job.body) for job in jobs) + size <= most
+            waiting = sum(job.size for each in self._runs.values() for job in each.waiting.values())
+        return waiting + size <= most
 
     def end(self, run_id: str, why: str) -> None:
         """Frees the run's adapter; what waits of it, and what comes, fails."""
@@ -361,20 +369,37 @@ class Training:
                     return
                 ending, self._ending = self._ending, []
                 forgotten, self._forgotten = self._forgotten, []
-                readings, self._readings = self._readings, []
+                readings = self._next_readings()
                 heads = self._heads()
             try:
                 self._call([run for run in heads if isinstance(run.head, Call)])
                 self._step([run for run in heads if isinstance(run.head, Step)])
+                # Before the next pass: a run whose requests wait in a row has gradients at any other time.
+                self._bound()
                 self._pass([run for run in heads if isinstance(run.head, Pass)])
                 self._read(readings)
                 for folder in forgotten:
                     self._drop_reader(folder)
                 for run_id, why in ending:
                     self._end(run_id, why)
-                self._bound()
             except Exception as error:  # noqa: BLE001 what belongs to a client is answered before it comes here
                 self._lose(error, readings)
+
+    def _next_readings(self) -> list[_Reading]:
+        """The first of those that wait, for which one pass has room: training goes on between passes."""
+        left, taken = self._budget, 0
+        for reading in self._readings:
+            left -= len(reading.scoring.tokens)
+            if taken and left < 0:
+                break
+            taken += 1
+        now, self._readings = self._readings[:taken], self._readings[taken:]
+        return now
+
+    @property
+    def _budget(self) -> int:
+        """Tokens of a pass."""
+        return int(self._group.config.max_tokens_per_micro_batch) * self.base.data_parallel_size
 
     def _heads(self) -> list[Run]:
         return [run for run in self._runs.values() if not run.over and run.head is not None]
@@ -456,9 +481,10 @@ class Training:
                     raise BatchError(f"optim_step: nothing was changed, and gradients are dropped: {run.broken}")
                 if not run.trained:
                     raise BatchError("optim_step: no forward_backward since the last step, so there are no gradients")
-            except RLBackendError as error:
+            except (RLBackendError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                # Nothing was asked of the group yet: whatever is wrong is in the request.
                 run.broken = ""
-                self._done(run, Result.failed(str(error)))
+                self._done(run, Result.failed(str(error) if isinstance(error, RLBackendError) else f"optim_step: {error}"))
                 continue
             step = self._group.optimizer_step.submit(tenant, adam=adam)
             started.append((run, adam, step, self._group.zero_grad.submit(tenant)))
@@ -482,7 +508,7 @@ class Training:
         if not ready:
             return
         ready.sort(key=lambda run: run.served)
-        budget = self._group.config.max_tokens_per_micro_batch * self.base.data_parallel_size
+        budget = self._budget
         first = _job(ready[0]).signature
         chosen: list[tuple[Run, Sequence[Datum]]] = []
         room, most = budget, int(budget * _SHARE_OF_A_PASS)
@@ -491,7 +517,7 @@ class Training:
                 continue
             job = _job(run)
             piece = job.piece(most) if job.signature == first else ()
-            tokens = sum(len(datum.tokens) for datum in piece)
+            tokens = _cost(piece)
             if piece and (not chosen or tokens <= room):
                 chosen.append((run, piece))
                 room -= tokens
@@ -565,7 +591,7 @@ class Training:
                 forward_only=request.forward_only,
             )
         job.request, job.body = request, b""
-        job.tokens = sum(len(datum.tokens) for datum in request.data)
+        job.targets = sum(datum.inputs["target_tokens"].size for datum in request.data)
         return b""
 
     def _run_pass(self, chosen: Sequence[tuple[Run, Sequence[Datum]]], *, forward_only: bool) -> ForwardResult:
@@ -600,7 +626,7 @@ class Training:
         if not request.forward_only and run.passed is not None:
             job.begin_again()
             run.passed.append(job)
-            if sum(each.tokens for each in run.passed) > _MOST_KEPT_TOKENS:
+            if sum(each.targets for each in run.passed) > _MOST_KEPT_TARGETS:
                 run.passed = None
         self._done(run, Result.of(answer))
 
@@ -697,6 +723,11 @@ def adam_of(asked: Mapping[str, Any]) -> AdamParams:
         weight_decay=params.get("weight_decay", 0.0),
         clip_grad=params.get("grad_clip_norm", 0.0),
     )
+
+
+def _cost(data: Sequence[Datum]) -> int:
+    """Tokens of data, as passes count them."""
+    return sum(max(len(datum.tokens), datum.inputs["target_tokens"].size // _TARGETS_OF_A_TOKEN) for datum in data)
 
 
 def _made(run: Run) -> tuple[HandleRef, LoRAConfig]:

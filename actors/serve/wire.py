@@ -63,6 +63,8 @@ _SCHEMA: Mapping[str, Mapping[str, tuple[int, str]]] = {
 }
 _MOST_DATA, _MOST_CELLS = 1 << 16, 1 << 26
 """Of a request: data, and cells that its sparse arrays have when they are dense. A few bytes can ask for many of both."""
+_MOST_DIMENSIONS = 8
+"""Of an array. The product of millions of sizes would take hours."""
 _DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 
 
@@ -159,6 +161,8 @@ def read_pass(body: bytes) -> PassRequest:
     """
     message = _read("ForwardBackwardRequest", body)
     tensors = [each for datum in message.data[:_MOST_DATA] for each in datum.loss_fn_inputs.values()]
+    for each in tensors:
+        _check_dimensions("body", each.shape)
     cells = sum(math.prod(map(abs, each.shape)) for each in tensors if each.HasField("sparse_csr"))
     if len(message.data) > _MOST_DATA or cells > _MOST_CELLS:
         most = f"{_MOST_DATA} data, {_MOST_CELLS} cells"
@@ -298,6 +302,7 @@ def read_cells(where: str, asked: Any, absent: int) -> Cells:
         rows, columns = (None if each is None else np.array(each, np.int64) for each in sparse)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BatchError(f"{where}: no array of whole numbers with data and shape ({type(error).__name__})") from None
+    _check_dimensions(where, shape)
     if min(shape, default=0) < 0 or math.prod(shape) > _MOST_CELLS:
         raise BatchError(f"{where}: the shape {shape}; expected sizes from 0, at most {_MOST_CELLS} cells")
     if rows is not None and columns is not None:
@@ -305,6 +310,11 @@ def read_cells(where: str, asked: Any, absent: int) -> Cells:
     if values.size != math.prod(shape):
         raise BatchError(f"{where}: {values.size} values, but the shape is {shape}")
     return Cells(values.reshape(shape))
+
+
+def _check_dimensions(where: str, shape: Sequence[int]) -> None:
+    if len(shape) > _MOST_DIMENSIONS:
+        raise BatchError(f"{where}: an array of {len(shape)} dimensions; expected at most {_MOST_DIMENSIONS}")
 
 
 def _read(name: str, body: bytes) -> Any:

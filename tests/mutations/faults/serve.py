@@ -125,4 +125,28 @@ FAULTS = [
         ("test_sparse_arrays_that_would_fill_the_memory_are_refused",),
         "a few bytes would fill the server's memory",
     ),
+    Fault(
+        "a-step-that-cannot-be-read-ends-training",
+        "actors.serve.training:Training._step",
+        "(RLBackendError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)",
+        "RLBackendError",
+        ("test_values_of_a_step_that_cannot_be_read_fail_that_step_alone",),
+        "one request would end the runs of all clients",
+    ),
+    Fault(
+        "streams-say-what-a-stop-string-begins-with",
+        "actors.serve.openai:_Answer.events",
+        "max(0, len(text) - held)",
+        "len(text) - held",
+        ("test_a_stop_string_ends_a_stream_where_no_piece_has_all_of_it",),
+        "a client would see the beginning of a stop string that is longer than what was said",
+    ),
+    Fault(
+        "samples-that-wait-are-not-counted",
+        "actors.serve.server:Server.sample",
+        "self._open_samples += count",
+        "pass",
+        ("test_samples_that_wait_for_an_engine_are_counted",),
+        "a server whose engines are replaced would take requests until its memory is full",
+    ),
 ]

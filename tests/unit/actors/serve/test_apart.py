@@ -204,3 +204,50 @@ def test_a_rank_that_dies_is_replaced_and_clients_get_the_answers_of_an_undistur
     repeated = [name for number, name in ranks[2].ran if number < steps[18]]
     assert repeated.count("load_checkpoint") == 1 and repeated.count("optimizer_step") < 4
     assert len(list((tmp_path / "disturbed").iterdir())) == 1
+
+
+WRONG_STEPS: Sequence[Mapping[str, Any]] = (
+    {"adam_params": [1]},
+    {"adam_params": "x"},
+    {"optimizer_params": "x"},
+    {"adam_params": {"learning_rate": "x"}},
+)
+
+
+@pytest.mark.parametrize("asked", WRONG_STEPS)
+def test_values_of_a_step_that_cannot_be_read_fail_that_step_alone(asked: Mapping[str, Any], model: Path) -> None:
+    with clients(model) as found:
+        for name in ("ann", "bob"):
+            found.run(name, 2)
+        found.wait(found.passes("bob", [datum()]))
+        assert b"error" in found.wait(found.ask("ann", lambda request: Step(request, asked))).body
+        assert b"grad_norm" in found.wait(found.step("bob")).body and not found.training.failed
+
+
+def test_a_run_whose_requests_wait_in_a_row_is_saved_for_new_ranks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "end_processes", lambda infos: None)
+    with group_that_recovers(model, max_tokens=TOKENS) as (group, ranks):
+        found = Clients(group, model, boundaries=tmp_path / "kept")
+        found.run("ann", 4)
+        with found.held():
+            for _ in range(17):
+                found.passes("ann", [datum()])
+                found.step("ann")
+            last = found.passes("ann", [datum()])
+        found.wait(last)
+        found.training.close()
+        assert "save_checkpoint" in [name for _, name in ranks[0].ran]
+
+
+def test_data_with_very_many_targets_share_no_pass(model: Path) -> None:
+    wide = Datum(IDS, {"target_tokens": np.tile(IDS[:, None], (1, 400)), "weights": np.full((6, 400), 1e-3, np.float32)})
+    with clients(model) as found:
+        for name in ("ann", "bob"):
+            found.run(name, 2)
+        before = len(found.group.passes)
+        with found.held():
+            asked = [found.passes(name, [wide]) for name in ("ann", "bob")]
+        assert all(read_answer(found.wait(each).body)[0][0].shape == (6, 400) for each in asked)
+        assert [len(rows) for rows in found.group.passes[before:]] == [1, 1]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from actors.serve.sampling import STREAMED_TOKENS
 from rl_backend.environment.protocol import Generation
 from tests.support.chat_templates import chat_tokenizer
 from tests.support.models import write_tiny
@@ -133,6 +134,25 @@ def test_a_stop_string_ends_a_text_before_it_whole_or_in_pieces(talking: SimpleN
     assert "".join(each.choices[0].delta.content or "" for each in pieces) == "one "
 
 
+def test_a_stop_string_ends_a_stream_where_no_piece_has_all_of_it(talking: SimpleNamespace, say: Say) -> None:
+    stop = "two three four five six seven eight nine!"
+    prompts = say(f"one {stop} " + "more " * 20)
+    # Longer than what is said when its beginning comes.
+    pieces = list(chat(talking, stop=stop, stream=True))
+    assert "".join(each.choices[0].delta.content or "" for each in pieces) == "one "
+    assert pieces[-1].choices[0].finish_reason == "stop"
+    said = talking.tokenizer.encode(f"one {stop}", add_special_tokens=False)
+    assert len(prompts) <= len(said) // STREAMED_TOKENS + 2, "the model goes on behind the end"
+
+
+def test_a_stream_has_one_role(talking: SimpleNamespace, say: Say) -> None:
+    say("one two three four five six seven")
+    messages: Any = [{"role": "user", "content": "1+2"}]
+    with talking.door.chat.completions.stream(model=talking.name, messages=messages, max_tokens=200) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert (message.role, message.content) == ("assistant", "one two three four five six seven")
+
+
 def test_likeliest_tokens_are_those_of_torch_and_seeds_repeat_samples(talking: SimpleNamespace) -> None:
     asked: Any = {"temperature": 0.7, "max_tokens": 5, "seed": 3}
     first = chat(talking, **asked, logprobs=True, top_logprobs=3).choices[0]
@@ -175,6 +195,14 @@ def test_likeliest_tokens_are_those_of_torch_and_seeds_repeat_samples(talking: S
         ({"logprobs": True, "top_logprobs": 2, "top_p": 0.5}, "top_p"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p"),
+        ({"n": 10**9}, "n=1000000000"),
+        # An engine in which a step fails fails all that it runs.
+        ({"seed": 2**70}, "seed=1180591620717411303424"),
+        ({"stop": [""]}, "stop="),
+        ({"stop": ["x"] * 300}, "stop: 3"),
+        ({"logprobs": True, "top_logprobs": 21}, "number up to 20"),
+        ({"temperature": -1, "stream": True}, "temperature"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(options: dict[str, Any], named: str, talking: SimpleNamespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,3 +52,21 @@ def test_texts_that_are_asked_for_together_have_the_log_probs_of_torch_and_one_t
     with torch.no_grad():
         cool = reference(torch.tensor([TEXTS[0]])).logits[0].log_softmax(-1)
     assert np.allclose(last.log_probs[1:], cool[:-1].gather(1, torch.tensor(TEXTS[0][1:])[:, None])[:, 0], atol=1e-5)
+
+
+def test_texts_that_wait_are_computed_by_the_tokens_of_a_pass(model: Path) -> None:
+    sizes: list[int] = []
+
+    class Counting(GroupInProcess):
+        def forward(self, handle: Any, rows: Any, *, meta: Any = None) -> Any:
+            sizes.append(sum(map(len, rows)))
+            return super().forward(handle, rows, meta=meta)
+
+    with open_runtime(model) as runtime:
+        limits = {"vocab_size": VOCAB_SIZE, "longest": 64, "max_rank": 8, "max_runs": 8}
+        training = Training(Counting(runtime, 64), lambda *_: None, model=model, **limits)  # type: ignore[arg-type]
+        with training._changed:
+            asked = [training.read_log_probs(None, None, Scoring(TEXTS[0])) for _ in range(20)]
+        found = [each.result(60).log_probs[1:] for each in asked]
+        training.close()
+    assert sizes == [63, 63, 14] and all(np.allclose(each, found[0], atol=1e-6) for each in found)

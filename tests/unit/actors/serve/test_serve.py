@@ -323,6 +323,11 @@ def test_what_is_wrong_with_a_request_for_log_probs_is_named(running: SimpleName
         ({"target_prompt_logprobs": {"data": [1], "shape": [6, 1 << 40]}}, "at most"),
         ({"topk_sample_logprobs": 1, "sampling_params": {"max_tokens": 1, "top_p": 0.5}}, "with top_p are not served"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k=2 is not served"),
+        ({"sampling_params": {"stop": ["x"] * 300}}, "stop: 300 of them"),
+        (
+            {"topk_sample_logprobs": 100, "num_samples": 2000, "sampling_params": {"max_tokens": 50}},
+            "topk_sample_logprobs=100: expected a number up to",
+        ),
     ]
     for seq_id, (changed, named) in enumerate(wrong):
         asked = {"sampling_params": {"max_tokens": 1}, **changed}
@@ -434,3 +439,25 @@ def test_an_adapter_waits_for_an_engine_that_takes_the_place_of_a_lost_one(tmp_p
         assert sampling.pushed == 1
         with pytest.raises(EngineDeadError):
             asyncio.run(sampling.push(tmp_path / "gone"))
+
+
+def test_an_adapter_is_pushed_once_where_whoever_asked_first_is_gone(tmp_path: Path) -> None:
+    began, gate, pushed = threading.Event(), threading.Event(), list[str]()
+
+    def push(_: Any, name: str, folder: Path) -> None:
+        pushed.append(name)
+        began.set()
+        gate.wait(10)
+
+    sampling = Sampling(SimpleNamespace(), (), most_pushed=2)  # type: ignore[arg-type]
+
+    async def leave() -> str:
+        asks = asyncio.create_task(sampling.push(tmp_path / "adapter"))
+        await asyncio.to_thread(began.wait, 10)
+        asks.cancel()
+        await asyncio.wait([asks])
+        gate.set()
+        return await sampling.push(tmp_path / "adapter")
+
+    with patch("actors.serve.sampling.push_directory", push):
+        assert [asyncio.run(leave())] == pushed

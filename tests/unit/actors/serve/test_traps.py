@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,9 @@ import pytest
 import zstandard
 
 from actors.serve import app
-from actors.serve.store import RUNS
-from actors.serve.wire import Datum, PassRequest, read_answer, read_pass, write_request
+from actors.serve.openai import _newest
+from actors.serve.store import CHECKPOINTS, RUNS
+from actors.serve.wire import Datum, PassRequest, read_answer, read_cells, read_pass, write_request
 from rl_backend.contracts import BatchError
 from tests.support.actors_in_process import until
 from tests.support.libraries import cookbook
@@ -108,6 +111,16 @@ def test_sparse_arrays_that_would_fill_the_memory_are_refused() -> None:
     tensor.shape[:] = (1, -3)
     with pytest.raises(BatchError, match="negative"):
         read_pass(message.SerializeToString())
+    # Their product would have hundreds of millions of digits.
+    tensor.shape[:] = [1 << 62] * 1_000_000
+    with pytest.raises(BatchError, match="1000000 dimensions"):
+        read_pass(message.SerializeToString())
+    tensor.ClearField("sparse_csr")
+    with pytest.raises(BatchError, match="1000000 dimensions"):
+        read_pass(message.SerializeToString())
+    with pytest.raises(BatchError, match="1000000 dimensions"):
+        read_cells("ids", {"data": [], "shape": [9] * 1_000_000}, -1)
+    tensor.sparse_csr.crow_indices = np.zeros(2, "<i8").tobytes()
     tensor.shape[:] = (1, 3)
     assert read_pass(message.SerializeToString()).data[0].inputs["target_tokens"].tolist() == [[0, 0, 0]]
 
@@ -119,6 +132,8 @@ def test_what_waits_is_bounded_and_what_is_next_always_comes_in(model: Path, tmp
         early = [wire.data(run, seq_id).status_code for seq_id in (3, 4, 5, 6, 7)]
         assert early[0] == 200 and early[-1] == 429
         assert wire.data(run, 2).status_code == 429
+        # A step holds what is sent with it.
+        assert wire.post("optim_step", model_id=run, seq_id=2, adam_params={"new": "x" * 400}).status_code == 429
         for seq_id in (1, 2):
             assert b"loss:sum" in wire.answer(wire.data(run, seq_id)).content
         assert b"loss:sum" in wire.answer(wire.data(run, 3)).content
@@ -210,3 +225,94 @@ def test_clients_at_one_time_get_the_bits_that_each_has_alone(running: SimpleNam
     assert any(len(set(shared)) > 1 for shared in running.group.passes[passes:])
     for one, two in zip(alone, together, strict=True):
         assert one.equals(two)
+
+
+def test_samples_that_wait_for_an_engine_are_counted(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    async def waits(*_: Any) -> bytes:
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
+        return b""
+
+    with served(model, tmp_path, open_samples=4) as small:
+        monkeypatch.setattr(small.server.sampling, "answer", waits)
+        wire = Wire(small.url)
+        session = wire.post("create_session").json()["session_id"]
+        made = wire.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=str(model))
+        asked = {"sampling_session_id": made.json()["sampling_session_id"], "prompt": {}, "num_samples": 2}
+        assert [wire.post("asample", seq_id=number, **asked).status_code for number in range(3)] == [200, 200, 429]
+        gate.set()
+        until(lambda: wire.post("asample", seq_id=2, **asked).status_code == 200)
+
+
+def test_a_server_that_runs_is_not_open_to_all_when_its_last_key_is_removed(model: Path, tmp_path: Path) -> None:
+    with served(model, tmp_path) as shared:
+        ann = Wire(shared.url, shared.store.make_key("ann"))
+        assert ann.get("sessions").status_code == 200
+        shared.store.remove_key("ann")
+        assert {each.get("sessions").status_code for each in (ann, Wire(shared.url))} == {401}
+
+
+def test_sweeping_goes_on_after_it_has_failed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: float) -> None:
+        raise OSError("no space is left")
+
+    with served(model, tmp_path, session_timeout=0.8) as strict:
+        monkeypatch.setattr(strict.store, "forget_results", fail)
+        Wire(strict.url).run(model)
+        until(lambda: not strict.training.waiting)
+
+
+def test_a_run_answers_with_what_it_saved_last_named_or_not(running: SimpleNamespace, model: Path) -> None:
+    wire = Wire(running.url)
+    _, run = wire.run(model)
+
+    def save(seq_id: int, **named: Any) -> Path | None:
+        made = wire.post("save_weights_for_sampler", model_id=run, seq_id=seq_id, **named)
+        assert "error" not in wire.answer(made).json()
+        return _newest(running.server, "local", run)
+
+    first = save(1, sampling_session_seq_id=0)
+    assert first is not None and first.parent.name == "snapshots"
+    second = save(2, path="later")
+    assert second is not None and second.parent.name == "checkpoints"
+    assert save(3, sampling_session_seq_id=1) not in (None, first, second)
+
+
+def test_what_is_not_served_of_a_run_does_not_stop_what_follows(running: SimpleNamespace, model: Path) -> None:
+    wire = Wire(running.url)
+    _, run = wire.run(model)
+    external = wire.post("save_weights_external", model_id=run, seq_id=1, path="a")
+    assert "save_weights_external: not served" in wire.answer(external).json()["error"]
+    assert b"loss:sum" in wire.answer(wire.data(run, 2)).content
+
+
+def test_a_checkpoint_that_is_deleted_lies_on_disk_while_its_samplers_live(running: SimpleNamespace, model: Path) -> None:
+    wire = Wire(running.url)
+    session, run = wire.run(model)
+    path = wire.answer(wire.post("save_weights_for_sampler", model_id=run, seq_id=1, path="a")).json()["path"]
+    folder = Path(running.store.get(CHECKPOINTS, run=run)["folder"])
+    other = wire.post("create_session").json()["session_id"]
+    wire.post("create_sampling_session", session_id=other, sampling_session_seq_id=0, model_path=path)
+    assert wire._client.delete(f"/training_runs/{run}/checkpoints/sampler_weights/a").status_code == 204
+    assert wire.post(f"sessions/{session}/finish").status_code == 200 and folder.is_dir()
+    assert wire.post(f"sessions/{other}/finish").status_code == 200
+    until(lambda: not folder.exists())
+
+
+def test_ranks_forget_the_adapter_of_a_checkpoint_that_is_deleted(running: SimpleNamespace, model: Path) -> None:
+    wire = Wire(running.url)
+    _, run = wire.run(model)
+    path = wire.answer(wire.post("save_weights_for_sampler", model_id=run, seq_id=1, path="a")).json()["path"]
+    adapter = Path(running.store.get(CHECKPOINTS, run=run)["folder"]) / "adapter"
+    other = wire.post("create_session").json()["session_id"]
+    made = wire.post("create_sampling_session", session_id=other, sampling_session_seq_id=0, model_path=path).json()
+    asked = {"prompt": {"chunks": [{"tokens": IDS.tolist()}]}, "sampling_params": {"max_tokens": 1}, "prompt_logprobs": True}
+    sample = wire.post("asample", sampling_session_id=made["sampling_session_id"], seq_id=0, **asked)
+    assert "protobuf" in wire.answer(sample).headers["content-type"] and adapter in running.training._readers
+    wire.post(f"sessions/{other}/finish")
+    assert adapter.is_dir() and adapter in running.training._readers
+    assert wire._client.delete(f"/training_runs/{run}/checkpoints/sampler_weights/a").status_code == 204
+    assert not adapter.exists()
+    until(lambda: adapter not in running.training._readers)
