@@ -87,6 +87,7 @@ def make_app(server: Server) -> FastAPI:
     api = APIRouter(prefix="/api/v1")
     _add_sessions(api, server)
     _add_training(api, server)
+    _add_weights(api, server)
     _add_sampling(api, server)
     _add_lists(api, server)
     for route, what in _NOT_SERVED.items():
@@ -187,6 +188,15 @@ def _add_training(api: APIRouter, server: Server) -> None:
         size = held_by(asked)
         return server.submit(owner, run, seq_id, lambda request_id: Step(request_id, asked, size), size)
 
+    @api.post("/retrieve_future")
+    async def retrieve_future(owner: Owner, asked: Asked) -> Any:
+        result = await server.futures.result(text_in(asked, "request_id"), owner, LONG_POLL_SECONDS)
+        if result is None:
+            return JSONResponse({"queue_state": "active"}, 408)
+        return _answer(result)
+
+
+def _add_weights(api: APIRouter, server: Server) -> None:
     @api.post("/save_weights")
     async def save_weights(owner: Owner, asked: Asked) -> Any:
         return server.save(owner, asked, "weights")
@@ -208,13 +218,6 @@ def _add_training(api: APIRouter, server: Server) -> None:
     @api.post("/load_weights")
     async def load_weights(owner: Owner, asked: Asked) -> Any:
         return server.load_as_new(owner, asked) if asked.get("session_id") else server.load(owner, asked)
-
-    @api.post("/retrieve_future")
-    async def retrieve_future(owner: Owner, asked: Asked) -> Any:
-        result = await server.futures.result(text_in(asked, "request_id"), owner, LONG_POLL_SECONDS)
-        if result is None:
-            return JSONResponse({"queue_state": "active"}, 408)
-        return _answer(result)
 
 
 def _completion(answered: Mapping[str, Any]) -> dict[str, Any]:

@@ -208,8 +208,8 @@ class Sampling:
 
     def _sampling(self, params: Mapping[str, Any]) -> SamplingConfig:
         stop = params.get("stop")
-        stops = [stop] if isinstance(stop, str | int) else stop
-        if len(stops or ()) > _MOST_STOPS:
+        stops: list[str | int] | None = [stop] if isinstance(stop, str | int) else stop
+        if stops and len(stops) > _MOST_STOPS:
             raise BatchError(f"stop: {len(stops)} of them; expected at most {_MOST_STOPS}")
         top_k = int(params.get("top_k", -1))
         given: dict[str, Any] = {
