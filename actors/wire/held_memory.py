@@ -55,6 +55,8 @@ class MemoryHolder:
     # Imports no torch: it starts at once and is small.
     def __init__(self) -> None:
         self._files: dict[HeldKey, int] = {}
+        # Model -> the number before which nothing of it is held any more.
+        self._dropped: dict[int, float] = {}
 
     def ping(self) -> tuple[int, str]:
         """Its process: number, and when it started."""
@@ -64,16 +66,23 @@ class MemoryHolder:
         """Holds what a process of this node has written; answers where it is now, or the problem that it was given."""
         if not isinstance(written, Written):
             return written
-        self._files[key] = descriptor = os.open(written.path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(written.path, os.O_RDWR | os.O_CLOEXEC)
+        self._hold(key, descriptor)
         return written._replace(path=path_of(descriptor))
 
     def pull(self, key: HeldKey, other: Any, written: Written | str | None) -> Written | str | None:
         """Copies what a holder of another node holds."""
         if not isinstance(written, Written):
             return written
-        self._files[key] = descriptor = nameless_file(written.end)[0]
-        for start, chunk in _chunks(other, key, 0, written.end):
-            os.pwrite(descriptor, chunk, start)
+        descriptor = nameless_file(written.end)[0]
+        try:
+            for start, chunk in _chunks(other, key, 0, written.end):
+                os.pwrite(descriptor, chunk, start)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # Not before: a descriptor that is closed meanwhile would be the next file's.
+        self._hold(key, descriptor)
         return written._replace(path=path_of(descriptor))
 
     def read(self, key: HeldKey, start: int, end: int) -> Any:
@@ -81,9 +90,15 @@ class MemoryHolder:
 
     def drop(self, model: int, before: float) -> None:
         """Frees what is held of a model after operations of smaller numbers."""
+        self._dropped[model] = before = max(before, self._dropped.get(model, before))
         for key in list(self._files):
-            if key.model == model and key.number < before:
-                os.close(self._files.pop(key))
+            if key.model == model and key.number < before and (descriptor := self._files.pop(key, None)) is not None:
+                os.close(descriptor)
+
+    def _hold(self, key: HeldKey, descriptor: int) -> None:
+        self._files[key] = descriptor
+        if key.number < self._dropped.get(key.model, key.number):  # while it was copied
+            self.drop(key.model, self._dropped[key.model])
 
 
 def fetch(holder: Any, key: HeldKey, start: int, end: int) -> Any:
