@@ -182,7 +182,7 @@ class KeptOperations:
 
     def is_saving(self, model: int) -> bool:
         """Whether a checkpoint is being written, which ranks that die now must write again, from the state that it had."""
-        saves = (kept.saves_to for kept in self._kept if model in kept.models)
+        saves = (kept.saves_to for kept in self._kept if model in kept.models and not kept.failed)
         return any(path is not None and not path.exists() for path in saves)
 
     def forget_model(self, model: int) -> None:

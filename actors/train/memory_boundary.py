@@ -80,7 +80,7 @@ class MemoryBoundaries:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._said = set[str]()
+        self._said = set[Any]()
         self._holders: dict[str, Any] = {}
         self._started: list[Any] = []
         self._processes: dict[int, Any] = {}
@@ -146,7 +146,8 @@ class MemoryBoundaries:
             if all(isinstance(each, Written) for each in answers):
                 found.append(self._boundary(asked, answers, len(infos)))
             elif problem := next((each for each in answers if isinstance(each, str)), None):
-                self._say_once(f"the state of {asked.handle.name!r} could not be kept in memory ({problem})")
+                about = asked.handle.key, problem.partition(":")[0]
+                self._say_once(f"the state of {asked.handle.name!r} could not be kept in memory ({problem})", about)
         if died:
             self._count_deaths()
         return found
@@ -222,9 +223,10 @@ class MemoryBoundaries:
         if self._deaths == _MOST_DEATHS:
             self._say_once(f"ranks died {self._deaths} times before their state was in memory, and none is kept any more")
 
-    def _say_once(self, problem: str) -> None:
-        if problem not in self._said:
-            self._said.add(problem)
+    def _say_once(self, problem: str, about: object = None) -> None:
+        # By its kind where it has figures, which are others each time.
+        if (about or problem) not in self._said:
+            self._said.add(about or problem)
             self._say(f"{problem}; a recovery runs again what came since the last state that is")
 
 

@@ -175,6 +175,8 @@ class Recovery[R: Ranks]:
                 self._recover(error, ranks)
                 if kept.role == "pinned":
                     raise self._replaced(kept.title) from error
+                if kept.ranks is ranks:  # sent to no others: a recovery that another thread began has failed
+                    raise
             except TimeoutError:
                 raise
             except Exception:

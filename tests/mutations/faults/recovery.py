@@ -142,6 +142,22 @@ FAULTS = [
         "a tenant that is gone, and a state of each step on another node, would stay until the run ends",
     ),
     Fault(
+        "a-save-that-failed-is-one-that-goes-on",
+        "actors.train.kept:KeptOperations.is_saving",
+        "model in kept.models and not kept.failed",
+        "model in kept.models",
+        ("test_a_save_that_failed_holds_back_no_later_state",),
+        "no state would be kept in memory any more, until the group cannot recover",
+    ),
+    Fault(
+        "what-was-not-sent-again-is-waited-for",
+        "actors.train.recovery:Recovery.result",
+        "if kept.ranks is ranks:",
+        "if False:",
+        ("test_who_waits_for_what_a_failed_recovery_did_not_send_again_is_told",),
+        "where a recovery fails, all other threads that wait for a result would do so for ever",
+    ),
+    Fault(
         "what-is-dropped-while-it-is-copied-is-held",
         "actors.wire.held_memory:MemoryHolder._hold",
         "if key.number < self._dropped.get(key.model, key.number):",

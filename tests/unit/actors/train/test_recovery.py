@@ -150,6 +150,29 @@ def test_an_operation_that_ends_its_ranks_twice_ends_the_group_by_its_name(model
             group.zero_grad(policy)
 
 
+def test_who_waits_for_what_a_failed_recovery_did_not_send_again_is_told(model: Path) -> None:
+    with group_that_recovers(model, 3, 2, 2) as (group, _):
+        recovery: Any = group._recovery
+        policy = group.build_model()
+        group.forward_backward(policy, sequences(1), sft_loss)
+        dead = group.zero_grad.submit(policy)
+        kept = recovery._kept._kept[-1]
+        with pytest.raises(GroupFailedError, match=r"^operation 2 \(forward_backward\) has ended its ranks 2 times"):
+            dead.result()
+        found: list[Exception] = []
+
+        def wait() -> None:  # as another thread that had a part of it
+            try:
+                recovery.result(kept, None)
+            except Exception as error:  # noqa: BLE001
+                found.append(error)
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        waiting.join(30)
+        assert [type(error) for error in found] == [GroupFailedError]
+
+
 @pytest.mark.parametrize("when", ["before", "in it"])
 def test_a_rank_that_dies_while_its_group_closes_is_no_error(
     model: Path, when: str, caplog: pytest.LogCaptureFixture, ended: list[RankInfo], monkeypatch: pytest.MonkeyPatch
