@@ -319,6 +319,8 @@ class Recovery[R: Ranks]:
         return kept.calls if kept.saves_to is None else _calls_of_save(kept, kept.saves_to)
 
     def _compare(self, fresh: R, kept: Kept) -> None:
+        if not self._kept.repeats(kept):
+            kept.digest = ""
         try:
             kept.note(fresh.collect(kept.title, kept.number, kept.outcomes, None))
         except GroupFailedError as error:

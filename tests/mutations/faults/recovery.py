@@ -22,6 +22,14 @@ FAULTS = [
         "what a server keeps would grow with every client that it ever had",
     ),
     Fault(
+        "results-of-a-tenant-that-left-are-expected-again",
+        "actors.train.kept:KeptOperations.repeats",
+        "model in self._gone or kept.number < self._boundaries.get(model, -1)",
+        "kept.number < self._boundaries.get(model, -1)",
+        ("test_tenants_go_on_from_passes_that_they_shared_with_one_that_has_left",),
+        "a server whose ranks die after a client has left would end, because its passes have other results",
+    ),
+    Fault(
         "steps-before-a-checkpoint-run-twice",
         "actors.train.kept:KeptOperations._drop_what_is_over",
         "self._kept = [kept for kept in self._kept if not self._is_over(kept, known)]",
