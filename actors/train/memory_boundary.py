@@ -128,11 +128,12 @@ class MemoryBoundaries:
 
     def made(self, infos: Sequence[RankInfo], timeout: float = 0.0) -> list[Boundary]:
         """Those that are complete since the last call, after ``timeout`` seconds at most."""
-        found, died = [], False
+        found, died, deadline = [], False, time.monotonic() + timeout
         for key, asked in list(self._asked.items()):
             if self._asked.get(key) is not asked:
                 continue  # given up with its holder
-            _, waiting = ray.wait(list(asked.refs), num_returns=len(asked.refs), timeout=timeout)
+            left = max(deadline - time.monotonic(), 0.0)
+            _, waiting = ray.wait(list(asked.refs), num_returns=len(asked.refs), timeout=left)
             if waiting:
                 if time.monotonic() - asked.since > _PATIENCE_SECONDS:
                     self._replace_holders(infos, hung=True)
