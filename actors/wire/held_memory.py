@@ -16,6 +16,8 @@ from actors.cluster.processes import start_time
 # Of what is sent from node to node at one time.
 _CHUNK = 32 * 2**20
 _THREADS = 16
+ANSWERS = "answers"
+"""Concurrency group of what a holder answers at once: two holders whose pulls take all other threads wait for each other."""
 _MEMORY = "rl_backend_boundary"
 
 
@@ -58,6 +60,7 @@ class MemoryHolder:
         # Model -> the number before which nothing of it is held any more.
         self._dropped: dict[int, float] = {}
 
+    @ray.method(concurrency_group=ANSWERS)  # type: ignore[untyped-decorator]
     def ping(self) -> tuple[int, str]:
         """Its process: number, and when it started."""
         return os.getpid(), start_time(os.getpid())
@@ -85,6 +88,7 @@ class MemoryHolder:
         self._hold(key, descriptor)
         return written._replace(path=path_of(descriptor))
 
+    @ray.method(concurrency_group=ANSWERS)  # type: ignore[untyped-decorator]
     def read(self, key: HeldKey, start: int, end: int) -> Any:
         return np.frombuffer(os.pread(self._files[key], end - start, start), dtype=np.uint8)
 
@@ -114,5 +118,4 @@ def _chunks(holder: Any, key: HeldKey, start: int, end: int) -> Any:
         yield at, ray.get(holder.read.remote(key, at, min(at + _CHUNK, end)))
 
 
-# Two holders may pull from each other at the same time.
-HolderActor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_THREADS)(MemoryHolder)
+HolderActor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_THREADS, concurrency_groups={ANSWERS: 4})(MemoryHolder)

@@ -64,6 +64,12 @@ def test_memory_of_a_process_that_is_killed_stays_and_is_freed_with_the_holder()
     assert open_files() == before and holder.ping()[0] == os.getpid()
 
 
+def test_holders_that_pull_from_each_other_answer_on_threads_that_no_pull_takes() -> None:
+    methods: Any = MemoryHolder
+    assert {methods.ping.__ray_concurrency_group__, methods.read.__ray_concurrency_group__} == {held_memory.ANSWERS}
+    assert not any(hasattr(each, "__ray_concurrency_group__") for each in (methods.pull, methods.keep, methods.drop))
+
+
 def test_a_problem_is_passed_on() -> None:
     holder, key = MemoryHolder(), HeldKey(1, 0, 1)
     assert [holder.keep(key, each) for each in ("no room", None)] == ["no room", None]
