@@ -6,12 +6,15 @@ The kernel frees such a file when the last process that has it open ends, howeve
 from __future__ import annotations
 
 import os
+import threading
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
 from actors.cluster.processes import start_time
+from rl_backend.lab.doctor.machine import read_memory
 
 # Of what is sent from node to node at one time.
 _CHUNK = 32 * 2**20
@@ -59,6 +62,7 @@ class MemoryHolder:
         self._files: dict[HeldKey, int] = {}
         # Model -> the number before which nothing of it is held any more.
         self._dropped: dict[int, float] = {}
+        self._taking = threading.Lock()
 
     @ray.method(concurrency_group=ANSWERS)  # type: ignore[untyped-decorator]
     def ping(self) -> tuple[int, str]:
@@ -74,10 +78,12 @@ class MemoryHolder:
         return written._replace(path=path_of(descriptor))
 
     def pull(self, key: HeldKey, other: Any, written: Written | str | None) -> Written | str | None:
-        """Copies what a holder of another node holds."""
+        """Copies what a holder of another node holds; answers as :meth:`keep`, or that there is no room for it here."""
         if not isinstance(written, Written):
             return written
-        descriptor = nameless_file(written.end)[0]
+        descriptor = self._take(written.end)
+        if isinstance(descriptor, str):
+            return descriptor
         try:
             for start, chunk in _chunks(other, key, 0, written.end):
                 os.pwrite(descriptor, chunk, start)
@@ -98,6 +104,17 @@ class MemoryHolder:
         for key in list(self._files):
             if key.model == model and key.number < before and (descriptor := self._files.pop(key, None)) is not None:
                 os.close(descriptor)
+
+    def _take(self, nbytes: int) -> int | str:
+        """A file with all of its memory, or why there is none: the kernel would end some process of this node instead."""
+        with self._taking:
+            _, available = read_memory()
+            if nbytes > available:
+                return f"no room there: it takes {nbytes / 2**20:.0f} MiB, and {available / 2**20:.0f} MiB are free"
+            descriptor = nameless_file(nbytes)[0]
+            with suppress(OSError):  # at once, so that no other pull finds it free
+                os.posix_fallocate(descriptor, 0, nbytes)
+            return descriptor
 
     def _hold(self, key: HeldKey, descriptor: int) -> None:
         self._files[key] = descriptor

@@ -166,6 +166,14 @@ FAULTS = [
         "where a recovery fails, all other threads that wait for a result would do so for ever",
     ),
     Fault(
+        "a-copy-takes-the-memory-of-another-node",
+        "actors.wire.held_memory:MemoryHolder._take",
+        "if nbytes > available:",
+        "if False:",
+        ("test_a_node_without_room_for_a_copy_leaves_the_state_with_the_ranks",),
+        "the kernel would end Ray's head on a small node, and with it the run",
+    ),
+    Fault(
         "what-is-dropped-while-it-is-copied-is-held",
         "actors.wire.held_memory:MemoryHolder._hold",
         "if key.number < self._dropped.get(key.model, key.number):",

@@ -14,6 +14,7 @@ from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from actors.train.kept import Kept, KeptOperations
 from actors.train.order import OperationHeader
+from actors.wire import held_memory
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import CheckpointError, GroupFailedError
 from rl_backend.contracts.lora import LoRAConfig
@@ -101,6 +102,25 @@ def test_a_node_that_is_lost_leaves_the_copy_of_another(
     with group_that_recovers(model, death, in_memory=True) as (group, _):
         assert_same(trained(group, after=lose), expected)
         assert group.epoch == 1 and len(holders) == 3
+
+
+def test_a_node_without_room_for_a_copy_leaves_the_state_with_the_ranks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, holders = use_ranks_here(monkeypatch, ["there", "here"])
+    monkeypatch.setattr(held_memory, "read_memory", lambda: (2**30, 100))
+    said: list[str] = []
+    with group_that_recovers(model, in_memory=True) as (group, ranks):
+        group.say_recoveries(said.append)
+        policy = group.build_model(name="policy")
+        for step in (1, 2, 3):
+            train(group, policy, step)
+        (line,) = said
+        assert "the state of 'policy' has no copy on another node than its ranks' (no room there: it takes" in line
+        assert {each.node_id: bool(each.holder._files) for each in holders} == {"here": True, "there": False}
+        ranks[0].is_dead = True
+        group.zero_grad(policy)
+        assert group.recoveries[0].steps == 0
 
 
 def test_a_holder_that_dies_is_started_again_and_the_next_step_is_kept_there(
