@@ -175,7 +175,8 @@ class Recovery[R: Ranks]:
                 self._recover(error, ranks)
                 if kept.role == "pinned":
                     raise self._replaced(kept.title) from error
-                if kept.ranks is ranks:  # sent to no others: a recovery that another thread began has failed
+                # It was sent to no others: the recovery has failed in another thread.
+                if kept.ranks is ranks and not ranks.has_answered(kept.outcomes):
                     raise
             except TimeoutError:
                 raise
