@@ -182,7 +182,7 @@ class KeptOperations:
 
     def is_saving(self, model: int) -> bool:
         """Whether a checkpoint is being written, which ranks that die now must write again, from the state that it had."""
-        saves = (kept.saves_to for kept in self._kept if model in kept.models)
+        saves = (kept.saves_to for kept in self._kept if model in kept.models and not kept.failed)
         return any(path is not None and not path.exists() for path in saves)
 
     def forget_model(self, model: int) -> None:
@@ -191,13 +191,15 @@ class KeptOperations:
         self._boundaries.pop(model, None)
         self._drop_what_is_over()
 
+    def repeats(self, kept: Kept) -> bool:
+        """Whether new ranks have its models as they were. A pass of several tenants stays for some of them, while the others
+        have left, or have a boundary after it.
+        """
+        return not any(model in self._gone or kept.number < self._boundaries.get(model, -1) for model in kept.models)
+
     def _bounded(self, model: int, load: Kept) -> None:
         self._boundaries[model] = load.number
         self._drop_what_is_over()
-        for kept in self._kept:
-            # A pass of several tenants stays for the others; the results of this one will not be those that it had.
-            if model in kept.models and kept.number < load.number:
-                kept.digest = ""
 
     def _drop_what_is_over(self) -> None:
         known = {*self._boundaries}.union(*(kept.models for kept in self._kept if kept.role == "changes")) - self._gone

@@ -38,6 +38,7 @@ _PING_SECONDS = 5.0
 _PATIENCE_SECONDS = 60.0
 _MOST_DEATHS = 2
 _SEGMENTS = "memory_boundary"
+_OLDER = "a recovery runs again what came since the last state that is"
 
 
 class Copy(NamedTuple):
@@ -80,7 +81,7 @@ class MemoryBoundaries:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._said = set[str]()
+        self._said = set[Any]()
         self._holders: dict[str, Any] = {}
         self._started: list[Any] = []
         self._processes: dict[int, Any] = {}
@@ -128,11 +129,12 @@ class MemoryBoundaries:
 
     def made(self, infos: Sequence[RankInfo], timeout: float = 0.0) -> list[Boundary]:
         """Those that are complete since the last call, after ``timeout`` seconds at most."""
-        found, died = [], False
+        found, died, deadline = [], False, time.monotonic() + timeout
         for key, asked in list(self._asked.items()):
             if self._asked.get(key) is not asked:
                 continue  # given up with its holder
-            _, waiting = ray.wait(list(asked.refs), num_returns=len(asked.refs), timeout=timeout)
+            left = max(deadline - time.monotonic(), 0.0)
+            _, waiting = ray.wait(list(asked.refs), num_returns=len(asked.refs), timeout=left)
             if waiting:
                 if time.monotonic() - asked.since > _PATIENCE_SECONDS:
                     self._replace_holders(infos, hung=True)
@@ -143,10 +145,15 @@ class MemoryBoundaries:
             except RayError:
                 died = not self._replace_holders(infos) or died
                 continue
-            if all(isinstance(each, Written) for each in answers):
-                found.append(self._boundary(asked, answers, len(infos)))
-            elif problem := next((each for each in answers if isinstance(each, str)), None):
-                self._say_once(f"the state of {asked.handle.name!r} could not be kept in memory ({problem})")
+            copies = _copies(asked, answers, len(infos))
+            if all(copies):
+                found.append(self._boundary(asked, copies))
+            if problem := next((each for each in answers if isinstance(each, str)), None):
+                about, state = (asked.handle.key, problem.partition(":")[0]), f"the state of {asked.handle.name!r}"
+                if all(copies):
+                    self._say_once(f"{state} has no copy on another node than its ranks' ({problem})", about)
+                else:
+                    self._say_once(f"{state} could not be kept in memory ({problem}); {_OLDER}", about)
         if died:
             self._count_deaths()
         return found
@@ -154,7 +161,7 @@ class MemoryBoundaries:
     def choose(self, boundary: Boundary) -> list[Copy] | None:
         """A copy of each rank's part whose holder lives; None where one has none."""
         # One that hangs is passed over where another one has the same; its memory can be read all the same.
-        hung = len(boundary.copies[0]) > 1
+        hung = all(len(copies) > 1 for copies in boundary.copies)
         holders = {id(copy.holder): copy.holder for copies in boundary.copies for copy in copies}
         living = {key for key, holder in holders.items() if not _has_died(holder, hung=hung)}
         found = [[copy for copy in copies if id(copy.holder) in living] for copies in boundary.copies]
@@ -182,10 +189,7 @@ class MemoryBoundaries:
                 ray.kill(holder)
         self._started.clear()
 
-    def _boundary(self, asked: _Asked, answers: Sequence[Written], num_ranks: int) -> Boundary:
-        copies: list[list[Copy]] = [[] for _ in range(num_ranks)]
-        for (node_id, holder, key), written in zip(asked.places, answers, strict=True):
-            copies[key.rank].append(Copy(node_id, holder, key, written))
+    def _boundary(self, asked: _Asked, copies: Sequence[Sequence[Copy]]) -> Boundary:
         made = Boundary(asked.handle, asked.number, asked.generation, tuple(map(tuple, copies)))
         self._last[asked.handle.key], self._deaths = made, 0
         for holder in self._started:
@@ -220,12 +224,23 @@ class MemoryBoundaries:
         """Ranks died before they had copied their state; what that takes may be why."""
         self._deaths += 1
         if self._deaths == _MOST_DEATHS:
-            self._say_once(f"ranks died {self._deaths} times before their state was in memory, and none is kept any more")
+            self._say_once(
+                f"ranks died {self._deaths} times before their state was in memory, and none is kept any more; {_OLDER}"
+            )
 
-    def _say_once(self, problem: str) -> None:
-        if problem not in self._said:
-            self._said.add(problem)
-            self._say(f"{problem}; a recovery runs again what came since the last state that is")
+    def _say_once(self, problem: str, about: object = None) -> None:
+        # By its kind where it has figures, which are others each time.
+        if (about or problem) not in self._said:
+            self._said.add(about or problem)
+            self._say(problem)
+
+
+def _copies(asked: _Asked, answers: Sequence[Any], num_ranks: int) -> list[list[Copy]]:
+    copies: list[list[Copy]] = [[] for _ in range(num_ranks)]
+    for (node_id, holder, key), written in zip(asked.places, answers, strict=True):
+        if isinstance(written, Written):
+            copies[key.rank].append(Copy(node_id, holder, key, written))
+    return copies
 
 
 def start_holder(node_id: str) -> Any:

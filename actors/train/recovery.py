@@ -175,6 +175,9 @@ class Recovery[R: Ranks]:
                 self._recover(error, ranks)
                 if kept.role == "pinned":
                     raise self._replaced(kept.title) from error
+                # It was sent to no others: the recovery has failed in another thread.
+                if kept.ranks is ranks and not ranks.has_answered(kept.outcomes):
+                    raise
             except TimeoutError:
                 raise
             except Exception:
@@ -317,6 +320,8 @@ class Recovery[R: Ranks]:
         return kept.calls if kept.saves_to is None else _calls_of_save(kept, kept.saves_to)
 
     def _compare(self, fresh: R, kept: Kept) -> None:
+        if not self._kept.repeats(kept):
+            kept.digest = ""
         try:
             kept.note(fresh.collect(kept.title, kept.number, kept.outcomes, None))
         except GroupFailedError as error:

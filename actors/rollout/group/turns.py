@@ -218,12 +218,14 @@ class GroupTurns:
         if not self._engines.heals:
             self._engines.living()
         asked = [[_Turn(request, self._home(request)) for request in group] for group in groups]
-        for turn in itertools.chain.from_iterable(asked):
-            if not turn.request.waits:
-                self._engines.asked.add(turn.answer)
-                turn.answer.add_done_callback(self._engines.asked.discard)
-            turn.answer.add_done_callback(turn.give_up_cancelled)
         with self._engines.moved:
+            if self._ended is not None:  # meanwhile: nobody would answer
+                raise self._ended
+            for turn in itertools.chain.from_iterable(asked):
+                if not turn.request.waits:
+                    self._engines.asked.add(turn.answer)
+                    turn.answer.add_done_callback(self._engines.asked.discard)
+                turn.answer.add_done_callback(turn.give_up_cancelled)
             for group in asked:
                 # They wait for no other: their engine takes them at once.
                 (self._waiting.append if group[0].home is None else self._waiting.appendleft)(group)

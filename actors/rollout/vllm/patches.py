@@ -189,7 +189,7 @@ def _generators_of_pieces(runner: Any) -> dict[int, torch.Generator]:
 
 
 def draw_one_number_for_a_token() -> None:
-    """From now on a CPU samples a token by one number of its request's generator, where all requests have seeds."""
+    """From now on a CPU samples a token by one number of its request's generator, where a request has a seed."""
     if not current_platform.is_cpu():
         return
     # vLLM draws a number for every token of the vocabulary, which takes as long as the model where the model is small.
@@ -200,10 +200,11 @@ def draw_one_number_for_a_token() -> None:
         sampler: Any, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         kept = sampler.logprobs_mode
-        if len(generators) < len(logits) or kept not in ("raw_logits", "raw_logprobs", "processed_logprobs"):
+        if not generators or kept not in ("raw_logits", "raw_logprobs", "processed_logprobs"):
             return forward(sampler, logits, generators, k, p)
         log_probs = apply_top_k_top_p(logits, k, p).log_softmax(-1, dtype=torch.float32)
-        numbers = [torch.rand((), generator=generators[row], dtype=torch.float64) for row in range(len(logits))]
+        # Others in the batch, without a seed too, must not change what a seeded request samples.
+        numbers = [torch.rand((), generator=generators.get(row), dtype=torch.float64) for row in range(len(logits))]
         return _tokens_at(log_probs, torch.stack(numbers)), log_probs if kept == "processed_logprobs" else None
 
     TopKTopPSampler.forward_cpu = draw

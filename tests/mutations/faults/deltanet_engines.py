@@ -64,10 +64,18 @@ FAULTS = [
     Fault(
         "numbers-drawn-from-the-first-requests-generator",
         "actors.rollout.vllm.patches:draw_one_number_for_a_token.draw",
-        "generators[row]",
+        "generators.get(row)",
         "generators[0]",
         ("test_a_seeded_token_takes_one_number_and_not_one_for_every_word",),
         "a sample would depend on its neighbours in the batch",
+    ),
+    Fault(
+        "seeds-beside-a-request-without-one-draw-otherwise",
+        "actors.rollout.vllm.patches:draw_one_number_for_a_token.draw",
+        "not generators",
+        "len(generators) < len(logits)",
+        ("test_a_seeded_token_takes_one_number_and_not_one_for_every_word",),
+        "a greedy evaluation would change what is sampled beside it",
     ),
     Fault(
         "names-of-nested-models-not-told",

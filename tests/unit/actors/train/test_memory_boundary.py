@@ -14,8 +14,9 @@ from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from actors.train.kept import Kept, KeptOperations
 from actors.train.order import OperationHeader
+from actors.wire import held_memory
 from rl_backend.algorithm import sft_loss
-from rl_backend.contracts import GroupFailedError
+from rl_backend.contracts import CheckpointError, GroupFailedError
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.models import write_tiny
 from tests.support.ranks_in_process import HolderHere, assert_same, group_that_recovers, sequences, use_ranks_here
@@ -103,6 +104,25 @@ def test_a_node_that_is_lost_leaves_the_copy_of_another(
         assert group.epoch == 1 and len(holders) == 3
 
 
+def test_a_node_without_room_for_a_copy_leaves_the_state_with_the_ranks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, holders = use_ranks_here(monkeypatch, ["there", "here"])
+    monkeypatch.setattr(held_memory, "read_memory", lambda: (2**30, 100))
+    said: list[str] = []
+    with group_that_recovers(model, in_memory=True) as (group, ranks):
+        group.say_recoveries(said.append)
+        policy = group.build_model(name="policy")
+        for step in (1, 2, 3):
+            train(group, policy, step)
+        (line,) = said
+        assert "the state of 'policy' has no copy on another node than its ranks' (no room there: it takes" in line
+        assert {each.node_id: bool(each.holder._files) for each in holders} == {"here": True, "there": False}
+        ranks[0].is_dead = True
+        group.zero_grad(policy)
+        assert group.recoveries[0].steps == 0
+
+
 def test_a_holder_that_dies_is_started_again_and_the_next_step_is_kept_there(
     model: Path, holders: list[HolderHere], undisturbed: tuple[list[Any], list[tuple[int, str]]]
 ) -> None:
@@ -155,7 +175,8 @@ def test_only_what_came_since_the_last_step_is_kept(model: Path, holders: list[H
 def test_a_state_that_cannot_be_kept_is_said_once_and_the_run_goes_on(
     model: Path, holders: list[HolderHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_boundary, "read_memory", lambda: (2**30, 2**12))
+    free = iter(range(0, -100 * 2**20, -(2**20)))  # other figures at each step
+    monkeypatch.setattr(memory_boundary, "read_memory", lambda: (2**30, next(free)))
     said: list[str] = []
     with group_that_recovers(model, in_memory=True) as (group, ranks):
         group.say_recoveries(said.append)
@@ -255,6 +276,20 @@ def test_what_a_checkpoint_in_the_background_has_to_write_can_be_written_again(
         assert "save_checkpoint" in [name for _, name in ranks[1].ran]
         group.wait_for_checkpoint(policy)
         assert path.is_dir() and moved.is_dir()
+
+
+def test_a_save_that_failed_holds_back_no_later_state(model: Path, holders: list[HolderHere], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with group_that_recovers(model, in_memory=True) as (group, ranks):
+        policy = group.build_model(name="policy")
+        train(group, policy, 1)
+        with pytest.raises(CheckpointError):
+            group.save_checkpoint(policy, tmp_path / "file" / "state")
+        for step in (2, 3):
+            train(group, policy, step)
+        ranks[0].is_dead = True
+        group.zero_grad(policy)
+        assert group.epoch == 1 and group.recoveries[0].steps == 0
 
 
 def kept(number: int, models: Sequence[int], name: str = "forward_backward", **options: Any) -> Kept:

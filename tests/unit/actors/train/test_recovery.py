@@ -150,6 +150,29 @@ def test_an_operation_that_ends_its_ranks_twice_ends_the_group_by_its_name(model
             group.zero_grad(policy)
 
 
+def test_who_waits_for_what_a_failed_recovery_did_not_send_again_is_told(model: Path) -> None:
+    with group_that_recovers(model, 3, 2, 2) as (group, _):
+        recovery: Any = group._recovery
+        policy = group.build_model()
+        group.forward_backward(policy, sequences(1), sft_loss)
+        dead = group.zero_grad.submit(policy)
+        kept = recovery._kept._kept[-1]
+        with pytest.raises(GroupFailedError, match=r"^operation 2 \(forward_backward\) has ended its ranks 2 times"):
+            dead.result()
+        found: list[Exception] = []
+
+        def wait() -> None:  # as another thread that had a part of it
+            try:
+                recovery.result(kept, None)
+            except Exception as error:  # noqa: BLE001
+                found.append(error)
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        waiting.join(30)
+        assert [type(error) for error in found] == [GroupFailedError]
+
+
 @pytest.mark.parametrize("when", ["before", "in it"])
 def test_a_rank_that_dies_while_its_group_closes_is_no_error(
     model: Path, when: str, caplog: pytest.LogCaptureFixture, ended: list[RankInfo], monkeypatch: pytest.MonkeyPatch
@@ -276,8 +299,8 @@ def test_a_function_of_a_caller_runs_again(model: Path) -> None:
         assert isinstance(RankFunction(count), RankFunction)
 
 
-def trained_together(group: TrainGroup, folder: Path) -> list[Any]:
-    """Four steps of tenants that share passes: ann has a checkpoint after the second, carl leaves then, bob has none."""
+def trained_together(group: TrainGroup, folder: Path | None) -> list[Any]:
+    """Four steps of tenants that share passes: carl leaves after the second. With a folder ann has a checkpoint then."""
     base = group.build_model(name="base", trainable=False)
     tenants = [
         group.create_lora_adapter(base, LoRAConfig(rank=rank), name=name)
@@ -295,9 +318,19 @@ def trained_together(group: TrainGroup, folder: Path) -> list[Any]:
             found += [passed.tenants[tenant.name].losses, group.optimizer_step(tenant)]
             group.zero_grad(tenant)
         if step == 2:
-            save(group, folder, {"ann": tenants[0]})
+            if folder is not None:
+                save(group, folder, {"ann": tenants[0]})
             group.remove_lora_adapter(tenants.pop())
     return [*found, *(torch.cat(list(group.forward(tenant, sequences(0)).output("log_probs"))) for tenant in tenants)]
+
+
+def test_tenants_go_on_from_passes_that_they_shared_with_one_that_has_left(model: Path) -> None:
+    with group_that_recovers(model) as (group, (rank,)):
+        expected, ran = trained_together(group, None), rank.ran
+    death = [number for number, name in ran if name == "optimizer_step"][-1]
+    with group_that_recovers(model, death) as (group, _):
+        assert_same(trained_together(group, None), expected)
+        assert group.epoch == 1
 
 
 def test_tenants_that_share_passes_continue_each_from_its_own_checkpoint(model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from actors.wire import held_memory
-from actors.wire.held_memory import HeldKey, MemoryHolder, Written, fetch
+from actors.wire.held_memory import HeldKey, MemoryHolder, Written, fetch, nameless_file
 
 WRITER = """
 import os, sys
@@ -64,9 +64,44 @@ def test_memory_of_a_process_that_is_killed_stays_and_is_freed_with_the_holder()
     assert open_files() == before and holder.ping()[0] == os.getpid()
 
 
+def test_holders_that_pull_from_each_other_answer_on_threads_that_no_pull_takes() -> None:
+    methods: Any = MemoryHolder
+    assert {methods.ping.__ray_concurrency_group__, methods.read.__ray_concurrency_group__} == {held_memory.ANSWERS}
+    assert not any(hasattr(each, "__ray_concurrency_group__") for each in (methods.pull, methods.keep, methods.drop))
+
+
 def test_a_problem_is_passed_on() -> None:
     holder, key = MemoryHolder(), HeldKey(1, 0, 1)
     assert [holder.keep(key, each) for each in ("no room", None)] == ["no room", None]
     assert [holder.pull(key, None, each) for each in ("no room", None)] == ["no room", None]
     with pytest.raises(FileNotFoundError):
         holder.keep(key, Written("/proc/1/fd/no", 0, 0))
+
+
+def test_what_is_dropped_while_it_is_copied_is_not_held_and_spoils_nothing_else() -> None:
+    before, holder, other = open_files(), MemoryHolder(), MemoryHolder()
+    source, path = nameless_file(5000)
+    os.pwrite(source, b"a" * 5000, 0)
+    key, of_another, late = HeldKey(3, 0, 17), HeldKey(4, 0, 20), HeldKey(3, 0, 16)
+    held: Any = holder.keep(key, Written(path, 4000, 5000))
+    chunks = Handle(holder)
+
+    def read(key: HeldKey, start: int, end: int) -> Any:
+        if start == 1024:
+            other.drop(3, 18)
+            zeros, its_path = nameless_file(5000)
+            other.keep(of_another, Written(its_path, 4000, 5000))
+            os.close(zeros)
+        return holder.read(key, start, end)
+
+    chunks.read = SimpleNamespace(remote=read)
+    other.pull(key, chunks, held)
+    assert list(other._files) == [of_another] and other.read(of_another, 0, 5000).tobytes() == bytes(5000)
+    other.keep(late, Written(path, 4000, 5000))
+    assert list(other._files) == [of_another]
+    with pytest.raises(KeyError):  # the other holder has no such file any more
+        other.pull(HeldKey(5, 0, 21), Handle(holder), held)
+    holder.drop(3, 18)
+    other.drop(4, 21)
+    os.close(source)
+    assert open_files() == before

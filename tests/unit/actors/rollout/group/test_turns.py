@@ -384,6 +384,17 @@ def test_what_a_lost_engine_was_asked_is_asked_of_others_where_engines_are_repla
         assert [each.result(5).token_ids for each in futures] == [[10], [20], [30]]
 
 
+def test_what_is_asked_while_its_group_closes_is_refused(
+    make: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make()
+    closed = RolloutError("the rollout group is closed")
+    monkeypatch.setattr(group.turns, "_home", lambda request: group.turns.end(closed))
+    with pytest.raises(RolloutError, match="is closed"):
+        group.ask(1)
+    assert not group.engines.asked and not group.turns._waiting
+
+
 def test_without_replacement_a_call_has_the_error_of_its_engine_and_a_turn_another_engine(
     make: Callable[..., Group],
 ) -> None:

@@ -255,10 +255,16 @@ def test_a_seeded_token_takes_one_number_and_not_one_for_every_word(monkeypatch:
         TopKTopPSampler.forward_cpu(sampler, logits[[row]], generators([4 + row]), None, None)[0] for row in range(rows)
     ]
     assert tokens.dtype == torch.int64 and torch.equal(tokens, torch.cat(alone)), "others in the batch change nothing"
-    # Where a request has no seed, and where vLLM is to return something else, it samples itself.
+    seeded = generators([4, 5, 6])
+    del seeded[1]
+    beside = TopKTopPSampler.forward_cpu(sampler, logits.clone(), seeded, None, None)[0]
+    assert torch.equal(beside[[0, 2]], tokens[[0, 2]]), "nor does one without a seed"
+    # Where no request has a seed, and where vLLM is to return something else, it samples itself.
+    sampler.use_fp64_gumbel = True
     with Draws() as draws:
-        TopKTopPSampler.forward_cpu(sampler, logits.clone(), generators([4, 5]), None, None)
+        TopKTopPSampler.forward_cpu(sampler, logits.clone(), {}, None, None)
     assert draws.exponential
+    sampler.use_fp64_gumbel = False
     sampler.logprobs_mode = "processed_logits"
     _, returned = TopKTopPSampler.forward_cpu(sampler, logits.clone(), generators([4, 5, 6]), None, None)
     assert returned is not None and torch.equal(returned, logits)
