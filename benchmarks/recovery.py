@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.cluster.processes import Process
+from actors.wire.segment import stale_segments
 from benchmarks import environment_tasks
 from benchmarks.process_use import MARK, kind_of, processes
 from benchmarks.report import machine, read_result, write_result
@@ -262,16 +263,10 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
         "status": status,
         "differs_in": ["it failed"] if status else differences(outcome(folder / "run"), wanted)[:8],
         "faults": [fault.told() for fault in faults if fault.at < math.inf],
-        "left": {"processes": left, "segments": stale_segments()},
+        "left": {"processes": left, "segments": len(stale_segments())},
         "seconds": round(time.monotonic() - began, 1),
         **({"said": [line for _, line in command.lines[-8:]]} if status else {}),
     }
-
-
-def stale_segments() -> int:
-    """Segments of weights whose owner has ended, by its number and start in their names (``actors/wire/segment.py``)."""
-    names = (path.name.split("-") for path in Path("/dev/shm").glob("rl_backend_weights-*"))
-    return sum(Process(int(name[2]), name[3]).has_ended for name in names)
 
 
 def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

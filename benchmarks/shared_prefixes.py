@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.report import interleave, machine, medians, write_result
-from benchmarks.train_speed import MODEL, next_token_loss
+from benchmarks.train_speed import MODEL, make_model, next_token_loss
 from rl_backend.contracts import TARGET_IDS, PackedBatch, RuntimeConfig
 from rl_backend.runtime import create_runtime
 
@@ -87,7 +87,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     facts, results = machine(), dict[str, Any]()
     with tempfile.TemporaryDirectory() as directory:
-        model_dir = make_model(Path(directory), arguments.groups)
+        longest = max(group.prompt + group.answer for group in arguments.groups)
+        model_dir = make_model(Path(directory), max_position_embeddings=longest)
         measures = {share: passes(model_dir, share) for share in ("off", "auto")}
         for group in arguments.groups:
             batch = batch_of(group)
@@ -101,16 +102,6 @@ def main() -> None:
             results[name] = {"seconds": seconds, "off_over_auto": gain, "possible": possible, "reached": gain / possible}
             print(f"{name}: {middle['off']:.2f} s, shared {middle['auto']:.2f} s, {gain:.2f}x of {possible:.2f}x possible")
     print(f"wrote {write_result('shared_prefixes', {'groups': results, 'model': MODEL, 'machine': facts})}")
-
-
-def make_model(directory: Path, groups: Sequence[Group]) -> Path:
-    """That of ``train_speed``, for longer sequences."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    longest = max(group.prompt + group.answer for group in groups)
-    Qwen3ForCausalLM(Qwen3Config(**{**MODEL, "max_position_embeddings": longest})).save_pretrained(directory)
-    return directory
 
 
 if __name__ == "__main__":

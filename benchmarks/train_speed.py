@@ -131,12 +131,12 @@ def pad(batch: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
 
 
-def make_model(directory: Path) -> Path:
-    """A random model of the benchmark's size."""
+def make_model(directory: Path, **changes: Any) -> Path:
+    """A random model of the benchmark's size; ``changes`` are fields of its ``config.json``."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**MODEL)).save_pretrained(directory)
+    Qwen3ForCausalLM(Qwen3Config(**{**MODEL, **changes})).save_pretrained(directory)
     return directory
 
 

@@ -76,13 +76,20 @@ def host_identity() -> str:
     return f"{boot}:{DIRECTORY.stat().st_dev}"
 
 
+def stale_segments() -> list[Path]:
+    """Segments whose owner has ended, of any user."""
+    found = ((path, _NAME.fullmatch(path.name)) for path in DIRECTORY.glob(f"{_PREFIX}-*"))
+    return [
+        path
+        for path, match in found
+        if match and match["namespace"] == _namespace() and start_time(int(match["pid"])) != match["start"]
+    ]
+
+
 def remove_stale_segments() -> list[Path]:
     """Removes segments of this user whose owner has ended, and returns them."""
     removed = []
-    for path in DIRECTORY.glob(f"{_PREFIX}-*"):
-        match = _NAME.fullmatch(path.name)
-        if match is None or match["namespace"] != _namespace() or start_time(int(match["pid"])) == match["start"]:
-            continue
+    for path in stale_segments():
         # Other users' segments are theirs to remove, and another process may be removing this one.
         with suppress(FileNotFoundError):
             if path.stat().st_uid == os.geteuid():

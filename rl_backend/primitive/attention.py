@@ -245,7 +245,7 @@ class Segments(NamedTuple):
     @classmethod
     def of_tree(cls, tree: PrefixTree, device: torch.device | None = None) -> Self:
         """Each run of ``tree`` with the keys of its whole path."""
-        lens = tree.query_lens, tree.key_lens
+        lens = tree.lengths, tree.key_lens
         queries, keys = (torch.tensor((0, *accumulate(each)), dtype=torch.int32).to(device) for each in lens)
         return cls(*lens, queries, keys, tree.key_rows.to(device), tree)
 

@@ -19,11 +19,6 @@ class PrefixTree(NamedTuple):
     parents: tuple[int, ...]
     ends: tuple[int, ...]
 
-    @classmethod
-    def unshared(cls, seq_lens: tuple[int, ...]) -> Self:
-        """Each sequence is one run."""
-        return cls(seq_lens, (-1,) * len(seq_lens), tuple(range(len(seq_lens))))
-
     @property
     def num_rows(self) -> int:
         return sum(self.lengths)
@@ -49,24 +44,12 @@ class PrefixTree(NamedTuple):
         return tuple(starts)
 
     @property
-    def query_lens(self) -> tuple[int, ...]:
-        return self.lengths
-
-    @property
     def key_lens(self) -> tuple[int, ...]:
         """Rows of each run's path: of all runs before it, and its own."""
         lens: list[int] = []
         for length, parent in zip(self.lengths, self.parents, strict=True):
             lens.append(length if parent < 0 else lens[parent] + length)
         return tuple(lens)
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """How many runs are before each in its path."""
-        levels: list[int] = []
-        for parent in self.parents:
-            levels.append(0 if parent < 0 else levels[parent] + 1)
-        return tuple(levels)
 
     def path(self, run: int) -> tuple[int, ...]:
         """The runs from the start of its sequences to ``run``, itself included."""

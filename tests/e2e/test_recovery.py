@@ -109,13 +109,19 @@ def test_a_stopped_rank_is_replaced_and_never_wakes_up(ray_cluster: None, task: 
 @pytest.mark.long
 @pytest.mark.shows("recovery: the bridge's ranks are replaced as the native ones, with the same bits")
 def test_a_run_of_the_bridge_goes_on_when_a_rank_is_killed(ray_cluster: None, task: Path, tmp_path: Path) -> None:
-    changes = {"train": {"backend": "bridge"}}
-    config = config_of(task, tmp_path / "undisturbed", **changes)
+    run_of_the_bridge(task, tmp_path)
+
+
+def run_of_the_bridge(task: Path, folder: Path, **changes: Any) -> Path:
+    """A run of which a rank is killed, and which is the one that it would have been."""
+    changes |= {"train": {"backend": "bridge"}}
+    config = config_of(task, folder / "undisturbed", **changes)
     with open_session(config) as session:
         expected = run(config, session)
-        found = run(config_of(task, tmp_path / "killed", **changes), session, kill(1))
+        found = run(config_of(task, folder / "killed", **changes), session, kill(1))
         assert session.groups[0].epoch == 1
     same_run(found, expected)
+    return found
 
 
 @pytest.mark.shows(
@@ -188,13 +194,7 @@ def target_of(link: Path) -> str:
 @pytest.mark.long
 @pytest.mark.shows("recovery: the bridge's ranks go on from memory as the native ones, with the same bits")
 def test_a_run_of_the_bridge_goes_on_from_memory(ray_cluster: None, task: Path, tmp_path: Path) -> None:
-    changes = {"train": {"backend": "bridge"}, "save_every": 0, "recover": "memory"}
-    config = config_of(task, tmp_path / "undisturbed", **changes)
-    with open_session(config) as session:
-        expected = run(config, session)
-        found = run(config_of(task, tmp_path / "killed", **changes), session, kill(1))
-        assert session.groups[0].epoch == 1
-    same_run(found, expected)
+    found = run_of_the_bridge(task, tmp_path, save_every=0, recover="memory")
     assert recoveries(found)[0]["recovery/steps_repeated"] <= 2
 
 

@@ -127,9 +127,9 @@ FAULTS = [
     ),
     Fault(
         "segments-of-living-processes-removed",
-        "actors.wire.segment:remove_stale_segments",
-        'start_time(int(match["pid"])) == match["start"]',
-        "False",
+        "actors.wire.segment:stale_segments",
+        'start_time(int(match["pid"])) != match["start"]',
+        "True",
         ("test_segments_of_killed_processes_are_removed_and_those_of_living_ones_are_not",),
         "one run would take another's weights away",
     ),

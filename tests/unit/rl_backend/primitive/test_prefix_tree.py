@@ -16,8 +16,8 @@ TREE = PrefixTree(lengths=(3, 2, 1, 4), parents=(-1, 0, 0, -1), ends=(1, 2, 0, 3
 
 
 def test_rows_of_runs_paths_and_tokens() -> None:
-    assert (TREE.num_rows, TREE.starts, TREE.levels) == (10, (0, 3, 5, 6), (0, 1, 1, 0))
-    assert (TREE.query_lens, TREE.key_lens) == ((3, 2, 1, 4), (3, 5, 4, 4))
+    assert (TREE.num_rows, TREE.starts) == (10, (0, 3, 5, 6))
+    assert (TREE.lengths, TREE.key_lens) == ((3, 2, 1, 4), (3, 5, 4, 4))
     assert [TREE.path(run) for run in range(4)] == [(0,), (0, 1), (0, 2), (3,)]
     assert TREE.key_rows.tolist() == [0, 1, 2, *(0, 1, 2, 3, 4), *(0, 1, 2, 5), *(6, 7, 8, 9)]
     assert TREE.rows_of_tokens.tolist() == [0, 1, 2, 3, 4, *(0, 1, 2, 5), *(0, 1, 2), *(6, 7, 8, 9), *(0, 1, 2, 3, 4)]
@@ -25,7 +25,7 @@ def test_rows_of_runs_paths_and_tokens() -> None:
     padded = TREE.padded(4)
     assert (padded.lengths, padded.parents, padded.ends) == ((3, 2, 1, 4, 2), (-1, 0, 0, -1, -1), TREE.ends)
     assert padded.rows_of_tokens.tolist() == TREE.rows_of_tokens.tolist() and padded.padded(4) is padded
-    alone = PrefixTree.unshared((2, 3))
+    alone = PrefixTree((2, 3), (-1, -1), (0, 1))
     assert TREE.shares and not alone.shares and alone._replace(ends=(0, 1, 1)).shares
     assert alone.rows_of_tokens.tolist() == alone.key_rows.tolist() == [0, 1, 2, 3, 4]
     assert (TREE.sequence_rows, padded.sequence_rows, alone.sequence_rows) == ((6, 0, 0, 4, 0), (6, 0, 0, 4, 0), (2, 3))
