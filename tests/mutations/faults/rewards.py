@@ -202,4 +202,12 @@ FAULTS = [
         ("test_a_call_that_fails_stops_the_run_and_is_shown",),
         "nobody would see where in a reward function it failed",
     ),
+    Fault(
+        "calls-that-still-run-are-made-again",
+        "rl_backend.data.rewards.scorer:RewardScorer._outcome",
+        "if not isinstance(result, _Failure) or not result.again:",
+        "if not isinstance(result, _Failure):",
+        ("test_a_call_that_took_too_long_is_made_again_where_it_has_ended",),
+        "every call that hangs would leave two threads behind, and 32 of them would end the run",
+    ),
 ]
