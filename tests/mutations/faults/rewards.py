@@ -41,7 +41,7 @@ FAULTS = [
     ),
     Fault(
         "limit-counts-the-wait-for-a-worker",
-        "rl_backend.data.rewards.scorer:RewardScorer._outcome",
+        "rl_backend.data.rewards.scorer:RewardScorer._attempt",
         "opened.pool.call(self._pool_of[index], reward.keywords(calls))",
         "asyncio.wait_for(opened.pool.call(self._pool_of[index], reward.keywords(calls)), self._limit)",
         ("test_a_call_waits_for_its_turn_without_losing_time",),
