@@ -15,6 +15,7 @@ from actors.train import group as module
 from actors.train import passes
 from actors.train.context import HandleRef, RankContext, RankFunction
 from actors.train.group import TrainGroup
+from actors.train.loss import Loss
 from actors.train.order import Driver, OperationHeader
 from actors.train.outcome import Apart, RankInfo
 from actors.train.passes import forward_backward
@@ -215,6 +216,14 @@ def test_each_rank_is_sent_the_pass_of_its_data_parallel_rank(group: TrainGroup,
         shares = passes.spread(two, rows, 7, trains=False, has_loss=False).batches
         assert [batch.input_ids.tolist() for (batch,) in batches] == [shares[each][0].input_ids.tolist() for each in (1, 0)]
         assert all(batch.meta["temperature"] == 0.5 for (batch,) in batches)
+
+
+def test_a_pass_is_cut_by_the_tokens_that_it_asks_for(group: TrainGroup, ranks: Ranks) -> None:
+    rows = [TokenSequence(torch.arange(3), {"loss_mask": torch.tensor([1.0, 1.0, 0.0])}) for _ in range(4)]
+    for most in (None, 3):
+        group.forward.submit(ref(1), rows, max_tokens_per_micro_batch=most)
+        group.forward_backward.submit(ref(1), rows, Loss("rl_backend.algorithm:grpo_loss"), max_tokens_per_micro_batch=most)
+    assert [len(calls[0].args[1]) for _, calls, _ in ranks.sent] == [1, 1, 2, 2]
 
 
 def test_results_of_the_ranks_become_one(group: TrainGroup, ranks: Ranks) -> None:
