@@ -223,6 +223,8 @@ def test_a_run_prints_and_logs_warnings_and_measures_speed_and_memory(
         run_on_ranks=lambda *_: [],
         say_recoveries=lambda say: None,
         recoveries=[],
+        reshapes=[],
+        has_room=False,
     )
     model = GroupModel(group, None)  # type: ignore[arg-type]
     with Run(config, Session([group]), label="mine ") as run:
