@@ -62,7 +62,7 @@ type Mixed = Tensor | tuple[Tensor, Tensor | None]
 def operator_for(groups: ParallelGroups, config: NativeConfig, window: int | None, *, sinks: bool = False) -> Attend | None:
     """Attention that compiled code can hold; None where there is none."""
     # A rank that has a part of each sequence gathers keys.
-    if groups.token_group.size() > 1:
+    if groups.cp_group.size() > 1:
         return None
     has_one = has_operator(groups.device, getattr(torch, config.param_dtype), window, sinks=sinks)
     return compiled_attention if has_one else None

@@ -84,11 +84,13 @@ class DecoderLayer(nn.Module):
     def compile_parts(self, groups: ParallelGroups, config: NativeConfig) -> bool:
         """Compiles the layer, or the half of it that can be; whether there is one."""
         mixes, feeds = self.mixer.use_operators(groups, config), self.mlp.compiles
-        if groups.tp_group.size() > 1 or not (mixes or feeds):
+        if not (mixes or feeds):
             return False
         part = (DecoderLayer.dense if feeds else DecoderLayer.mix) if mixes else DecoderLayer.feed
+        others = set(() if mixes and feeds else (self.mlp if mixes else self.mixer).modules())
+        modules = [module for module in self.modules() if module not in others]
         name = "compiled" if part is DecoderLayer.dense else part.__name__
-        setattr(self, name, compiled(part, self, (self.decoder.hidden_size, self.spec)))
+        setattr(self, name, compiled(part, self, (self.decoder.hidden_size, self.spec), modules))
         return True
 
     def dense(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
@@ -349,7 +351,7 @@ class Decoder(nn.Module):
 
 
 def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig) -> None:
-    """Tensor, context and expert parallelism, compilation, activation checkpointing and FSDP2, each layer a separate unit."""
+    """Tensor, context and expert parallelism, compilation, activation checkpointing, and FSDP2 with each layer a unit."""
     assert isinstance(module, Decoder), "of decoder_family"
     units: list[nn.Module] = list(module.each_layer())
     layers = list(module.each_layer())

@@ -43,9 +43,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         {"activation_checkpointing": "full"},
         {"parallel": {"pp": 2}},
+        {"parallel": {"tp": 2}},
         {"parallel": {"cp": 2, "ep": 2}},
     ],
-    ids=["dp2", "pp2", "cp2-ep2"],
+    ids=["dp2", "pp2", "tp2", "cp2-ep2"],
 )
 def test_compiled_layers_train_as_others_do(ranks: RankPool, model: Path, settings: dict[str, Any]) -> None:
     compiled = ranks.run(train_job, str(model), {**settings, "compile": True}, world_size=2)

@@ -23,7 +23,6 @@ from rl_backend.model.blocks import (
     require_divided,
 )
 from rl_backend.model.options import INDEXER_OPTIONS, IndexerTraining
-from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import gather_keys
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
@@ -227,7 +226,7 @@ class LatentAttention(Mixer):
         self.kv_b_proj = nn.Linear(spec.kv_rank, spec.num_heads * (spec.plain_dim + spec.value_dim), bias=False)
         self.o_proj = nn.Linear(spec.num_heads * spec.value_dim, hidden_size, bias=spec.bias)
         self.attend: Attend = packed_attention
-        self._tp_group: dist.ProcessGroup | None = None
+        self._tensor: TensorParallel | None = None
         self._cp_group: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
@@ -282,7 +281,7 @@ class LatentAttention(Mixer):
         return apply_rotary(x, *rotation)
 
     def _of_all_tokens(self, x: Tensor) -> Tensor:
-        return x if self._tp_group is None else all_gather(x, self._tp_group, sum_gradients=True)
+        return x if self._tensor is None else self._tensor.operators.all_gather(x, sum_gradients=True)
 
     def use_operators(self, groups: ParallelGroups, config: NativeConfig) -> bool:
         attend = None if self.spec.chooses else operator_for(groups, config, None)
@@ -295,8 +294,7 @@ class LatentAttention(Mixer):
             self._cp_group = groups.cp_group
         if groups.tp_group.size() == 1:
             return
-        self._tp_group = groups.tp_group
-        tensor = TensorParallel(groups.tp_mesh)
+        tensor = self._tensor = TensorParallel(groups.tp_mesh)
         if self.spec.query_rank is None:
             tensor.column(self.q_proj)
         else:

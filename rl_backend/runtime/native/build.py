@@ -50,8 +50,8 @@ def build_handle(
         raise ConfigError.of(
             "NativeConfig.compile",
             True,
-            f"{name!r} is for LoRA tenants, whose updates must be the same to the bit alone and beside others, which compiled "
-            "code does not promise; leave it out",
+            f"{name!r} is for LoRA tenants, whose updates must be the same to the bit alone and beside others, which "
+            "compiled code does not promise; leave it out",
         )
     parts = layout.model_stages(family, architecture, native, groups.pp_group.rank())
 

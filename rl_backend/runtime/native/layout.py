@@ -194,9 +194,8 @@ def check_model_layout(family: ModelFamily, architecture: Any, native: NativeCon
 
 def _check_compiled(family: ModelFamily, native: NativeConfig, *, splits_backward: bool) -> None:
     reasons = {
-        f"pipeline_schedule={native.pipeline_schedule!r} puts gradients of weights off, which compiled code computes together "
-        "with those of inputs": splits_backward,
-        f"tp={native.parallel.tp} has collectives within layers": native.parallel.tp > 1,
+        f"pipeline_schedule={native.pipeline_schedule!r} puts gradients of weights off, which compiled code "
+        "computes together with those of inputs": splits_backward,
         f"model family {family.name!r} does not say ModelFamily.compiles": not family.compiles,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:

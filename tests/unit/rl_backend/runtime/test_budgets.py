@@ -40,8 +40,7 @@ BUDGETS = {
     "mixture": Counts(0, 0),
     "tenants": Counts(0, 0),
 }
-"""Two layers, or three of a mixture; two tenants. The host reads lengths and the range of the tokens, a mixture the tokens of
-each expert, a tenant's loss is one read more."""
+"""Two layers, or three of a mixture; two tenants."""
 
 
 class _Calls(TorchFunctionMode):
