@@ -17,8 +17,8 @@ FAULTS = [
     Fault(
         "operator-leaves-gradients-of-shared-rows-where-they-were-taken",
         "rl_backend.primitive.attention_operator:_blocked_backward",
-        "index_add_(0, rows, x)",
-        "index_copy_(0, rows, x)",
+        "x.new_zeros(num_rows, *x.shape[1:]).index_add_(0, rows, x)",
+        "x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, rows, x)",
         (f"{_OPERATOR}[tree-False]",),
         "a prompt would be trained by one of its answers alone",
     ),
