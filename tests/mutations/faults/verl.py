@@ -262,8 +262,8 @@ FAULTS = [
     Fault(
         "verl-other-routes-shared",
         "adapters.verl.batches:_cut_by_computed",
-        "replays=routes is not None",
-        "replays=False",
+        "tokens = compared_tokens(input_ids.values().to(torch.int64), fields, replays=routes is not None)",
+        "tokens = compared_tokens(input_ids.values().to(torch.int64), fields, replays=False)",
         ("test_tokens_with_other_routes_count_as_others",),
         "micro-batches with routes would have more tokens than the budget",
     ),
