@@ -28,8 +28,8 @@ from examples.demo.__main__ import DemoConfig, demo_settings, reinforce, warm_st
 from examples.demo.task import write_task
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig
 from tests.support.deltanet_engines import DeltaNetEngines
-from tests.support.models import write_tiny_qwen3
 from tests.support.engines import AdapterGroupOfFaults, GroupOfTurns
+from tests.support.models import write_tiny_qwen3
 from tests.support.rollout import ReferenceTrainer
 from tests.support.served_tenants import CONFIGS, ServedTenants
 
@@ -118,9 +118,17 @@ def random_engine(ray_cluster: None, four_layers: Path) -> Iterator[RolloutGroup
 
 
 @pytest.fixture(scope="session")
-def served_tenants(ray_cluster: None, tied_model: Path) -> Iterator[ServedTenants]:
+def one_rank(ray_cluster: None, tied_model: Path) -> Iterator[TrainGroup]:
+    """A native rank, for tests that build models of their own, also of a third party's family, and do not end it."""
+    native = NativeConfig(device="cpu")
+    config = RuntimeConfig(plugins=("tests.support.gpt_neox",), hf_path=str(tied_model), backend_cfg=native)
+    with TrainGroup(config) as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
+def served_tenants(one_rank: TrainGroup, tied_model: Path) -> Iterator[ServedTenants]:
     """Three LoRA tenants of one trainer that are pushed to two engines with three slots, none yet."""
-    trained = RuntimeConfig(hf_path=str(tied_model), backend_cfg=NativeConfig(device="cpu"))
     served = RolloutConfig(
         model_path=str(tied_model),
         num_engines=2,
@@ -132,7 +140,8 @@ def served_tenants(ray_cluster: None, tied_model: Path) -> Iterator[ServedTenant
         max_adapter_rank=32,
         max_restarts=0,
     )
-    with TrainGroup(trained, num_ranks=1) as train, AdapterGroupOfFaults(served) as rollout:
+    train = one_rank
+    with AdapterGroupOfFaults(served) as rollout:
         base = train.build_model(trainable=False, name="base")
         # Small: a test takes as many steps as there is time for, and large logits round beyond the tolerance.
         optimizer = OptimizerConfig(lr=4e-3)

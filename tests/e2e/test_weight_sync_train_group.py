@@ -10,7 +10,14 @@ import pytest
 
 from actors import HandleRef, Loss, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from actors.wire.segment import DIRECTORY
-from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, UnsupportedError, WeightVersionError
+from rl_backend.contracts import (
+    NativeConfig,
+    OptimizerConfig,
+    RuntimeConfig,
+    TokenSequence,
+    UnsupportedError,
+    WeightVersionError,
+)
 from tests.support.listening import family, listening_sockets
 from tests.support.sft_batches import random_token_sequences
 
