@@ -159,7 +159,7 @@ def mend(group: RolloutGroup, *engines: int) -> None:
     """Brings the updates that these engines are lost for to an end, in place of restarts."""
     for engine in engines:
         del group.engine_set._lost[engine]
-        ray.get(group.engine_set.living()[engine].mend.remote())
+    assert group.engine_set.call("mend") == dict.fromkeys(engines)
 
 
 def test_no_engine_whose_streamed_update_began_serves_after_another_could_not_begin(
@@ -176,7 +176,7 @@ def test_no_engine_whose_streamed_update_began_serves_after_another_could_not_be
             streamed.push()
     assert "another engine could not begin" in str(group.lost_engines[0])
     assert set(group.lost_engines) == {0, 1}
-    mend(group, 0, 1)
+    mend(group, 0)
 
 
 def test_engines_are_dirty_when_the_trainer_fails_in_the_middle_of_a_stream_and_say_why(
@@ -194,6 +194,23 @@ def test_engines_are_dirty_when_the_trainer_fails_in_the_middle_of_a_stream_and_
         with pytest.raises(EngineDirtyError, match=r"dirty: .*the trainer failed: ValueError: no more weights"):
             ray.get(actor.pulse.remote())
     mend(group, 0, 1)
+
+
+@pytest.mark.long
+def test_an_engine_found_dead_by_a_push_leaves_the_others_on_the_old_weights(
+    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
+) -> None:
+    samples = group.generate(PROMPTS, SamplingConfig(temperature=0, max_new_tokens=4))
+    kill(group, 0)
+    before = trainer.source.version
+    trainer.advance()
+    with pytest.raises(EngineDeadError, match="engine 0 is dead"):
+        sync.push()
+    served = group.generate(PROMPTS, SamplingConfig(temperature=0, max_new_tokens=4))
+    assert {v for sample in served for v in sample.weight_versions} == {before}
+    assert [s.response_ids for s in served] == [s.response_ids for s in samples]
+    assert sync.push().engines == (1,)
+    assert_serves(group, trainer, trainer.source.version, {1})
 
 
 @pytest.mark.long
@@ -236,23 +253,6 @@ def test_a_wrong_shape_that_reaches_the_loader_makes_the_engine_dirty(
         assert "engine 0 is dirty" in str(later.value) and cause in str(later.value)
     with pytest.raises(EngineDirtyError, match="engine 0 is dirty"):
         sync.push()
-    assert sync.push().engines == (1,)
-    assert_serves(group, trainer, trainer.source.version, {1})
-    mend(group, 0)
-
-
-def test_an_engine_found_dead_by_a_push_leaves_the_others_on_the_old_weights(
-    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
-) -> None:
-    samples = group.generate(PROMPTS, SamplingConfig(temperature=0, max_new_tokens=4))
-    kill(group, 0)
-    before = trainer.source.version
-    trainer.advance()
-    with pytest.raises(EngineDeadError, match="engine 0 is dead"):
-        sync.push()
-    served = group.generate(PROMPTS, SamplingConfig(temperature=0, max_new_tokens=4))
-    assert {v for sample in served for v in sample.weight_versions} == {before}
-    assert [s.response_ids for s in served] == [s.response_ids for s in samples]
     assert sync.push().engines == (1,)
     assert_serves(group, trainer, trainer.source.version, {1})
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +20,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``tests.support.verl_sync`` finds, for a mixture of experts with tied embeddings and a dense model."""
-    folder = tmp_path_factory.mktemp("models")
-    models = write_tiny_qwen3_moe(folder / "moe"), write_tiny_qwen3(folder / "dense")
+def synced(*arguments: str) -> dict[str, Any]:
+    """What ``tests.support.verl_sync`` finds."""
     result = subprocess.run(
-        [sys.executable, "-m", "tests.support.verl_sync", *map(str, models)],
+        [sys.executable, "-m", "tests.support.verl_sync", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
@@ -36,10 +34,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return gaps
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """For a mixture of experts with tied embeddings."""
+    return synced(str(write_tiny_qwen3_moe(tmp_path_factory.mktemp("moe"))))
+
+
 @pytest.mark.shows("verl: verl's own sync of adapters is right on a CPU")
-def test_log_probs_with_verls_adapter_are_the_trainers(found: dict[str, Any]) -> None:
-    assert max(found["with_adapter"]) <= 1e-5
-    before, *others = found["base"]
+def test_log_probs_with_verls_adapter_are_the_trainers(tmp_path: Path) -> None:
+    gaps = synced(str(write_tiny_qwen3(tmp_path / "model")), "lora")
+    assert max(gaps["with_adapter"]) <= 1e-5
+    before, *others = gaps["base"]
     assert before <= 1e-5 and min(others) > 1e-3
 
 

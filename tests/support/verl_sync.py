@@ -1,11 +1,9 @@
-"""vLLM in this process, updated as verl updates it. Run as a program, it prints what it found.
-
-python -m tests.support.verl_sync MIXTURE DENSE
+"""vLLM in this process, updated as verl updates it. Run as a program, with a model directory, it prints what it found.
 
 ``update_fails`` says whether vLLM refuses verl's update without ``keep_linear_weights``; the others are mean gaps between
 vLLM's log-probs and the trainer's, in nats: ``synced`` as verl runs it, ``experts_packed_once`` without
-``pack_experts_again``, all of a mixture of experts; and of a dense model gaps to the model with an adapter, ``with_adapter``
-after each of its updates, and without it, ``base``.
+``pack_experts_again``. With ``lora`` behind the directory: gaps to the model with an adapter, ``with_adapter`` after each of
+its updates, and without it, ``base``.
 """
 
 from __future__ import annotations
@@ -95,6 +93,8 @@ def prepare() -> None:
 
 def lora_gaps(model: Path) -> dict[str, list[float]]:
     """Gaps with two adapters, one after the other, as verl's workers send them beside a base that comes once."""
+    prepare()
+
     import torch
     from vllm.lora.request import LoRARequest
 
@@ -126,8 +126,8 @@ def lora_gaps(model: Path) -> dict[str, list[float]]:
     return found
 
 
-def gaps(model: Path) -> dict[str, Any]:
-    """Takes patches away: nothing in this process is right afterwards."""
+def main(model: Path) -> dict[str, Any]:
+    prepare()
     trainer = ReferenceTrainer(model)
     engine = start_engine(model)
     found: dict[str, Any] = {"synced": [gap_after_update(engine, trainer) for _ in range(2)]}
@@ -149,9 +149,8 @@ def gaps(model: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    prepare()
-    mixture, dense = map(Path, sys.argv[1:])
-    sys.stdout.write(json.dumps(lora_gaps(dense) | gaps(mixture)) + "\n")
+    run = lora_gaps if "lora" in sys.argv[2:] else main
+    sys.stdout.write(json.dumps(run(Path(sys.argv[1]))) + "\n")
     sys.stdout.flush()
     # A sender may still wait for an answer.
     os._exit(0)
