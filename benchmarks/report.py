@@ -73,6 +73,11 @@ def medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: statistics.median(series) for name, series in values.items()}
 
 
+def with_accuracies(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Renames the held-out reward of the demo's task to an accuracy: its rewards are 0 or 1."""
+    return {name.replace("held_out_reward", "accuracy"): value for name, value in summary.items()}
+
+
 def write_result(stem: str, payload: Mapping[str, Any]) -> Path:
     """Writes ``results/<stem>.json``: ``payload`` and, unless it has one, ``machine``. Replaces the file in one step."""
     RESULTS.mkdir(exist_ok=True)
