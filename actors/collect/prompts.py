@@ -10,8 +10,7 @@ from typing import Any
 from actors.collect.collector import Source, Staleness
 from actors.collect.held_out import HeldOutResult, answer
 from actors.collect.inputs import Inputs
-from actors.collect.sample_metrics import sample_metrics
-from actors.collect.scoring import begin_scoring
+from actors.collect.sample_metrics import begin_scoring, sample_metrics
 from actors.collect.stream import SampledBatch, SampleStream
 from actors.collect.transcripts import describe_samples
 from actors.folder.checkpoints import StreamPosition

@@ -23,9 +23,8 @@ from ray.exceptions import (
 )
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.cluster.memory_death import memory_death
 from actors.cluster.placement import PlacementStrategy, Reservation, memory_environment, reserve, thread_environment
-from actors.cluster.ray_watch import ray_is_usable
+from actors.cluster.ray_watch import memory_death, ray_is_usable
 from actors.cluster.rendezvous import rendezvous_address
 from actors.train.loss import SentLoss
 from actors.train.order import Driver, OperationHeader, this_thread

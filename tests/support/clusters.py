@@ -40,7 +40,7 @@ class OwnCluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_prestart_worker_first_driver": "0",
-            "RAY_worker_niceness": "10",
+            "RAY_worker_niceness": "0",
             # A raylet whose agent has not registered by then ends, and the whole cluster with it.
             "RAY_agent_register_timeout_ms": "120000",
         }
