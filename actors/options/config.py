@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_valid
 
 from actors.cluster.placement import ClusterShare
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
+from actors.options.health import HealthLimits
 from actors.options.policy_options import LoRAOptions
 from actors.rollout.config import RolloutConfig
 from actors.train.layout import check_fewest
@@ -69,6 +70,7 @@ RANKS = OptionSet(
         "plugins": "train.plugins",
         **{name: f"{BACKEND}.parallel.{name}" for name in ParallelConfig.model_fields},
         "seed": "train.seed",
+        "collective_timeout": f"{BACKEND}.collective_timeout",
     },
     follows={
         _DTYPE: Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
@@ -166,14 +168,17 @@ TRAINING = RANKS | OptionSet(
         "model": ("model", "dtype", "lora."),
         "data": ("dataset", "eval_dataset", "max_prompt_tokens", "data."),
         "training": ("steps", "lr", "lr_warmup_steps", "lr_decay_style"),
-        "layout": ("placement", "min_ranks", "rank_silence", "operation_timeout"),
+        "layout": ("placement", "min_ranks", "rank_silence", "operation_timeout", "collective_timeout"),
         "memory": (
             "max_tokens_per_micro_batch",
             CHECKPOINTING,
             *(f"{BACKEND}.{name}" for name in ("log_prob_chunk_tokens", "reshard_after_forward")),
         ),
-        "checkpoints": ("run_dir", "save_every", "keep_checkpoints", "async_save", "resume", "recover"),
+        "checkpoints": (
+            *("run_dir", "save_every", "keep_checkpoints", "async_save", "resume", "damaged_checkpoint", "recover"),
+        ),
         "logging": ("metrics_to", "trace"),
+        "health": ("health.",),
     },
     metavars={
         "model": "DIR",
@@ -270,6 +275,12 @@ class TrainingOptions(BaseModel):
         default=None,
         description="auto: continue from the newest checkpoint in run_dir, if any; or the checkpoint to continue from",
     )
+    damaged_checkpoint: Annotated[Literal["refuse", "earlier"], MAY_CHANGE] = Field(
+        default="refuse",
+        description="where resume=auto finds the newest checkpoint damaged. earlier: read all of it first, and continue "
+        "from the one before; damaged ones are renamed",
+    )
+    health: HealthLimits = Field(default=HealthLimits(), description="limits of sense, see docs/reading_a_run.md")
 
     @model_validator(mode="after")
     def _check_training(self) -> Self:

@@ -100,7 +100,7 @@ FAULTS = [
             router_replay=router_replay,
         )
         """,
-        ("test_an_operation_hands_on_every_argument",),
+        ("test_a_pass_is_cut_by_the_tokens_that_it_asks_for",),
         "a forward pass would take the memory of larger micro-batches than asked for",
     ),
     Fault(

@@ -32,7 +32,7 @@ class BridgeEngine(Engine[BridgeHandle]):
 
     def __init__(self, config: RuntimeConfig) -> None:
         options = config.options(BridgeConfig)
-        self.groups: BridgeGroups = open_groups(options.parallel, training_device(options.device))
+        self.groups: BridgeGroups = open_groups(options.parallel, training_device(options.device), options.waits_for_ranks)
         try:
             with self.active():
                 model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
