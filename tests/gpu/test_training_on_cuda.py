@@ -64,7 +64,7 @@ def test_gradients_do_not_depend_on_the_split_into_micro_batches(untied_model: P
 
 
 @pytest.mark.parametrize(("param_dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-def test_shared_prefixes_train_as_whole_sequences(
+def test_a_prompt_that_samples_share_trains_as_whole_sequences(
     untied_model: Path, make_runtime: MakeRuntime, param_dtype: str, tolerance: float
 ) -> None:
     """In bfloat16 with the variable-length kernel, whose queries are then fewer than keys."""
