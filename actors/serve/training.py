@@ -11,7 +11,6 @@ import logging
 import math
 import shutil
 import threading
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -63,9 +62,6 @@ _TARGETS_OF_A_TOKEN = 32
 
 _LOST = (GroupFailedError, ClusterLostError)
 """No client's error: training has ended."""
-
-# A pass waits so long for others that may share it: this part of the one before, and not more than these seconds.
-_PATIENCE, _MOST_PATIENCE = 0.5, 0.1
 
 type Finish = Callable[[str, Result], None]
 
@@ -138,7 +134,7 @@ class Run:
         passed: requests whose gradients it has, or None where they are too many to be computed again.
         again: those that are being computed again, before whatever waits; their answers are out.
         alone: whether it shares no pass, because one that it was in has failed.
-        served: when it was last in a pass, as a count; ``answered``: when a request was last, by the clock.
+        served: when it was last in a pass, as a count.
         unbound: steps since its state was last saved for new ranks, in the folder ``boundary``.
         over: why it takes no requests any more; empty while it does.
     """
@@ -154,7 +150,6 @@ class Run:
     again: list[Pass] = field(default_factory=list)
     alone: bool = False
     served: int = 0
-    answered: float = 0.0
     steps: int = 0
     unbound: int = 0
     boundary: Path | None = None
@@ -212,7 +207,6 @@ class Training:
         self.base = group.build_model(name="base", trainable=False)
         self.failed = ""
         self.passes = self.tokens = self.steps = 0
-        self._patience = 0.0
         self._runs: dict[str, Run] = {}
         self._ending: list[tuple[str, str]] = []
         self._forgotten: list[Path] = []
@@ -459,7 +453,7 @@ class Training:
         with self._changed:
             job = run.waiting.pop(run.next_seq)
             run.next_seq += 1
-        run.alone, run.answered = False, time.monotonic()
+        run.alone = False
         self._finish(job.request_id, result)
 
     def _outcome(self, work: Callable[[], Mapping[str, Any] | bytes]) -> Result:
@@ -508,10 +502,9 @@ class Training:
 
     def _pass(self, runs: Sequence[Run]) -> None:
         """One pass with a piece of each of those that fit together; who waited longest for a pass is in it."""
-        if not any(self._prepare(run) for run in runs):
+        ready = [run for run in runs if self._prepare(run)]
+        if not ready:
             return
-        self._gather()
-        ready = [run for run in self._heads() if isinstance(run.head, Pass) and self._prepare(run)]
         ready.sort(key=lambda run: run.served)
         budget = self._budget
         first = _job(ready[0]).signature
@@ -528,19 +521,8 @@ class Training:
                 room -= tokens
         self._try_pass(chosen, forward_only=first[0])
 
-    def _gather(self) -> None:
-        """Waits a moment for runs that were answered just now: clients that train in step share their passes."""
-        with self._changed:
-            due = max((run.answered for run in self._runs.values()), default=0.0) + self._patience
-            since = time.monotonic() - self._patience
-            self._changed.wait_for(
-                lambda: self._closing or all(run.head or run.over or run.answered < since for run in self._runs.values()),
-                max(0.0, due - time.monotonic()),
-            )
-
     def _try_pass(self, chosen: Sequence[tuple[Run, Sequence[Datum]]], *, forward_only: bool) -> None:
         """A pass whose failure is answered to the client that it is of: where several shared it, each is tried alone."""
-        started = time.monotonic()
         try:
             result = self._run_pass(chosen, forward_only=forward_only)
         except _LOST:
@@ -564,7 +546,6 @@ class Training:
                     self._break(run, error)
         else:
             self.passes += 1
-            self._patience = min(_MOST_PATIENCE, _PATIENCE * (time.monotonic() - started))
             for run, piece in chosen:
                 self._take(run, piece, result.tenants[_made(run)[0].name])
 
