@@ -331,6 +331,9 @@ def record_activations(handle: NativeHandle, request: PassRequest) -> list[Mappi
     here: dict[tuple[int, int], dict[str, Tensor]] = {}
     for index, batch in enumerate(request.data):
         with ExitStack() as stack:
+            if handle.options.compile:
+                # Hooks see nothing of compiled code.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             recorded = {
                 stage: stack.enter_context(record_outputs(module, hf_names, hidden_size))
                 for stage, module in (handle.stages or {0: handle.model}).items()

@@ -86,7 +86,7 @@ FAULTS = [
         )
         """,
         "return lay_out(batch, handle.groups, 1, replayed, runs, request.heads, handle.trains_second, tree, predicts)",
-        ("test_router_losses_of_a_pipeline_are_averaged_over_micro_batches_as_on_one_rank",),
+        ("test_router_losses_of_the_options_are_averaged_over_micro_batches",),
         "the losses would grow with the number of micro-batches",
     ),
     Fault(
