@@ -192,8 +192,10 @@ class SampledOptions(BaseModel):
 
     @property
     def on_policy(self) -> bool:
-        """Whether a step's only update gives its own old log-probs: nothing asks for them, or for its routes, before."""
-        return self.updates_per_step == 1 and self.router_replay != "R2"
+        """Whether a step's only update gives its own old log-probs: nothing asks for them, or for its routes, before, and it
+        drops nothing, as engines do.
+        """
+        return self.updates_per_step == 1 and self.router_replay != "R2" and not self.lora.dropout
 
     def meta(self) -> dict[str, Any]:
         entropy = self.entropy_coef > 0 or self.on_policy
@@ -227,7 +229,10 @@ class SampledOptions(BaseModel):
 REWARDS = OptionSet(
     short={
         "reward": "rewards.functions",
-        **{f"reward_{name}": f"rewards.{name}" for name in ("timeout_seconds", "workers", "processes", "concurrency")},
+        **{
+            f"reward_{name}": f"rewards.{name}"
+            for name in ("timeout_seconds", "workers", "processes", "concurrency", "retries")
+        },
         "on_reward_failure": "rewards.on_failure",
     },
 )

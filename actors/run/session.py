@@ -165,6 +165,7 @@ def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Se
                         placement=config.placement,
                         bounds=WaitBounds(config.rank_silence, config.operation_timeout),
                         recover=config.recover if config.save_every or config.recover == "memory" else "off",
+                        min_ranks=config.min_ranks,
                     )
                 )
                 for _ in range(config.training_groups)

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, ValidationInfo, field_validator
@@ -110,10 +111,20 @@ type PipelineSchedule = Literal["auto", "1f1b", "interleaved-1f1b", "zb-h1", "zb
 
 
 class BackendConfig(BaseConfig):
-    """Base of the options of one runtime: what every runtime has."""
+    """Base of the options of one runtime: what every runtime has.
+
+    Attributes:
+        collective_timeout: seconds that a rank waits for the others in a collective. Longer than what one rank may do while
+            they wait: write a Hugging Face directory to a slow disk, say.
+    """
 
     parallel: Annotated[ParallelConfig, MAY_CHANGE] = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    collective_timeout: Annotated[float, MAY_CHANGE] = Field(default=1800.0, gt=0, le=30 * 86400)
+
+    @property
+    def waits_for_ranks(self) -> timedelta:
+        return timedelta(seconds=self.collective_timeout)
 
 
 BACKEND_CONFIGS: Registry[type[BackendConfig]] = Registry(

@@ -147,8 +147,13 @@ def _limits(wanted: Sequence[Fault], areas: Mapping[str, list[Fault]], copy: Pat
     digests = {file: tree_digest(copy, file) for file in set(files.values())}
     passed = results.passed().items()
     known = {test: each for test, each in passed if test in ids and each["digest"] == digests[files[test]]}
-    # Ranks are forked from the process of the tests, before tests have made threads in it.
-    tests = sorted(ids.keys() - known.keys(), key=lambda test: ("distributed" not in files[test], ids[test]))
+    # Ranks are forked from the process of the tests, before tests have made threads in it. Checks of a run ask Ray where it
+    # runs, so tests with Ray come last.
+    order = {
+        test: (not file.startswith("tests/distributed/"), file.startswith("tests/e2e/"), ids[test])
+        for test, file in files.items()
+    }
+    tests = sorted(ids.keys() - known.keys(), key=order.__getitem__)
     if tests:
         _say(f"running {len(tests)} tests without a fault")
         log = folder / "without-a-fault.log"

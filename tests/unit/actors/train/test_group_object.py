@@ -217,6 +217,16 @@ def test_each_rank_is_sent_the_pass_of_its_data_parallel_rank(group: TrainGroup,
         assert all(batch.meta["temperature"] == 0.5 for (batch,) in batches)
 
 
+def test_a_pass_is_cut_by_the_tokens_that_it_asks_for(group: TrainGroup, ranks: Ranks) -> None:
+    sender: Any = SimpleNamespace(send=lambda loss: loss)
+    group._losses, given = sender, sender
+    rows = [TokenSequence(torch.arange(3), {"loss_mask": torch.tensor([1.0, 1.0, 0.0])}) for _ in range(4)]
+    for most in (None, 3):
+        group.forward.submit(ref(1), rows, max_tokens_per_micro_batch=most)
+        group.forward_backward.submit(ref(1), rows, given, max_tokens_per_micro_batch=most)
+    assert [len(calls[0].args[1]) for _, calls, _ in ranks.sent] == [1, 1, 2, 2]
+
+
 def test_results_of_the_ranks_become_one(group: TrainGroup, ranks: Ranks) -> None:
     ranks.answers = [["a", "b"], [False, True], [False, False], [3, 3], [3, 4], [{"f": 1}, {}]]
     assert group.lr_scheduler_step(ref(1)) == "a"

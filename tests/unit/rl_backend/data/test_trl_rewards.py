@@ -29,6 +29,7 @@ def right(completions, solution, **kwargs):
     return [1.0 if text(each) == truth else 0.25 for each, truth in zip(completions, solution)]
 
 def tokens(prompts, completions, completion_ids, level=None, **kwargs):
+    assert [type(each) for each in prompts] == [type(each) for each in completions], "chat is answered with chat"
     assert len(prompts) == len(completions) == len(completion_ids)
     return torch.tensor([len(ids) + 100 * len(prompts) for ids in completion_ids])
 
